@@ -36,7 +36,7 @@ def is_number(leaf: Leaf) -> bool:
 def is_array(leaf: Leaf) -> bool:
     """Whether a leaf is an array, a traced array or a number of NumPy.
 
-    A class such as `jnp.float32` has a dtype too, and is no array.
+    A class such as `jnp.float32` has a dtype too, and is not an array.
 
     Args:
         leaf: a leaf of any pytree.

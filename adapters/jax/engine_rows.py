@@ -68,7 +68,7 @@ CHANGE_EXPECTED = _TALLY + len(Tally._fields)
 
 
 class Layout(NamedTuple):
-    """Where the leaves of one policy's EngineState are in a HealState.
+    """The places of the leaves of one policy's EngineState in a HealState.
 
     The index of a leaf is its place in ``jax.tree.leaves(state)``. The layout follows from the
     policy alone, so it is made again in each trace, and is not a part of the state.
@@ -211,7 +211,7 @@ def decision_of(rows: jax.Array, group_scale: Any) -> Decision:
 
     Args:
         rows: the rows of one state, or of several with a leading axis.
-        group_scale: `HealState.heal_group_scale`, which is no part of the rows.
+        group_scale: `HealState.heal_group_scale`, which is not a part of the rows.
     """
     row = current_row(rows)
     ints = jnp.unstack(row[..., STATIC:STEP], axis=-1)

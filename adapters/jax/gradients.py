@@ -128,7 +128,7 @@ def scale(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Arr
 
 @_of_gradients
 def scale_to_limit(leaves: list[jax.Array], factor: jax.Array) -> list[jax.Array]:
-    """As `scale` by a factor of at most 1, and the leaves themselves where the factor is 1.
+    """Works as `scale` by a factor of at most 1. Returns the leaves themselves if it is 1.
 
     LLVM contracts a product into a sum that reads it, so after `scale` a momentum, ``0.9 * trace +
     g * 1``, may round another product than ``0.9 * trace + g`` does. It does not contract the
@@ -231,10 +231,11 @@ def _scaled_where(
 
 @_of_gradients
 def fill_bad(leaves: list[jax.Array], skip: jax.Array) -> list[jax.Array]:
-    """As `fill_where` by -0.0, also where an element is NaN or Inf: its parameter stays as it is.
+    """Works as `fill_where` by -0.0, also where an element is NaN or Inf: its parameter stays.
 
     `update_check` finds before the decision most optimizers that make NaN of finite gradients. This
-    function catches the others, element by element. XLA fuses the test into the same selection.
+    function catches the other leaves, element by element. XLA fuses the test into the same
+    selection.
 
     Args:
         leaves: updates. The caller passes a tree, and gets a tree.

@@ -79,7 +79,7 @@ class HealState(NamedTuple):
     """The arrays of the EngineState, such as the last norms of a rule. Empty for `default`."""
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
-    caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
+    caller passes `grad_norm`. It is only for reports: decisions do not depend on it."""
     heal_group_scale: Any = None
     """float32 (n,): the last factor of each tensor, of a policy that clips per tensor, else
     None."""
@@ -94,13 +94,13 @@ class HealState(NamedTuple):
 
             decision = healcore.jax.last_decision(opt_state)  # write this instead
 
-        Reading it warns with DeprecationWarning. It is no leaf of the state: `jax.tree` and
+        Reading it warns with DeprecationWarning. It is not a leaf of the state: `jax.tree` and
         `optax.tree.get` do not see it.
 
         Returns:
             `heal_skip`, `heal_grad_scale`, `heal_lr_scale`, `heal_action`, `heal_cause`,
             `heal_rollback_depth`, and `heal_group_scale` if the policy clips per tensor. The types
-            are those of `healcore.Decision`.
+            are the same as in `healcore.Decision`.
         """
         warnings.warn(
             "HealState.heal_decision is deprecated: use healcore.jax.last_decision(opt_state), "
@@ -177,7 +177,8 @@ def step(
         engine: the engine of the policy.
         state: the state before the step.
         signals: the signals of the step, 0-d.
-        leaf_norms: norm of each gradient, float32 (n,), for reports, or None to keep the last ones.
+        leaf_norms: norm of each gradient, float32 (n,), for reports, or None to keep the last
+        norms.
 
     Returns:
         The new state, and the decision to enforce. It also skips an externally skipped step, in
@@ -204,7 +205,7 @@ def step(
 def _step(
     policy: Any, arrays: list[Any], state: HealState, signals: Signals, leaf_norms: jax.Array | None
 ) -> tuple[HealState, Decision]:
-    """Judges one step. `policy` is the hashable part of the engine, and `arrays` the others."""
+    """Judges one step. `policy` is the hashable part of the engine, `arrays` the other part."""
     row, windows, number, decision = _judge(
         policy,
         _groups(state),

@@ -101,7 +101,7 @@ class JaxNamespace(ArrayNamespace):
         return kept
 
     def shared_float(self, x: Float, /) -> Float:
-        """As `shared`, for a finite float32 of at least +0: the remainder of its bits."""
+        """Works as `shared`, for a finite float32 of at least +0: the remainder of its bits."""
         bits = lax.bitcast_convert_type(x, jnp.int32)
         kept = lax.rem(bits, lax.full_like(bits, jnp.iinfo(jnp.int32).max))
         return lax.bitcast_convert_type(kept, jnp.float32)

@@ -36,7 +36,7 @@ def split_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
         keywords: the keywords of a call of `update`.
 
     Returns:
-        The signals by the names in `NAMES`, without those that are None; and all other keywords.
+        The signals by the names in `NAMES`, without signals that are None; and all other keywords.
     """
     signals = {}
     for name in NAMES:
@@ -61,7 +61,7 @@ def make_signals(
         axes: the mesh axes over which signals are reduced.
         bad_update: whether the optimizer would make NaN or Inf of the gradients, bool 0-d or None.
             The step is then as bad as one whose gradient is not finite: the norm is NaN, but the
-            norms of the leaves are those of the gradients.
+            norms of the leaves are the gradients' norms.
 
     Returns:
         The signals; and the norm of each gradient leaf, float32 (n,), or None if `given` has the

@@ -49,7 +49,7 @@ def heal(
             an EngineConfig, whose numbers may be traced arrays.
         axis_name: mesh axes of a `shard_map` or `pmap` around the update along which gradients are
             equal (averaged with `pmean`). Loss and norms are averaged over these axes, so that
-            every device makes the same decision. Not needed under `jit` alone.
+            every device makes the same decision. It is not needed under `jit` alone.
         shard_axis_name: mesh axes along which each device has its own part of the gradients. Norms
             are combined over these axes. If only some leaves are split, pass `grad_norm` instead.
         records: see `protect`.
@@ -500,9 +500,9 @@ def _check_records(records: int) -> None:
 
 
 def _clips_as_optax(engine: Engine, given: Mapping[str, Any], axes: Axes) -> bool:
-    """Whether the policy's clip is a fixed one, and optax would compute it from these gradients.
+    """Whether the policy clips at a fixed norm, and optax would compute it from these gradients.
 
-    Not with a norm that the caller has reduced over devices, and not for parts of gradients.
+    False with a norm that the caller has reduced over devices, and for parts of gradients.
     """
     if engine.config.clip is None or engine.mode == "observe":
         return False

@@ -30,7 +30,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from healcore.jax.gradients import compiled, is_gradient, is_traced
 
 MOST_ELEMENTS = 1 << 16
-"""Elements of all arrays that the check of one tensor may read. A larger check is left out."""
+"""Elements of all arrays that the check of one tensor may read. A larger check is skipped."""
 MOST_LOOKED_AT = 8
 """Tensors to look at, smallest first: partitions of an optimizer have numbers of their own."""
 _LOOPS = {"while", "scan"}

@@ -200,7 +200,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
         optimizer: an optimizer, or a wrapper around one.
 
     Returns:
-        The optimizer whose `step()` updates the weights: `optimizer` itself if it is no wrapper.
+        The optimizer whose `step()` updates the weights: `optimizer` itself if it is not a wrapper.
 
     Raises:
         AttachError: there is no torch.optim optimizer inside.
@@ -217,7 +217,17 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def scaler_of(optimizer: Any) -> torch.amp.GradScaler | None:
-    """The GradScaler of accelerate's optimizer wrapper, or None."""
+    """The GradScaler of accelerate's optimizer wrapper.
+
+    accelerate calls the scaler inside the wrapper, so the program has no scaler to pass to
+    `attach`.
+
+    Args:
+        optimizer: what the user has passed, a wrapper or a plain optimizer.
+
+    Returns:
+        The scaler, or None for a plain optimizer and for a wrapper without a scaler.
+    """
     if not isinstance(optimizer, Optimizer):
         return None
     scaler = vars(optimizer).get("scaler")
@@ -227,7 +237,14 @@ def scaler_of(optimizer: Any) -> torch.amp.GradScaler | None:
 
 
 def healing_of(optimizer: Optimizer) -> Healing | None:
-    """The `Healing` of an optimizer, or None if it is not attached."""
+    """The `Healing` of an optimizer, or None if the optimizer is not attached.
+
+    A Healer uses the handle of an earlier `attach` instead of attaching a second time, which would
+    judge each step twice.
+
+    Args:
+        optimizer: the optimizer, without a wrapper.
+    """
     for hook in optimizer._optimizer_step_pre_hooks.values():
         healing = getattr(hook, "__healing__", None)
         if healing is not None:
@@ -330,7 +347,12 @@ class Healing:
         self.live_engine.expect_change()
 
     def drop_losses(self) -> None:
-        """Drops the losses since the last step, but keeps the loss of an evaluation."""
+        """Drops the losses since the last step, but keeps the loss of an evaluation.
+
+        Called where the micro-batches of these losses are repeated, or where no step of this
+        optimizer follows them. Otherwise the next step would be judged by losses that do not belong
+        to it.
+        """
         self._measurer.losses.clear()
 
     def judge_dropped(self) -> None:
@@ -442,7 +464,8 @@ class Healing:
     def detach(self) -> None:
         """Restores `step`: the optimizer is as if `attach` had never been called.
 
-        State and metrics stay readable. Calling it again does nothing.
+        Later steps are not judged, clipped or skipped. State and metrics stay readable. Calling it
+        again does nothing.
         """
         self.healed_step.detach()
 

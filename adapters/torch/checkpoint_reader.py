@@ -71,7 +71,7 @@ def open_file(path: Path) -> Contents:
 def open_directory(folder: Path) -> Contents:
     """Opens a directory of `torch.distributed.checkpoint`, with the parts of all ranks.
 
-    A value that is no tensor, and cannot be read, is named in the notes of the result.
+    A value that is not a tensor, and cannot be read, is named in the notes of the result.
 
     Args:
         folder: the directory with the file `.metadata`.

@@ -71,7 +71,11 @@ def train(
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte: rotary attention and a GELU MLP, without normalisation."""
+    """Predicts the next byte: rotary attention and a GELU MLP, without normalisation.
+
+    The initial weights come from the scenario, so all runs of the demo begin alike. They are
+    parameters by name in `weights`.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -87,7 +91,14 @@ class ByteTransformer(nn.Module):
         self.register_buffer("sin", torch.tensor(sin), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, time) to logits (batch, time, 256)."""
+        """Predicts the next byte at each place.
+
+        Args:
+            tokens: bytes, shape (batch, time).
+
+        Returns:
+            Logits, float32, shape (batch, time, 256).
+        """
         w = self.weights
         x = w["embed"][tokens]
         batch, time, width = x.shape
@@ -103,7 +114,15 @@ class ByteTransformer(nn.Module):
         return x @ w["head"]
 
     def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over the targets that count; NaN without such a target."""
+        """Mean cross-entropy over the targets that count, in nats.
+
+        Args:
+            tokens: bytes, shape (batch, time + 1). Each byte but the first is a target.
+            weights: 1 for a target that counts, otherwise 0; batch * time elements.
+
+        Returns:
+            0-d tensor; NaN without a target that counts.
+        """
         logits = self(tokens[:, :-1])
         each = F.cross_entropy(
             logits.flatten(0, 1), tokens[:, 1:].flatten().long(), reduction="none"

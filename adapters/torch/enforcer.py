@@ -296,7 +296,11 @@ class MomentReset:
             self._is_due = True
 
     def keep_record(self) -> None:
-        """Keeps the record of a step that was judged now, if cuts are known only later."""
+        """Keeps the record of a step that was judged now, if cuts are known only later.
+
+        An engine that judges late has no order in Python numbers at the step. The cut is read from
+        the record some steps later, and the moments are reset then.
+        """
         if self._live_engine.is_late:
             self._unread.append(self._live_engine.pending_record())
 
@@ -314,6 +318,10 @@ class MomentReset:
                 self._is_due = True
 
     def forget(self) -> None:
-        """Forgets cuts of an earlier state. Call it after the engine's state is replaced."""
+        """Forgets cuts of an earlier state. Call it after the engine's state is replaced.
+
+        A rollback restores the moments of the checkpoint. A reset that was due before it would drop
+        them.
+        """
         self._unread.clear()
         self._is_due = False

@@ -1,6 +1,6 @@
 """The bytes of the moments that an optimizer creates at its first step.
 
-torch's optimizers create them lazily, so the state that a run begins with is smaller than the one
+torch's optimizers create them lazily, so the state that a run begins with is smaller than the state
 that it saves later: with AdamW a third of it.
 """
 

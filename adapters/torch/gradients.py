@@ -65,8 +65,8 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """The L2 norm of each gradient. No host sync.
 
     Args:
-        grads: gradients, dense or sparse, on any device and of any dtype. Of a DTensor, this rank's
-            part is measured.
+        grads: gradients, dense or sparse, on any device and of any dtype. For a DTensor, this
+            rank's part is measured.
 
     Returns:
         For each gradient its norm, 0-d float32 on its device.
@@ -242,7 +242,12 @@ def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
 
 def scale_(params: Sequence[Tensor], factor: float) -> None:
-    """Multiplies all gradients in place by one number. Ignores parameters without a gradient."""
+    """Multiplies all gradients in place by one number.
+
+    Args:
+        params: the parameters. A parameter without a gradient is ignored.
+        factor: the number, such as the factor of a clip.
+    """
     grads = [_values(p.grad) for p in params if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
@@ -282,7 +287,11 @@ def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> 
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether `tensor` is a DTensor. Does not import torch.distributed.tensor."""
+    """Whether a tensor is a DTensor, of which this rank holds a part.
+
+    Does not import torch.distributed.tensor, which takes a while and which most programs do not
+    use.
+    """
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")
 
 
@@ -294,7 +303,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The stored values of a gradient, without a copy. Not for norms: sparse values may repeat."""
+    """The stored values of a gradient, without a copy. A sparse gradient may repeat values."""
     grad = local_part(grad)
     if grad.is_sparse:
         return grad._values()

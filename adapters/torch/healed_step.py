@@ -29,7 +29,7 @@ class _CurrentStep:
     """The step that runs, or else the last step."""
 
     order: StepOrder | None = None
-    """Its order, if the numbers are on the host."""
+    """The engine's order, if the numbers are on the host."""
     skipped: bool | Tensor | None = None
     """See `StepListener.ended`. None if the step was not judged."""
     in_original: bool = False
@@ -68,8 +68,8 @@ class HealedStep:
         pre_hook: the pre-hook of the optimizer; `attachment.healing_of` finds the `Healing` by it.
         in_update: whether a running step may have made a change; stays True after the step raised.
             False while the step waits for the other ranks' signals.
-        numbers: reads the numbers of the optimizer at every judged step, and names those to be
-            replaced for the step. None until `watch_numbers`, because it costs time.
+        numbers: reads the numbers of the optimizer at every judged step, and names the numbers to
+            be replaced for the step. None until `watch_numbers`, because it costs time.
     """
 
     may_reset_moments = True  # whether the tensors of the moments may be replaced
@@ -324,7 +324,7 @@ class HealedStep:
     def judge_dropped(self) -> None:
         """See `Healing.judge_dropped`.
 
-        The step counts as a step with non-finite gradients, and the listener hears of it as of
+        The step counts as a step with non-finite gradients, and is reported to the listener like
         every other step. Only `StepListener.stepped` is not called, as no `step()` was called.
         """
         if not self.measurer.dropped.take():

@@ -33,8 +33,8 @@ _ANSWERS = {
 class IncidentLog:
     """Logs one line per incident, with the optimizer's class; on the first rank only.
 
-    Without a Healer nobody rolls back or stops the run, so a line also says what the loop has to do
-    if the policy orders it. With a Healer the `IncidentMonitor` of the run writes these lines.
+    Without a Healer nothing rolls back or stops the run, so a line also says what the loop has to
+    do if the policy orders it. With a Healer the `IncidentMonitor` of the run writes these lines.
 
     It is the first `StepListener` of every healed step:
 
@@ -110,13 +110,20 @@ class IncidentLog:
         """Does nothing: a step that was not judged has no record."""
 
     def log_unread(self) -> None:
-        """Logs all records that were not read yet. Waits for the device."""
+        """Logs all records that were not read yet. Waits for the device.
+
+        Called before the engine's state is replaced, so that no alarm of the earlier steps is lost.
+        """
         while self._unread:
             read = self._unread.popleft()
             self._log(read())
 
     def drop_unread(self) -> None:
-        """Drops the records that were not read yet. Call it when another listener is set."""
+        """Drops the records that were not read yet. Call it when another listener is set.
+
+        The other listener logs the same steps from its own records, so a line would be written
+        twice.
+        """
         self._unread.clear()
 
     def restart(self) -> None:

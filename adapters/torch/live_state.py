@@ -79,7 +79,7 @@ def is_stateless_environment(value: Any) -> bool:
     """Whether a value is an environment of reinforcement learning that cannot be saved.
 
     Environments as in gymnasium have `reset()` and `step(action)`, and rarely a `state_dict`. A
-    scheduler without a `state_dict` is no environment: its `step` needs no argument.
+    scheduler without a `state_dict` is not an environment: its `step` needs no argument.
 
     Args:
         value: a value of the state.
@@ -344,7 +344,7 @@ def tensors_in(value: Any, most: float = math.inf, depth: float = math.inf) -> I
     """Yields the tensors in nested containers, and the parameters of modules in them.
 
     Args:
-        value: a tensor, a module, a mapping, a list or a tuple. Any other object has none.
+        value: a tensor, a module, a mapping, a list or a tuple. Any other object has no tensors.
         most: containers with more items are ignored.
         depth: containers that are nested so many times are ignored.
     """

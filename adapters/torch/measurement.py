@@ -252,7 +252,7 @@ class Measurer:
         """Marks a step as not finite if a learning rate is NaN or Inf, which spoils every weight.
 
         A rate in a tensor on an accelerator is not read on the host: the mark is computed there,
-        and the rate is not among the returned ones.
+        and the rate is not among the returned values.
 
         Args:
             signals: the signals of the step, with a `grad_norm`.
@@ -285,7 +285,7 @@ class Measurer:
 
         Args:
             groups: number of parameters.
-            alone: whether this rank decides alone. Only then its loss is used: the other ranks'
+            alone: whether this rank decides alone. Its loss is used only then: the other ranks'
                 losses of this step are not known.
 
         Returns:
@@ -346,8 +346,8 @@ class StepNorms(NamedTuple):
     """The gradient norms of a judged step, not read on the host yet.
 
     They become the evidence of an alarm: which tensors had unusual gradients. For a step without an
-    alarm nothing is read, so the norms are kept on the device. The tensors are small, and those of
-    the last step without an alarm are kept for the comparison.
+    alarm nothing is read, so the norms are kept on the device. The tensors are small, and the
+    tensors of the last step without an alarm are kept for the comparison.
     """
 
     params: Sequence[Tensor]
@@ -380,7 +380,7 @@ class StepNorms(NamedTuple):
     def rank_signals(self) -> tuple[float, float]:
         """The loss and the gradient norm of this rank alone. A sync.
 
-        Of several ranks, one may have damaged data or a damaged device; the mean does not show it.
+        One of several ranks may have damaged data or a damaged device; the mean does not show it.
 
         Returns:
             Loss and norm of this rank's part of the gradients. NaN for what is absent.
@@ -475,7 +475,11 @@ class LossMean:
         self.weight += weight
 
     def mean(self) -> Tensor | None:
-        """The weighted mean of the losses, 0-d float32, or None without losses."""
+        """The weighted mean of the losses since the last step.
+
+        Returns:
+            0-d float32 tensor on the device of the losses, or None without losses. No sync.
+        """
         if not self.count:
             return None
         return _quotient(self._total, self.weight)

@@ -233,7 +233,9 @@ class OptimizerNumbers:
     def find_changes_by_step(self) -> None:
         """Excludes entries that `optimizer.step()` has changed. Call it after the step.
 
-        The program's own values have to be back in the groups. An excluded entry stays excluded.
+        Such an entry is a state of the optimizer and not a setting of the program, so it must not
+        be held. The program's own values have to be back in the groups. An excluded entry stays
+        excluded.
         """
         groups_and_readers = zip(self._optimizer.param_groups, self._readers, strict=False)
         for i, (group, reader) in enumerate(groups_and_readers):
@@ -278,7 +280,7 @@ def _entries(group: ParamGroup) -> list[str]:
 
 
 def _numbers(value: Any) -> list[_IndexedNumber]:
-    """The numbers in an entry. Elements of a tuple or list that are no numbers are left out."""
+    """The numbers in an entry. Elements of a tuple or list that are not numbers are skipped."""
     if isinstance(value, tuple | list):
         return [(i, float(part)) for i, part in enumerate(value) if _is_number(part)]
     if _is_number(value):

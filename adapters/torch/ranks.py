@@ -109,7 +109,11 @@ class StepRanks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank logs for all ranks that decide together."""
+        """Whether this rank logs for all ranks that decide together.
+
+        All of them make the same decisions, so lines of every rank would repeat each other. True
+        for one rank alone.
+        """
         return self.world == 1 or dist.get_rank(self.group) == 0
 
     def squares(self, norms: Tensor, params: Sequence[Tensor]) -> Tensor:

@@ -238,7 +238,8 @@ RECORD_INTS = RECORD_FIELDS.index("grad_scale")
 """Number of the first numbers of `RECORD_FIELDS`, which are int32 or bool in an engine. The rest
 are float32."""
 _NO_ACTION, _NO_CAUSE = Action(0), Cause(0)
-"""Of most steps. To make a flag of a number takes as long as five numbers of a record."""
+"""The actions of most steps: none. To make a flag of a number takes as long as five numbers of a
+record."""
 
 
 def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:

@@ -168,7 +168,7 @@ def zero_init(kind: type[State]) -> Callable[..., State]:
 def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Applies `fn` to each array of `tree` and the matching arrays of `rest`; keeps None.
 
-    As `jax.tree.map`, for trees of NamedTuples and tuples.
+    It works as `jax.tree.map`, for trees of NamedTuples and tuples.
 
     Examples:
         >>> map_leaves(lambda a, b: a + b, (1, None, (2,)), (10, None, (20,)))

@@ -87,7 +87,7 @@ def observe(
     Args:
         signals: as the adapter measured them.
         restart: a change is expected at this step.
-        last: has the last finite loss and norm, which replace bad ones.
+        last: has the last finite loss and norm, which replace a loss or norm that is not finite.
         clips: whether the policy clips. No float32 factor clips a gradient above `SIGNAL_LIMIT`, so
             such a norm is then bad. A bad norm is replaced by 0, because a clipping rule would
             learn the last norm again.

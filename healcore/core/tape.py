@@ -85,7 +85,8 @@ def to_loop(function: Callable[..., Any], state: Any, inputs: Any) -> Callable[.
     """Records a loop over ``state, outputs = function(state, inputs, xp=...)``, as `to_program`.
 
     A replay judges a million steps. In a loop the numbers of the state stay in local variables, and
-    are not packed into NamedTuples after each step. Only those that the step changes are assigned.
+    are not packed into NamedTuples after each step. Only the leaves that the step changes are
+    assigned.
 
     Args:
         function: returns the new state and a tuple of outputs.

@@ -38,7 +38,7 @@ Event = dict[str, Any]
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 """A value that `json` can encode."""
 ParseLine = Callable[[bytes], Event | str]
-"""Parses a line into its object, or into the reason why the line has none."""
+"""Parses a line into its object, or into the reason why the line has no object."""
 
 
 _LINE_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -174,7 +174,7 @@ def parse_line(line: bytes) -> Event | str:
         line: the bytes of the line, with or without its newline.
 
     Returns:
-        The object, or the reason why the line is no JSON object, as text for a person.
+        The object, or the reason why the line is not a JSON object, as text for a person.
     """
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
@@ -199,7 +199,7 @@ def read_lines(path: str | os.PathLike[str], parse: ParseLine) -> Iterator[tuple
         parse: `parse_line`, or a function with further requirements, such as `parse`.
 
     Yields:
-        The number of the line, from 1, and its object or the reason why it has none.
+        The number of the line, from 1, and its object, or the reason why the line has no object.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
@@ -321,8 +321,8 @@ class Log:
     ) -> tuple[Event, bytes]:
         """Builds an event, and its line in ASCII.
 
-        Both have the same values, so the caller of `write` sees what a reader of the file sees, and
-        nobody parses the line again. ASCII, so that a torn line does not end inside a character.
+        Both have the same values, so the caller of `write` sees what a reader of the file sees,
+        without parsing the line again. ASCII, so that a torn line does not end inside a character.
         """
         values: dict[str, object] = {
             "schema": SCHEMA,

@@ -476,7 +476,7 @@ def sentence(event: EventRecord) -> str:
         event: the event, from `models.validate`.
 
     Returns:
-        The sentence, without the step and the time, or an empty string if the kind has none.
+        The sentence, without the step and the time, or an empty string if the kind has no sentence.
     """
     if event.kind not in KINDS:  # of a newer healcore
         return ""

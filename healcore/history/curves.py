@@ -123,8 +123,8 @@ def thinned(curves: Curves) -> Curves:
 def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str]]:
     """Reads the rows of the processes of a run from its metrics file.
 
-    Of several optimizers, only the first has rows. An attempt begins with a process, or with a
-    step that does not increase.
+    With several optimizers, only the first optimizer has rows. An attempt begins with a process, or
+    with a step that does not increase.
 
     Args:
         path: the metrics file, to which a process may still write.

@@ -557,7 +557,7 @@ class Run:
 
 
 def _onset(event: EventRecord, step: float) -> float:
-    """The onset of the event's incident, or the event's step if it has none."""
+    """The onset of the event's incident, or the event's step if the event has no incident."""
     if event.onset is None:
         return step
     return float(event.onset)

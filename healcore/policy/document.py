@@ -201,7 +201,7 @@ class Incident(NamedTuple):
 class Rollback(NamedTuple):
     """`[rollback]`: which checkpoint a rollback restores, and under which conditions.
 
-    A rollback goes back to a *known-good* checkpoint: its bytes verify, its arrays are finite, and
+    A rollback restores a *known-good* checkpoint: its bytes verify, its arrays are finite, and
     `probation` healthy steps have followed it.
     """
 

@@ -130,7 +130,7 @@ def _text_of(name: str) -> str:
 
 
 def _check_keywords(overrides: _Table, source: str) -> None:
-    """Raises `PolicyError` for a keyword that is no key of a policy."""
+    """Raises `PolicyError` for a keyword that is not a key of a policy."""
     keys = Overrides.__annotations__
     for name in overrides:
         if name in keys:

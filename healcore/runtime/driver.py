@@ -44,7 +44,7 @@ of a step is its `StepRecord`. The driver copies it to the host in the backgroun
 3. Enter the class in `healcore.adapter_registry.PROVIDED`, under "driver", and let `framework_of`
    in `healcore.runtime.driver_choice` recognize a state of the framework.
 4. `tests/runtime/run/toy_driver.py` is a driver of a model of one number, for the comparisons.
-   `adapters/jax/driver/driver.py` is the shorter of the two real ones.
+   `adapters/jax/driver/driver.py` is the shorter of the two drivers in this repository.
 
 A driver may have further methods, which the Healer looks up by name: those of `ObservesLosses`
 (torch), `TakesStates` and `CompilesLoops` (JAX), all in `healcore.runtime.optional_driver`. Without
@@ -208,7 +208,7 @@ class Driver(Protocol):
         received a signal, and end together. Without it, a rank that ends alone would leave the
         others waiting in a collective call.
 
-        Only called with several ranks, also by signal handlers.
+        It is called only with several ranks, also by signal handlers.
         """
         ...
 
@@ -253,7 +253,7 @@ class Driver(Protocol):
 
         Args:
             state: what `CheckpointStore.restore` returns for `state`, or None to keep the live
-                state. Arrays of it may become the live ones, because they are in fresh memory.
+                state. Its arrays may become the live arrays, because they are in fresh memory.
             engines: engine name -> `Engine.to_dict`. Engines without a name here stay.
             reset_moments: whether to reset moments and bias correction to their initial values, and
                 to leave schedules unchanged.
@@ -360,7 +360,7 @@ class Driver(Protocol):
     # -- weights --------------------------------------------------------------------------------
 
     def keep_weight_sample(self) -> None:
-        """Keeps a sample of the weights, which are those of the training now.
+        """Keeps a sample of the weights, which are the weights of the training now.
 
         Called at each step, so its cost does not depend on the size of the model, and it does not
         wait for the device. JAX has no sample of a pytree, because only `update` changes it.
@@ -456,7 +456,8 @@ class Driver(Protocol):
         """The framework's own profile of the device's memory, to be written to files.
 
         Returns:
-            Suffix of a file -> content. Empty where the framework has none, as torch on a CPU.
+            Suffix of a file -> content. Empty where the framework has no such report, as torch on a
+            CPU.
         """
         return {}
 
@@ -465,7 +466,7 @@ class Driver(Protocol):
     def settings(self) -> dict[str, Any]:
         """The hyperparameters in the state, and `WEIGHTS`, a digest of the weights.
 
-        A restart compares them with those of the run, and tells the user what she has changed. In
+        A restart compares them with the run's settings, and tells the user what she has changed. In
         torch the classes of optimizers and schedulers come first. A scheduled value is its start
         value where it is known. Arguments of schedulers are included: a checkpoint restores them.
 
@@ -488,8 +489,8 @@ class Driver(Protocol):
     def trained_rates(self) -> dict[str, float | None]:
         """The `learning_rates` of the last step. The program may have set the next rate already.
 
-        In torch a scheduler does so, and the rates are those of the last step from `watch_numbers`
-        on.
+        In torch a scheduler does so, and from `watch_numbers` on the rates are the rates of the
+        last step.
         """
         return self.learning_rates()
 
@@ -557,7 +558,7 @@ class Driver(Protocol):
         """The ranks of this run, which exchange small items. `Alone()` for a single process.
 
         Called once, at the start. A driver may create a process group of its own for it, so that
-        the exchanges of checkpoints do not mix with those of the training.
+        the exchanges of checkpoints do not mix with the exchanges of the training.
         """
         ...
 
@@ -598,8 +599,8 @@ def json_setting(value: Any) -> Any:
         value: any object.
 
     Returns:
-        The bool, text, number or list. NaN and Inf become texts, because JSON has none. None for a
-        tensor, a function or another object, and for a list with such an item.
+        The bool, text, number or list. NaN and Inf become texts, because JSON has no number for
+        them. None for a tensor, a function or another object, and for a list with such an item.
     """
     if isinstance(value, bool | str):
         return value

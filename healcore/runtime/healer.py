@@ -18,6 +18,7 @@ from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
+from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.evidence import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
 from healcore.runtime.run.ending.exits import IncompleteRun
@@ -116,11 +117,11 @@ class Healer(Generic[State]):
             tracker that fails or hangs does not stop the run. See docs/reports.md.
         hooks: functions to call at incidents, saves and rollbacks, see `healcore.Hooks`.
         resume: "auto" resumes an interrupted run. If the run had completed, it loads the final
-            state, `batches`, `epochs` and `steps` yield nothing, and the program goes on after its
-            loop, for example to an evaluation. True trains further in both cases. False raises
-            StoreNotEmpty if the store holds checkpoints. A warning names hyperparameters that
-            differ from the run's start. With "auto" a completed run raises StoreNotEmpty if these
-            or the initial weights differ, or if this process has completed the run.
+            state, `batches`, `epochs` and `steps` yield nothing, and the program continues after
+            its loop, for example with an evaluation. True trains further in both cases. False
+            raises StoreNotEmpty if the store holds checkpoints. A warning names hyperparameters
+            that differ from the run's start. With "auto" a completed run raises StoreNotEmpty if
+            these or the initial weights differ, or if this process has completed the run.
         attach: options of `healcore.torch.attach`.
         stop_file: path of a file that asks the run to end, or None. Every rank looks for the file
             once a second. All ranks end at the same step, with the last state saved and exit status
@@ -581,7 +582,7 @@ class Healer(Generic[State]):
         Returns:
             The last state, and the outputs of all updates of this process, stacked along a new
             first axis. After a restart they begin with the update that was resumed, and a completed
-            run has none.
+            run yields none.
 
         Raises:
             ValueError: `steps` or `every` is not a whole number >= 1.
@@ -627,7 +628,7 @@ class Healer(Generic[State]):
         self._live.comparisons.pause_until(self._live.data.step + 1)
 
     def save(self) -> None:
-        """Saves a checkpoint now, in addition to the regular ones.
+        """Saves a checkpoint now, in addition to the regular checkpoints.
 
         Call it only between two steps: a restart loses the batches of an accumulation. With several
         ranks, call it on every rank. It does nothing if a rollback is about to return to an earlier
@@ -643,7 +644,7 @@ class Healer(Generic[State]):
                 "to the epoch of the rollback"
             )
             return
-        self._live.saver.save("requested")
+        self._live.saver.save(SaveReason.REQUESTED)
         self._live.saver.keep_weight_sample()
 
     # -- the state of the run -------------------------------------------------------------------

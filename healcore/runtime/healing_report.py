@@ -50,7 +50,7 @@ class HealingReport:
     `lr_cuts`, and `shrinks` (micro-batch).
     A policy that observes has `observed_skips`, ..., for what it would have done."""
     skipped_batches: tuple[BatchId, ...]
-    """Batches that rollbacks have left out, as (epoch, index) of any loader."""
+    """Batches that rollbacks have skipped, as (epoch, index) of any loader."""
     lr_scale: float
     """Current multiplier of the schedule's learning rate."""
     last_good: int | None

@@ -78,7 +78,7 @@ class RunHooks:
         """Whether the run in the store was complete when this process opened it.
 
         Read this after the Healer is open. A trainer then trains nothing, unless its limits (steps
-        or epochs) are now higher than those of the completed run.
+        or epochs) are now higher than the limits of the completed run.
 
         Returns:
             True if the run was complete; False for a new run and for a run that continues.

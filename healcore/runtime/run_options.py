@@ -352,7 +352,7 @@ class Logging:
             directory. No file without such a directory.
         metrics: path of a file with one line per step (loss, norm, threshold, decision), about 300
             bytes, for `healcore replay`, `report` and `events`. "auto" is a file next to the events
-            file, thinned in long runs. None is no file.
+            file, thinned in long runs. None means no file.
         console: whether to print lines to standard error. "auto" prints them if the program has
             set up no logging for the logger `healcore`. True always prints, False never.
 

@@ -36,7 +36,7 @@ class DemoRun:
     framework: str
     arm: str
     steps: list[Step] = field(default_factory=list)
-    """All steps in the order taken, including those that a rollback has undone."""
+    """All steps in the order taken, including the steps that a rollback has undone."""
     held_out_loss: float = math.nan
     """Nats per byte on held-out text at the end of the run."""
     report: RunReport | None = None

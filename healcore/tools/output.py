@@ -41,7 +41,7 @@ def console(**options: Any) -> Console:
         **options: arguments of `rich.console.Console`.
 
     Returns:
-        The console. As in `echo`, text from a file cannot control the terminal.
+        The console. Text from a file cannot control the terminal, see `echo`.
     """
     from rich.console import Console
 

@@ -44,7 +44,7 @@ def end_without_log(end: Shutdown) -> None:
     """Ends a run as its process's death does, without a word in its log."""
     run = end.run
     run.saver.wait()
-    run.end_requests.signals.stop()
+    run.end_requests.stop_signals.stop()
     run.driver.close()
     (claim,) = run.claims
     claim.release()

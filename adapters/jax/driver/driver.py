@@ -139,8 +139,7 @@ class JaxDriver(Driver):
 
         A program may widen a layer between two calls: it makes new parameters, and a new state of
         the optimizer for them. A whole state has every engine, and moments with the shapes of its
-        parameters. It becomes the state of the run; its detectors and budgets are those that it
-        brings.
+        parameters. It becomes the state of the run; it brings its own detectors and budgets.
         """
         try:
             self._live.check_if_new()
@@ -182,7 +181,8 @@ class JaxDriver(Driver):
     def structure_changes(self) -> list[str]:
         """Returns what has changed in the structure of the state since the last call, as texts.
 
-        The Healer then saves a checkpoint, because earlier ones do not fit the state any more.
+        The Healer then saves a checkpoint, because earlier checkpoints do not fit the state any
+        more.
         """
         changes = self._changes
         self._changes = []
@@ -364,7 +364,7 @@ class JaxDriver(Driver):
     def has_finite_weights(self) -> bool:
         """Whether all parameters are finite that were finite at the start. One sync.
 
-        A mask of -Inf among the parameters is no damage.
+        A mask of -Inf among the parameters is not damage.
         """
         return set(self.nonfinite_weights()) <= self._not_finite
 
@@ -528,7 +528,7 @@ class JaxDriver(Driver):
         return not differ(self._counters(), self._last_counters)
 
     def _edit_state(self, tree: PyTree) -> None:
-        """Makes `tree` the live state, from which the next step has to start. This is no step."""
+        """Makes `tree` the live state, from which the next step has to start. It counts no step."""
         all_polled = self._all_polled()
         if not self._live.in_place:
             self._edit += 1
@@ -551,7 +551,7 @@ def _zeros_of(leaf: jax.Array) -> Any:
 
 
 def _bytes_on_one_device(leaves: Iterable[Any]) -> int:
-    """Size of some arrays on one device, in bytes. Also of arrays that a step has donated."""
+    """Size of some arrays on one device, in bytes. This includes arrays that a step has donated."""
     size = 0
     for leaf in leaves:
         if isinstance(leaf, jax.Array):

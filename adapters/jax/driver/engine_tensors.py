@@ -34,8 +34,8 @@ def candidates_of(tree: PyTree, count: int, optimizers: Sequence[Path]) -> dict[
     """Finds the subtrees that may be the parameters of an engine.
 
     A Python number may be a parameter, so it counts as a tensor at first. If then no subtree
-    outside of the optimizers fits, it is no parameter: the rate of a dropout layer is such a leaf
-    of an Equinox module. The search is then repeated without Python numbers.
+    outside of the optimizers fits, it is not a parameter: the rate of a dropout layer is such a
+    leaf of an Equinox module. The search is then repeated without Python numbers.
 
     Args:
         tree: the state of a run, or a part of it.

@@ -224,8 +224,8 @@ def map_states(change: Callable[[HealState], HealState], tree: PyTree) -> PyTree
         tree: the live state.
 
     Returns:
-        The state with the changed HealStates, which are placed on the devices as the old ones.
-        Otherwise the next step would be compiled again.
+        The state with the changed HealStates, which are placed on the devices as the old
+        HealStates. Otherwise the next step would be compiled again.
     """
 
     def changed(live: HealState) -> HealState:

@@ -60,7 +60,7 @@ class LiveState:
         self._avals = _avals(tree)
         """Path -> abstract value of the leaf, with the widest dtype so far."""
         self._first = _avals(without_heal_state(tree))
-        """The same for the first state without healing states."""
+        """Path -> abstract value of the leaf, in the first state without healing states."""
         self._checked: Any = None
         """Structure and abstract values of the last state that passed `check_if_new`, or None."""
 
@@ -299,7 +299,7 @@ class NnxLiveState(LiveState):
     def read(self) -> Any:
         """Returns the state as a pytree of the Variables' current arrays.
 
-        Optimizer states keep optax's own types, and sown values (`nnx.Intermediate`) are left out,
+        Optimizer states keep optax's own types, and sown values (`nnx.Intermediate`) are not saved,
         because their structure changes from call to call.
         """
         from flax import nnx

@@ -290,7 +290,7 @@ class StepReader:
         """Sets the states from which the next dispatch starts.
 
         Called at the start of a run and after each rollback. Without it, the counters before the
-        rollback would be compared with lower ones, as if the program had called `tx.init`.
+        rollback would be compared with lower counters, as if the program had called `tx.init`.
 
         Args:
             states: the HealState of each engine.
@@ -369,7 +369,7 @@ class StepReader:
     ) -> list[list[StepRecord]]:
         """The records of each step of a block of `Healer.scan`, at least one step.
 
-        An update may take no optimizer step, as in off-policy learning, and is no step then. A
+        An update may take no optimizer step, as in off-policy learning, and is not a step then. A
         block without any step counts as one step that no engine has judged.
         """
         steps: list[list[StepRecord]] = []
@@ -463,7 +463,7 @@ def _count(before: Sequence[HostView], after: Sequence[HostView]) -> int:
 
 
 def _check_continues(engine: EngineEntry, old: HostView, new: HostView) -> None:
-    """Raises HealStateError unless the dispatch continued from the state of the one before."""
+    """Raises HealStateError unless the dispatch continued from the state of the dispatch before."""
     if new.step < old.step or (new.step == old.step and _has_changed(old, new)):
         raise HealStateError(
             f'the optimizer state of "{engine.name}" was reset, with step {new.step} after '

@@ -1,4 +1,4 @@
-"""`JaxWeights`: the weights of a state: copies, losses with earlier ones, averages among them.
+"""`JaxWeights`: the weights of a state: copies, losses with earlier weights, averages among them.
 
 An EMA, a target network and a teacher have the structure of the parameters, and an optimizer state
 does not name the part that it trains. The movement of the parts shows it: an average moves towards
@@ -252,7 +252,7 @@ def _copy(leaf: Leaf) -> Any:
 
 
 def _other_key(leaf: Leaf) -> Any:
-    """Another random key, or the leaf if it is no key. Raw keys and counts of keys are uint32."""
+    """Another random key, or the leaf if it is not a key. Raw keys and counts are uint32."""
     kind = getattr(leaf, "dtype", None)
     if kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key):
         data = _other_key(jax.random.key_data(leaf))

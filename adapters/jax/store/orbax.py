@@ -224,8 +224,8 @@ class JaxFormat(ArrayFormat):
                 of gigabytes would cost as much time as the copy.
 
         Returns:
-            The copies in the order of `parts`, and a function that waits until those of shards on
-            a device are complete.
+            The copies in the order of `parts`, and a function that waits until the copies of shards
+            on a device are complete.
         """
         pinned: dict[int, jax.Array] = {}
         sources: dict[int, np.ndarray] = {}
@@ -259,7 +259,7 @@ class JaxFormat(ArrayFormat):
 
         Args:
             leaf: the copy, whose shards are in NumPy's memory.
-            live: the leaf of the state to restore into, or None if it has none.
+            live: the leaf of the state to restore into, or None if the state has no such leaf.
 
         Raises:
             ValueError: other processes hold shards that this process needs for the live sharding.

@@ -104,7 +104,11 @@ class Accumulation:
         self.healing.drop_losses()
 
     def on_new_structure(self) -> None:
-        """Moves the hook if the optimizer does not train the watched parameter any more."""
+        """Moves the hook if the optimizer does not train the watched parameter any more.
+
+        Called after the program has changed its model. Without this, no later backward pass would
+        be seen, and a save within an accumulation would lose gradients.
+        """
         params = gradients.parameters(self.healing.optimizer)
         if all(p is not self._watched for p in params):
             self._watched = None
@@ -133,7 +137,11 @@ class Accumulation:
         self.reached_since_any_step = True
 
     def on_step(self) -> None:
-        """Notes a step of the optimizer, see `StepListener.stepped`."""
+        """Notes a step of the optimizer, see `StepListener.stepped`.
+
+        The gradients that are still in `.grad` are used from here on, so a save is possible again.
+        The driver is told at the end.
+        """
         self._reached = False
         self.stepped = True
         self.steps += 1
@@ -180,13 +188,21 @@ class GradientWindow:
         return any(accumulation.in_progress for accumulation in self._accumulations)
 
     def begin_window(self) -> None:
-        """Saves the state at the start of a window: steps, random generators, graph nodes."""
+        """Saves the state at the start of a window: steps, random generators, graph nodes.
+
+        A window is the micro-batches of one step. If memory runs out in it, it is repeated with the
+        same random numbers.
+        """
         self._steps_at_start, self._records_at_start = self._steps_and_records()
         self._random = torch_states()
         self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
     def has_stepped(self) -> bool:
-        """Whether an optimizer has stepped, or a GradScaler has dropped its step."""
+        """Whether an optimizer has stepped since `begin_window`.
+
+        A step that a GradScaler has dropped counts too. The window cannot be repeated then: its
+        micro-batches would train the changed weights, and the step would count twice.
+        """
         steps, records = self._steps_and_records()
         return steps != self._steps_at_start or records is not self._records_at_start
 

@@ -138,7 +138,14 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
-    """The buffers named in `NAMES`, layer by layer, without buffers that have no shape yet."""
+    """The buffers named in `NAMES`, such as the running mean and variance.
+
+    Args:
+        layers: the layers with batch statistics.
+
+    Returns:
+        The buffers layer by layer, without buffers of lazy modules that have no shape yet.
+    """
     buffers: list[Tensor] = []
     for layer in layers:
         for name in NAMES:

@@ -99,7 +99,7 @@ class TorchDriver(Driver):
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = _do_nothing
         self._pending: deque[PendingEntry] = deque()
-        """Judged steps since the last `take_dispatch` that nobody has read."""
+        """Judged steps since the last `take_dispatch` that have not been read."""
         self._early: deque[StepRecord] = deque(maxlen=MOST_EARLY)
         """Records of the steps before `_pending`, which were read because they were too many."""
         self._recorders: list[Recorder] = []
@@ -122,7 +122,7 @@ class TorchDriver(Driver):
         self._find_statistics()
         self._weights = TorchWeights(self._state, self.healings, self._accumulations)
         self._sample: WeightSample | None = None
-        """None until `keep_weight_sample`."""
+        """Sample of the weights after the last step, or None before `keep_weight_sample`."""
         self.copy_weights = self._weights.copy
         self.losses_of = self._weights.losses_of
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
@@ -150,7 +150,7 @@ class TorchDriver(Driver):
     ) -> None:
         """Reports a loss. See `Healing.observe`.
 
-        Also notes the `torch.autocast` of the loop, in which comparisons compute their losses.
+        It also notes the `torch.autocast` of the loop, in which comparisons compute their losses.
 
         Args:
             loss: the loss of one (micro-)batch.
@@ -216,7 +216,7 @@ class TorchDriver(Driver):
         return PendingStep(entries, early)
 
     def _drop_losses_of_skipped_batches(self) -> None:
-        """Drops losses of NaN or Inf if the loop has left out their batch itself.
+        """Drops losses of NaN or Inf if the loop itself has skipped their batch.
 
         Such a batch has no backward pass.
         """
@@ -319,7 +319,7 @@ class TorchDriver(Driver):
         """See `Driver.structure_changes`.
 
         After a change the hooks move to the parameters that are there now, and the batch statistics
-        are those of the layers that are there now.
+        of the layers that are there now are watched.
         """
         changes = self._structure.changes()
         if changes:
@@ -359,8 +359,8 @@ class TorchDriver(Driver):
     def may_save(self, patience: int | None = None) -> bool:
         """See `Driver.may_save`. False while any optimizer has gradients that no step has used.
 
-        Gradients of an optimizer that has not stepped for `patience` steps of the others are
-        by-products of their losses (a frozen discriminator, the first stage of a fine-tuning).
+        Gradients of an optimizer that has not stepped for `patience` steps of the other optimizers
+        are by-products of their losses (a frozen discriminator, the first stage of a fine-tuning).
         They need no checkpoint if no loss and no backward pass follows the last step.
 
         Args:

@@ -31,14 +31,14 @@ def learning_rates(healings: Mapping[str, Healing]) -> dict[str, float | None]:
 def trained_rates(healings: Mapping[str, Healing]) -> dict[str, float | None]:
     """The learning rates with which the optimizers took their last step.
 
-    A scheduler may have changed the rates since. What a step has trained with is known only of an
-    optimizer whose numbers are watched; the others have their present rate.
+    A scheduler may have changed the rates since. What a step has trained with is known only for an
+    optimizer whose numbers are watched; other optimizers have their present rate.
 
     Args:
         healings: the handle of each optimizer, by name.
 
     Returns:
-        As `learning_rates`.
+        Name of the optimizer -> learning rate, as in `learning_rates`.
     """
     rates = learning_rates(healings)
     for name, healing in healings.items():

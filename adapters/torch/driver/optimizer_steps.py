@@ -58,15 +58,18 @@ class OptimizerSteps:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward pass has run since the last step of any optimizer."""
+        """Whether a backward pass has run since the last step of any optimizer.
+
+        An evaluation reads batches too, and has no backward pass.
+        """
         return any(each.reached_since_any_step for each in self.accumulations)
 
     def may_save(self, patience: int | None) -> bool:
         """See `TorchDriver.may_save`.
 
         Args:
-            patience: number of steps of the others after which gradients of an optimizer that does
-                not step count as abandoned, or None to wait for every optimizer.
+            patience: number of steps of the other optimizers after which gradients of an optimizer
+                that does not step count as abandoned, or None to wait for every optimizer.
         """
         pending: list[Accumulation] = []
         for accumulation in self.accumulations:

@@ -17,7 +17,8 @@ from healcore.torch.live_state import State
 from healcore.torch.measurement import StepNorms
 
 MOST_PENDING = 256
-"""Entries to keep; older ones are read at once. A loop may take many steps per batch, as in RL."""
+"""Entries to keep; older entries are read at once. A loop may take many steps per batch, as in
+RL."""
 MOST_EARLY = 2**16
 """Largest number of records that were read and not yet taken."""
 
@@ -123,7 +124,7 @@ class Recorder:
             entry: an entry of this recorder.
 
         Returns:
-            The record of the step. Without a judgment if a GradScaler has skipped the step.
+            The record of the step. There is no judgment if a GradScaler has skipped the step.
         """
         record = entry.record()
         if record.step == self._last_step:
@@ -194,7 +195,7 @@ class PendingStep:
         self.vote_requested = False
 
     def read(self) -> list[list[StepRecord]]:
-        """The records of the one step, in order. Waits only for what has not arrived yet.
+        """The records of the only step, in order. Waits only for what has not arrived yet.
 
         Later calls return the same records.
         """

@@ -1,6 +1,6 @@
 """`WeightSample`: notices that a program has put other weights into its model for a while.
 
-Programs do so for an evaluation: they copy averaged weights into the model, load the best ones,
+Programs do so for an evaluation: they copy averaged weights into the model, load the best weights,
 call `.half()`, or merge adapters. If such a program ends there, these weights are not a state of
 the training, and the next start would train on from them.
 
@@ -69,8 +69,9 @@ class WeightSample:
     """A few bytes of the weights of a state.
 
     The sample has three trained parameters of each module, and two frozen parameters next to
-    trained ones, which adapters are merged into. To read it takes as long for a large model as for
-    a small one: a microsecond on a CPU, and one small kernel without a sync on an accelerator.
+    trained parameters, which adapters are merged into. To read it takes as long for a large model
+    as for a small one: a microsecond on a CPU, and one small kernel without a sync on an
+    accelerator.
 
     Tensors of a kind whose bytes cannot be read (sharded, quantized, sparse) have no sample.
 
@@ -117,10 +118,13 @@ class WeightSample:
             self._kept_on_device = [torch.cat(views) for views in self._views.values()]
 
     def changed(self) -> list[str]:
-        """Compares the weights with the kept bytes. A sync.
+        """Compares the weights with the bytes of the last `keep`. A sync.
+
+        Called when an exception has left the loop: a program that has put averaged weights into the
+        model for an evaluation must not have them saved as the weights of the run.
 
         Returns:
-            Names of the sampled parameters with other bytes than at the last `keep`.
+            Names of the sampled parameters with other bytes.
         """
         kept = [*self._kept]
         for views, kept_bytes in zip(self._views.values(), self._kept_on_device, strict=False):

@@ -44,7 +44,7 @@ class TorchWeights:
     Averages and target networks stay too: where the objective grows, as in TD learning, old weights
     with their old target have the lower loss in a healthy run (docs/decisions, 37).
 
-    Of a DTensor, the weights are the local shard. Buffers and flags of a wrapper outside of the
+    For a DTensor, the weights are the local shard. Buffers and flags of a wrapper outside of the
     state are not restored.
 
         copy                        the weights of a healthy time, on the host

@@ -3,8 +3,8 @@
 Observers of quantization-aware training, moving averages, codebooks and memory banks keep what a
 forward pass has seen. A batch with NaN stays in them, and every later step is NaN too.
 
-Most buffers never change, for example tables of positions. Copying them at each step would cost
-time for nothing, so only what a forward pass writes is copied. torch counts the writes to a tensor
+Most buffers never change, for example tables of positions. Copying them at each step would waste
+time, so only what a forward pass writes is copied. torch counts the writes to a tensor
 (`Tensor._version`). It does not count a write to `buffer.data`, and a CUDA graph counts nothing.
 Such buffers are found by their content, once, over the first steps.
 """
@@ -85,7 +85,7 @@ class WrittenBuffers:
 
     Args:
         modules: the modules.
-        without: names of buffers that are left out.
+        without: names of buffers that are not watched.
         parameters: the parameters that the optimizer of the modules trains.
     """
 

@@ -43,11 +43,18 @@ class AsyncCopy:
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     def has_arrived(self) -> bool:
-        """Whether `read` would return without waiting, or True if this is unknown."""
+        """Whether `read` would return without waiting.
+
+        True if this is unknown, as for a copy without an event. It does not wait itself.
+        """
         return self._event is None or self._event.query()
 
     def read(self) -> np.ndarray:
-        """The values. Waits for the copy."""
+        """Returns the values on the host. Waits for the copy if it has not arrived.
+
+        Returns:
+            The values as an array of NumPy, in the shape and dtype of the tensor.
+        """
         if self._event is not None:
             self._event.synchronize()
         return self._tensor.cpu().numpy()

@@ -99,12 +99,21 @@ class DeviceEngine(StatefulEngine):
 
     @property
     def judges_late(self) -> bool:
-        """Whether steps are judged after they were taken, see `LateJudge`."""
+        """Whether steps are judged after they were taken, see `LateJudge`.
+
+        This is so for a policy whose decisions follow from the step alone: from a test for NaN and
+        Inf, and from a fixed clip. The device needs no state for them, so the judgment can follow
+        on the host.
+        """
         return self._late is not None
 
     @property
     def state(self) -> EngineState:
-        """The state after the last step. Waits for the device if steps are judged late."""
+        """The state after the last step.
+
+        If steps are judged late, the steps so far are judged now. This waits for the device, so it
+        is not for every step.
+        """
         if self._late is None:
             return self._state
         return self._late.finished().state
@@ -118,7 +127,7 @@ class DeviceEngine(StatefulEngine):
 
     @property
     def compared_decision(self) -> Decision | None:
-        """See the base class. Waits for nothing."""
+        """See the base class. Does not wait."""
         if self._late is None:
             return self._decision
         return self._late.compared_decision
@@ -180,7 +189,7 @@ class DeviceEngine(StatefulEngine):
             old.copy_(leaf)
 
     def pending_record(self, name: str = "") -> PendingRecord:
-        """As in `HostEngine`. The first call after a step starts a copy to the host."""
+        """See `HostEngine`. The first call after a step starts a copy to the host."""
         if self._late is not None:
             return self._late.pending_record(name)
         if self._record_copies is None:

@@ -108,7 +108,14 @@ class StepOrder(NamedTuple):
 
 
 def is_cut(action: int, skip: bool) -> bool:
-    """Whether a step with these flags of `Action` cuts the learning rate, and is not skipped."""
+    """Whether a step cuts the learning rate, and is not skipped.
+
+    The moments of the optimizer are reset at such a step, if the policy says so.
+
+    Args:
+        action: flags of `Action`.
+        skip: whether the step is skipped.
+    """
     return bool(action & _CUT_LR) and not skip
 
 
@@ -174,7 +181,7 @@ class StatefulEngine:
 
     @property
     def compared_decision(self) -> Decision | None:
-        """The decision that several ranks compare at the next step. Waits for nothing.
+        """The decision that several ranks compare at the next step. Does not wait.
 
         The last decision, or the decision of a fixed number of steps ago if steps are judged late.
         So the ranks compare the decisions of the same step.
@@ -224,7 +231,11 @@ class StatefulEngine:
         self._state = map_leaves(extended, self._state, new)
 
     def to_dict(self) -> dict[str, Any]:
-        """The framework-neutral state. A sync on an accelerator."""
+        """The framework-neutral state, which the engines of all frameworks read.
+
+        A sync on an accelerator. A checkpoint holds the result, so that a run may continue on
+        another kind of device.
+        """
         return self.engine.to_dict(self._to_numpy())
 
     def parse(self, data: Mapping[str, Any]) -> EngineState:

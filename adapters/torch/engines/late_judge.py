@@ -84,7 +84,7 @@ class LateJudge:
     def step(self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None) -> StepOrder:
         """Tests whether a step is finite, and keeps its signals. Reads nothing on the host.
 
-        Also judges the step of `RECORD_LAG` steps ago, whose signals have arrived.
+        It also judges the step of `RECORD_LAG` steps ago, whose signals have arrived.
 
         Args:
             signals: as for `HostEngine.step`.
@@ -158,12 +158,16 @@ class LateJudge:
         return self._recent[0].decision
 
     def finished(self) -> HostEngine:
-        """The engine after all steps, which are judged now. Waits for the device."""
+        """The engine after all steps, which are judged now. Waits for the device.
+
+        Whatever reads or replaces the engine's state goes through it: without it, the state would
+        lack the steps that are not judged yet.
+        """
         self._judge()
         return self.host
 
     def pending_record(self, name: str) -> PendingRecord:
-        """As in `HostEngine`. Reading the record judges the steps up to this step."""
+        """See `HostEngine`. Reading the record judges the steps up to this step."""
         step = self._recent[-1]
 
         def read() -> StepRecord:

@@ -103,7 +103,7 @@ class GlooRanks:
 
 
 def _new_group(members: Sequence[int], timeout: timedelta | None) -> Group:
-    """Creates a gloo group of `members`. Only these ranks have to call it.
+    """Creates a gloo group of `members`. These ranks alone have to call it.
 
     torch (2.13) derives a group's name from the number of groups in the process, so ranks with
     different numbers would wait forever. Ranks with fewer groups first create groups of one rank.

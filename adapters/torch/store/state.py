@@ -246,8 +246,8 @@ def _can_be_overwritten(live: Any, state: Any) -> bool:
 def _moments_that_do_not_fit(name: str, live: Optimizer, state: Mapping[str, Any]) -> list[str]:
     """Moments of another shape than their parameter, where they have to have its shape.
 
-    A restore has compared the parameters' names. But a program without modules has none, and may
-    replace its parameters by larger ones.
+    A restore has compared the parameters' names. But a program without modules has no names, and
+    may replace its parameters by larger parameters.
     """
     wrong = []
     params: list[Tensor] = []

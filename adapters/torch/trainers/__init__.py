@@ -124,7 +124,7 @@ def newest_settings(store: Any) -> Mapping[str, Any]:
     """The settings of the run in a store: `RunRecord.settings` of its newest complete checkpoint.
 
     Args:
-        store: the argument `store` of a trainer's callback. Of a list, the place with the newest
+        store: the argument `store` of a trainer's callback. From a list, the place with the newest
             checkpoint is read.
 
     Returns:

@@ -139,7 +139,7 @@ def folded(values: Float, combine: Callable[[Float, Float], Float]) -> Float:
 class LossRatioState(NamedTuple):
     """The window, the last accepted loss, and the count of consecutive outliers.
 
-    An outlier that is at most the last accepted loss is no alarm: the loss does not rise.
+    An outlier that is at most the last accepted loss raises no alarm: the loss does not rise.
     """
 
     window: Window
@@ -161,8 +161,8 @@ class LossRatioConfig(NamedTuple):
     Differences (docs/recipes.md): only finite, accepted losses enter the window. After `escape`
     consecutive outliers the window restarts at the current loss. If the window contains a negative
     loss, or half of it is 0, an outlier must be `ratio` times the largest absolute value in a full
-    window away from the mean. So the noise of a loss around zero (GRPO) is no spike, and a window
-    of zeros judges nothing.
+    window away from the mean. So the noise of a loss around zero (GRPO) is not a spike, and a
+    window of zeros judges nothing.
     """
 
     ratio: Annotated[Number, number(above=1)] = 2.0

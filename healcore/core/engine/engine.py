@@ -356,7 +356,7 @@ class Engine:
         Args:
             state: the live state.
             limit: largest norm of the gradients, float32 array, 0-d or of the state's batch shape.
-                0, None or a number that is no limit (negative, NaN, Inf) releases the limit.
+                0, None or a number that cannot be a limit (negative, NaN, Inf) releases the limit.
             xp: the array namespace.
         """
         xp = as_namespace(xp)

@@ -165,7 +165,7 @@ def _run_detectors(
 def _cause_flags(
     config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: ArrayNamespace
 ) -> Int:
-    """`Cause` flags (int32) of this step's alarms, sustained ones too."""
+    """`Cause` flags (int32) of this step's alarms, including sustained alarms."""
     causes = []
     for name, detector in config.detectors:
         if name in readings:

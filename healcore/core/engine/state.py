@@ -44,7 +44,7 @@ class RuleConfig(NamedTuple):
 
 
 class IncidentConfig(NamedTuple):
-    """Where one incident ends and the next begins."""
+    """The policy's rule for where one incident ends and the next begins."""
 
     quiet_steps: Steps = 20
     """Steps without an alarm that close an incident."""
@@ -107,7 +107,7 @@ class EngineConfig(NamedTuple):
     rules: tuple[RuleConfig, ...] = ()
     """What each cause leads to, in the order of the policy file."""
     incident: IncidentConfig = IncidentConfig()
-    """Where one incident ends and the next begins."""
+    """The policy's rule for where one incident ends and the next begins."""
     rollback: RollbackConfig = RollbackConfig()
     """Which checkpoint a rollback restores."""
     lr: LrConfig = LrConfig()

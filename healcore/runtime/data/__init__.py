@@ -1,13 +1,21 @@
 """The position of a run in its data, for any loader: rewind, skip batches, resume.
 
 loader_protocols   what healcore looks for in a user's loader
+loader_parts       finds the parts of a user's loader: sampler, dataset
 positions          ids of batches, and positions for a checkpoint
-loader_adapters    the state of each kind of loader; also torch_loader, function_loader
-loader_epoch       the epoch that is read: begin, end, state
+random_states      the global random generators, read and restored
+sampler_epochs     `set_epoch` of samplers, and the ranks that share the data
+loader_adapters    the state of each kind of loader; and of special kinds:
+torch_loader       torch's DataLoader,
+function_loader    a function that makes a stream again,
+scan_blocks        the blocks of a loop that JAX compiles as a whole
+loader_epoch       the epoch that is read: start, end, state
 batch_stream       batches in order, with ids, read again after failures in the network
-cursor             the epochs that a loop asks for, skipped batches, rewinds
+epoch_range        the epochs that a loop asks for, and the last positions in them
+cursor             a stream within its epochs: skipped batches, rewinds
 run_loader         a cursor, and what the loop does with its batches
 loader_registry    all loaders of a run
+loop_places        where the program's loop and its loaders are, also of an earlier process
 """
 
 from healcore.runtime.data.cursor import Cursor

@@ -78,10 +78,10 @@ class BatchStream:
     # -- reading --------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Drops the rest of the epoch, after a `break`; the next batch is of the next epoch.
+        """Drops the rest of the epoch, after a `break`. The next batch is of the next epoch.
 
         Without a batch of the epoch read, or with an iterator, nothing is dropped: an iterator
-        continues where it is.
+        continues where it is. So the next loop reads the same as without healcore.
         """
         if self.next_id.index > 0 and not isinstance(self.loader, Iterator):
             self.next_id = BatchId(self.next_id.epoch + 1, 0)
@@ -218,10 +218,10 @@ class BatchStream:
     ) -> AnyBatch:
         """Reads a batch again that a failure in the network has interrupted.
 
-        The loader is moved back to the batch, and so are the random states, so that the batch is
-        the one that the failure has prevented. If that is impossible, the failure is raised: to
-        read on would lose the batch, or would take the end of a generator that has raised for the
-        end of the data.
+        The loader is moved back to the batch, and so are the random states, so that it reads the
+        batch that the failure has prevented. If that is impossible, the failure is raised: to read
+        on would lose the batch, or would take the end of a generator that has raised for the end of
+        the data.
 
         Args:
             which: the batch.
@@ -310,7 +310,7 @@ class BatchStream:
     ) -> None:
         """Goes back to the first batch of an epoch.
 
-        If the epoch had begun before the read, the begin draws its numbers again first, from the
+        If the epoch had begun before the read, its start draws its numbers again first, from the
         states that it had. Only then follow the random states of the read.
         """
         self.next_id = which

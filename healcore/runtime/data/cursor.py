@@ -114,9 +114,12 @@ class Cursor(BatchStream):
         self._range.select(epoch)
 
     def end_before(self, epoch: int) -> None:
-        """Makes `next` end before this epoch, from which the program's own loop goes on.
+        """Makes `next` end before an epoch, from which the program's own loop continues.
 
         Call it after a rewind, if the loop returns to the epoch of the new position.
+
+        Args:
+            epoch: number of the epoch, from 0.
         """
         self._range.end_before(epoch)
 
@@ -154,12 +157,20 @@ class Cursor(BatchStream):
 
     @property
     def at_end(self) -> bool:
-        """Whether all batches of all epochs are read. False if the loader has no length."""
+        """Whether all batches of all epochs are read.
+
+        False if the loader has no length: its end is known only when it raises StopIteration.
+        Skipped batches count as read.
+        """
         return self.next_id.epoch == self._range.end - 1 and self.is_last()
 
     @property
     def beyond_last_epoch(self) -> bool:
-        """Whether the loader stands within an epoch that the loop does not reach."""
+        """Whether the loader stands within an epoch that the loop does not reach.
+
+        A program may ask for fewer epochs after a restart than the process that saved the position.
+        The position is then in data that the loop does not read.
+        """
         epoch, index = self.next_id
         return epoch >= self._range.end and index > 0
 
@@ -167,7 +178,10 @@ class Cursor(BatchStream):
     def break_place(self) -> str:
         """The place at which a `break` would leave batches unread, for a warning.
 
-        An empty string if it would leave none, or if epochs or batches have no known end.
+        Returns:
+            A clause with epoch and batch. An empty string if a `break` would leave no batch, or if
+            epochs or
+            batches have no known end.
         """
         epoch, index = self.next_id
         length = self.length
@@ -234,7 +248,11 @@ class Cursor(BatchStream):
 
     @property
     def why_not(self) -> str | None:
-        """Why the loader cannot be rewound, or why the last `rewind` failed, or None."""
+        """Why the loader cannot be rewound, or why the last `rewind` failed, or None.
+
+        The log and the report of a rollback name the reason: without a rewind, a rollback restores
+        the weights and continues with the next batches.
+        """
         return self._epoch.adapter.why_not or self._rewind_error
 
     def rewind(self, position: Mapping[str, Any]) -> bool:
@@ -301,7 +319,7 @@ class Cursor(BatchStream):
             A sentence about the batches that were dropped, or "" if none was.
 
         Raises:
-            DataError: it is no position, or the batches differ for this number of ranks.
+            DataError: it is not a position, or the batches differ for this number of ranks.
         """
         target = self._epoch.decode(position)
         goal = target.batch

@@ -10,7 +10,7 @@ from healcore.runtime.data.positions import BatchId, SavedPosition
 
 _MAX_POSITIONS = 4
 """Number of positions that `PositionHistory.before` can start from. Two are not enough: the last
-one may be of the epoch after the one of the batch."""
+position may be of the epoch after the batch's epoch."""
 
 
 @dataclass
@@ -45,7 +45,10 @@ class EpochRange:
             self.end += epochs
 
     def select(self, epoch: int) -> None:
-        """Makes one epoch the only one: reading begins and ends with it.
+        """Makes one epoch the only epoch: reading begins and ends with it.
+
+        Called for a loop of the program over its epochs, which asks for the batches of each epoch
+        by its number.
 
         Args:
             epoch: the epoch, for which the user's loop has called `set_epoch` already.
@@ -56,8 +59,11 @@ class EpochRange:
     def end_before(self, epoch: int) -> None:
         """Makes reading end before an epoch, unless it has no end.
 
+        Without this, a rollback into an earlier epoch would read on into the epoch that the
+        program's own loop is about to begin, and its batches would come twice.
+
         Args:
-            epoch: the epoch at which the program's own loop goes on.
+            epoch: the epoch at which the program's own loop continues.
         """
         if self.has_end:
             self.end = epoch
@@ -72,7 +78,7 @@ class PositionHistory:
 
     Attributes:
         newest: next batch of the newest position, or None without one.
-        last_end: id after the last batch of the last complete epoch, or None. The begin of the
+        last_end: id after the last batch of the last complete epoch, or None. The start of the
             epoch after is the same place. A rewind to it lets the loader draw that epoch again.
     """
 
@@ -103,10 +109,18 @@ class PositionHistory:
         self.add(batch, position)
 
     def before(self, batch: BatchId) -> SavedPosition | None:
-        """A position before a batch, of the same epoch, or None if it cannot be reached.
+        """A position from which a batch can be reached.
 
-        A position at the begin of the epoch serves only for its first batch: the order of the epoch
+        A position at the start of the epoch serves only for its first batch: the order of the epoch
         may be drawn when that batch is read, after the position was taken.
+
+        Args:
+            batch: the batch that is to be read next after a rewind.
+
+        Returns:
+            A position of the same epoch with the number of batches to pass, or None if no known
+            position is
+            before the batch.
         """
         for known, position in reversed(self._taken):
             is_earlier = known.epoch == batch.epoch and 0 < known.index < batch.index

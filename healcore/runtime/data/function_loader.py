@@ -21,7 +21,7 @@ from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 def is_function(loader: AnyLoader) -> bool:
     """Whether a loader is a function that makes what is iterated over.
 
-    A class is no such function, and neither is an object that can be iterated over itself.
+    A class is not such a function, and neither is an object that can be iterated over itself.
 
     Raises:
         UnusableLoader: the function needs arguments.
@@ -86,7 +86,11 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
         return self
 
     def state(self, *, ended: bool) -> LoaderState | None:
-        """The position in the stream, or None before it was made."""
+        """The position in the stream, or None before the stream was made.
+
+        It holds the number of batches read, the random states of before the call of the function,
+        and the stream's own state if it has one.
+        """
         if ended or self._batches is None:
             return None
         own = None
@@ -97,8 +101,8 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
     def state_before(self, index: int) -> LoaderState | None:
         """The state before a batch of this epoch that was read.
 
-        It is always known if the stream has no state of its own: the number of batches to drop says
-        it all. Otherwise it is known if the stream knows its own state before the batch.
+        It is always known if the stream has no state of its own: then the number of batches to drop
+        is enough. Otherwise it is known if the stream knows its own state before the batch.
         """
         own = None
         if not self._inner.why_not:
@@ -112,7 +116,14 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
         return {"read": read, "random": self._random, "kind": self._inner.kind, "own": own}
 
     def resume(self, state: LoaderState, skip: int) -> tuple[Batches, int]:
-        """Calls the function again. Returns the new stream and the number of batches to drop.
+        """Calls the function again, with the random states of the saved call.
+
+        Args:
+            state: what `state` has returned.
+            skip: number of batches after the state that are not read again.
+
+        Returns:
+            The new stream, and the number of batches to read and drop.
 
         Raises:
             DataError: the function returns the stream that it has returned before.

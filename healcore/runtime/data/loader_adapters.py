@@ -141,7 +141,11 @@ class LoaderAdapter:
         raise NotImplementedError(self.why_not)
 
     def rows(self) -> list[int] | None:
-        """The dataset's indices of the batch that was read last, or None if they are unknown."""
+        """The dataset's indices of the batch that was read last, or None if they are unknown.
+
+        Events name them, so that a user finds the samples of a bad batch. Most loaders do not know
+        them.
+        """
         return None
 
     def can_read_again(self, index: int) -> bool:
@@ -154,9 +158,9 @@ class LoaderAdapter:
     def stay(self, batches: Batches) -> bool:
         """Whether the next `next` of an epoch's batches reads the batch that has just raised.
 
-        Only for loaders that cannot be rewound. Most iterators have passed that batch, or have
-        ended, and what a wrapper around another iterator does is unknown. An iterator of the
-        program's own class that holds no other iterator is asked again: a stream that connects
+        It is used only for loaders that cannot be rewound. Most iterators have passed that batch,
+        or have ended, and what a wrapper around another iterator does is unknown. An iterator of
+        the program's own class that holds no other iterator is asked again: a stream that connects
         again continues where it was.
 
         Args:
@@ -299,7 +303,7 @@ class _IndexedLoader(LoaderAdapter, Iterator[AnyBatch]):
 
 
 class _Replayed(Iterator[Any]):
-    """The samples of a dataset, of which those of the current batch can be read again.
+    """The samples of a dataset. The samples of the current batch can be read again.
 
     If a sample of a batch raises, torch drops the samples of the batch before it. A stream that
     connects again would continue after the sample that has raised, and the dropped samples would
@@ -383,7 +387,8 @@ class UnreadableBatch:
     """Takes the place of a batch whose reading raised, until the `Cursor` raises the error.
 
     Trainers read in generators, and a generator that raises is finished. This object passes through
-    the generator as a batch, so the next batches can still be read.
+    the generator as a batch, so the next batches can still be read. The user's loop never receives
+    it.
     """
 
     error: Exception
@@ -407,7 +412,7 @@ def catch_unreadable(batches: Batches) -> Batches:
 
 
 def adapter_for(loader: AnyLoader) -> LoaderAdapter:
-    """Chooses the adapter for a loader that is no DataLoader of a map-style dataset.
+    """Chooses the adapter for a loader that is not a DataLoader of a map-style dataset.
 
     A loader can have an attribute `why_not`, see `ExplainsWhyNot`. A loader of healcore's own, such
     as `ScanBlocks`, is its own adapter.

@@ -45,7 +45,7 @@ class ReadRetries(Protocol):
             error: the exception of the attempt.
 
         Returns:
-            Whether to read again. False for an exception that is no failure in the network, and
+            Whether to read again. False for an exception that is not a failure in the network, and
             after the last attempt.
         """
         ...
@@ -79,7 +79,7 @@ class EpochPhase(Enum):
     READING = "reading"
     """The epoch was begun. An epoch that ends now without a batch is an error, `EmptyLoader`."""
     RESTORED = "restored"
-    """The epoch was restored from a state. It may have no batch left, which is no error."""
+    """The epoch was restored from a state. It may have no batch left, which is not an error."""
     BETWEEN = "between two epochs"
     """An epoch has ended, and the next one has not begun.
 
@@ -135,7 +135,8 @@ class LoaderEpoch:
         """Saves and restores the loader's state.
 
         Made on first use, and not with this object: to find out what an iterator can do, it may
-        have to be made, and that begins an epoch and draws its order.
+        have to be made, and that begins an epoch and draws its order. A failure in the network is
+        retried.
         """
         loader = self.loader
         if self._is_function:
@@ -181,7 +182,7 @@ class LoaderEpoch:
         """Ends the epoch after its last batch.
 
         The iterator is released, so that workers of the epoch end. An iterator that is the loader
-        itself is kept: it cannot begin another epoch.
+        itself is kept: it cannot begin another epoch. The phase says which of the two it is.
         """
         if isinstance(self.loader, Iterator):
             self.phase = EpochPhase.EXHAUSTED
@@ -191,8 +192,8 @@ class LoaderEpoch:
     def drop(self) -> None:
         """Drops the rest of the epoch. The next batch begins an epoch.
 
-        Unlike after `end`, the state of the loader still belongs to the epoch that was dropped,
-        and is not taken before the next epoch has begun.
+        The state of the loader still belongs to the epoch that was dropped, and not to the end of
+        an epoch as after `end`. It is not taken before the next epoch has begun.
         """
         self.batches, self.phase = None, EpochPhase.NOT_BEGUN
 
@@ -227,11 +228,20 @@ class LoaderEpoch:
     # -- the state ------------------------------------------------------------------------------
 
     def state(self) -> LoaderState | None:
-        """The state of the loader after the batch that was read last. See `LoaderAdapter.state`."""
+        """The state of the loader after the batch that was read last, see `LoaderAdapter.state`.
+
+        Returns:
+            A value that `encode` puts into a position. None if the adapter needs no state here, as
+            at the begin of
+            some epochs.
+        """
         return self.adapter.state(ended=self.is_between_epochs)
 
     def forget_state(self, why_not: str) -> None:
-        """Makes the loader one that cannot be rewound from now on.
+        """Makes the loader a loader that cannot be rewound from now on.
+
+        Called where the loader's state cannot be trusted any more. A rollback then keeps the loader
+        where it is.
 
         Args:
             why_not: the reason, for `Cursor.why_not`.
@@ -265,10 +275,16 @@ class LoaderEpoch:
         return encode_position(self.adapter.kind, batch, state, number, division(self.loader))
 
     def decode(self, position: object) -> Position:
-        """Decodes a position for this loader.
+        """Decodes a position for this loader. Changes nothing.
+
+        Args:
+            position: a position from a checkpoint.
+
+        Returns:
+            The position, for `restore`.
 
         Raises:
-            DataError: it is no position, or its batch has other rows for this number of ranks.
+            DataError: it is not a position, or its batch has other rows for this number of ranks.
         """
         target = decode_position(position)
         check_division(position, division(self.loader), self.name)  # type: ignore[arg-type]

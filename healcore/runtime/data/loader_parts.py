@@ -47,7 +47,14 @@ def has_methods(thing: object, names: Iterable[str]) -> bool:
 def samplers_of(loader: AnyLoader) -> list[Any]:
     """The samplers and batch samplers of a torch loader, including samplers inside samplers.
 
-    Each is in the list once, the outer ones first. Empty for a loader without samplers.
+    `set_epoch` and the random generators of a loader are found in these parts.
+
+    Args:
+        loader: any loader.
+
+    Returns:
+        Each sampler once, outer samplers before inner samplers. Empty for a loader without
+        samplers.
     """
     parts = [loader]
     for part in parts:  # the list grows by the samplers that are found in its parts
@@ -59,10 +66,16 @@ def samplers_of(loader: AnyLoader) -> list[Any]:
 
 
 def generators_of(parts: Iterable[Any]) -> list[RandomGenerator]:
-    """The random generators of loaders and samplers, each once, in the order of the parts.
+    """The random generators of loaders and samplers.
 
     A DataLoader and its sampler often share one generator. Setting its state twice would be
     harmless, but a position would hold it twice.
+
+    Args:
+        parts: loaders and samplers. A part without `generator` adds nothing.
+
+    Returns:
+        Each generator once, in the order of the parts.
     """
     found: dict[int, RandomGenerator] = {}
     for part in parts:

@@ -50,7 +50,7 @@ class Indexed(Protocol[BatchT]):
     """Batches by index, as in a torch Dataset. A rewind sets the index.
 
     An object with `__len__` ends there. An object without `__len__` ends with the first
-    `IndexError`.
+    `IndexError`. Such data can be rewound at no cost, because no batch before the position is read.
     """
 
     def __getitem__(self, index: int, /) -> BatchT:
@@ -73,8 +73,8 @@ class StatefulLoader(Protocol):
     def state_dict(self) -> LoaderState:
         """The position after the batch that was yielded last.
 
-        Called between two batches. It must count the batches that were yielded, and not those that
-        workers have read ahead.
+        Called between two batches. It must count the batches that were yielded, and not batches
+        that workers have read ahead.
 
         Returns:
             Numbers, texts, bytes, containers and arrays. It may be a live object: it is copied.
@@ -95,7 +95,7 @@ class StatefulIterator(Protocol):
     """An iterator with `get_state` and `set_state`, as the iterators of Grain.
 
     healcore keeps the iterator and calls `set_state` on it, because a new iterator may shuffle in
-    another way. It also keeps the state at the begin of each epoch, to which a rollback may return.
+    another way. It also keeps the state at the start of each epoch, to which a rollback may return.
     """
 
     def get_state(self) -> LoaderState:
@@ -129,7 +129,7 @@ class ExplainsWhyNot(Protocol):
 class SetsEpoch(Protocol):
     """A loader, sampler or dataset whose order depends on the number of the epoch.
 
-    torch's `DistributedSampler` is one. healcore calls `set_epoch` at the begin of each epoch with
+    torch's `DistributedSampler` is one. healcore calls `set_epoch` at the start of each epoch with
     the next number, and with the earlier number after a rollback. In an epoch that the user's own
     loop has begun, the user has called `set_epoch` already: healcore reads the number from `epoch`.
     """
@@ -163,7 +163,7 @@ class RandomGenerator(Protocol):
         ...
 
     def set_state(self, state: Any, /) -> None:
-        """Sets a state, so that the next draws are those that followed it.
+        """Sets a state, so that the generator continues with the draws that followed the state.
 
         Args:
             state: what `get_state` has returned, in this or in an earlier process.
@@ -172,7 +172,7 @@ class RandomGenerator(Protocol):
 
 
 class SamplesInOrder(Protocol):
-    """A sampler of a torch loader. healcore follows `sampler` and `batch_sampler` to inner ones.
+    """A sampler of a torch loader. healcore follows `sampler` and `batch_sampler` inwards.
 
     Only a loader of several ranks has `num_replicas`. With `batch_size` it says how many rows a
     global batch has. A restart with another number of ranks continues only if this number stays

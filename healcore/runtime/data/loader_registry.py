@@ -10,20 +10,21 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from healcore.runtime.data.earlier_loaders import (
+from healcore.runtime.data.loader_epoch import ReadRetries
+from healcore.runtime.data.loader_protocols import AnyLoader
+from healcore.runtime.data.loop_places import (
     COUNT,
+    EPOCH,
     EarlierLoaders,
+    EpochLoop,
     check_positions,
     has_begun,
 )
-from healcore.runtime.data.epoch_loop import EPOCH, EpochLoop
-from healcore.runtime.data.loader_epoch import ReadRetries
-from healcore.runtime.data.loader_protocols import AnyLoader
 from healcore.runtime.data.positions import BatchId, SavedPosition
 from healcore.runtime.data.run_loader import RunLoader
 
 MODEL_CHANGED = (
-    "the program would change the structure of its model again at the begin of that epoch"
+    "the program would change the structure of its model again at the beginning of that epoch"
 )
 """Reason of a rollback after which a loop over `Healer.epochs` does not return."""
 EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
@@ -77,14 +78,18 @@ class LoaderRegistry(EpochLoop):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the run has used no loader, in this and in earlier processes."""
+        """Whether the run has used no loader for training, in this and in earlier processes.
+
+        The loop of such a run has data of its own, which healcore cannot rewind or skip. A run that
+        takes its first batch later is empty until then.
+        """
         return self.last_trained is None and not self._earlier.count
 
     @property
     def place(self) -> BatchId:
         """Epoch and index of the batch in use, or of the next one between two batches.
 
-        In a loop over `Healer.epochs` the epoch is that of the loop, also after its last batch.
+        In a loop over `Healer.epochs` the epoch is the loop's epoch, also after its last batch.
         """
         loader = self.last_trained
         if loader is None:
@@ -168,15 +173,17 @@ class LoaderRegistry(EpochLoop):
         return has_trained
 
     def pass_over_completed(self) -> None:
-        """Numbers the next new loader after those that a completed run has trained with.
+        """Numbers the next new loader after the loaders that a completed run has trained with.
 
-        Call it where the program's loop is left out, so that it does not name its loaders.
+        Call it where the program's loop does not run, and so does not name its loaders. Otherwise a
+        loader for an evaluation after the loop would take the position of the first training
+        loader.
         """
         for number, saved in self._earlier.positions.items():
             if has_begun(saved):
                 self._next_number = max(self._next_number, int(number) + 1)
 
-    # -- the begin of a pass --------------------------------------------------------------------
+    # -- the start of a pass --------------------------------------------------------------------
 
     def begin(
         self,
@@ -231,7 +238,7 @@ class LoaderRegistry(EpochLoop):
         return begun
 
     def _forget_surplus(self) -> None:
-        """Forgets the oldest loaders beyond `_MAX_LOADERS`, first those that train nothing."""
+        """Forgets the oldest loaders beyond `_MAX_LOADERS`, first loaders that train nothing."""
         while len(self._loaders) > _MAX_LOADERS:
             others = [each for each in self._loaders if each is not self.last_trained]
             oldest = min(others, key=lambda each: each.trains)  # the first one of the minimum
@@ -308,7 +315,7 @@ class LoaderRegistry(EpochLoop):
     def _number_in(self, epoch: int | None) -> int:
         """Number of a loader whose first use in this process is in `epoch` of the loop, if known.
 
-        Loaders of earlier epochs are not made again, so their numbers are left out.
+        Loaders of earlier epochs are not made again, so their numbers are skipped.
         """
         if epoch is None:
             return self._next_number
@@ -329,7 +336,11 @@ class LoaderRegistry(EpochLoop):
 
     @property
     def can_rewind(self) -> bool:
-        """Whether the loaders of the steps can be rewound."""
+        """Whether the loaders of the steps can be rewound.
+
+        A rollback then repeats its steps with the same data. Otherwise it restores the weights, and
+        continues with the batches that come next. False without a loader.
+        """
         loaders = self._of_steps()
         return bool(loaders) and all(loader.can_rewind for loader in loaders)
 
@@ -338,6 +349,11 @@ class LoaderRegistry(EpochLoop):
 
         A loader that trains nothing has the position of its start: an evaluation reads it from its
         first batch again.
+
+        Returns:
+            Number of a loader as text -> its position, and under `COUNT` and `EPOCH` the next
+            number of a
+            loader and the epoch of the loop.
         """
         positions: Positions = {}
         for loader in self:
@@ -352,9 +368,13 @@ class LoaderRegistry(EpochLoop):
         return positions
 
     def position_after_step(self) -> Positions | None:
-        """The positions after the last step, or None if a loader cannot be rewound to it.
+        """The positions after the last step.
 
-        Batches since that step belong to the next one. A restart has to read them again.
+        Batches that were read since that step belong to the next step, and a restart has to read
+        them again. For a save at an exception in the middle of a step.
+
+        Returns:
+            As `position`, or None if a loader cannot be rewound to the step.
         """
         pending = [each for each in self if each.trains and each.first_pending is not None]
         before: Positions = {}
@@ -375,7 +395,13 @@ class LoaderRegistry(EpochLoop):
         return {str(loader.number): loader.position() for loader in forward}
 
     def skipped_by_loader(self) -> dict[str, list[list[int]]]:
-        """Ids of all skipped batches, by number of the loader, JSON-safe."""
+        """Ids of all skipped batches, for a checkpoint.
+
+        Without them a restart would read the batches again that a rollback has skipped.
+
+        Returns:
+            Number of a loader as text -> pairs of epoch and index, sorted.
+        """
         return {str(n): [list(batch) for batch in sorted(ids)] for n, ids in self._skipped.items()}
 
     def skipped_ids(self) -> frozenset[BatchId]:
@@ -384,6 +410,12 @@ class LoaderRegistry(EpochLoop):
 
     def check(self, position: Mapping[str, Any]) -> None:
         """Checks positions of an earlier process before `resume`.
+
+        A checkpoint with positions that cannot be read is then not restored at all, and an older
+        checkpoint can be tried.
+
+        Args:
+            position: what `position` has returned.
 
         Raises:
             DataError: a part of them cannot be read. Nothing was changed.
@@ -418,7 +450,7 @@ class LoaderRegistry(EpochLoop):
         to the last trained loader, and to loaders at the same batch, as in a `zip`.
 
         Args:
-            position: positions of the checkpoint, or None if the checkpoint has none.
+            position: positions of the checkpoint, or None if the checkpoint has no positions.
             bad: batches to skip.
             more: number of batches to skip after them.
             again: batches to read again, which are skipped no longer.

@@ -39,12 +39,12 @@ class DataError(HealcoreError, RuntimeError):
     """The data cursor cannot do what was requested.
 
     Exceptions of the user's loader propagate unchanged, and are no `DataError`. So a program can
-    tell a bad batch from a wrong use of healcore.
+    tell a bad batch from a wrong use of healcore. The message says what to write instead.
     """
 
 
 class UnusableLoader(DataError, TypeError):
-    """The object is no loader, or has fewer epochs than requested."""
+    """The object is not a loader, or has fewer epochs than requested."""
 
 
 @dataclass(eq=False, repr=False)
@@ -216,7 +216,7 @@ def decode_position(value: Any) -> Position:
         value: result of `encode_position` or of `position_of_other_ranks`, or anything else.
 
     Raises:
-        DataError: the value is no position of this version, or is damaged.
+        DataError: the value is not a position of this version, or is damaged.
     """
     if not isinstance(value, Mapping) or value.get("version") != POSITION_VERSION:
         raise DataError(

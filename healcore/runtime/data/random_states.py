@@ -121,10 +121,11 @@ _numpy = _NumpyState()
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Sets the global generators.
+    """Sets the global generators of Python, NumPy and torch.
 
     Args:
         states: result of `random_states`. A generator whose state is None or empty stays as it is.
+        Devices that the process does not have are left out.
     """
     if states["python"] is not None:
         random.setstate(states["python"])
@@ -137,7 +138,7 @@ def torch_states() -> dict[str, Any]:
     """Torch's states, arrays of NumPy: `{"cpu": uint8 (n,), "cuda": [uint8 (m,) of each device]}`.
 
     Empty in a program without torch. A JAX run may read from a shuffled loader of torch. Reading
-    the states is no sync: a CUDA generator's seed and offset are on the host.
+    the states does not wait for a device: a CUDA generator's seed and offset are on the host.
     """
     if (torch := sys.modules.get("torch")) is None:
         return {}
@@ -147,7 +148,13 @@ def torch_states() -> dict[str, Any]:
 
 
 def set_torch_states(states: Mapping[str, Any]) -> None:
-    """Sets torch's generators, if the program uses torch, on the devices that it has."""
+    """Sets torch's generators, if the program uses torch, on the devices that it has.
+
+    A run that continues on fewer devices ignores the states of the missing devices.
+
+    Args:
+        states: result of `torch_states`. If it is empty, nothing is set.
+    """
     if (torch := sys.modules.get("torch")) is None or not states:
         return
     torch.set_rng_state(torch.as_tensor(states["cpu"]))
@@ -157,7 +164,11 @@ def set_torch_states(states: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Restores all generators after the block."""
+    """Restores all generators after the block.
+
+    healcore evaluates losses and makes dry runs in such a block. Otherwise a run with healcore
+    would draw other numbers for dropout and shuffling than a run without healcore.
+    """
     states = random_states()
     try:
         yield

@@ -116,10 +116,13 @@ class RunLoader(Cursor):
         return self.use is BatchUse.LEFT_BY_BREAK
 
     def next(self) -> tuple[AnyBatch, BatchId]:
-        """See `Cursor.next`. Raises StopIteration if an earlier process has read all epochs.
+        """Reads the next batch, see `Cursor.next`.
 
         After its last block a scan does not begin another epoch, so that a restart with more
         updates continues there.
+
+        Raises:
+            StopIteration: the last batch was read, in this or in an earlier process.
         """
         if self.exhausted_before or (self.is_scan and self.loader.is_finished):
             raise StopIteration
@@ -140,15 +143,15 @@ class RunLoader(Cursor):
     def leave_by_break(self) -> None:
         """Notes that a `break` has ended the loop body.
 
-        What the program does after the loop may still belong to the batch. And batches of an
-        evaluation that ends so are of no step.
+        What the program does after the loop may still belong to the batch. But if the loop was an
+        evaluation, its batches belong to no step.
         """
         self.use = BatchUse.LEFT_BY_BREAK
 
     def leave_loop(self) -> None:
-        """Notes that no loop reads the loader: the next loop continues where the loader is.
+        """Notes that no loop reads the loader, so that the next loop continues where the loader is.
 
-        After the last batch, and after a rollback, whose position a `break` before it must not
-        change. Without this, the next loop would drop the rest of the epoch.
+        Called after the last batch, and after a rollback, whose position a `break` before it must
+        not change. Without this, the next loop would drop the rest of the epoch.
         """
         self.in_loop = False

@@ -71,7 +71,14 @@ class ScanBlocks(LoaderAdapter):
         return iter(self)
 
     def state(self, *, ended: bool) -> list[int]:
-        """The number of blocks and of updates done."""
+        """The position in the blocks, for a checkpoint.
+
+        Args:
+            ended: not used: the blocks are one epoch.
+
+        Returns:
+            The number of blocks and the number of updates so far.
+        """
         return [self._index, self._done]
 
     def state_before(self, index: int) -> list[int] | None:
@@ -79,6 +86,14 @@ class ScanBlocks(LoaderAdapter):
         return [index, self.first] if index == self._index - 1 else None
 
     def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
-        """Continues after the updates of a state."""
+        """Continues after the updates of a state.
+
+        Args:
+            state: what `state` has returned.
+            skip: number of blocks after the state, which the caller reads and drops.
+
+        Returns:
+            The blocks from there on, and `skip`.
+        """
         self._index, self._done = state
         return iter(self), skip

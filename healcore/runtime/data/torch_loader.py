@@ -3,7 +3,7 @@
 The samplers draw the order of an epoch from random generators when the epoch begins. A position is
 the states of the generators at that moment, and the number of batches read since. A rewind sets the
 states, lets the samplers draw the order again, and skips the indices of the earlier batches without
-reading the data. Also for loaders that Accelerate, Fabric and trainers make from a DataLoader.
+reading the data. This includes loaders that Accelerate, Fabric and trainers make from a DataLoader.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _GLOBAL = 3
 """Number of global generators: of Python, NumPy and torch."""
 
 GeneratorStates = list[Any]
-"""The states of the global generators of Python, NumPy and torch, then of the loader's own ones."""
+"""The states of the global generators of Python, NumPy and torch, then of the loader's own
+generators."""
 Item = Any
 """What a sampler yields: the index of a row, or the list of the indices of a batch."""
 
@@ -47,7 +48,7 @@ Item = Any
 def is_replayable(loader: AnyLoader) -> bool:
     """Whether a loader is or wraps a DataLoader of a map-style dataset, with torch's `__iter__`.
 
-    The order of such a loader follows from the random states at the begin of the epoch alone. A
+    The order of such a loader follows from the random states at the start of the epoch alone. A
     subclass with an `__iter__` of its own may do anything, and is read as any other loader.
     """
     loader = without_fabric(loader)
@@ -62,17 +63,21 @@ def is_replayable(loader: AnyLoader) -> bool:
 
 
 def without_fabric(loader: AnyLoader) -> AnyLoader:
-    """The DataLoader inside a loader of Fabric, which moves batches, otherwise the loader."""
+    """The DataLoader inside a loader of Fabric, or the loader itself.
+
+    Fabric's loader only moves the batches to the device, so the order is a matter of the inner
+    loader.
+    """
     if is_type(loader, "lightning", "_FabricDataLoader"):
         return loader._dataloader
     return loader
 
 
 def base_of(loader: AnyLoader) -> AnyLoader:
-    """The DataLoader inside a loader of Accelerate, otherwise the loader.
+    """The DataLoader inside a loader of Accelerate, or the loader itself.
 
-    Accelerate's loader iterates over the inner one, and reads one batch ahead of it to notice the
-    last one.
+    Accelerate's loader iterates over the inner loader, and reads one batch ahead of it to notice
+    the last batch. The order of the epoch is therefore drawn by the inner loader, one batch early.
     """
     if is_type(loader, "accelerate.data_loader", "DataLoaderShard"):
         return loader.base_dataloader
@@ -164,7 +169,11 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         return self
 
     def state(self, *, ended: bool) -> LoaderState:
-        """Random states before the epoch, and number and digest of the batches read from it."""
+        """The position in the epoch, from which `resume` reads the same batches in the same order.
+
+        Within an epoch: the random states before the order was drawn, and the number and digest of
+        the batches since. Between two epochs: the states of the loader's own generators.
+        """
         order = self._order
         if order.start_states is not None:
             return self._state_before(self._index)
@@ -295,10 +304,14 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
             self._copy.iteration = self._loader.iteration
 
     def can_read_again(self, index: int) -> bool:
-        """False for the first batch of an epoch whose order the ranks have agreed on at its begin.
+        """Whether this rank alone can read a batch of the epoch again.
 
+        False for the first batch of an epoch whose order the ranks have agreed on at its begin.
         Accelerate then sends the state of the sampler's generator to all ranks, and this rank does
         not know the state that it has received.
+
+        Args:
+            index: number of the batch in the epoch, from 0.
         """
         distributed = sys.modules["torch"].distributed
         is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1

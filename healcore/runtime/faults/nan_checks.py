@@ -33,14 +33,14 @@ _MAX_ITEMS = 16  # items of a container to look at
 def nan_variables(error: BaseException) -> list[str]:
     """Finds variables with NaN in the functions that an exception has left.
 
-    Looks at numbers, tensors and arrays, and at those in a batch (a list, tuple or mapping). Waits
-    for the device.
+    Looks at numbers, tensors and arrays, also within a batch (a list, tuple or mapping). Waits for
+    the device.
 
     Args:
         error: the exception, with its traceback.
 
     Returns:
-        The names, innermost function first, those of the program before those of libraries. Empty
+        The names, innermost function first, names of the program before names of libraries. Empty
         for an exception that no check for NaN raises.
 
     Examples:

@@ -119,8 +119,8 @@ class Retries:
             error: the exception of the attempt.
 
         Returns:
-            Whether to call again. False for an exception that is no failure in the network, which
-            is not reported.
+            Whether to call again. False for an exception that is not a failure in the network,
+            which is not reported.
         """
         fault = classify(error)
         if fault.cause is not Cause.NETWORK:

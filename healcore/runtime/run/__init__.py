@@ -1,13 +1,25 @@
 """A run between its start and its end. One folder or file for each thing that is decided or done.
 
-    start       opens a run and makes its parts        run         the parts, each by one name
-    loop        the work between two steps             batches     reads batches, counts steps
-    steps       records that are due                   monitor     events, `metrics` and orders
-    compare/    compares with earlier weights          rollback/   decides what to do
-    orders      what was decided, as a value           restore/    does it, and resumes at a start
-    checkpoints/  saves, deletes, and knows            ending/     who may end a run, and its end
+    start         opens a run, makes its parts       run           the parts, each by one name
+    loop          the work between two steps         batches       reads batches, counts steps
+    steps         records that are due               monitor       events, metrics and orders
+    compare/      compares with earlier weights      rollback/     decides what to do
+    orders        what was decided, as a value       restore/      does it, and resumes at a start
+    checkpoints/  saves, deletes, and knows          ending/       who may end a run, and its end
 
-Besides: `run_record` is what a checkpoint remembers (`host_state`, `monitor_state` and
-`healthy_ranges` are parts of it), `engine_states` are the states of engines after a rollback,
-`out_of_memory` and `batch_parts` split batches, `run_settings` are the program's settings.
+Besides:
+
+    program_watch    iterations without a step, changes of the model's structure: for `loop`
+    judged_record    a record with its incident: for `monitor`, and for
+    alarm_log        the events and lines of alarms, and
+    alerts           which causes are alerted
+    metrics          counts and mean losses of the run
+    run_record       what a checkpoint remembers; parts of it are
+    host_state       the random states and positions of the loaders,
+    monitor_state    what decisions read of earlier steps, and
+    healthy_ranges   ranges in which the run was healthy, and what is held in them
+    engine_states    the states of engines after a rollback
+    out_of_memory    repeats a step in smaller parts, with
+    batch_parts      how batches are split
+    run_settings     the program's settings, compared with those of the first start
 """

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class AlarmLog:
-    """Writes the event of each alarm, and a line for those that a reader of the console needs.
+    """Writes the event of each alarm, and a console line for the alarms that a person should see.
 
     A run may have an alarm at every step for hours. So lines become rarer with their number, and
-    after `MOST_ALARMS` alarms so do events. The metrics file has all of them.
+    after `MOST_ALARMS` alarms so do events. The metrics file has all alarms. Otherwise the first
+    alarms would be lost among thousands of equal lines.
     """
 
     def __init__(self, run: Run) -> None:
@@ -38,7 +39,7 @@ class AlarmLog:
         - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
           then each power of ten.
 
-        For alerts outside of incidents see `Alerts.has_line`.
+        For alerts outside of incidents see `Alerts.count_and_decide_line`.
 
         Args:
             lead: the record that the line would be about.
@@ -67,7 +68,7 @@ class AlarmLog:
             judged: a record with a cause.
             has_line: whether the record has the line of its step.
         """
-        step, record, incident = judged[:3]
+        step, record, incident = judged.step, judged.record, judged.incident
         policy = self.run.policy
         if incident is None:
             self._outside += 1

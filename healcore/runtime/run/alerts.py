@@ -22,8 +22,9 @@ class Alerts:
     """Decides which causes are alerted, and which alerts have an event and a line.
 
     The engine orders an alert once per rule. A rule names several causes, and one of them may last
-    for the rest of the run and hide the begin of another one. So the host alerts each cause when it
-    begins. On the other hand a cause that comes and goes must not fill the log: see `has_line`.
+    for the rest of the run and hide the start of another one. So the host alerts each cause when it
+    begins. On the other hand a cause that comes and goes must not fill the log: see
+    `count_and_decide_line`.
     """
 
     def __init__(self, run: Run) -> None:
@@ -32,7 +33,8 @@ class Alerts:
         self._steps_without = int(config.incident.quiet_steps)
         """Steps without a cause after which the cause begins again."""
         self._has_own_steps = bool(run.policy.incident.alert_steps)
-        """Whether this is the policy's `alert_steps`. Then each alert is reported."""
+        """Whether the policy sets `alert_steps` itself. `_steps_without` is then that number, and
+        every alert is reported."""
         if self._has_own_steps:
             self._steps_without = run.policy.incident.alert_steps
         self._alerting = _alerting_causes((*config.rules, *run.policy.rules))
@@ -73,16 +75,19 @@ class Alerts:
         record = record._replace(action=Action(record.action) | Action.ALERT)
         return judged._replace(record=record, alert=begins)
 
-    def has_line(self, judged: list[JudgedRecord]) -> bool:
-        """Whether a step has an alert outside of incidents that has a console line.
+    def count_and_decide_line(self, judged: list[JudgedRecord]) -> bool:
+        """Counts the faults of a step, and decides whether it has a console line about an alert.
 
-        Such an alert reports a fault about which nothing is decided yet. There is one per fault,
-        after `quiet_steps` steps without its cause. The first ten faults of each cause have a line,
-        then each power of two; also the first of each optimizer, and one with twice the highest
-        loss of earlier lines.
+        Only alerts outside of incidents count. Such an alert reports a fault about which nothing is
+        decided yet. There is one per fault, after `quiet_steps` steps without its cause. The first
+        ten faults of each cause have a line, then each power of two; also the first of each
+        optimizer, and one with twice the highest loss of earlier lines.
 
         Args:
-            judged: the records of one step. Call it once for each step: it counts the faults.
+            judged: the records of one step. Call this once for each step.
+
+        Returns:
+            Whether the step has the line.
         """
         causes: list[Cause] = []
         records: list[StepRecord] = []

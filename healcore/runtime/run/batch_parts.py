@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, NonNegativeInt
 
 from healcore.runtime.faults.microbatches import (
     Count,
@@ -40,7 +40,7 @@ class BatchParts:
             except in a trainer whose batches have another order of rows.
         to_evaluate_from: makes of a part of the result of `to_split` a batch of the `loss_fn`.
         largest_evaluated: samples at most in a part that the `loss_fn` evaluates, or None for no
-            limit besides that of the steps.
+            limit besides the limit of the steps.
     """
 
     def __init__(self, record: RunRecord) -> None:
@@ -52,15 +52,28 @@ class BatchParts:
         self.largest_evaluated: int | None = None
 
     def number(self, batch: Any) -> int:
-        """The number of parts in which a step trains on a batch: 1 while memory suffices.
+        """The number of parts in which a step trains on a batch.
+
+        The number is a power of two, and 1 while memory suffices.
 
         Args:
-            batch: a batch of the loop. One that cannot be split has one part.
+            batch: a batch of the loop. A batch that cannot be split has one part.
+
+        Returns:
+            The number of parts, >= 1.
         """
         return self._number(batch, self._record.part_limit)
 
     def gains_from(self, batch: Any, limit: int) -> bool:
-        """Whether a batch would have fewer parts if they could have `limit` samples."""
+        """Whether a batch would have fewer parts if a part could have `limit` samples.
+
+        A trial of larger parts teaches nothing with a small batch, which fits into one part
+        already. `OutOfMemory` postpones the trial if no rank's batch gains from it.
+
+        Args:
+            batch: the first batch of the step that may try larger parts.
+            limit: largest number of samples in a part during the trial.
+        """
         return self._number(batch, limit) < self.number(batch)
 
     def to_evaluate(self, batch: Any) -> WeightedParts:
@@ -86,7 +99,17 @@ class BatchParts:
         return weighted
 
     def size_to_evaluate(self, batch: Any) -> int:
-        """Samples of the largest part of `to_evaluate`, or 1 if it cannot be split."""
+        """Number of samples in the largest part of `to_evaluate`.
+
+        When memory runs out while weights are compared, the largest such part of all batches is the
+        size that is halved.
+
+        Args:
+            batch: a batch as the `loss_fn` receives it.
+
+        Returns:
+            The number of samples, or 1 if the batch cannot be split: then nothing can be halved.
+        """
         if self.obstacle:
             return 1
         form = self.to_split(batch)
@@ -94,7 +117,7 @@ class BatchParts:
             samples = count_samples(form)
         except UnsplittableBatch:
             return 1
-        return -(-samples // self._number(form, self._evaluation_limit))
+        return largest_part(samples, self._number(form, self._evaluation_limit))
 
     @property
     def _evaluation_limit(self) -> int | None:
@@ -115,18 +138,18 @@ class BatchParts:
         except UnsplittableBatch:
             return 1  # the whole batch may fit
         parts = 1
-        while -(-samples // parts) > limit:
+        while largest_part(samples, parts) > limit:
             parts = min(2 * parts, samples)
         return parts
 
 
+def largest_part(samples: int, parts: int) -> int:
+    """Samples of the largest part of a batch that is split evenly: the quotient, rounded up."""
+    return -(-samples // parts)
+
+
 FIRST_WAIT = 100
 """Steps after memory ran out until larger parts are tried again."""
-
-
-_Count = Annotated[int, Field(ge=0)]
-
-
 _Size = Annotated[int, Field(ge=1)]
 
 
@@ -146,36 +169,65 @@ class PartGrowth:
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    since: _Count = 0
+    since: NonNegativeInt = 0
     """Step at which the size has last changed or was last tried."""
-    wait: _Count = FIRST_WAIT
-    """Steps from `since` to the next trial."""
+    wait: NonNegativeInt = FIRST_WAIT
+    """Steps from `since` to the next try of larger parts."""
     smaller: _Size | None = None
-    """Size before the last trial, which fits; or None if memory ran out since the last trial."""
+    """Size before the last try, which fits; or None if memory ran out since the last try."""
     trying: bool = False
-    """Whether `since` is the step of a trial, whose end is not known yet."""
+    """Whether `since` is the first step with larger parts, whose end is not known yet."""
     smallest: _Size | None = None
     """Smallest size of the run, or None if memory never ran out."""
 
     def is_due(self, step: int) -> bool:
-        """Whether larger parts may be tried at a step."""
+        """Whether larger parts may be tried at a step.
+
+        They may once `wait` steps have passed since the size last changed or was last tried, unless
+        a trial is still running.
+
+        Args:
+            step: number of the step that is about to begin.
+        """
         return not self.trying and step - self.since >= self.wait
 
     def postpone(self, step: int) -> None:
-        """Postpones a trial from which nothing can be learnt at this step."""
+        """Postpones a try from which nothing can be learnt at this step.
+
+        Larger parts then become due `wait` steps later. The batch of the step may be too small to
+        have fewer parts, or the step could not be repeated if the larger parts do not fit.
+
+        Args:
+            step: number of the step at which the try was due.
+        """
         self.since = step
 
-    def begin_trial(self, step: int, size: int) -> int:
-        """Begins a trial at a step of a run with parts of `size`. Returns the size to try."""
+    def begin_larger(self, step: int, size: int) -> int:
+        """Begins to try parts of twice the size.
+
+        The current size is kept in `smaller`, to which `go_back` returns if the larger parts do not
+        fit.
+
+        Args:
+            step: number of the step that tries the larger parts.
+            size: samples in a part so far.
+
+        Returns:
+            The size to try, in samples.
+        """
         self.since = step
         self.smaller = size
         self.trying = True
         return 2 * size
 
-    def ends_trial(self, step: int) -> bool:
-        """Whether a trial has just ended well at the begin of a step: its own step has fitted.
+    def accept_larger(self, step: int) -> bool:
+        """Keeps the larger size if the step that tried it has fitted.
 
-        True once for each trial.
+        Args:
+            step: the step that begins.
+
+        Returns:
+            Whether the size is accepted by this call, once for each try.
         """
         if not self.trying or step == self.since:
             return False
@@ -183,7 +235,7 @@ class PartGrowth:
         return True
 
     def go_back(self, step: int) -> int:
-        """Returns to the size before the last trial, because a larger part has not fitted.
+        """Returns to the size before the last try, because a larger part has not fitted.
 
         Args:
             step: the step at which memory ran out. If the larger size has lasted for less than the
@@ -202,7 +254,15 @@ class PartGrowth:
         return size
 
     def shrink(self, step: int, size: int) -> None:
-        """Notes that the run continues with smaller parts than before: of `size` samples."""
+        """Notes that memory ran out, and that the run continues with smaller parts.
+
+        The wait for the next trial begins again with `FIRST_WAIT` steps. The size before is
+        forgotten, because it does not fit any more.
+
+        Args:
+            step: number of the step at which memory ran out.
+            size: samples in a part from now on.
+        """
         self.since = step
         self.wait = FIRST_WAIT
         self.smaller = None
@@ -211,9 +271,23 @@ class PartGrowth:
             self.smallest = size
 
     def is_new(self, size: int) -> bool:
-        """Whether a size is smaller than all sizes so far, so that it counts in the budget."""
+        """Whether a size is smaller than all sizes of the run so far.
+
+        Only such a size counts in the policy's budget of halvings. A return to a size that the run
+        has had before costs one repeated step, and must not use up the budget.
+
+        Args:
+            size: samples in a part.
+        """
         return self.smallest is None or size < self.smallest
 
     def on_rollback(self, step: int) -> None:
-        """Counts the wait from the step to which the run was rolled back."""
+        """Counts the wait from the step to which the run was rolled back.
+
+        Without this, `since` would lie in the future of the repeated steps, and the next trial
+        would be late by the number of undone steps.
+
+        Args:
+            step: the step at which the run continues.
+        """
         self.since = min(self.since, step)

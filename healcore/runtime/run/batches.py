@@ -6,7 +6,7 @@ r"""`RunBatches`: the batches of a run, from its loaders to the steps that use t
                       count_dispatch(pending)                their ids and contents go to the step
 
 A skipped, repeated or compared step needs to know which batches it had. `BatchReader` reads them,
-and skips those that cannot be read.
+and skips batches that cannot be read.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RunBatches:
 
     Args:
         run: the parts of the run.
-        signals: the signals of the process. One that arrives while a rank waits for data ends a run
-            of one process at once.
+        stop_signals: the signals that ask the process to end. One that arrives while a rank waits
+            for data ends a run of one process at once.
         keeps_batches: whether weights are compared on the batches, so that their contents are kept
             until the step is judged.
 
@@ -57,7 +57,7 @@ class RunBatches:
         passes: calls of `begin` in this process.
     """
 
-    def __init__(self, run: Run, signals: SignalWatch, *, keeps_batches: bool) -> None:
+    def __init__(self, run: Run, stop_signals: SignalWatch, *, keeps_batches: bool) -> None:
         self.loaders = LoaderRegistry()
         self.loaders.inform = run.log.info
         self.host = HostState(self.loaders.position)
@@ -66,22 +66,29 @@ class RunBatches:
         self.passes = 0
         self.last_read: RunLoader | None = None
         self.run = run
-        self._signals = signals
+        self._stop_signals = stop_signals
         if "retry" in run.policy.answers(Cause.NETWORK):
             self.loaders.retries = self.retries("reading a batch")
-        self._reader = BatchReader(run, signals)
+        self._reader = BatchReader(run, stop_signals)
         self._keeps_batches = keeps_batches
-        self._loop_names_batches = False  # whether it calls `loss`, or `observe` with a batch
+        self._loop_names_batches = False
+        """Whether the loop calls `loss`, or `observe` with a batch."""
         self.last_ids: list[BatchId] = []
-        # Largest number of batches of a step so far. No more contents are kept, because an
-        # evaluation takes no step.
         self._most_per_step = 1
-        # Updates on the last batch and on the one before, in a loop that calls `update` in JAX.
-        self._updates = self._usual_updates = 0
-        self._own_batches: list[ObservedBatch] = []  # which a loop without a loader has passed
-        self._generators: HostParts | None = None  # of the checkpoint, until the first batch
-        self._resumed_evaluation: RunLoader | None = None  # an evaluation of before the checkpoint
+        """Largest number of batches of a step so far. No more contents are kept, because an
+        evaluation takes no step."""
+        self._updates = 0
+        """Updates on the last batch, in a loop that calls `update` in JAX."""
+        self._usual_updates = 0
+        """Updates on the batch before the last one."""
+        self._own_batches: list[ObservedBatch] = []
+        """The batches that a loop without a loader has passed."""
+        self._generators: HostParts | None = None
+        """The random states of the checkpoint, until the first batch; or None."""
+        self._resumed_evaluation: RunLoader | None = None
+        """The loader of an evaluation that the checkpoint has interrupted, or None."""
         self._resumed = False
+        """Whether this process continues at an earlier process's checkpoint."""
 
     def resume(self, step: int, generators: HostParts | None, *, completed: bool) -> None:
         """Continues at an earlier process's checkpoint.
@@ -98,22 +105,36 @@ class RunBatches:
         self._generators = generators
 
     def repeat_pass(self, generators: HostParts) -> None:
-        """Begins a pass of the loop again as a restart from a checkpoint would."""
+        """Begins a pass of the loop again, as a restart from a checkpoint would.
+
+        Sets the random states of the checkpoint, and keeps them until the first step. A loader that
+        begins draws its order from them, so the repeated pass has the same order.
+
+        Args:
+            generators: random states of the checkpoint.
+        """
         self.host.put_back(generators)
         self._generators = generators
 
     @property
     def resumed_here(self) -> bool:
-        """Whether this process has resumed a run and taken no step since."""
+        """Whether this process has resumed a run and taken no step since.
+
+        An empty loop is normal then: the run may have been complete, and nothing is left to train.
+        Without a resume, a loop that takes no step is an error of the program.
+        """
         return self._resumed and not self.steps_taken
 
     @property
     def repeated_all_passes(self) -> bool:
         """Whether the loop has repeated all passes of earlier processes.
 
-        A loop that begins at an epoch of its own after a restart makes fewer passes.
+        A loop that begins at an epoch of its own after a restart makes fewer passes. Random states
+        from the end of a pass would then be the states of another epoch, so `begin_pass` restores
+        them only if this is true or the loop names its epochs.
         """
-        return 0 < self.passes >= self.run.record.passes and self.loaders.at_epochs
+        has_repeated = self.passes > 0 and self.passes >= self.run.record.passes
+        return has_repeated and self.loaders.at_epochs
 
     def begin(
         self, loader: Any, epochs: int | None, epoch: int | None = None, limit: Any = None
@@ -172,8 +193,8 @@ class RunBatches:
         Args:
             loader: result of `begin`.
             directly_after_step: whether nothing of the program has run since the last step was
-                counted. Then the random states are those that `HostState` may have kept after the
-                step.
+                counted. Then the random states are the states that `HostState` may have kept after
+                the step.
 
         Returns:
             The batch, as the loader has yielded it.
@@ -181,13 +202,14 @@ class RunBatches:
         Raises:
             StopIteration: the last epoch has ended.
         """
-        alone = self._signals.waiting_for_data() if self.between_steps else nullcontext()
+        alone = self._stop_signals.waiting_for_data() if self.between_steps else nullcontext()
         kept = directly_after_step and self.host.keeps_states
         loader.put_back_random_states = self.host.put_back_after_step if kept else None
         with alone:
             batch, batch_id = self._reader.read(loader, self.step)
         self.last_read = loader
-        self._generators = self._generators if loader is self._resumed_evaluation else None
+        if loader is not self._resumed_evaluation:
+            self._generators = None
         loader.pending_ids.append(batch_id)
         keeps = self._keeps_batches and not self._loop_names_batches
         if keeps and len(loader.pending_ids) <= self._most_per_step:
@@ -213,7 +235,14 @@ class RunBatches:
         loader.leave_loop()
 
     def log_skipped(self, loader: RunLoader) -> None:
-        """Logs the batches that the loader has skipped since the last call."""
+        """Logs the batches that the loader has skipped since the last call.
+
+        Writes one event with the ids of the batches and one line with their number, or nothing if
+        no batch was skipped.
+
+        Args:
+            loader: the loader that the loop reads.
+        """
         batches = [list(each) for each in loader.take_skipped()]
         if batches:
             self.run.log.event("skipped_batches", step=self.step, batches=batches)
@@ -229,7 +258,7 @@ class RunBatches:
         Returns:
             The retries. They log each attempt, and a signal ends their waits.
         """
-        return Retries(name, self.run.policy, self._report_attempt, self._signals.sleep)
+        return Retries(name, self.run.policy, self._report_attempt, self._stop_signals.sleep)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
         """Logs an attempt that has failed, or the success after failures."""
@@ -246,8 +275,8 @@ class RunBatches:
 
         Args:
             ended: whether the previous pass has ended. The checkpoint may be from after that end:
-                then its own random states are restored, and otherwise those at the begin of its
-                pass, from which the program draws the same order of the data again.
+                then its own random states are restored. Otherwise the states at the start of its
+                pass are restored, from which the program draws the same order of the data again.
         """
         saved = self._generators
         if saved is not None:
@@ -262,6 +291,8 @@ class RunBatches:
         """Restores random states after a restart, because rewinding a loader draws from them.
 
         Called for each loader until the first batch, and when a loop with its own data begins.
+        After the first step it does nothing. Without the call, dropout would use other random
+        numbers than in a run that was not interrupted.
         """
         if self._generators is not None:
             self.host.put_back(self._generators)
@@ -269,8 +300,8 @@ class RunBatches:
     def add_observed(self, batch: Any, weight: float) -> bool:
         """Records a batch, or a part of it, whose loss is the result of `loss_fn`.
 
-        From the first one on, these are the batches that are compared, and no longer those that the
-        loaders yield: the loop knows better which batches its losses are of.
+        From the first such batch on, weights are compared on these batches, and no longer on the
+        batches that the loaders yield: the loop knows better which batches its losses are of.
 
         Args:
             batch: the batch.
@@ -289,12 +320,28 @@ class RunBatches:
         return first
 
     def forget_parts(self) -> None:
-        """Forgets the parts of batches since the last step, which are repeated in smaller parts."""
+        """Forgets the parts of batches since the last step, which are repeated in smaller parts.
+
+        Called when memory ran out within a step. Otherwise a comparison of weights would count the
+        samples of the failed attempt and of the repeat.
+        """
         if self._loop_names_batches:
             self._forget_contents()
 
     def count_dispatch(self, pending: PendingDispatch) -> StepResult:
-        """Counts the steps of a dispatch, with the batches of the last loader that yielded."""
+        """Counts the steps of a dispatch, with the batches of the last loader that yielded.
+
+        A dispatch is one call of a compiled step, or one optimizer step; a compiled loop takes
+        several steps in it. The batches that were read since the dispatch before belong to it.
+
+        Args:
+            pending: the dispatch that the driver has reported. Its `count` is the number of steps.
+
+        Returns:
+            The first step of the dispatch with its batches. Its records are still empty, because
+            the device
+            has not been read.
+        """
         loader = self.last_read
         if loader is not None:
             if loader.pending_ids or not loader.in_use:
@@ -316,7 +363,14 @@ class RunBatches:
         return first
 
     def on_rollback(self, target: int) -> None:
-        """Continues at step `target`, and forgets the batches of the undone steps."""
+        """Continues at step `target`, and forgets the batches of the undone steps.
+
+        Batches that were read for a step that is not taken any more are forgotten too. Otherwise
+        they would be assigned to the first repeated step.
+
+        Args:
+            target: the step at which the run continues.
+        """
         self.step = target
         self.last_ids = []
         self._forget_pending()
@@ -342,14 +396,20 @@ class RunBatches:
 
     @property
     def between_steps(self) -> bool:
-        """Whether no batch was read since the last step: state and loader positions match."""
+        """Whether no batch was read since the last step, so that state and loader positions match.
+
+        A checkpoint may be saved only then. A checkpoint from within a step would hold a position
+        behind batches that no update has used, and a restart would lose these batches.
+        """
         return not (self.pending_ids or self.within_batch)
 
     @property
     def within_batch(self) -> bool:
-        """Whether further updates on this batch follow, if it has as many as the batch before.
+        """Whether further updates on this batch are expected.
 
-        A restart from here would begin with the next batch, and lose these updates.
+        As many are expected as on the batch before, as in a loop that takes several optimizer steps
+        on each batch. A restart from here would begin with the next batch, and lose these updates.
+        False without a loader that the loop reads.
         """
         loader = self.last_read
         if loader is None or not (loader.in_use or loader.left_by_break):
@@ -358,18 +418,34 @@ class RunBatches:
 
     @property
     def pending_ids(self) -> tuple[BatchId, ...]:
-        """Ids of the batches since the last step of the loader read last."""
+        """Ids of the batches that were read since the last step, in order.
+
+        They are batches of the loader that was read last. Empty directly after a step, or if the
+        program has read no loader. If the next step raises, these batches are named in the message.
+        """
         if self.last_read is None:
             return ()
         return tuple(self.last_read.pending_ids)
 
     @property
     def skipped_steps(self) -> int:
-        """Approximate number of steps whose batches rollbacks have skipped."""
+        """Approximate number of steps whose batches rollbacks have skipped.
+
+        The end of a run adds it to the number of steps taken, to judge whether the run has trained
+        on most of its data. The number is exact as long as each step takes as many batches as the
+        last step.
+        """
         return self.steps_of(sum(map(len, self.loaders.skipped_by_loader().values())))
 
     def steps_of(self, batches: int) -> int:
-        """Number of steps that take so many batches, if each takes as many as the last step."""
+        """The number of steps that take so many batches, rounded down.
+
+        Each step is assumed to take as many batches as the last step. Before the first step, one
+        batch a step is assumed.
+
+        Args:
+            batches: number of batches.
+        """
         return batches // max(1, len(self.last_ids))
 
 
@@ -382,15 +458,16 @@ class _Unreadable(NamedTuple):
 
 
 class BatchReader:
-    """Reads the batches of a run's loaders, and skips unreadable ones.
+    """Reads the batches of a run's loaders, and skips unreadable batches.
 
-    One bad file must not end a run of days. But a disk that has gone makes every batch unreadable,
-    so `[skip_batch]` of the policy limits the number in a row and within a window of reads.
+    One bad file must not end a run of days. But a disk that has gone makes every batch unreadable.
+    So `[skip_batch]` of the policy limits the number of unreadable batches, in a row and within a
+    window of reads.
     """
 
-    def __init__(self, run: Run, signals: SignalWatch) -> None:
+    def __init__(self, run: Run, stop_signals: SignalWatch) -> None:
         self.run = run
-        self._signals = signals
+        self._stop_signals = stop_signals
         self._single_rank = run.ranks.world == 1
         self._reads = 0
         self._consecutive_failures = 0
@@ -440,7 +517,7 @@ class BatchReader:
     def _skip_for(self, loader: RunLoader, error: Exception) -> _Unreadable | None:
         """The batch to skip, whose read has raised, or None if the error propagates."""
         batch = loader.unreadable
-        if batch is None or self._signals.signal_number is not None:
+        if batch is None or self._stop_signals.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
         fault = classify(error)
         skips = "skip_batch" in self.run.policy.answers(Cause.DATA)

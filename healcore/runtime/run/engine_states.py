@@ -22,7 +22,7 @@ LrState: TypeAlias = dict[str, Any]
 def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None) -> Engines:
     """Engine states after a rollback: detectors as saved, budgets and multipliers as they are now.
 
-    Otherwise a rollback would give the run its budget of rollbacks back, and could repeat for ever.
+    Otherwise a rollback would give the run its budget of rollbacks back, and could repeat forever.
 
     Args:
         engine: engine of the policy.
@@ -52,8 +52,8 @@ def limit_norms(
     Args:
         engine: engine of the policy.
         engines: states, by engine name.
-        limits: largest norm of the gradients, above 0, by engine name. An engine without a limit
-            here has none from now on.
+        limits: largest norm of the gradients, above 0, by engine name. An engine that is missing
+            here has no limit from now on.
         withhold: whether all steps from now on are withheld, which needs no limit.
 
     Returns:
@@ -71,7 +71,14 @@ def limit_norms(
 
 
 def norm_limits(engines: Engines) -> dict[str, float]:
-    """The limits of the gradient norm in force, by engine name; without engines that have none."""
+    """The limits of the gradient norm in force.
+
+    Args:
+        engines: engine name -> its state, as `Driver.engines` returns it.
+
+    Returns:
+        Engine name -> limit, > 0, without engines that have no limit.
+    """
     limits = {}
     for name, each in engines.items():
         limit = float(each["state"]["norm_limit"])
@@ -81,7 +88,16 @@ def norm_limits(engines: Engines) -> dict[str, float]:
 
 
 def lr_states(engines: Engines) -> dict[str, LrState]:
-    """The learning-rate part of engine states, by engine name, to undo a limit later."""
+    """The learning-rate part of engine states, to undo a limit later.
+
+    A limit of the rate changes this part only. `with_lr_states` puts the copy back.
+
+    Args:
+        engines: engine name -> its state, as `Driver.engines` returns it.
+
+    Returns:
+        Engine name -> a copy of the part.
+    """
     return {name: dict(each["state"]["lr"]) for name, each in engines.items()}
 
 

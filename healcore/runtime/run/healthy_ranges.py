@@ -31,14 +31,14 @@ RATE_TOLERANCE = 1.0001
 class HealthyNumber(NamedTuple):
     """The values that a number of an optimizer had while the run was healthy.
 
-    A learning rate, a momentum or a weight decay. `low` and `high` are the lowest and the highest
-    value so far.
+    The number is a learning rate, a momentum or a weight decay. `low` and `high` are the lowest and
+    the highest value so far. A value far outside of this range is a suspect when trouble begins.
     """
 
     low: float
     high: float
     last: float
-    """Its value at the newest healthy checkpoint."""
+    """The number's value at the newest healthy checkpoint."""
     change: float = 0.0
     """How much `last` rose between the last two healthy checkpoints, for a scheduled number."""
 
@@ -72,7 +72,11 @@ class HealthyNumber(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthyValues:
-    """What was learnt up to one healthy checkpoint. It never changes: checkpoints keep it."""
+    """What was learnt up to one healthy checkpoint.
+
+    An object never changes, and anchors share it: after a rollback, the run must judge by what it
+    knew at the restored checkpoint, and not by what it learnt while the trouble was growing.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     rates: dict[str, HealthyNumber] = field(default_factory=dict)
@@ -82,8 +86,8 @@ class HealthyValues:
     norms: dict[str, float] = field(default_factory=dict)
     """Engine name -> the largest healthy gradient norm, where one is known."""
 
-    def __or__(self, better: HealthyValues) -> HealthyValues:
-        """Both together. Where both know a name, `better` counts.
+    def with_better(self, better: HealthyValues) -> HealthyValues:
+        """Both together. Where both know a name, the value of `better` counts.
 
         So what was known at an earlier checkpoint can be completed by what was learnt later.
         """
@@ -99,7 +103,7 @@ class HealthyValues:
         seen: Mapping[str, NumberRange],
         norms: Mapping[str, float],
     ) -> HealthyValues:
-        """The values with those of one more healthy checkpoint.
+        """The values, extended by the values of one more healthy checkpoint.
 
         Args:
             rates: engine name -> its learning rates since the last healthy checkpoint.
@@ -118,7 +122,7 @@ class HealthyValues:
         norms: Mapping[str, float],
         intervals: float = 1.0,
         *,
-        before: int = 0,
+        last_step_before: int = 0,
     ) -> Held:
         """What was outside of its healthy range, to be held in it. Unknown names never are.
 
@@ -126,7 +130,7 @@ class HealthyValues:
             seen: result of `Driver.numbers`.
             norms: engine name -> largest gradient norm at the trouble.
             intervals: checkpoint intervals since these values were learnt.
-            before: step of the checkpoint at which these values were known.
+            last_step_before: step of the checkpoint at which these values were known.
 
         Returns:
             The numbers with their healthy bounds, and the limits of the norms.
@@ -141,8 +145,8 @@ class HealthyValues:
                 value = each.high
             if bounds.low <= value <= bounds.high:
                 continue
-            program = value if math.isfinite(value) else None
-            numbers[name] = HeldNumber(bounds, program, before)
+            program_value = value if math.isfinite(value) else None
+            numbers[name] = HeldNumber(bounds, program_value, last_step_before)
         limits = {}
         for name, norm in norms.items():
             if self.is_unusual_norm(name, norm):
@@ -150,7 +154,15 @@ class HealthyValues:
         return Held(numbers=numbers, norms=limits)
 
     def is_unusual_norm(self, name: str, norm: float) -> bool:
-        """Whether a gradient norm of an engine is unusual. NaN and Inf cannot be limited."""
+        """Whether a gradient norm of an engine is far above its healthy norms.
+
+        The factor is `UNUSUAL_NORM`. NaN and Inf do not count, because no limit can scale them
+        down.
+
+        Args:
+            name: name of the engine. An engine without a known healthy norm has no unusual norm.
+            norm: the gradient norm.
+        """
         return UNUSUAL_NORM * self.norms.get(name, math.inf) < norm < math.inf
 
     def healthy_rate(self, name: str, rate: float) -> float:
@@ -158,7 +170,7 @@ class HealthyValues:
 
         Args:
             name: the engine's name.
-            rate: its learning rate, such as the one at a restored checkpoint.
+            rate: its learning rate, such as the rate at a restored checkpoint.
         """
         known = self.rates.get(name)
         if known is not None and rate > known.high * RATE_TOLERANCE:
@@ -182,18 +194,26 @@ def _extended(
 
 
 class HeldNumber(NamedTuple):
-    """A number that is held in its healthy range."""
+    """A number of an optimizer that is held in its healthy range.
+
+    While a rollback repeats the steps, the optimizer uses a healthy value instead of the value that
+    the program sets.
+    """
 
     bounds: NumberRange
     """Lowest and highest healthy value, and the value that is held."""
-    program: float | None
+    program_value: float | None
     """The value outside of the range that the program has set; None for NaN and Inf."""
-    before: int = 0
+    last_step_before: int = 0
     """Step of the checkpoint from before the program set it."""
 
 
 class HeldNorm(NamedTuple):
-    """A gradient norm that is limited to the largest healthy one."""
+    """A gradient norm that is limited to the largest healthy norm.
+
+    Gradients above the limit are scaled down before the update, as by clipping. The limit grows
+    with the norms of a healthy run, see `following`.
+    """
 
     limit: float
     """Largest norm from now on: gradients above it are scaled down."""
@@ -206,6 +226,13 @@ class HeldNorm(NamedTuple):
         """The limit after a checkpoint at which the norms had the median `typical`.
 
         It grows as the median grows, and never falls: a norm that is held would pull itself down.
+
+        Args:
+            typical: median of the last gradient norms.
+
+        Returns:
+            A copy with the new limit. The first call only keeps the median, to which later medians
+            are compared.
         """
         if self.typical is None:
             return self._replace(typical=typical)
@@ -216,7 +243,10 @@ class HeldNorm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a rollback holds in its healthy range while the steps repeat. It is false if empty."""
+    """What a rollback holds in its healthy range while the steps repeat.
+
+    Checkpoints save it, so that a restart holds the same. It is false if nothing is held.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     numbers: dict[str, HeldNumber] = field(default_factory=dict)
@@ -236,14 +266,23 @@ class Held:
         return bool(self.numbers or self.norms or self.withheld or self.start_rates)
 
     def withholds(self, step: int) -> bool:
-        """Whether the update of a step is withheld."""
+        """Whether the update of a step is withheld.
+
+        Such a step computes its gradients, and changes no weights.
+
+        Args:
+            step: number of the step, from 0.
+
+        Returns:
+            False if no updates are withheld.
+        """
         if self.withheld is None:
             return False
         first, last = self.withheld
         return first <= step <= last
 
-    def __or__(self, newer: Held) -> Held:
-        """Both together. Limits of the older one stay."""
+    def with_newer(self, newer: Held) -> Held:
+        """Both together. Where both hold a name, the older bounds and limits (`self`) stay."""
         return Held(
             numbers=newer.numbers | self.numbers,
             norms=newer.norms | self.norms,
@@ -253,12 +292,26 @@ class Held:
         )
 
     def without(self, older: Held) -> Held:
-        """What `older` does not hold yet."""
+        """What is held here and not yet in `older`.
+
+        Only numbers and norms are left out. Withheld updates and limits of the learning rate stay.
+        A trial that held nothing new would repeat the same trouble, so `BetterWeights` asks this
+        before it tries.
+
+        Args:
+            older: what is held already.
+        """
         norms = {name: each for name, each in self.norms.items() if name not in older.norms}
         return replace(self.without_numbers(older.numbers), norms=norms)
 
     def without_numbers(self, names: Container[str]) -> Held:
-        """The same without the numbers of these names."""
+        """A copy without the numbers of some names.
+
+        Norms, withheld updates and limits of the learning rate stay.
+
+        Args:
+            names: names of the numbers that are no longer held.
+        """
         kept = {name: each for name, each in self.numbers.items() if name not in names}
         return replace(self, numbers=kept)
 
@@ -270,7 +323,9 @@ class Held:
         """
         lines = []
         for name, number in self.numbers.items():
-            program = "NaN or Inf" if number.program is None else f"{number.program:.4g}"
+            program = (
+                "NaN or Inf" if number.program_value is None else f"{number.program_value:.4g}"
+            )
             lines.append(f"{name} held at {number.bounds.last:.4g}, the program sets {program}")
         for name, norm in self.norms.items():
             of = ""
@@ -299,7 +354,11 @@ class Held:
 
 @dataclass
 class HealthyRanges:
-    """The ranges in which a run was healthy, and what is held now. Checkpoints hold it."""
+    """The ranges in which a run was healthy, and what is held now. Checkpoints hold it.
+
+    The ranges grow at each healthy checkpoint. A number that is held is released when the program's
+    own value is back in its range.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     values: HealthyValues = field(default_factory=HealthyValues)
@@ -350,8 +409,8 @@ class HealthyRanges:
         """The numbers that the program has kept outside of their range for long.
 
         Such a value is intended: a regulariser that is switched on late makes the training loss
-        worse, so the run looks better for as long as the number is held, and held it would be to
-        the end. Call it at a healthy checkpoint, after `release`.
+        worse. Holding it would make the run look better forever, so it would never be released.
+        Call this at a healthy checkpoint, after `release`.
 
         Args:
             step: step of the checkpoint.

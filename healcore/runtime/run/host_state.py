@@ -19,7 +19,11 @@ HOST_ITEM = "healcore"
 
 
 class HostParts(NamedTuple):
-    """The content of a saved `HostState`. A random state of None is not restored."""
+    """The content of a saved `HostState`.
+
+    The names of the fields are the names in the saved item. A random state of None is not restored:
+    the program's own state stays.
+    """
 
     python: Any
     """State of Python's module `random`."""
@@ -55,7 +59,7 @@ class HostState:
     optional = True
 
     def __init__(self, position: Callable[[], dict[str, Any]]) -> None:
-        """Keeps the random states of this moment as those before the first pass.
+        """Keeps the random states of this moment as the states before the first pass.
 
         Args:
             position: returns the positions of the loaders, which may draw random numbers.
@@ -83,11 +87,19 @@ class HostState:
         return self._as_text(random_states(), data)
 
     def begin_pass(self) -> None:
-        """Keeps the random states from which the program may draw the order of its next pass."""
+        """Keeps the random states from which the program may draw the order of its next pass.
+
+        Called before each pass over the data. A restart within the pass sets them, so that the
+        program draws the same order again and the position within the pass is right.
+        """
         self._at_pass = random_states()
 
     def after_step(self) -> None:
-        """Keeps the random states after a step, for a save at a later exception."""
+        """Keeps the random states after a step, for a save at a later exception.
+
+        Called after each step of a run that can resume exactly. It is cheap, because a state that
+        has not changed is not read again.
+        """
         self._after_step = random_states()
 
     @property
@@ -96,7 +108,12 @@ class HostState:
         return self._after_step is not None
 
     def put_back_after_step(self) -> None:
-        """Sets the random states after the last step, from which a loader reads its next batch."""
+        """Sets the random states after the last step, from which a loader reads its next batch.
+
+        Called before the loader reads the next batch again, after a failed read. The failed read
+        may have drawn numbers, and the order or the augmentation would differ. States are kept, see
+        `keeps_states`.
+        """
         assert self._after_step is not None
         set_random_states(self._after_step)
 
@@ -162,7 +179,7 @@ class HostState:
         return HostParts(**states, data=dict(state["data"]), batches=batches)
 
     def put_back(self, parts: HostParts) -> None:
-        """Sets the generators, except those without a state.
+        """Sets the generators that have a state.
 
         Call it after moving the loaders, because that draws numbers.
 

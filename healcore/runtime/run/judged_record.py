@@ -16,7 +16,11 @@ _ALERT = int(Action.ALERT)
 
 
 class JudgedRecord(NamedTuple):
-    """A record of a step that has a cause or an action, and the incident of the step."""
+    """A record of a step that has a cause or an action, and the incident of the step.
+
+    Alarms and alerts are logged from these objects: an event needs the record and also the step and
+    the incident that it belongs to.
+    """
 
     step: StepResult
     """The step, with the records of all optimizers."""
@@ -34,10 +38,14 @@ class JudgedRecord(NamedTuple):
             return 0
         return self.incident.number
 
-    def weight(self) -> tuple[bool, bool, bool, bool]:
+    def priority(self) -> tuple[bool, bool, bool, bool]:
         """Sort key: with several optimizers, the line is about the record with the largest key.
 
-        A cut of the learning rate matters most, then a skipped step, then an alert.
+        A cut of the learning rate matters most, then a skipped step, then an alert, then any other
+        cause.
+
+        Returns:
+            Four flags in the order of their importance.
         """
         action = int(self.record.action)
         cuts = bool(action & _CUT_LR)

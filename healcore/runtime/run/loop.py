@@ -23,18 +23,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Action, names
 from healcore.runtime.data.loader_registry import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
+from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
-from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.program_watch import MAX_ITERATIONS, StructureChanges, WarmUp
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.run.structure_changes import StructureChanges
-from healcore.runtime.run.warm_up import MAX_ITERATIONS, WarmUp
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -43,8 +43,41 @@ _MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
 
 
+class LoopPhase(Enum):
+    """What the loop of a run waits for.
+
+    The phase decides what an early end may save. An exception in `BEFORE_STEP` leaves the state of
+    the last step, unless it interrupts `optimizer.step()` itself. In `AFTER_STEP` of a trainer, and
+    in `EPOCH_END`, the code that belongs to a step is not complete, so nothing is saved.
+
+        phase          event                                                   next phase
+        ------------   -----------------------------------------------------   ------------
+        BEFORE_STEP    the start finds that an earlier process has completed   COMPLETED
+                       the run
+        BEFORE_STEP    a step is counted (`queue_dispatch`)                    AFTER_STEP
+        AFTER_STEP     the work between two steps begins                       BEFORE_STEP
+        BEFORE_STEP    a trainer has ended an epoch, and still evaluates,      EPOCH_END
+                       logs or saves (`mark_step_unfinished`)
+        EPOCH_END      a step is counted                                       AFTER_STEP
+        EPOCH_END      the work between two steps begins                       BEFORE_STEP
+        COMPLETED      a step is taken: AlreadyCompleted is raised             COMPLETED
+
+    Any other event leaves the phase as it is.
+    """
+
+    BEFORE_STEP = "before_step"
+    """All counted steps are dealt with: the next step may begin."""
+    AFTER_STEP = "after_step"
+    """A step was counted, and the work between two steps has not begun. The rest of the body of the
+    loop runs, which may change the state. A trainer evaluates, logs or saves here."""
+    EPOCH_END = "epoch_end"
+    """The last step of an epoch is dealt with, and the trainer's own code after it runs."""
+    COMPLETED = "completed"
+    """An earlier process has completed the run. Loops yield nothing, and no step is permitted."""
+
+
 class Loop:
-    """The work between two steps, for every kind of loop. Not thread-safe.
+    """The work between two steps, for every kind of loop. It is not thread-safe.
 
     Attributes:
         phase: what the loop waits for, see `LoopPhase`.
@@ -362,9 +395,9 @@ class Loop:
             if self.read_and_act() or self._save_when_due():
                 return True
             if run.holding.withholding_changes(data.step):
-                if self.read_and_act(all=True):
+                if self.read_and_act(every=True):
                     return True
-                run.holding.before_step(data.step)
+                run.holding.update_withholding(data.step)
             run.end_requests.vote_when_due(data.step, run.log)
             run.saver.poll()
         self.log_warnings()
@@ -372,7 +405,7 @@ class Loop:
         if unread in (_MAX_WITHOUT_STEP, MAX_ITERATIONS):
             self._warn_of_unseen_steps(unread)
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        run.end_requests.raise_if_asked(may_end=data.between_steps or unread >= _MAX_WITHOUT_STEP)
+        run.end_requests.raise_or_propose(may_end=data.between_steps or unread >= _MAX_WITHOUT_STEP)
         return False
 
     def _warn_of_unseen_steps(self, unread: int) -> None:
@@ -404,7 +437,7 @@ class Loop:
         return self.phase is LoopPhase.COMPLETED
 
     @property
-    def after_update(self) -> bool:
+    def has_unfinished_trainer_work(self) -> bool:
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step.
 
         An exception then leaves the work of the step incomplete, so nothing is saved. In a loop of
@@ -461,7 +494,7 @@ class Loop:
         self.queue_dispatch()
         if not (alone or of_training) or (loader is not None and self._is_evaluation(loader)):
             return False  # one rank may evaluate alone, and reading steps is collective
-        if self.read_and_act(all=True):
+        if self.read_and_act(every=True):
             return True
         nonfinite = self.run.nonfinite
         verdict = None
@@ -473,28 +506,28 @@ class Loop:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def read_and_act(self, *, all: bool = False) -> bool:
+    def read_and_act(self, *, every: bool = False) -> bool:
         """Reads the steps that are due, and carries out their orders.
 
         Args:
-            all: whether to read all queued steps, which waits for the device. Otherwise the newest
-                steps stay queued until their records have arrived.
+            every: whether to read all queued steps, which waits for the device. Otherwise the
+                newest steps stay queued until their records have arrived.
 
         Returns:
             Whether the run was rolled back. The rollback undoes the steps after the order, so they
             are not read.
         """
-        for step, order in self._process_due(all=all):
+        for step, order in self._process_due(every=every):
             if self._note_rollback(self.run.recovery.act(step, order)):
                 return True
             if order is not None and order.action & Action.SAVE:
-                self.run.saver.save("ordered")
+                self.run.saver.save(SaveReason.ORDERED)
         return False
 
-    def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
+    def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Order | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
         run = self.run
-        while run.reader.has_due(all=all):
+        while run.reader.has_due(every=every):
             run.guard.watch()  # reading waits for the device
             step = run.reader.read_next()
             run.guard.pause()
@@ -533,12 +566,12 @@ class Loop:
                     return False  # a restart would run the code after the epoch without its batches
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.
-        if self.read_and_act(all=True):
+        if self.read_and_act(every=True):
             return True
         if not self.run.schedule.delayed:
             if self._note_rollback(self.run.nonfinite.roll_back_if_saved()):
                 return True
-            self.run.saver.save("regular")
+            self.run.saver.save(SaveReason.REGULAR)
         return False
 
     # -- the end, see `shutdown` ----------------------------------------------------------------
@@ -557,7 +590,7 @@ class Loop:
         """
         self.queue_dispatch()
         self.log_warnings()
-        for step, order in self._process_due(all=True):
+        for step, order in self._process_due(every=True):
             if order is not None:
                 what = ", ".join(names(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"

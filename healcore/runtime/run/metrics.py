@@ -49,7 +49,7 @@ class RunMetrics:
         self._last: dict[str, StepRecord] = {}
         """Engine -> its newest record."""
 
-    def set(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+    def set_counts(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets the counts from the states of the engines, and drops undone steps.
 
         Args:
@@ -113,6 +113,8 @@ class RunMetrics:
 
     def total(self, count: str) -> int:
         """Returns the sum of a count over all engines.
+
+        A model with two optimizers has two engines, and a step that both skip counts twice.
 
         Args:
             count: one of `COUNTS`.

@@ -80,7 +80,11 @@ class IncidentMonitor:
         """Engine -> whether the program clips its gradients itself."""
 
     def continue_incidents(self) -> None:
-        """Continues the incidents of an earlier process, after its ledger was read."""
+        """Continues the incidents of an earlier process. Called after its ledger was read.
+
+        Incidents whose end was not reported are watched again. Without this, the log would have the
+        begin of such an incident and never its end.
+        """
         incidents = self.run.ledger.incidents
         self._unclosed = [each for each in incidents if not each.reported_over]
 
@@ -131,10 +135,10 @@ class IncidentMonitor:
         judged = [JudgedRecord(step, record, incident) for record in records]
         if causes:
             judged = [self._alerts.with_alert(each) for each in judged]
-        lead = max(judged, key=JudgedRecord.weight)
+        lead = max(judged, key=JudgedRecord.priority)
         has_line = False
         if lead.record.cause:  # alerts come with a cause
-            has_line = self._alerts.has_line(judged)
+            has_line = self._alerts.count_and_decide_line(judged)
             has_line = has_line or self._alarm_log.has_line(lead, begins=begins)
         for result in judged:
             if result.record.cause:
@@ -145,7 +149,11 @@ class IncidentMonitor:
         return order
 
     def counts(self) -> Counts:
-        """Returns the counts of the whole run, including earlier processes."""
+        """Returns the counts of the whole run, including earlier processes.
+
+        Incidents, rollbacks and skips of undone steps count, because they have happened. Clips and
+        cuts are counted by the engines, whose states a rollback restores.
+        """
         ledger = self.run.ledger
         total = self.metrics.total
         return Counts(
@@ -158,7 +166,11 @@ class IncidentMonitor:
 
     @property
     def is_unhealthy(self) -> bool:
-        """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy."""
+        """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy.
+
+        The postmortem and the last line of a run report it: the weights of a run that ends like
+        this may be damaged.
+        """
         ledger = self.run.ledger
         last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
         return ledger.open or last_unhealthy or bool(self.lasting_causes)
@@ -167,7 +179,8 @@ class IncidentMonitor:
     def lasting_causes(self) -> Cause:
         """Causes of the newest step that last until something changes, such as a plateau.
 
-        They open no incident if the policy only alerts.
+        They open no incident if the policy only alerts. The last line of a run names them, because
+        otherwise nothing would remind the user of an alert that was logged hours before.
         """
         return Cause(self._newest_causes) & LASTING
 
@@ -196,16 +209,20 @@ class IncidentMonitor:
     def read_engines(self) -> None:
         """Sets multipliers and counts from the engines' states, without an event.
 
-        After a start or rollback the states of the engines are on the host, and hold values that no
-        record has shown.
+        Called after a start or a rollback. The states of the engines are on the host then, and hold
+        values that no record has shown.
         """
         engines = self.run.driver.engines()
         self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
-        self.metrics.set(engines)
+        self.metrics.set_counts(engines)
 
     @property
     def lr_scale(self) -> float:
-        """The learning-rate multiplier, the smallest of all engines."""
+        """The learning-rate multiplier in (0, 1], the smallest of all engines.
+
+        It is 1 as long as no engine has cut its learning rate. The report and the events of
+        rollbacks show it.
+        """
         return min(self.lr_scales.values(), default=1.0)
 
     def rates_in_force(self) -> Rates:
@@ -324,7 +341,7 @@ class IncidentMonitor:
 
         Returns None if the policy only observes, or if the host has nothing to do.
         """
-        step, record, incident = judged[:3]
+        step, record, incident = judged.step, judged.record, judged.incident
         onset = step.index
         first_of_cause: dict[str, int] = {}
         if incident is not None:
@@ -375,7 +392,7 @@ class IncidentMonitor:
 
     def _ask_hooks(self, judged: JudgedRecord, onset: int) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
-        step, record, _ = judged[:3]
+        step, record = judged.step, judged.record
         batches = tuple((batch.epoch, batch.index) for batch in step.batches)
         context = IncidentContext(
             judged.number,
@@ -399,7 +416,7 @@ class IncidentMonitor:
 
 
 def _merge(one: Order | None, other: Order | None) -> Order | None:
-    """Joins the orders of two optimizers for the same step: the earlier begin, the deeper depth."""
+    """Joins the orders of two optimizers for the same step: the earlier start, the deeper depth."""
     if one is None or other is None:
         return one or other
     return replace(

@@ -17,9 +17,10 @@ from healcore.runtime.data import BatchId
 
 
 class BatchRun(NamedTuple):
-    """The batches of consecutive steps, as long as each step has read the next ones of an epoch.
+    """The batches of consecutive steps, as long as each step has read the next batches of an epoch.
 
-    A checkpoint then needs one entry for a thousand steps instead of a thousand entries.
+    A checkpoint then needs one entry for a thousand steps instead of a thousand entries. A gap, a
+    new epoch or another number of batches begins another entry.
     """
 
     first: int
@@ -30,7 +31,7 @@ class BatchRun(NamedTuple):
     """Epoch of all the batches."""
     index: int
     """Index of the first step's first batch in its epoch."""
-    each: int
+    batches_per_step: int
     """Batches of each step."""
 
     def ids(self, step: int) -> list[BatchId]:
@@ -41,8 +42,8 @@ class BatchRun(NamedTuple):
         """
         if not self.first <= step < self.first + self.steps:
             return []
-        start = self.index + (step - self.first) * self.each
-        return [BatchId(self.epoch, start + place) for place in range(self.each)]
+        start = self.index + (step - self.first) * self.batches_per_step
+        return [BatchId(self.epoch, start + place) for place in range(self.batches_per_step)]
 
     def is_followed_by(self, step: int, ids: Sequence[BatchId]) -> bool:
         """Whether a step is the next one, and has read the next batches of the epoch.
@@ -51,9 +52,9 @@ class BatchRun(NamedTuple):
             step: index of the step.
             ids: its batches, in the order in which it has read them.
         """
-        if step != self.first + self.steps or len(ids) != self.each:
+        if step != self.first + self.steps or len(ids) != self.batches_per_step:
             return False
-        index = self.index + self.steps * self.each
+        index = self.index + self.steps * self.batches_per_step
         for batch in ids:
             if batch != (self.epoch, index):
                 return False
@@ -111,8 +112,8 @@ class MonitorState:
         for epoch, index in ids:
             if new:
                 row = new[-1]
-                if epoch == row.epoch and index == row.index + row.each:
-                    new[-1] = row._replace(each=row.each + 1)
+                if epoch == row.epoch and index == row.index + row.batches_per_step:
+                    new[-1] = row._replace(batches_per_step=row.batches_per_step + 1)
                     continue
             new.append(BatchRun(step, 1, epoch, index, 1))
         self.batches += new

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, NonNegativeInt
 
 from healcore.core.decision import Action
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.healthy_ranges import Held
-
-Step = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class Order:
     cause: int = 0
     """`Cause` flags."""
     depth: int = 1
-    """Known-good checkpoint to restore: 1 is the newest before the onset, 2 the one before."""
+    """Known-good checkpoint to restore: 1 is the newest before the onset, 2 the second newest."""
     batches: tuple[BatchId, ...] = ()
     """Batches to skip when the run repeats the steps."""
     sound_until_onset: bool = False
@@ -80,14 +78,15 @@ class Order:
 class RollbackRecord(Order):
     """A rollback that was carried out. The run's ledger keeps it, and the record of a checkpoint.
 
-    Later orders depend on it: the same trouble is answered differently the second time.
+    Later orders depend on it: the same trouble is answered differently the second time. The report
+    and the events of a rollback are made from it too.
     """
 
     number: int = 0
     """Number of the rollback, from 1 over the whole run."""
     step: int = 0
     """Steps done when the rollback began."""
-    target: Step = 0
+    target: NonNegativeInt = 0
     """Step at which the run continues: of the restored checkpoint, unless `weights_of` is set."""
     skipped: int = 0
     """Number of skipped batches."""
@@ -99,11 +98,11 @@ class RollbackRecord(Order):
     """Why the data was not rewound, in short, or an empty string if no step is lost."""
     why_forward: str = ""
     """Why the data continues forward, or an empty string if it was rewound."""
-    weights_of: Step | None = None
+    weights_of: NonNegativeInt | None = None
     """Step of the checkpoint whose weights were restored without its place in the run, or None."""
     engine: str = ""
-    """Optimizer of the next three fields: the one with the lowest multiplier, preferably with a
-    limit."""
+    """Optimizer of the next three fields: the optimizer with the lowest multiplier, preferably with
+    a limit."""
     lr: float | None = None
     """The schedule's learning rate when the rollback began, or None if unknown."""
     lr_limit: float | None = None
@@ -113,7 +112,11 @@ class RollbackRecord(Order):
 
     @property
     def checkpoint(self) -> int:
-        """Step of the restored checkpoint."""
+        """Step of the restored checkpoint, whose weights the run continues with.
+
+        It differs from `target` if only the weights were restored, and not the checkpoint's place
+        in the run (`weights_of`).
+        """
         if self.weights_of is not None:
             return self.weights_of
         return self.target

@@ -7,7 +7,7 @@ A *window* is all batches since the last optimizer step, whose gradients add up:
     parts(batch) --> part, part, ...        each is a context manager around a forward pass
                        | memory runs out in one of them, on any rank
                        v
-    smaller parts, gradients back to the begin of the window, its first batch again
+    smaller parts, gradients back to the start of the window, its first batch again
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from healcore.runtime.faults.microbatches import (
     part_weights,
     split,
 )
+from healcore.runtime.run.batch_parts import largest_part
 from healcore.runtime.store import files
 from healcore.runtime.store.ranks import RankFailed
 from healcore.runtime.story.postmortem import path_of
@@ -56,6 +57,11 @@ class _Overrun(NamedTuple):
     """Reason why smaller parts are impossible, or an empty string."""
 
 
+def _change_nothing() -> str:
+    """The last resort of a program that has none: no change, see `OutOfMemory.parts`."""
+    return ""
+
+
 class OutOfMemory:
     """Handles parts that run out of memory, by the policy. See `Healer.microbatches`.
 
@@ -71,7 +77,7 @@ class OutOfMemory:
         self._answers = self.run.policy.answers(Cause.OOM)
         self._retries = self.run.data.retries("a part of healer.microbatches")
         self._gradients = self.run.driver.window
-        self._last_resort: Callable[[], str] = str
+        self._last_resort: Callable[[], str] = _change_nothing
         self.part: Microbatch[Any] | None = None
         self._batches: list[tuple[Any, Count]] = []
         """The batches of the window so far, with their `count`."""
@@ -94,7 +100,7 @@ class OutOfMemory:
         *,
         count: Count = None,
         split_obstacle: str = "",
-        last_resort: Callable[[], str] = str,
+        last_resort: Callable[[], str] = _change_nothing,
     ) -> Iterator[Microbatch[Any]]:
         """Yields the parts of a batch; see `Healer.microbatches`.
 
@@ -203,16 +209,16 @@ class OutOfMemory:
     def _try_larger(self, batch: Any) -> None:
         """Begins the window with larger parts, if it is time to try them, see `PartGrowth`.
 
-        A trial needs a window that can be repeated on every rank, and a first batch that is split
+        A try needs a window that can be repeated on every rank, and a first batch that is split
         into fewer parts than before on some rank. The ranks decide together, because all of them
-        have the same size. They ask each other only when a trial is due, which is the same step on
+        have the same size. They ask each other only when a try is due, which is the same step on
         all ranks.
         """
         step, record, ranks = self.run.data.step, self.run.record, self.run.ranks
         size, growth = record.part_limit, record.part_growth
         if size is None:
             return
-        if growth.ends_trial(step):
+        if growth.accept_larger(step):
             self.run.log.info(
                 f"step {growth.since}: up to {size} samples at a time fit into memory again"
             )
@@ -223,7 +229,7 @@ class OutOfMemory:
         if self._joint is not None:
             votes = ranks.gather(vote)
         if all(can for can, _ in votes) and any(gains for _, gains in votes):
-            record.part_limit = growth.begin_trial(step, size)
+            record.part_limit = growth.begin_larger(step, size)
         else:
             growth.postpone(step)
 
@@ -340,19 +346,19 @@ class OutOfMemory:
                 obstacle = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if not obstacle and not self.run.record.part_growth.trying:
-            line += f". {self.profile()}"  # a failed trial keeps the profile of the failure before
+            line += f". {self.profile()}"  # a failed try keeps the profile of the failure before
         return _Overrun(samples, parts, fault, line, obstacle)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:
         """Makes the parts smaller, and reports it. Raises RunStopped if there is no smaller part.
 
-        Parts that were larger than before on trial return to the size that fits, which costs no
+        Parts that were tried larger than before return to the size that fits, which costs no
         budget. So does a size that an earlier part of the run has had.
         """
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
         step, record, growth = self.run.data.step, self.run.record, self.run.record.part_growth
-        before = -(-samples // parts)  # samples of the largest part, rounded up
-        after = -(-samples // min(2 * parts, samples))
+        before = largest_part(samples, parts)
+        after = largest_part(samples, min(2 * parts, samples))
         goes_back = growth.smaller is not None and growth.smaller < before
         why_not = self._why_not_smaller(before, after, goes_back=goes_back)
         if why_not:

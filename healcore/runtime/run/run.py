@@ -70,13 +70,13 @@ class Run:
     monitor: IncidentMonitor = field(init=False)
     """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
     comparisons: Comparisons = field(init=False)
-    """Compares the weights with earlier ones."""
+    """Compares the weights with earlier weights."""
     holding: Holding = field(init=False)
     """Learns in which ranges the run is healthy, and holds what has left its range."""
     known: KnownCheckpoints = field(init=False)
     """Which checkpoints are finite, damaged or known-good."""
     saver: Saver = field(init=False)
-    """Saves checkpoints, and deletes those that are not needed any more."""
+    """Saves checkpoints, and deletes checkpoints that are not needed any more."""
     stored: StoredCheckpoints = field(init=False)
     """Reads the checkpoints that all ranks can load."""
     restorer: Restorer = field(init=False)

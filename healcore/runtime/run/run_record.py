@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
 from healcore.runtime.run.batch_parts import PartGrowth
@@ -33,7 +33,8 @@ MAX_CHANGES = 100
 class IncidentRecord:
     """One incident, from the step of its first alarm (`onset`) to its latest alarm (`last`).
 
-    Alarms that follow one another closely have one cause, so they are reported and answered once.
+    Alarms that follow one another closely have one cause, so they are reported and answered once. A
+    rollback and a restart end the incident that is open.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -60,7 +61,12 @@ class IncidentRecord:
 
     @property
     def only_skips(self) -> bool:
-        """Whether each alarm is a skipped step that was not finite, which changed no weights."""
+        """Whether each alarm is a skipped step that was not finite, which changed no weights.
+
+        A finite step within such an incident shows that the weights were finite there. If an order
+        follows later, its trouble begins at the first of the last consecutive skips, and not at the
+        incident's first alarm.
+        """
         return self.skips == self.alarms and not Cause(self.cause) & ~NONFINITE
 
     def add(self, index: int, causes: int) -> None:
@@ -79,7 +85,7 @@ class IncidentRecord:
 
 @dataclass
 class Ledger:
-    """The host's record of a run: which steps were healthy, and what was done about the others.
+    """The host's record of a run: which steps were healthy, and how the rest was treated.
 
     `add_step` adds the steps in order. A rollback rewinds the ledger to the restored step, but
     keeps the incidents, rollbacks and skips of the undone steps: budgets count them.
@@ -200,7 +206,12 @@ class Ledger:
         return found
 
     def unhealthy_between(self, first: int, end: int) -> list[int]:
-        """Returns the unhealthy steps from `first` to before `end`, ascending."""
+        """Returns the unhealthy steps of a range, ascending.
+
+        Args:
+            first: the first step of the range.
+            end: the step after the last step of the range.
+        """
         steps = self.unhealthy
         return steps[bisect.bisect_left(steps, first) : bisect.bisect_left(steps, end)]
 
@@ -209,11 +220,24 @@ class Ledger:
 
         Unhealthy steps do not restart the count: otherwise no checkpoint would become known-good in
         a run that skips a bad batch now and then.
+
+        Args:
+            first: the first step that counts.
+            end: the step after the last step that counts.
         """
         return end - first - len(self.unhealthy_between(first, end))
 
     def first_consecutive(self, index: int) -> int:
-        """First of the consecutive unhealthy steps that end at step `index`."""
+        """First of the consecutive unhealthy steps that end at a step.
+
+        The trouble of the step has begun there.
+
+        Args:
+            index: the last of the steps.
+
+        Returns:
+            The first step, or `index + 1` if the step itself is healthy.
+        """
         at = bisect.bisect_right(self.unhealthy, index)
         while at > 0 and self.unhealthy[at - 1] == index:
             at -= 1
@@ -225,7 +249,7 @@ class Ledger:
 
         Args:
             rollback: the rollback. The ledger continues at its target.
-            saved: the ledger in the restored checkpoint, or None if the checkpoint has none.
+            saved: the ledger in the restored checkpoint, or None if the checkpoint has no ledger.
         """
         if self.rollbacks:
             self.rollbacks[-1] = self.rollbacks[-1].outline()
@@ -266,7 +290,11 @@ class Ledger:
 
 
 class StructureChange(NamedTuple):
-    """A change of the structure of the model or of its optimizers, by the program."""
+    """A change of the structure of the model or of its optimizers, by the program.
+
+    Checkpoints from before the change do not fit the model any more, and a rollback cannot restore
+    them. The record keeps the change, so that a restart knows this too.
+    """
 
     step: int
     """The first step with the new structure. Checkpoints up to it have the old one."""
@@ -275,9 +303,8 @@ class StructureChange(NamedTuple):
 
 
 SCHEMA = 6
-_Step = Annotated[int, Field(ge=0)]
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
-_BatchId = Annotated[list[_Step], Field(min_length=2, max_length=2)]
+_BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
 @dataclass(kw_only=True)
@@ -292,9 +319,9 @@ class RunRecord:
 
     run: str = ""
     """Id of the run's first process, which names the run for trackers."""
-    first_step: _Step = 0
+    first_step: NonNegativeInt = 0
     """Step of the run's first snapshot."""
-    attempts: list[_Step] = field(default_factory=list)
+    attempts: list[NonNegativeInt] = field(default_factory=list)
     """First step of each attempt, see `AttemptHistory`."""
     known_good_up_to: int = -1
     """Step up to which checkpoints are known-good, see `AttemptHistory`."""
@@ -306,11 +333,11 @@ class RunRecord:
     """Names of arrays that were not finite in the first snapshot."""
     part_limit: Annotated[int, Field(ge=1)] | None = None
     """Largest number of samples of a micro-batch, or None while all batches have fitted."""
-    shrinks: _Step = 0
+    shrinks: NonNegativeInt = 0
     """Number of times that memory ran out with parts smaller than all parts before."""
     part_growth: PartGrowth = field(default_factory=PartGrowth)
     """When larger parts are tried again."""
-    passes: _Step = 0
+    passes: NonNegativeInt = 0
     """Largest number of calls of `batches` in a process of the run."""
     changes: list[StructureChange] = field(default_factory=list)
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
@@ -318,7 +345,7 @@ class RunRecord:
     """Optimizer -> names of the parameters of each group, after a change; else empty."""
 
     # -- at the step of the checkpoint
-    step: _Step = 0
+    step: NonNegativeInt = 0
     """Number of steps done."""
     world: Annotated[int, Field(ge=1)] = 1
     """Number of ranks."""
@@ -347,15 +374,32 @@ class RunRecord:
 
     @property
     def attempt_history(self) -> AttemptHistory:
-        """The attempts of the run, and the step up to which checkpoints are known-good."""
+        """The attempts of the run, and the step up to which checkpoints are known-good.
+
+        With it, the store tells checkpoints of the current attempt from abandoned ones, which a
+        rollback has undone.
+        """
         return AttemptHistory(tuple(self.attempts), self.known_good_up_to)
 
-    def repeats(self, step: int) -> bool:
-        """Whether the last rollback undid the steps from `step` on."""
+    def repeats_undone_steps(self, step: int) -> bool:
+        """Whether a start from checkpoint `step` repeats steps that the last rollback undid.
+
+        It does up to the target of this rollback. A later checkpoint was saved after the rollback.
+
+        A restart at such a step repeats what a rollback has begun, and has to change the same
+        things.
+
+        Args:
+            step: step of the checkpoint that is restored.
+        """
         return bool(self.ledger.rollbacks) and self.ledger.rollbacks[-1].target >= step
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the record as JSON-safe values, with the version `SCHEMA` of its format."""
+        """Returns the record as JSON-safe values, with the version `SCHEMA` of its format.
+
+        A checkpoint holds the result. `RunRecord.of` reads it, and raises if the version is not its
+        own: a record that was understood in part could lead to a wrong decision.
+        """
         return {**asdict(self), "schema": SCHEMA}
 
     @classmethod

@@ -24,7 +24,19 @@ _HARMLESS = {_POLICY, _WORLD, "max_steps", "max_epochs", "num_train_epochs"}
 
 
 def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> dict[str, Any]:
-    """The settings of a program before it restores a checkpoint: name -> a JSON-safe value."""
+    """The settings of a program, by which a later start notices that it is another program.
+
+    Called before a checkpoint is restored: a restore would overwrite the optimizer's own settings.
+
+    Args:
+        driver: gives the settings of the optimizers and the model.
+        policy: the policy of the run.
+        state: the user's state. A trainer's parts in it have settings too.
+        world: number of ranks.
+
+    Returns:
+        Name -> a JSON-safe value.
+    """
     settings = dict(driver.settings())
     for each in trainer_settings(state):
         settings |= each if isinstance(each, dict) else {}
@@ -37,12 +49,24 @@ def _policy_setting(policy: HostPolicy) -> str:
     text = policy.name
     if policy.text is not None and text in (*preset_names(), *recipe_names()):
         changed = [f"{key} = {value!r}" for key, _, value in diff(load(text), loads(policy.text))]
-        text += f" with {first_of(changed)}" if changed else ""
+        if changed:
+            text += f" with {first_of(changed)}"
     return f"{text} ({(policy.engine.fingerprint or 'unnamed')[:8]})"
 
 
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> `saved -> given`, for each setting that differs from the saved setting."""
+    """The settings that differ from the saved settings.
+
+    Names that only one of the two has do not count. If the number of ranks has changed, the weights
+    are not compared, because each rank has another part of them.
+
+    Args:
+        before: the settings of the checkpoint.
+        now: the settings of this program.
+
+    Returns:
+        Name -> `saved -> given`, each value cut to 100 characters.
+    """
     changed = [name for name in now if name in before and before[name] != now[name]]
     if _WORLD in changed:  # the ranks shard the weights
         changed = [name for name in changed if name != WEIGHTS]
@@ -50,21 +74,59 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
 
 
 def changes_text(changes: Mapping[str, str]) -> str:
-    """The changes of `changes_since` in one line, or an empty string; without the weights."""
+    """The changes of `changes_since` in one line, for the log of a resumed run.
+
+    At most six are named. The weights are left out, whose setting is a digest that tells a reader
+    nothing.
+
+    Args:
+        changes: name -> `saved -> given`.
+
+    Returns:
+        The line, or an empty string without a change.
+    """
     return first_of([f"{name}: {each}" for name, each in changes.items() if name != WEIGHTS], 6)
 
 
-def other_run(changes: Mapping[str, str]) -> str:
-    """What makes the model differ from the model of a completed run, or an empty string."""
-    changed = {n: each for n, each in changes.items() if n not in _HARMLESS and "hparams." not in n}
-    if changed.keys() - {WEIGHTS}:
+def why_other_run(changes: Mapping[str, str]) -> str:
+    """Reason why this program trains another model than the completed run in its directory.
+
+    A directory that another program has used would otherwise be taken for the result of this
+    program.
+
+    Args:
+        changes: the result of `changes_since`.
+
+    Returns:
+        A clause for the exception, or an empty string if only harmless settings differ.
+    """
+    changed: dict[str, str] = {}
+    for name, each in changes.items():
+        if name not in _HARMLESS and "hparams." not in name:
+            changed[name] = each
+    if not changed:
+        return ""
+    if changed.keys() != {WEIGHTS}:
         return f"that completed with other settings (saved -> given): {changes_text(changed)}"
-    why = "that completed and began with other weights than this program"
-    return f"{why} (a program that loads its own snapshot passes resume=True)" * bool(changed)
+    return (
+        "that completed and began with other weights than this program (a program that loads its "
+        "own snapshot passes resume=True)"
+    )
 
 
-def named(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
-    """The settings for events, with common names for the rate and the batch, without `hparams`."""
+def settings_for_events(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
+    """The settings for events, with common names for the rate and the batch, without `hparams`.
+
+    Each trainer has its own name for the same setting, and a reader of events should not need to
+    know them.
+
+    Args:
+        settings: the result of `settings_of`.
+        rate: learning rate at the start, or None if it is unknown.
+
+    Returns:
+        Name -> value, with `learning_rate`, `batch_size` and `accumulation` where they are known.
+    """
     size = settings.get("per_device_train_batch_size", settings.get("batch_size"))
     parts = settings.get("gradient_accumulation_steps", settings.get("accumulate_grad_batches"))
     common = {"learning_rate": rate, "batch_size": size, "accumulation": parts}
@@ -73,7 +135,18 @@ def named(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
 
 
 def change_of_batch_size(settings: dict[str, Any], number: int, loader: Any) -> str:
-    """`batch size: saved -> given` of a loader that has one, or an empty string; records it."""
+    """Notices that a loader has another batch size than before the restart, and records the size.
+
+    Positions in the data are counted in batches, so another batch size moves them.
+
+    Args:
+        settings: the settings of the run. The size of a new loader is added.
+        number: number of the loader. Only the first few loaders are compared.
+        loader: the loader of the program.
+
+    Returns:
+        `batch size: saved -> given`, or an empty string if nothing has changed or no size is known.
+    """
     sampler = getattr(loader, "batch_sampler", None)
     size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     if type(size) is not int or number >= _LOADERS:
@@ -92,6 +165,13 @@ def trainer_settings(state: Any) -> list[Any]:
 
 
 def trainer_ends_by_steps(settings: list[Any]) -> bool:
-    """Whether the settings of a trainer limit its steps, so that it takes as many in any case."""
+    """Whether the settings of a trainer limit its steps (`max_steps`).
+
+    Such a trainer takes this number of steps from as many batches as they need. Skipped batches
+    then do not shorten the run.
+
+    Args:
+        settings: the result of `trainer_settings`.
+    """
     limits = [each.get("max_steps") for each in settings if isinstance(each, dict)]
     return any(isinstance(most, int) and most > 0 for most in limits)

@@ -30,14 +30,13 @@ from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches import RunBatches
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
-from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.ending.requests import EndRequests, StopFile
-from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.loop_phase import LoopPhase
+from healcore.runtime.run.loop import Loop, LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.restore.restorer import Restorer
@@ -66,7 +65,11 @@ _records: dict[Path, RunRecord] = {}
 
 
 class StoreNotEmpty(StoreError):
-    """The store holds a run, and `resume` is False or the run completed and is another run."""
+    """The store holds a run that this start must not continue or overwrite.
+
+    Either `resume` is False, or the run has completed and is another run than this program's.
+    Nothing was trained. The message says which of the two it is, and what to pass instead.
+    """
 
 
 class Options(NamedTuple):
@@ -231,7 +234,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         claims=claims,
         batch_parts=BatchParts(record),
     )
-    run.data = RunBatches(run, end_requests.signals, keeps_batches=loss_fn is not None)
+    run.data = RunBatches(run, end_requests.stop_signals, keeps_batches=loss_fn is not None)
     run.schedule = SaveSchedule(run, options.checkpoints.every)
     run.monitor = IncidentMonitor(run, options.hooks)
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
@@ -332,7 +335,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     except BaseException as error:
         _log_failed_start(run, error)
         raise
-    # Not if its last checkpoint is lost: then the run trains what is missing.
+    # A completed run stays COMPLETED only if its last checkpoint could be loaded.
     if not run.data.had_completed:
         run.loop.phase = LoopPhase.BEFORE_STEP
     _log_first_lines(run, settings, changes, resumed=bool(saves))
@@ -353,7 +356,7 @@ def _log_failed_start(run: Run, error: BaseException) -> None:
     step = run.data.step
     run.log.event("problem", step=step, problem=f"the run did not start: {error_text(error)}")
     run.log.event("end", step=step, ending="exception")
-    run.end_requests.signals.stop()
+    run.end_requests.stop_signals.stop()
 
 
 def _log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
@@ -372,7 +375,7 @@ def _log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
         world=run.ranks.world,
         save_every=run.schedule.every,
         store=str(store.root or type(store).__name__),
-        settings=run_settings.named(settings, rate),
+        settings=run_settings.settings_for_events(settings, rate),
         resumes=resumes,
     )
 
@@ -405,7 +408,7 @@ def _check_resume(
         )
     if newest is None or not newest.completed:
         return
-    which = run_settings.other_run(changes)
+    which = run_settings.why_other_run(changes)
     if root is not None:
         own = _records.get(root.resolve())
         if own is not None and own.completed:
@@ -456,8 +459,8 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
         if record.nonfinite_ok:
             shown = first_of(record.nonfinite_ok, 5)
             run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
-        saver.save("first")
-    run.end_requests.signals.start()
+        saver.save(SaveReason.FIRST)
+    run.end_requests.stop_signals.start()
 
 
 def _resume(run: Run, newest: RunRecord | None) -> None:
@@ -513,7 +516,7 @@ def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoin
 def _log_first_lines(
     run: Run, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
 ) -> None:
-    """Logs what begins where, under which policy, and other settings than those saved."""
+    """Logs what begins where, under which policy, and which settings have changed."""
     policy, store, step = run.policy, run.store, run.data.step
     if store.durable:
         where = f"in {store.place or type(store).__name__}"
@@ -537,7 +540,7 @@ def _log_first_lines(
     rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
     if rate is not None:
         facts.append(f"learning rate {rate:.4g}")
-    size = run_settings.named(settings, rate).get("batch_size")
+    size = run_settings.settings_for_events(settings, rate).get("batch_size")
     if size is not None:
         facts.append(f"batch size {size}")
     run.log.info(f"{begins}: {', '.join(facts)}; checkpoints {where}{need}")

@@ -81,24 +81,24 @@ class DelayedReader:
         """
         self._queue.append((pending, first))
 
-    def read_due(self, *, all: bool = False) -> Iterator[StepResult]:
-        """Yields the steps that are due, oldest first.
-
-        Args:
-            all: whether every queued step is due. Reading then waits for the device.
-        """
-        while self.has_due(all=all):
+    def read_all(self) -> Iterator[StepResult]:
+        """Yields all queued steps, oldest first. Waits for the device."""
+        while self.has_due(every=True):
             yield self.read_next()
 
-    def has_due(self, *, all: bool = False) -> bool:
-        """Whether a step is due.
+    def has_due(self, *, every: bool = False) -> bool:
+        """Whether a step is due, so that `read_next` returns it.
+
+        A step is due once `LAG` later dispatches are queued: the device has probably computed it by
+        then, and reading does not wait. The further steps of a dispatch that was read are due at
+        once.
 
         Args:
-            all: whether every queued step is due.
+            every: whether every queued step is due, as at the end of a run.
         """
         if self._read_steps:
             return True
-        if all:
+        if every:
             return bool(self._queue)
         return len(self._queue) > LAG
 
@@ -171,7 +171,11 @@ class DelayedReader:
         return found
 
     def forget_accumulation(self) -> None:
-        """Drops the batches of an accumulation that a rollback has undone; all steps are read."""
+        """Drops the batches of an accumulation that a rollback has undone.
+
+        All steps have been read before. Otherwise they would be assigned to the first step after
+        the rollback, which would be said to have trained on batches that it has not read.
+        """
         self._accumulated = ()
         self._contents = ()
 

@@ -1,4 +1,20 @@
 """Verified checkpoints: the store and the parts that all frameworks share.
 
+    store           the checkpoints of one run, in host memory and in a directory
+    several         the same in several directories
+    checkpoints     which checkpoints are restored and deleted, and the errors of stores
+    host_copy       copies of a state in host memory, and the format of an adapter's store
+    host_memory     bytes in host memory: allocated, digested, searched for NaN and Inf
+    ring            the newest copies in host memory
+    writer          a queue of jobs in the background of the training loop
+    manifest        the directories of checkpoints: written, listed, verified, removed
+    single_file     a small checkpoint of one process as one file
+    files           files that a crash never leaves half written, and their digests
+    values          nested Python values as JSON, beside named arrays
+    packed_values   nested values with the bytes of all their arrays in one array
+    structure       compares the structure of a saved value with that of a live one
+    ranks           exchanges between the processes that write one checkpoint together
+    claim           reserves a directory for one run
+
 The stores come from the adapters: `healcore.torch.store`, `healcore.jax.store`.
 """

@@ -261,14 +261,14 @@ class Restored(NamedTuple):
     """Name in `like` -> a tree, or the argument of `load_state_dict` for an object with
     `state_dict`."""
     record: dict[str, Any] | None
-    """The record of the run, or None if the checkpoint has none."""
+    """The record of the run, or None if the checkpoint has no record."""
 
 
 class CommonState(NamedTuple):
     """The result of `restore_common`, in fresh memory."""
 
     state: dict[str, Any]
-    """As in `Restored`, with the structure of the checkpoint."""
+    """The values as in `Restored`, with the structure of the checkpoint."""
     identities: dict[str, Mapping[str, str]]
     """Name of an optimizer in torch -> part -> saved place of each of its parameters."""
 
@@ -279,7 +279,7 @@ class AttemptHistory(NamedTuple):
         step      0 ──────── 100 ─────── 200 ─── 230   attempt 1 begins at step 0
                               └───────────────────── 250   a rollback: attempt 2 begins at 100
 
-    The checkpoint of step 200 of attempt 1 is abandoned, and the one of step 100 is not. A
+    The checkpoint of step 200 of attempt 1 is abandoned, and the checkpoint of step 100 is not. A
     checkpoint of step 200 that attempt 2 saves is not abandoned either, because no later attempt
     began below it.
     """
@@ -297,7 +297,7 @@ class AttemptHistory(NamedTuple):
             record: the record of a run, or None. Another program may have written it.
 
         Returns:
-            The attempts. Empty if the record has none, or none of the right form.
+            The attempts. Empty if the record has no attempts, or no attempts of the right form.
         """
         if record is None:
             return cls()
@@ -310,7 +310,8 @@ class AttemptHistory(NamedTuple):
     def newest(cls, records: Mapping[int, Mapping[str, Any]]) -> AttemptHistory:
         """The attempts in the newest of some records of the run.
 
-        The newest record has the most attempts, and among equal ones the largest step.
+        The newest record has the most attempts, and among records with as many attempts the largest
+        step.
 
         Args:
             records: step of the checkpoint -> its record.
@@ -357,8 +358,8 @@ def choose_checkpoints(
 ) -> tuple[int, ...]:
     """Chooses the known-good checkpoint of a rollback, or as a last resort an initial one.
 
-    Returns the steps to try: the choice, then older ones in case it is damaged. The checkpoint of
-    the onset's step holds the last state before the trouble.
+    Returns the steps to try: the choice, then older checkpoints in case it is damaged. The
+    checkpoint of the onset's step holds the last state before the trouble.
 
     Args:
         saves: the checkpoints.
@@ -429,14 +430,14 @@ class Keep(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Largest number of finite checkpoints, without the `older` ones."""
+        """Largest number of finite checkpoints, without the checkpoints that `older` keeps."""
         return self.good + self.candidates
 
     def checked(self) -> Keep:
         """Returns these numbers if they are valid.
 
         Raises:
-            StoreError: a number is not whole or too small, or `older` is no bool.
+            StoreError: a number is not whole or too small, or `older` is not a bool.
         """
         for field, least in (("good", 1), ("candidates", 2)):
             value = getattr(self, field)

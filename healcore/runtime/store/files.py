@@ -168,7 +168,7 @@ def digest_of(path: Path, *, sync: bool = False) -> Digest:
         sync: whether to wait until the content is on disk too.
 
     Raises:
-        OSError: the file cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     with open(path, "rb", buffering=0, opener=regular_file.opener) as file:
         state = hashlib.file_digest(file, xxhash.xxh3_128)

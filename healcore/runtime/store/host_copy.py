@@ -40,7 +40,7 @@ Part = Any
 """The part of an array in this process: an array of the framework, or of NumPy in host memory. It
 has `shape`, `dtype` and `nbytes`."""
 Place = Any
-"""Where a part lies in its array. It is hashable; the format chooses what it is."""
+"""Place of a part in its array. It is hashable; the format chooses what it is."""
 Layout = Any
 """The framework's description of how an array is sharded, or None for a whole array."""
 FrameworkArray = Any
@@ -94,7 +94,8 @@ class FlatState:
         self.leaves: dict[str, Leaf] = {}
         """Name of an array -> the array."""
         self.treedefs: dict[str, Any] = {}
-        """Name -> PyTreeDef in JAX. Not saved: a restore uses the structure of the live pytrees."""
+        """Name -> PyTreeDef in JAX. It is not saved: a restore uses the structure of the live
+        pytrees."""
 
     def add(
         self, path: values.Path, dtype: str, parts: dict[Place, Part], layout: Layout = None
@@ -226,7 +227,7 @@ class ArrayFormat(ABC):
     name: str
     """Format of the files, for the manifest."""
     arrays_by_rank: bool = True
-    """Whether each rank may save arrays of its own, those of objects with `per_rank = True`."""
+    """Whether each rank may save arrays of its own, from objects with `per_rank = True`."""
     single_file_bytes: int = single_file.MOST_BYTES
     """Largest size of a state that one process saves as one file; 0 for never."""
     _spare: FlatState | None = None
@@ -264,7 +265,7 @@ class ArrayFormat(ABC):
         """The framework's array of a leaf in host memory.
 
         Args:
-            leaf: the array. Its memory is fresh, so it may become that of the result.
+            leaf: the array. Its memory is fresh, so the result may use it.
             live: the live array, which gives sharding and device, or None if there is none.
         """
 
@@ -354,7 +355,7 @@ class ArrayFormat(ABC):
         """Copies a state to host memory, in the memory of the last released copy if that fits.
 
         The copies from an accelerator are still running when it returns; `inspect` waits for them.
-        Arguments and errors are those of `CheckpointStore.save`.
+        See `CheckpointStore.save` for the arguments and errors.
         """
         step = checked_step(step)
         sealed = None
@@ -417,7 +418,7 @@ class ArrayFormat(ABC):
         """Recomputes the digests of an inspected copy in memory.
 
         Raises:
-            CheckpointDamaged: a digest differs from the one of the inspection.
+            CheckpointDamaged: a digest differs from the digest of the inspection.
         """
         for leaf in copy.flat.leaves.values():
             for place, part in leaf.parts.items():
@@ -441,7 +442,7 @@ class ArrayFormat(ABC):
         Args:
             step: step of the checkpoint, for the message.
             saved: the saved entries.
-            like: the live values. Optional values that the checkpoint lacks are left out.
+            like: the live values. Optional values that the checkpoint lacks are missing in it.
             common: whether the structures may differ. Then the result has every value that both
                 sides have by its name.
 

@@ -33,7 +33,7 @@ def allocate(nbytes: int) -> np.ndarray:
     return whole[start : start + nbytes]
 
 
-def free() -> float:
+def free_bytes() -> float:
     """Free memory of the machine or of its container.
 
     In a container the limit of the container counts: the kernel kills a process that exceeds it,

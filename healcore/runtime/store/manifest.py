@@ -101,11 +101,11 @@ class StoredCheckpoint(NamedTuple):
     """
 
     folder: Path
-    """Its directory."""
+    """Directory of the checkpoint."""
     manifest: Manifest
     """Step, attempt, and the digests of its files."""
     record: dict[str, Any] | None
-    """The record of the run, or None if the checkpoint has none."""
+    """The record of the run, or None if the checkpoint has no record."""
 
     def damaged(self, file: str, difference: str) -> CheckpointDamaged:
         """Makes the error for a damaged file of this checkpoint.
@@ -331,7 +331,7 @@ class Scan(NamedTuple):
 
 
 def scan(root: Path | None, step: int | None = None) -> Scan:
-    """Looks at every checkpoint, or at those of one step.
+    """Looks at every checkpoint, or at the checkpoints of one step.
 
     Args:
         root: the directory, or None for a store in memory only.
@@ -368,8 +368,8 @@ def merge(scans: Sequence[Scan]) -> Scan:
     """One scan of several directories of one run, in the order of preference.
 
     A directory may have missed saves and replacements of records, because its disk was full or
-    away. So the save of the latest attempt counts, and of equal saves first the one whose record is
-    the newest. A step is damaged only if no directory has a complete checkpoint of it.
+    away. So the save of the latest attempt counts, and among equal saves first the save with the
+    newest record. A step is damaged only if no directory has a complete checkpoint of it.
 
     Args:
         scans: the scans of the directories, in the order of preference.

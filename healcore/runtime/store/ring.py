@@ -49,10 +49,10 @@ class Ring:
         if self.keep is not None:
             following = self.keep.most - len(self.copies)
         # The other half is for data loaders, the page cache and the next allocation.
-        return following * copy.nbytes * world <= host_memory.free() / 2
+        return following * copy.nbytes * world <= host_memory.free_bytes() / 2
 
     def add(self, copy: HostCopy, nonfinite_ok: Collection[str]) -> HostCopy | None:
-        """Adds an inspected copy, and removes those that are superfluous then.
+        """Adds an inspected copy, and removes the copies that are superfluous then.
 
         Args:
             copy: the copy.

@@ -89,7 +89,7 @@ def root_of(place: Any) -> Path | None:
 
 
 def _newest_of(records: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The record with the most attempts, and among equal ones the one of the largest step."""
+    """The record with the most attempts, and among equals the record of the largest step."""
 
     def key(step: int) -> tuple[int, int]:
         return len(AttemptHistory.of(records[step]).starts), step
@@ -100,12 +100,12 @@ def _newest_of(records: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
 class SeveralStores(CheckpointStore):
     """One store that writes each checkpoint to several directories.
 
-    - A save that fails in one directory is reported, and written to the others.
+    - A save that fails in one directory is reported, and written to the other directories.
     - A restore takes the first directory whose checkpoint of the step is intact. The newest
       checkpoint of the run counts, in whichever directory it is.
     - `root` is the first directory. A run writes its events and metrics there.
 
-    Copies in host memory are those of the first store that keeps any.
+    Copies in host memory are in the first store that keeps any.
 
     Args:
         stores: stores with a directory each, of one framework, in the order of preference.
@@ -136,7 +136,8 @@ class SeveralStores(CheckpointStore):
         self.stores = tuple(stores)
         self._undeletable: set[Path] = set()
         """Checkpoints that could not be deleted. They are not listed: otherwise they would count
-        among those to keep, and others be deleted in the directories that can delete."""
+        among the checkpoints to keep, and other checkpoints would be deleted in the directories
+        that can delete."""
 
     @property
     def directories(self) -> int:
@@ -176,8 +177,8 @@ class SeveralStores(CheckpointStore):
     def delete(self, step: int) -> None:
         """Removes a checkpoint from each directory, also an older save of its step.
 
-        A directory that cannot delete is reported once. It keeps what it has, and must not keep the
-        others from deleting.
+        A directory that cannot delete is reported once. It keeps what it has, and must not prevent
+        the other directories from deleting.
 
         Raises:
             CheckpointNotFound: the step has no checkpoint.

@@ -95,8 +95,8 @@ class Header(NamedTuple):
 def can_hold(names: Sequence[str]) -> bool:
     """Whether a file can hold arrays of these names.
 
-    Not if a name is no valid text, or is the key of the metadata. Such a state is saved as several
-    files.
+    It cannot if a name is not valid text, or is the key of the metadata. Such a state is saved as
+    several files.
     """
     try:
         "".join(names).encode()
@@ -158,7 +158,7 @@ def read_header(path: Path) -> Header:
 
     Raises:
         OSError: the file cannot be read.
-        ChecksumError: the header has not the form of those that `Content` writes.
+        ChecksumError: the header does not have the form that `Content` writes.
     """
     with open(path, "rb", opener=regular_file.opener) as file:
         length = _header_length(file.read(8))
@@ -235,7 +235,7 @@ def _header_length(start: bytes | memoryview) -> int:
 
 
 def _parsed(data: bytes) -> Header:
-    """Parses a header. ChecksumError if it has another form than those that `Content` writes."""
+    """Parses a header. ChecksumError if it does not have the form that `Content` writes."""
     try:
         content = json.loads(data)
         texts = content.pop(_METADATA)

@@ -137,7 +137,7 @@ class CheckpointStore(Writer):
 
     @property
     def place(self) -> str:
-        """Where the checkpoints are, for messages; an empty string without a directory."""
+        """Place of the checkpoints, for messages, or an empty string without a directory."""
         return str(self.root or "")
 
     def save(self, step: int, state: Mapping[str, Any], *, record: Record | None = None) -> None:
@@ -283,8 +283,8 @@ class CheckpointStore(Writer):
     def restore_common(self, step: int, like: Mapping[str, Any]) -> CommonState:
         """Verifies a checkpoint and reads what has the names of `like`, whatever its structure.
 
-        For a live state whose structure has changed since the save. Arguments and errors are those
-        of `restore`; StateMismatch only for pytrees of JAX, which cannot be read in part.
+        For a live state whose structure has changed since the save. See `restore` for the arguments
+        and errors; StateMismatch only for pytrees of JAX, which cannot be read in part.
         """
         state, _, entries = self._restore(step, like, common=True)
         identities: dict[str, Mapping[str, str]] = {}
@@ -455,11 +455,11 @@ class CheckpointStore(Writer):
             ranks.run_on_each(self.ranks, fail)
 
     def _scan(self, step: int | None = None) -> manifest.Scan:
-        """The checkpoints on disk, or those of one step; StoreError if they cannot be read."""
+        """The checkpoints on disk, all or of one step; StoreError if they cannot be read."""
         return manifest.scan(self.root, step)
 
     def _on_disk(self, step: int | None = None) -> manifest.Scan:
-        """The checkpoints in the directory, or those of one step.
+        """The checkpoints in the directory, or the checkpoints of one step.
 
         Nothing if only memory can be read.
         """
@@ -542,7 +542,7 @@ class CheckpointStore(Writer):
         """Changes the folder of a checkpoint in each directory, from rank 0.
 
         If that fails everywhere, raises StoreError. A directory that fails alone is reported, and
-        does not stop the others.
+        does not stop the other directories.
         """
         errors = []
         for each in stored:

@@ -97,7 +97,7 @@ class Writer:
     def forked(self) -> None:
         """Empties the queue in a forked child, where the thread does not exist.
 
-        A child that waited for a job of its parent would wait for ever. Its failures are the
+        A child that waited for a job of its parent would wait forever. Its failures are the
         parent's to report.
         """
         self._pool = self._newest = None

@@ -21,7 +21,7 @@ _MOST_FAULTS = 10  # limit of the faults that a diagnosis lists
 _QUIET_STEPS = 10  # alarms of one cause with fewer steps between them are one fault
 
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
-"""Causes of exceptions. A rollback is no response to them."""
+"""Causes of exceptions. A rollback is not a response to them."""
 
 AFTER_A_KILL = (
     "look for the out-of-memory killer (dmesg), the scheduler's time limit or preemption, and the "
@@ -329,7 +329,7 @@ def _undone_by(run: Run, step: float) -> str:
 
 
 def _alarms_outside(run: Run) -> list[tuple[float, float, tuple[str, ...]]]:
-    """First step, last step and causes of the alarms outside of incidents, close ones as one."""
+    """First step, last step and causes of the alarms outside of incidents, close alarms as one."""
     found: list[tuple[float, float, tuple[str, ...]]] = []
     for step, causes in sorted(run.alarms_outside.items()):
         if found:
@@ -444,7 +444,7 @@ def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
 
     Args:
         cause: causes of the trouble.
-        rollbacks: rollbacks of the run. After several of them, another rollback is no remedy.
+        rollbacks: rollbacks of the run. After several of them, another rollback does not help.
 
     Returns:
         The diagnosis of each cause, in the order of `FAILURES`.

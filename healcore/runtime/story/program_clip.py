@@ -16,8 +16,8 @@ class ProgramClip:
 
     A clipped gradient has the norm of the limit, so many steps have the same norm and no step has a
     larger one. The limit is a number that a person has chosen, so it has one or two digits. And the
-    last digits of the norms go up and down by rounding, unlike those of a gradient that is constant
-    or changes slowly. All three signs together do not occur by chance.
+    last digits of the norms go up and down by rounding, unlike the norms of a gradient that is
+    constant or changes slowly. All three signs together do not occur by chance.
 
     Examples:
         >>> clip = ProgramClip()

@@ -80,7 +80,7 @@ class RunLog:
             onset: step from which the weights are worse, or were suspected.
             verdict: "damage", "worse", "recovered" or "unknown"; see `EventRecord.verdict`.
             by: the evidence; see `EventRecord.by`.
-            **fields: further fields of the event, which may replace the others, such as `cause`.
+            **fields: further fields of the event, which may replace other fields, such as `cause`.
         """
         fields = {"onset": onset, "cause": [], "verdict": verdict, "by": by, **fields}
         self.event("assessment", step=step, **fields)

@@ -12,7 +12,7 @@ from healcore.tools.output import fail
 
 
 class SubcommandGroup(TyperGroup):
-    """A group of commands. If the first argument is no command, it says what to write instead.
+    """A group of commands. If the first argument is not a command, it says what to write instead.
 
     `healcore probe runs/7` prints `healcore probe checkpoint runs/7` and the other probes, instead
     of "No such command". A mistyped command gets the suggestion of typer.
@@ -29,7 +29,7 @@ class SubcommandGroup(TyperGroup):
             Name, command and its arguments, as typer expects them.
 
         Raises:
-            typer.Exit: the first argument is no command and resembles none.
+            typer.Exit: the first argument is not a command and resembles none.
         """
         given = args[0]
         is_mistyped = bool(difflib.get_close_matches(given, self.commands))

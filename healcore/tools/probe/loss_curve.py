@@ -18,7 +18,8 @@ from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
 BLOCKS = 1024
 _MEDIAN_TO_MEAN_SIGMA = 1.2533
-"""Standard deviation of a median divided by that of a mean, for many values: sqrt(pi / 2)."""
+"""Standard deviation of a median divided by the standard deviation of a mean, for many values:
+sqrt(pi / 2)."""
 _TREND_POINTS = 64
 _ENDS = 0.05  # fraction of the curve that counts as its start, and as its end
 

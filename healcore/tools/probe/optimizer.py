@@ -273,8 +273,8 @@ def _lowest_group(layer_logs: Iterable[tuple[str, float]]) -> set[str]:
         log v-hat   -14.2 -14.0 -13.9          -9.1 -9.0 -8.8
                     |-- lowest group --|  gap  |-- risen ---|
 
-    If most layers have risen, the median of all layers is among the risen ones, and the layers that
-    did not rise would look like outliers.
+    If most layers have risen, the median of all layers is among the risen layers, and the layers
+    that did not rise would look like outliers.
     """
     logs: dict[str, list[float]] = defaultdict(list)
     for layer, log in layer_logs:
@@ -374,7 +374,7 @@ def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 
 def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
-    """Finds layers whose gradients are far larger or smaller than those in similar layers."""
+    """Finds layers whose gradients are far larger or smaller than in similar layers."""
     bound = inputs.fail_outliers
     if not compared:
         message = "fewer than 4 parameters can be compared"

@@ -222,7 +222,7 @@ def refuse_table_of_runs(
     """Raises NotJudgedError if each row is another run, so that the loss of the rows is no curve.
 
     A table of runs names another run in each row. A log may do so too, with an id of each line, but
-    its steps increase. `cells_of` returns the cells of a column, with None where a row has none.
+    its steps increase. `cells_of` returns the cells of a column, with None where a row has no cell.
     `step` is the name of the column of steps, or None.
     """
     is_tracker = sum(bool(_RUN_FACT.fullmatch(normalize(name))) for name in names) >= 3

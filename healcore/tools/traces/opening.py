@@ -62,8 +62,8 @@ def open_traces(
 ) -> tuple[list[Trace], list[Unreadable]]:
     """Reads the logs of runs.
 
-    The format of each file is detected by its content. One log that cannot be read does not stop
-    the others.
+    The format of each file is detected by its content. A log that cannot be read does not prevent
+    the other logs from being read.
 
     Example:
         traces, unreadable = open_traces(["run.csv", "logs/"])
@@ -154,7 +154,7 @@ class _Found(NamedTuple):
 _DEPTH = 4
 """Levels of folders that are searched, as logs/experiment/seed-1/version_0."""
 _IS_NO_RUN = re.compile(r"\..*|__.*|(?:checkpoint|step|global_step|iter)[-_]?\d+(?:\.\d+)?")
-"""Names of folders that are not searched, because they have no logs or those of a checkpoint."""
+"""Names of folders that are not searched, because they have no logs or the logs of a checkpoint."""
 
 
 def _read_path(

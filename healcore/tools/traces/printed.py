@@ -81,7 +81,7 @@ _BAR = re.compile(r"(?:^|[\s|%])(\d+)/(\d+)\s*(?:\[|[━─]|-\s)")
 
 
 class Place(NamedTuple):
-    """Where in the run a line says that it is."""
+    """The place in the run that a line names."""
 
     step: int | None
     """Step, or number of the batch in its epoch."""
@@ -138,7 +138,7 @@ def printed_lines(
 
     A log whose records name no step may name it in other lines: in a header, or in a progress bar.
     Then the records have these places, if this gives each record another one. In a log whose lines
-    name places, a line without a place is the mean of an epoch, and is no step.
+    name places, a line without a place is the mean of an epoch, and not a step.
     """
     records: list[_Printed] = []
     epoch: int | None = None
@@ -243,7 +243,7 @@ def _with_places_of_other_lines(records: list[_Printed]) -> list[_Printed]:
 
 
 def _in_order(records: list[_Printed], places: Sequence[Place | None]) -> list[Place]:
-    """The places, or nothing if a record has none, or the place of a record with its numbers."""
+    """The places; empty if a place is missing, is before the last or has the same numbers twice."""
     reached: tuple[int, int] = (-1, -1)
     names: set[str] = set()
     found = []
@@ -280,8 +280,9 @@ def _with_place(record: Fields, place: Place) -> Fields:
 def printed_record(line: str) -> Fields | None:
     """The dict at the end of a printed line, after a progress bar or other text.
 
-    Also a JSON object after other text, as in `2026-01-01 | INFO | train | {"loss": "2.5"}`. Only
-    records of a loss or a norm, because programs print their settings as dicts too.
+    It may also be a JSON object after other text, as in `2026-01-01 | INFO | train | {"loss":
+    "2.5"}`. Only records with a loss or a norm count, because programs print their settings as
+    dicts too.
     """
     text = line.rstrip()
     if not text.endswith("}") or not ("loss" in text or "norm" in text):

@@ -14,7 +14,7 @@ from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
-from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.evidence import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
@@ -176,7 +176,7 @@ class Process:
         else:
             self.saver.begin_attempt(self.step)
         if not self.store.saves:
-            self.save("first")
+            self.save(SaveReason.FIRST)
 
     def take(self, *, alarm: bool, skip: bool, is_open: bool) -> None:
         cause = Cause.NONFINITE_LOSS if alarm else Cause(0)
@@ -188,10 +188,10 @@ class Process:
         self.ledger.add_step(self.step, [judged])
         self.data.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
-            self.save("regular")
+            self.save(SaveReason.REGULAR)
         self.saver.poll()
 
-    def save(self, why: str) -> None:
+    def save(self, why: SaveReason) -> None:
         self.saver.write(self.step, why)
 
     def go_back(self, depth: int) -> RollbackRecord:

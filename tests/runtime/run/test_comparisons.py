@@ -73,7 +73,7 @@ def test_damage_that_lasts_is_found_after_twenty_comparisons(alarm):
 def test_a_loss_that_shows_nothing_about_the_weights_is_no_evidence(loss, by):
     run = after(250, lambda weight, batch: (loss if batch >= 250 else noisy)(weight, batch))
     assert damaged(run, by=by) is None
-    assert not run.comparisons.suspects
+    assert not run.comparisons.has_evidence
 
 
 def test_batches_and_norms_at_the_onset_that_are_unusual():
@@ -117,7 +117,7 @@ def test_a_run_that_recovers_before_a_rollback_would_pay_is_left_alone(recovers)
     assert run.driver.evaluations == before, "nothing is evaluated while the run may recover"
     assert damaged(run, 300, by=-5.5, alarm=False) is None
     assert run.assessments == ["worse", "recovered"]
-    assert not run.comparisons.suspects
+    assert not run.comparisons.has_evidence
 
 
 def test_damage_soon_after_the_anchor_is_not_waited_for():
@@ -136,7 +136,7 @@ def test_withheld_updates_end_although_the_loss_fn_has_failed():
     found = []
     for step in range(250, 258):
         if run.holding.withholding_changes(step):
-            run.holding.before_step(step)
+            run.holding.update_withholding(step)
         found.append(run.holding.withholds)
         if step == 252:
             run.comparisons.loss_function.function = None
@@ -199,7 +199,7 @@ def test_suspect_weights_are_no_anchor_and_a_rollback_drops_later_ones():
     assert not run.comparisons._dispatch_losses
     assert [(each.step, each.trained) for each in run.comparisons.anchors] == [(0, 150), (100, 50)]
     assert all(step.index < 150 for each in run.comparisons.anchors for step in each.sample)
-    assert not run.comparisons.suspects
+    assert not run.comparisons.has_evidence
 
 
 def test_an_accepted_level_is_not_compared_and_new_copies_are_made_after_it():
@@ -219,7 +219,7 @@ def test_a_rate_that_is_not_finite_can_be_saved():
     run.driver.rate = math.nan
     healthy(run, 250)
     assert damaged(run, 10) is None
-    assert run.comparisons.suspects
+    assert run.comparisons.has_evidence
     text = json.dumps(asdict(run.comparisons.state), allow_nan=False)
     read = TypeAdapter(ComparisonState).validate_json(text, strict=True)
     assert read == run.comparisons.state
@@ -370,8 +370,8 @@ def test_the_debt_of_a_suspicion_is_bounded():
         healthy(run, 1)
     began, level = run.step, run.driver.weight
     assert damaged(run, 15) is None
-    assert run.comparisons.suspects
-    while run.comparisons.suspects:  # the weight falls again
+    assert run.comparisons.has_evidence
+    while run.comparisons.has_evidence:  # the weight falls again
         assert run.take(run.step, weight=level * 0.9, alarm=True) is None
     assert run.step - began < 3 * 15 + RECENT, "small wins end it once they are the usual"
     before, began = run.driver.evaluations, run.step
@@ -399,7 +399,7 @@ def test_unusual_steps_are_looked_for_where_the_trouble_began():
         history.add(TrainedStep(index, ()), 1.0, alarm=index in (10, 60), healthy=True)
     starts = []
     for onset, last in ((12, 99), (61, 99), (55, 50)):
-        suspects = history.suspects(onset, last)
+        suspects = history.suspect_steps(onset, last)
         assert suspects is not None
         starts.append(suspects.start)
     assert starts == [10, 60, 10]
@@ -552,7 +552,7 @@ def test_a_number_that_was_learnt_after_the_better_weights_counts_as_outside():
     assert not run.holding.outside_ranges(verdict).numbers, "the newest better weights"
     (older,) = (each for each in run.comparisons.about_older_weights(verdict) if each.anchor == 200)
     (held,) = run.holding.outside_ranges(older).numbers.values()
-    assert (held.bounds.last, held.program) == (0.9, 1.1)
+    assert (held.bounds.last, held.program_value) == (0.9, 1.1)
 
 
 def test_the_onset_reaches_back_over_the_gaps_of_a_burst():

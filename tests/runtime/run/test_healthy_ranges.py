@@ -42,9 +42,9 @@ def test_any_change_of_a_number_that_never_changed_is_outside():
     ranges = learnt(constant(0.05), constant(0.05))
     assert numbers_outside(ranges, constant(0.05)) == {}
     (held,) = numbers_outside(ranges, NumberRange(0.05, 100.0, 0.05)).values()
-    assert held == HeldNumber(bounds=constant(0.05), program=100.0), "although it is back now"
+    assert held == HeldNumber(bounds=constant(0.05), program_value=100.0), "although it is back now"
     (held,) = numbers_outside(ranges, NumberRange(0.0, 0.05, 0.05)).values()
-    assert held.program == 0.0
+    assert held.program_value == 0.0
 
 
 def test_the_range_has_all_values_of_healthy_steps_and_the_last_one_is_held():
@@ -126,7 +126,7 @@ def test_a_second_hold_adds_what_is_newly_unusual_and_keeps_the_limits_of_the_fi
     first = Held(norms={"a": HeldNorm(1.0, 9.0)}, until=10)
     second = Held(norms={"a": HeldNorm(3.0, 9.0), "b": HeldNorm(2.0, 8.0)}, until=20)
     assert second.without(first).norms == {"b": HeldNorm(2.0, 8.0)}
-    both = first | second
+    both = first.with_newer(second)
     assert both.norm_limits == {"a": 1.0, "b": 2.0}
     assert both.until == 20
     assert not second.without(both)
@@ -147,7 +147,9 @@ def test_the_limit_of_a_rate_from_the_start_of_the_run_never_lasts():
     ranges = HealthyRanges(held=Held(start_rates={"a": {"scale": 1.0}}, until=40))
     first = ranges.held
     assert first
-    assert (first | Held(start_rates={"a": {"scale": 0.25}})).start_rates == first.start_rates
+    assert (
+        first.with_newer(Held(start_rates={"a": {"scale": 0.25}})).start_rates == first.start_rates
+    )
     assert ranges.release_start_rates(40) == {}, "the trouble is still to come"
     assert ranges.release_start_rates(100) == {"a": {"scale": 1.0}}
     assert ranges.release_start_rates(200) == {}
@@ -159,7 +161,7 @@ def test_withheld_steps_stay_with_what_else_is_held():
     assert [step for step in range(9) if held.withholds(step)] == [3, 4, 5]
     assert not any(Held(norms={"a": HeldNorm(1.0, 9.0)}).withholds(step) for step in range(9))
     assert Held(withheld=(3, 5))
-    assert (held | Held(until=9)).withheld == held.without(Held()).withheld == (3, 5)
+    assert held.with_newer(Held(until=9)).withheld == held.without(Held()).withheld == (3, 5)
     assert held.sentences()[-1] == "the updates of steps 3 to 5 are withheld"
 
 

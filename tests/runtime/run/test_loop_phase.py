@@ -7,7 +7,7 @@ import healcore
 from healcore.errors import AlreadyCompleted
 from healcore.runtime.healer import hooks_of
 from healcore.runtime.run import start
-from healcore.runtime.run.loop_phase import LoopPhase
+from healcore.runtime.run.loop import LoopPhase
 
 
 def opened(store=None):
@@ -34,7 +34,9 @@ def test_a_step_is_counted_in_the_body_and_dealt_with_after_it():
             train(model, optimizer, healer)
             loop.queue_dispatch()
             assert loop.phase is LoopPhase.AFTER_STEP
-            assert not loop.after_update  # of a program: the state is saved after an exception
+            assert (
+                not loop.has_unfinished_trainer_work
+            )  # of a program: the state is saved after an exception
         assert loop.phase is LoopPhase.BEFORE_STEP
 
 
@@ -47,7 +49,7 @@ def test_the_code_of_a_trainer_after_an_epoch_is_a_phase():
             if step == 0:
                 hooks_of(healer).mark_step_unfinished()
                 assert loop.phase is LoopPhase.EPOCH_END
-                assert loop.after_update
+                assert loop.has_unfinished_trainer_work
                 loop.queue_dispatch()
                 assert loop.phase is LoopPhase.AFTER_STEP
                 hooks_of(healer).mark_step_unfinished()

@@ -201,7 +201,7 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
         read: Any = SimpleNamespace(read=lambda j=judged: [[record(judged=j)]], count=1)
         read.vote_requested = False
         reader.push(read, StepResult(0, [], (BatchId(0, int(judged)),)))
-        found = [*reader.read_due(all=True)]
+        found = [*reader.read_all()]
         reader.forget_accumulation()
     assert found[0].batches == (BatchId(0, 1),)
 

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from tests.runtime.run.simulated_run import EVERY, KEEP, PROBATION, REGION, Killed, Listed, Process
@@ -74,7 +75,7 @@ class History(RuleBasedStateMachine):
         if self.process.step in self.good:
             return  # where it went back to, unchanged
         self.store.finite = finite or self.onset is None
-        self.process.save("requested")
+        self.process.save(SaveReason.REQUESTED)
         self.store.finite = True
 
     @precondition(lambda self: not self.over and self.onset is not None)

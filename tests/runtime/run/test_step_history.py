@@ -70,7 +70,7 @@ def test_the_norms_of_the_bad_steps_before_the_first_sign_are_not_healthy():
     add(history, [1.0] * 4, first=150, norm=4096.0)
     assert history.largest_norms() == {"a": 1.0}
     add(history, [9.0], first=154, alarm=True)
-    found = history.suspects(154, 160)
+    found = history.suspect_steps(154, 160)
     assert found is not None
     assert found.largest_norms() == {"a": 4096.0}
     healthy = HealthyValues(norms=history.largest_norms())
@@ -104,7 +104,7 @@ def test_suspects_are_the_steps_around_the_first_sign_and_all_later_high_ones():
     add(history, [5.0] * 30, first=150)
     add(history, [1.0] * 30, first=180)
     add(history, [1.0], first=210, norm=8.0)
-    found = history.suspects(150, 220)
+    found = history.suspect_steps(150, 220)
     assert found is not None
     indices = [step.index for step in found.steps]
     assert indices == [*range(150 - STEPS_BEFORE_SIGN, 180), 210]
@@ -115,7 +115,7 @@ def test_suspects_are_bounded():
     history = StepHistory()
     add(history, [1.0] * 150)
     add(history, [5.0] * 1000, first=150)
-    found = history.suspects(150, 1150)
+    found = history.suspect_steps(150, 1150)
     assert found is not None
     assert len(found.steps) == STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN + MAX_HIGH_STEPS
     assert found.steps[-1].index == 1149

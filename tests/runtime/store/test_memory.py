@@ -87,7 +87,7 @@ def test_memory_is_not_used_again_while_it_is_written_to_disk(case, tmp_path):
 
 @over(TORCH_MEMORY, JAX_TIERS)
 def test_copies_that_do_not_fit_into_memory(case, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(host_memory, "free", lambda: 10_000)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 10_000)
     store = case.make(tmp_path)
     store.save(1, case.state(1))
     if store.durable:

@@ -134,7 +134,7 @@ class HealedEpochs:
         self._exit.pop_all().__exit__(kind, error, None)
 
     def set_counts(self) -> None:
-        """Sets the trainer's counts to those of its DeepSpeed engine, which a rollback changes.
+        """Copies the counts of the DeepSpeed engine, which a rollback changes, to the trainer.
 
         The trainer counts by itself, and labels its checkpoints and its log with its own counts.
         """

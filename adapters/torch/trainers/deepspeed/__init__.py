@@ -306,7 +306,7 @@ class SkippedByDeepSpeed(DroppedSteps):
     def take(self) -> bool:
         """Whether a step was skipped since the last call.
 
-        A rollback lowers DeepSpeed's count, which is no skipped step.
+        A rollback lowers DeepSpeed's count, which does not mean a skipped step.
         """
         before = self._skipped
         self._skipped = self._engine.skipped_steps

@@ -52,7 +52,7 @@ def to_resume_from(requested: Requested, folder: Path) -> Requested | None:
 
 
 def _newest_complete(checkpoints: list[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint without a defect, or None, and the defects of newer ones."""
+    """The newest checkpoint without a defect, or None, and the defects of newer checkpoints."""
     defects: dict[Path, str] = {}
     files: dict[Path, set[str]] = {}
     for path in checkpoints:

@@ -351,7 +351,7 @@ class Counters:
     Args:
         trainer: the Trainer, in `on_train_begin`.
         feed: its batches, or None for a run that cannot roll back.
-        callback: the callback of this run, whose own state is no counter.
+        callback: the callback of this run, whose own state is not a counter.
 
     Attributes:
         before: the counts before the newest step, or None before the first step.

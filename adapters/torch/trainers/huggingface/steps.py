@@ -312,7 +312,7 @@ def loss_fn_of(trainer: HfTrainer) -> Callable[..., Any] | None:
 
     Returns:
         A function of a batch, as the dataloader yields it, and of the number of items that the loss
-        is divided by (by default those of the batch). It changes no count and no log.
+        is divided by (by default the items of the batch). It changes no count and no log.
     """
     called = inspect.unwrap(type(trainer).training_step).__code__.co_names
     if internals.generates_batches(trainer) or {"compute_loss", "training_step"}.isdisjoint(called):

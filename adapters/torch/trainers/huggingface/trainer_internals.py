@@ -67,7 +67,11 @@ def replaced_epoch(
 
 
 def train_batch_size(trainer: HfTrainer) -> int:
-    """Number of samples in a batch of this process, for all its GPUs together."""
+    """Number of samples in a batch of this process, for all its GPUs together.
+
+    `auto_find_batch_size` lowers it after memory ran out, and the arguments then still have the
+    first value.
+    """
     return trainer._train_batch_size
 
 
@@ -111,7 +115,11 @@ def items_in_batch(trainer: HfTrainer, inputs: Batch) -> Any:
 
 
 def shifts_labels(trainer: HfTrainer) -> bool:
-    """Whether the loss compares the output at a token with the label of the next token."""
+    """Whether the loss compares the output at a token with the label of the next token.
+
+    The first token of each sequence has no prediction then, and does not count in the loss. True
+    for a Trainer that does not say.
+    """
     return getattr(trainer, "_loss_shifts_labels", True)
 
 
@@ -183,7 +191,11 @@ def metrics(trainer: HfTrainer) -> list[Metrics]:
 
 
 def drop_generated_batches(trainer: HfTrainer) -> None:
-    """Makes a trainer generate its next batch again, with the weights that were restored."""
+    """Makes a trainer generate its next batch again, with the weights that were restored.
+
+    Trainers such as GRPO generate batches for several steps at once. After a rollback, the rest
+    would be from weights that are undone. Does nothing for other trainers.
+    """
     if hasattr(trainer, "_buffered_inputs"):
         trainer._buffered_inputs = None
 

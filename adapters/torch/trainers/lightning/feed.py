@@ -284,7 +284,7 @@ class Progress:
         self.saved_limits: dict[str, int] | None = None
 
     def limits(self) -> dict[str, int]:
-        """Lightning's limits of a fit. A value of -1 is no limit.
+        """Lightning's limits of a fit. A value of -1 means no limit.
 
         A completed run that is started again with the same limits trains nothing.
 

@@ -136,7 +136,7 @@ class StepLoss:
                 yield from _undo(value, f"{path}.{name}", known)
 
     def _restore(self, attributes: dict[str, Any], own: Mapping[str, Any]) -> None:
-        """Sets the attributes of a module back to `own`, except those of the frameworks."""
+        """Sets the attributes of a module back to `own`, except attributes of the frameworks."""
         for name in attributes.keys() - own.keys() - self._internal:
             del attributes[name]
         attributes.update(own)

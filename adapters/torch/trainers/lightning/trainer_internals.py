@@ -94,7 +94,11 @@ def set_fetcher(fit: FitLoop, fetcher: Fetcher) -> None:
 
 
 def reads_data_itself(fetcher: Fetcher) -> bool:
-    """Whether `training_step` receives an iterator over the data instead of a batch."""
+    """Whether `training_step` receives an iterator over the data instead of a batch.
+
+    Such a step reads as many batches as it likes. The Healer cannot know which batches belong to a
+    step.
+    """
     return any(kind.__name__ == "_DataLoaderIterDataFetcher" for kind in type(fetcher).__mro__)
 
 

@@ -43,8 +43,8 @@ def default_keep(probation: int, every: int) -> Keep:
 class Deleter:
     """Deletes superfluous checkpoints each time that another checkpoint becomes known-good.
 
-    Before that the newest known-good one is the one from before, and a rollback may need all that
-    are newer.
+    Until then an older checkpoint is the newest known-good checkpoint, and a rollback may need
+    every checkpoint since.
 
     Args:
         run: the parts of the run.
@@ -60,17 +60,24 @@ class Deleter:
         """Results of the background: steps of deleted checkpoints, or the problem."""
 
     def begin_attempt(self, step: int) -> None:
-        """Begins an attempt at a step, after which no checkpoint is known-good."""
-        self.read()
+        """Begins an attempt at a step, after which no checkpoint is known-good.
+
+        Without this call, `queue_deletions` would delete nothing until the repeated steps have
+        passed the newest checkpoint that was known-good before the rollback.
+
+        Args:
+            step: first step of the attempt, after a start or a rollback.
+        """
+        self.collect_results()
         self._known_good_up_to = min(self._known_good_up_to, step)
 
-    def queue(self, step: int) -> None:
+    def queue_deletions(self, step: int) -> None:
         """Queues the deletions that are due, if the save of `step` succeeds.
 
         A second rollback in the region of the last one must not use a checkpoint that became
         known-good later, so the target of the last one and the next older known-good one stay. The
-        decision uses the attempts as saved, so that a restart knows the same known-good ones. The
-        newest of them is verified first. If it is damaged, nothing is deleted.
+        decision uses the attempts as saved, so that a restart knows the same known-good
+        checkpoints. The newest of them is verified first. If it is damaged, nothing is deleted.
         """
         store, record = self.run.store, self.run.record
         if record.known_good_up_to <= self._known_good_up_to:
@@ -99,8 +106,13 @@ class Deleter:
         past = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)
         return past[-1].target if past else -1
 
-    def read(self) -> None:
-        """Reads the results of the background. Does not wait."""
+    def collect_results(self) -> None:
+        """Reads the results of the deletions that have ended in the background. Does not wait.
+
+        A deleted checkpoint leaves `KnownCheckpoints`. A damaged checkpoint is reported. Any other
+        error becomes an event of the kind `problem`: a checkpoint that stays costs disk space, not
+        the run.
+        """
         while self._results:
             result = self._results.popleft()
             if isinstance(result, set):

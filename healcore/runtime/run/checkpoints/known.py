@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 class KnownCheckpoints:
-    """What this process knows about the checkpoints of its run."""
+    """What this process knows about the checkpoints of its run.
+
+    It knows for each checkpoint whether its arrays are finite, whether it is damaged, and whether
+    its probation is over. A rollback chooses among the checkpoints by these facts without reading
+    the disk. The facts are of the current attempt: a rollback abandons the checkpoints of later
+    steps.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -31,34 +37,52 @@ class KnownCheckpoints:
         """Errors of damaged checkpoints, as this process has found them."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         """Step and array names of each checkpoint with disallowed NaN or Inf."""
-        self._nonfinite_now: dict[int, tuple[str, ...]] = {}  # of this attempt
+        self._nonfinite_now: dict[int, tuple[str, ...]] = {}
+        """The same for the checkpoints of this attempt."""
         self._finite: dict[int, bool] = {}
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
         self._lost: set[int] = set()
         """Steps of damaged checkpoints without another copy."""
 
     def listed(self) -> list[CheckpointInfo]:
-        """The checkpoints with their statuses, without those that are known to be damaged.
+        """The checkpoints in the store with their statuses, as this rank sees them.
 
-        As this rank sees them; `StoredCheckpoints.listed` has those of all ranks.
+        Checkpoints that are known to be damaged are missing. `StoredCheckpoints.listed` returns the
+        checkpoints that all ranks see.
+
+        Raises:
+            StoreError: the store cannot be read.
         """
         saves = self.run.record.attempt_history.with_status(self.run.store.checkpoints())
         return [saved for saved in saves if saved.step not in self._lost]
 
     @property
     def restorable(self) -> set[int]:
-        """Steps of the checkpoints that a rollback could restore: finite as far as is known."""
+        """Steps of the checkpoints that a rollback could restore.
+
+        A checkpoint is among them while it is saved and inspected, because most saves turn out to
+        be finite. It leaves the set when NaN or Inf, or damage, is found in it.
+        """
         return {step for step, finite in self._finite.items() if finite}
 
     @property
     def last_good_step(self) -> int | None:
-        """Step of the newest known-good checkpoint, or None."""
+        """Step of the newest known-good checkpoint, or None if there is none.
+
+        There is none until the first probation of the run is over. A rollback lowers the value to
+        at most the step that it has restored: what was known about later checkpoints belongs to
+        undone steps.
+        """
         last = self.run.record.known_good_up_to
         return max((at for at in self.restorable if at <= last), default=None)
 
     @property
     def on_probation(self) -> list[int]:
-        """Steps of the checkpoints whose probation is not over, ascending."""
+        """Steps of the checkpoints whose probation is not over, ascending.
+
+        Such a checkpoint is newer than the newest known-good one, and may hold damage that has not
+        shown yet. It becomes known-good after `[rollback] probation` healthy steps.
+        """
         last = self.run.record.known_good_up_to
         return sorted([at for at in self._finite if at > last])
 
@@ -85,19 +109,34 @@ class KnownCheckpoints:
         self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
 
     def add(self, step: int) -> None:
-        """Adds a checkpoint that is being saved. It counts as finite until it is inspected."""
+        """Adds a checkpoint that is being saved.
+
+        It counts as finite until the background has inspected it, so that a rollback that is
+        ordered in the meantime may use it. A save at a step whose earlier checkpoint was lost makes
+        the step usable again.
+
+        Args:
+            step: step of the checkpoint.
+        """
         self._finite[step] = True
         self._lost.discard(step)
 
     def remove(self, steps: Collection[int]) -> None:
-        """Removes deleted or lost checkpoints."""
+        """Removes deleted or lost checkpoints.
+
+        A rollback then does not try to restore them. The steps of unknown checkpoints are ignored.
+
+        Args:
+            steps: steps of the checkpoints.
+        """
         self._finite = {at: each for at, each in self._finite.items() if at not in steps}
 
     def end_due_probation(self) -> None:
-        """Extends the known-good checkpoints if a probation may be over. Called once per step.
+        """Makes checkpoints known-good if their probation is over. Called once per step.
 
-        No probation ends while an incident is open: whether the weights are damaged is not known
-        yet.
+        No probation ends while an incident is open, because whether the weights are damaged is not
+        known yet. When a probation has ended, the ledger forgets the steps that no rollback can ask
+        for any more: without that, its list of unhealthy steps would grow for the whole run.
         """
         ledger, on_probation = self.run.ledger, self.on_probation
         probation = self.run.policy.rollback.probation
@@ -108,7 +147,7 @@ class KnownCheckpoints:
             ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
 
     def end_probation(self, *, before: float = math.inf) -> None:
-        """Extends the known-good checkpoints to those whose probation was over before a step.
+        """Makes the checkpoints known-good whose probation was over before a step.
 
         Args:
             before: only healthy steps before this one count. A rollback passes the onset of its
@@ -149,14 +188,28 @@ class KnownCheckpoints:
         return self._nonfinite_now
 
     def report_damage(self, error: CheckpointDamaged) -> None:
-        """Reports a damaged checkpoint; a directory once, because its name is unique."""
+        """Reports a damaged checkpoint, with an event of the kind `damaged`.
+
+        A directory is reported once, because its name is unique: several reads may find the same
+        damage. A copy in memory has no such name, and is reported each time.
+
+        Args:
+            error: the error of the read, with the step and the path.
+        """
         if error.path != MEMORY and any(each.path == error.path for each in self.damage):
             return
         self.damage.append(error)
         self.run.log.event("damaged", step=error.step, problem=str(error))
 
     def lose(self, error: CheckpointDamaged) -> None:
-        """Reports a damaged checkpoint on disk, and removes it if memory holds no copy."""
+        """Reports a damaged checkpoint on disk, and removes it if memory holds no copy.
+
+        With a copy in host memory, a rollback in this process can still restore the step. Without a
+        copy the checkpoint is missing in `listed` from now on.
+
+        Args:
+            error: the error of the read, with the step and the path.
+        """
         self.report_damage(error)
         if error.step not in self.run.store.ring.copies:
             self._lost.add(error.step)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.run.checkpoints.deleter import Deleter
@@ -31,6 +32,30 @@ from healcore.runtime.store.checkpoints import (
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
+
+
+class SaveReason(StrEnum):
+    """Why a checkpoint is saved. The event `save` has the value."""
+
+    FIRST = "first"
+    """The snapshot before the first step."""
+    REGULAR = "regular"
+    """The schedule says so."""
+    ORDERED = "ordered"
+    """A rule of the policy or a hook says so. Where a trainer saves, the trainer is told to."""
+    REQUESTED = "requested"
+    """The program has called `Healer.save`."""
+    ROLLBACK = "rollback"
+    """The target of a rollback is not on disk as it was restored."""
+    LAST = "last"
+    """The run ends."""
+    EMERGENCY = "emergency"
+    """An exception ends the run."""
+
+    @property
+    def adds_anchor(self) -> bool:
+        """Whether later weights are compared with the weights of this checkpoint."""
+        return self in (SaveReason.FIRST, SaveReason.REGULAR)
 
 
 class Saver:
@@ -100,38 +125,58 @@ class Saver:
         ).to_dict()
 
     def replace_record(self, step: int) -> None:
-        """Replaces the record of a checkpoint by the current record, by one rename."""
+        """Replaces the record of a checkpoint by the current record.
+
+        The arrays of the checkpoint stay as they are. One rename replaces the file, so a process
+        that is killed meanwhile leaves the old record or the new one, and never a part of one.
+
+        Args:
+            step: step of the checkpoint, which exists.
+        """
         self.run.store.replace_record(step, self.record_of(step))
 
     def begin_attempt(self, step: int) -> None:
-        """Begins an attempt at a step, at a start and after a rollback.
+        """Begins an attempt at a step. Called at a start and after a rollback.
 
-        Checkpoints of later steps are abandoned: their steps are trained again.
+        Checkpoints of later steps are abandoned, because their steps are trained again. The next
+        regular save is due one interval after this step.
+
+        Args:
+            step: first step of the attempt.
         """
         self._deleter.begin_attempt(step)
         self.run.known.begin_attempt(step)
         self.run.schedule.last_saved = step
 
     def keep_random_states(self) -> None:
-        """Keeps the random states after a step or an epoch, for a save at a later exception."""
+        """Keeps the random states after a step or an epoch, for a save at a later exception.
+
+        By the time of an exception, the program has drawn numbers for the step that failed. A save
+        with these states would repeat the step with other numbers. Does nothing in a run that
+        cannot resume exactly.
+        """
         if self.resumes_exactly:
             self.run.data.host.after_step()
 
     def keep_weight_sample(self) -> None:
-        """Keeps a sample of the weights, to notice at an exception that they were replaced."""
+        """Keeps a sample of the weights, to notice at an exception that they were replaced.
+
+        Called after each optimizer step. An evaluation may put averaged weights in the place of the
+        trained weights. If it raises, the averages must not be saved as the run's weights. Does
+        nothing in a run that cannot resume exactly.
+        """
         if self.resumes_exactly:
             self.run.driver.keep_weight_sample()
 
-    def save(self, why: str) -> None:
+    def save(self, why: SaveReason) -> None:
         """Saves a checkpoint of this step.
 
         Args:
-            why: the reason, for the event: "first", "regular", "ordered", "last", "emergency".
-                With the first two the weights are also compared from here on.
+            why: the reason.
         """
-        with self.run.schedule.saving(regular=why == "regular"):
+        with self.run.schedule.saving(regular=why is SaveReason.REGULAR):
             step = self.run.data.step
-            if why in ("first", "regular") and self.run.store.trainer_save is None:
+            if why.adds_anchor and self.run.store.trainer_save is None:
                 # Before the save: a restart from it has to know what is learnt here.
                 self.add_anchor()
             self.write(step, why)
@@ -139,26 +184,31 @@ class Saver:
                 self.run.comparisons.forget_unsaved_anchor(step)
 
     def add_anchor(self) -> None:
-        """Adds the current weights as an anchor, and protects checkpoints that may be needed."""
+        """Adds the current weights as an anchor, with which later weights are compared.
+
+        The checkpoints that a rollback to an anchor needs are protected from deletion, in host
+        memory and on disk. An anchor whose checkpoint was deleted could lead to a verdict that no
+        rollback can carry out.
+        """
         step = self.run.data.step
         self.run.comparisons.add_anchor(step, {*self.run.known.restorable, step})
         self.run.store.ring.protected = self.run.comparisons.steps_needed
 
-    def write(self, step: int, why: str) -> None:
+    def write(self, step: int, why: SaveReason) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
 
         Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
 
         Args:
             step: steps done, or the target of a rollback.
-            why: the reason, for the event.
+            why: the reason.
 
         Raises:
             UnsavableState: the first save found a value that cannot be saved. At a later save this
                 is only reported: the run must not end because of it.
         """
         if self.run.store.trainer_save is not None:
-            if why == "ordered":
+            if why is SaveReason.ORDERED:
                 self.run.store.trainer_save()
             return
         began = time.monotonic()
@@ -173,25 +223,34 @@ class Saver:
             self.run.known.add(step)
             self.unsaved.pop(step, None)
             seconds = round(time.monotonic() - began, 6)
-            self.run.log.event("save", step=step, why=why, seconds=seconds)
-        self._deleter.queue(step)
+            self.run.log.event("save", step=step, why=why.value, seconds=seconds)
+        self._deleter.queue_deletions(step)
 
     def poll(self) -> None:
         """Reports results of the background, and computes the known-good checkpoints.
 
-        Called once per step. Does not wait for the disk.
+        Called once per step, and does not wait for the disk. A failed save is therefore reported
+        some steps after it was ordered.
         """
         self.report_failures()
-        self._deleter.read()
+        self._deleter.collect_results()
         self.run.known.end_due_probation()
 
     def wait(self) -> None:
-        """Waits until the background is done, and reports failed saves."""
+        """Waits until the background is done, and reports failed saves.
+
+        A restore calls it first: the newest checkpoint may still be on its way to the disk. The
+        training stands still meanwhile, so it is called only where the result is needed at once.
+        """
         self.run.store.join()
         self.report_failures()
 
     def report_failures(self) -> None:
-        """Reports failed saves, and errors for which another copy was used."""
+        """Reports failed saves, and errors for which another copy was used.
+
+        A failed save does not end the run: the checkpoint before it is still there. A damaged copy
+        is reported with a warning, because the checkpoint has one copy less than the user expects.
+        """
         for error in self.run.store.take_failures():
             if isinstance(error, SaveFailed):
                 self._save_failed(error.step, error)
@@ -213,16 +272,26 @@ class Saver:
             self.run.log.warning(f"checkpoint {step} was not saved: {error}")
 
     def nonfinite_in_state(self) -> list[str]:
-        """Names of the arrays in the live state with disallowed NaN or Inf on any rank."""
+        """Names of the arrays in the live state with disallowed NaN or Inf on any rank, sorted.
+
+        An array that had NaN or Inf at the start of the run, such as a mask with -Inf, may have
+        them later too. Any other array with NaN or Inf is damage that a checkpoint would keep.
+        """
         return sorted(
             disallowed(self.run.store.nonfinite_in(self.items()), self.run.store.nonfinite_ok)
         )
 
     def save_if_not_finite(self) -> None:
-        """Saves weights with NaN or Inf if their alarm is so recent that no order has followed."""
+        """Saves weights with NaN or Inf at the end of a run, after an alarm without an order.
+
+        The inspection of the save then finds the arrays with NaN or Inf, which leads to a rollback.
+        Without it, a run that ends directly after the alarm would end with broken weights. Does
+        nothing if this step is saved already, if no alarm is recent, or if gradients are
+        accumulated.
+        """
         due = self.run.data.step != self.run.schedule.last_saved and self.run.schedule.recent_alarm
         if due and self.run.schedule.may_save and not self.run.driver.has_finite_weights():
-            self.save("last")
+            self.save(SaveReason.LAST)
 
     def save_last(self, *, completed: bool) -> None:
         """Saves a checkpoint of the last step, if the last checkpoint is older.
@@ -247,10 +316,10 @@ class Saver:
             if not completed:
                 return
         if completed:
-            self.save("last")
+            self.save(SaveReason.LAST)
             return
         with self._before_batches():
-            self.save("last")
+            self.save(SaveReason.LAST)
 
     def save_emergency(self, replaced: str) -> str:
         """Saves before an exception ends the run.
@@ -279,7 +348,7 @@ class Saver:
         if replaced:
             return replaced
         with self._before_batches():
-            self.save("emergency")
+            self.save(SaveReason.EMERGENCY)
         return ""
 
     @contextmanager

@@ -1,8 +1,11 @@
 """`SaveSchedule`: when a regular save of a run is due.
 
-|--- every ---|--- every ---|--- every ---|      a save is due at each of these steps,
-^ alarm: delayed by at most one interval
-^ saves took more than their share of the time: left out
+    step    0         every     2 * every     3 * every
+            |-----------|-----------|-----------|
+    due                 ^           ^           ^
+
+A save is delayed by at most one interval after an alarm, and is left out if the saves so far took
+more than their share of the time.
 """
 
 from __future__ import annotations
@@ -85,7 +88,11 @@ class SaveSchedule:
 
     @property
     def may_save(self) -> bool:
-        """Whether no gradients are accumulated, see `Driver.may_save`."""
+        """Whether the driver allows a save now, see `Driver.may_save`.
+
+        Within an accumulation a part of the gradients is summed up already. A restart from a
+        checkpoint would lose this part, because gradients are not saved.
+        """
         return self.run.driver.may_save(self.every)
 
     @property
@@ -98,13 +105,18 @@ class SaveSchedule:
         """Whether a recent alarm, which may begin an incident, delays a regular save.
 
         The delay is at most one interval, because a run with occasional alarms has an incident open
-        most of the time. A checkpoint after an onset does no harm: a rollback abandons it.
+        most of the time. A checkpoint after an onset does no harm: a rollback abandons it. Under a
+        policy that only observes, nothing is delayed.
         """
         return self.recent_alarm and self._missed_saves <= 1 and not self.run.policy.observes
 
     @property
     def recent_alarm(self) -> bool:
-        """Whether one of the last steps had an alarm."""
+        """Whether one of the last `RECENT_ALARM_STEPS` steps had an alarm.
+
+        Weights saved so soon after an alarm may hold the damage of an incident that is only
+        beginning, so `delayed` puts off a regular save.
+        """
         first = self.run.data.step - RECENT_ALARM_STEPS
         return any(step >= first for step in self.run.ledger.unhealthy[-1:])
 
@@ -144,7 +156,7 @@ class _SavingTime:
     def exceeds_limit(self, interval: int) -> bool:
         """Whether the saves of a rank have taken too long. Collective once per interval.
 
-        The clock decides nothing but this: a save that is left out changes no weight. The ranks
+        The clock decides nothing but this: a save that is skipped changes no weight. The ranks
         agree on the answer, because all of them have to take part in a save.
 
         Args:

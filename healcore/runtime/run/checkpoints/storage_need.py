@@ -20,14 +20,18 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 class StorageNeed(NamedTuple):
-    """The need of one run, in one directory and in the host memory of one process."""
+    """The space that the checkpoints of one run need, on disk and in host memory.
+
+    The first line of a run prints it. A disk or a host that is too small then shows at the start,
+    instead of after hours. The numbers are upper bounds, except where `at_least` is set.
+    """
 
     size_on_disk: float
     """Bytes of one checkpoint in a directory, of all ranks together."""
     size_in_memory: float
     """Bytes of one copy in the host memory of this process."""
     on_disk: int
-    """Largest number of checkpoints in a directory, without the `older` ones."""
+    """Largest number of checkpoints in a directory, without the checkpoints that `older` keeps."""
     in_memory: int
     """Largest number of copies in host memory."""
     older: bool = False
@@ -38,7 +42,13 @@ class StorageNeed(NamedTuple):
     """Number of directories, each of which has all checkpoints; 0 for host memory only."""
 
     def text(self) -> str:
-        """The need in words, for the first line of a run."""
+        """The need in words, for the first line of a run.
+
+        The record that is stored with each checkpoint is included.
+
+        Returns:
+            A clause such as "up to 5 x 84 GB on disk and 3 x 84 GB in host memory".
+        """
         bound = "at least" if self.at_least else "up to"
         copies = f"{self.in_memory} x {size_text(self.size_in_memory + RECORD_BYTES)}"
         if not self.directories:
@@ -50,26 +60,51 @@ class StorageNeed(NamedTuple):
 
 
 def checkpoints_on_disk(keep: Keep, *, compares: bool) -> int:
-    """The largest number of checkpoints in a directory, without the `older` ones.
+    """The largest number of checkpoints in a directory at a time.
 
-    A save is complete before another checkpoint is deleted, so there is one more than are kept.
-    With comparisons of weights (`compares`) their checkpoints stay too.
+    A save is complete before another checkpoint is deleted, so there is one more than are kept. The
+    checkpoints that `Keep.older` keeps are not counted: their number grows with the run.
+
+    Args:
+        keep: which checkpoints the run keeps on disk.
+        compares: whether weights are compared. The checkpoints of the compared weights stay too.
     """
-    return keep.most + 1 + (MAX_ANCHORS if compares else 0)
+    return _most_at_once(keep, compares=compares)
 
 
 def copies_in_memory(keep: Keep | None, *, compares: bool) -> int:
-    """The largest number of copies in host memory; `keep` is None if none are kept there.
+    """The largest number of copies of the state in host memory at a time.
 
     The next save needs the memory of one more copy, which stays allocated.
+
+    Args:
+        keep: which copies the run keeps in memory, or None if it keeps none.
+        compares: whether weights are compared. The copies of the compared weights stay too.
     """
     if keep is None:
         return 1
-    return keep.most + 1 + (MAX_ANCHORS if compares else 0)
+    return _most_at_once(keep, compares=compares)
+
+
+def _most_at_once(keep: Keep, *, compares: bool) -> int:
+    """What is kept, one more while a save runs, and the anchors of comparisons of weights."""
+    most = keep.most + 1
+    if compares:
+        most += MAX_ANCHORS
+    return most
 
 
 def size_text(size: float) -> str:
-    """A number of bytes: "84 GB", "1.2 GB", "20 kB"."""
+    """A number of bytes in words, with three significant digits.
+
+    Units are decimal: 1 GB is 10^9 bytes.
+
+    Args:
+        size: number of bytes.
+
+    Returns:
+        "84 GB", "1.2 GB", "20 kB".
+    """
     for factor, unit in _UNITS:
         if size >= 0.9995 * factor:
             return f"{size / factor:.3g} {unit}"

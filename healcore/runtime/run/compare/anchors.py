@@ -15,7 +15,15 @@ MIN_AGE = 0.5
 def with_new(anchors: Sequence[Anchor], new: Anchor) -> list[Anchor]:
     """The anchors to keep after another checkpoint, oldest first.
 
-    They are the one with the lowest mean loss, and those of the last two checkpoints.
+    The anchor with the lowest mean loss stays, and the anchors of the last two checkpoints. Two
+    recent anchors are not enough: after slow damage both of them would already have a part of it.
+
+    Args:
+        anchors: the anchors so far, oldest first.
+        new: the anchor of the current weights.
+
+    Returns:
+        At most `MAX_ANCHORS` anchors.
     """
     if len(anchors) < MAX_ANCHORS:
         return [*anchors, new]
@@ -27,7 +35,7 @@ def with_new(anchors: Sequence[Anchor], new: Anchor) -> list[Anchor]:
 def to_compare(
     anchors: Sequence[Anchor], index: int, *, every: int, best: Anchor | None = None
 ) -> list[Anchor]:
-    """Anchors to compare with: the newest old enough one, `best`, and old ones with evidence.
+    """Anchors to compare with: the newest old enough, `best`, and old anchors with evidence.
 
     Weights of a few steps ago differ too little, and are as damaged as the current weights. After
     `SAMPLE_SIZE` steps an anchor's sample is full.

@@ -67,7 +67,7 @@ RESTART_POWER = 0.5
 
 
 class Comparisons:
-    """Compares the current weights with earlier weights, and returns a verdict if those are better.
+    """Compares the weights with earlier weights, and returns a verdict if the earlier are better.
 
     Several ranks call the same methods with the same steps, compare their own batches and decide
     by the mean. Comparisons are collective, so they depend only on values that are equal on all
@@ -108,7 +108,11 @@ class Comparisons:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether weights are compared, which requires a `loss_fn`."""
+        """Whether weights are compared, which requires a `loss_fn`.
+
+        A `loss_fn` that fails is dropped, so the value may become False during a run. Then nothing
+        is compared or held any more.
+        """
         return self.loss_function.function is not None
 
     @property
@@ -118,19 +122,35 @@ class Comparisons:
 
     @property
     def steps_needed(self) -> frozenset[int]:
-        """Steps of the checkpoints that a rollback may need: of anchors, and from before a hold."""
+        """Steps of the checkpoints that a rollback may need.
+
+        They are the checkpoints of the anchors. While a number of an optimizer is held, the
+        checkpoint from before the program set the number is among them too, see
+        `HeldNumber.before`. `Saver` and `Deleter` keep them.
+        """
         steps = [anchor.step for anchor in self.anchors]
         for number in self.run.holding.held.numbers.values():
-            steps.append(number.before)
+            steps.append(number.last_step_before)
         return frozenset(steps)
 
     @property
-    def suspects(self) -> bool:
-        """Whether an anchor has evidence, or a verdict is pending."""
+    def has_evidence(self) -> bool:
+        """Whether an anchor has evidence, or a verdict is pending.
+
+        While this is true, no anchor is added and nothing is learnt as healthy: the current weights
+        may be the damaged ones.
+        """
         return self.state.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
 
     def forget_unsaved_anchor(self, step: int) -> None:
-        """Drops the anchor of a step whose checkpoint could not be saved."""
+        """Drops the anchor of a step whose checkpoint could not be saved.
+
+        A verdict about it could not be carried out, because a rollback restores the checkpoint and
+        not the anchor.
+
+        Args:
+            step: step of the checkpoint.
+        """
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step != step]
 
     def add_anchor(self, step: int, restorable: Container[int]) -> None:
@@ -149,7 +169,7 @@ class Comparisons:
         if not self.is_enabled:
             self.run.holding.release_all(step)
             return
-        if self.suspects or step < self.state.silent_until:
+        if self.has_evidence or step < self.state.silent_until:
             return
         if self.run.holding.learn(step):
             return
@@ -187,7 +207,7 @@ class Comparisons:
         self._credit.after_step()
         if len(state.first_losses) < RECENT and math.isfinite(loss):
             state.first_losses.append(loss)
-        signs = self.history.add(step, loss, alarm=alarm, healthy=not self.suspects)
+        signs = self.history.add(step, loss, alarm=alarm, healthy=not self.has_evidence)
         if signs.high:
             _extend_bursts(state.bursts, index)
         if signs.first_alarm or signs.last_is_over:  # compared even if no credit is left
@@ -209,9 +229,9 @@ class Comparisons:
             wanted = index >= state.verdict.due
             best = None
         else:
-            wanted = index >= self.state.silent_until and (wanted or self.suspects)
+            wanted = index >= self.state.silent_until and (wanted or self.has_evidence)
         verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
-        if wanted and self._credit.is_regular(index) and not self.suspects:
+        if wanted and self._credit.is_regular(index) and not self.has_evidence:
             self.history.accept_level()
         if wanted and best is not None and best.evidence <= 1:
             self.state.mean_quiet_until = index + self.state.pause
@@ -220,7 +240,7 @@ class Comparisons:
             self.state.pause = FIRST_PAUSE
         if trained:
             for anchor in self.anchors:
-                anchor.add(step, is_usual=not signs.high and not self.suspects)
+                anchor.add(step, is_usual=not signs.high and not self.has_evidence)
         return verdict
 
     def _learn_first_step(self, step: TrainedStep, losses: Sequence[float]) -> None:
@@ -232,7 +252,11 @@ class Comparisons:
             self.anchors.clear()
 
     def pending_verdict(self, index: int) -> Verdict | None:
-        """The verdict that waits for a recovery, at step `index`, or None if no verdict waits."""
+        """The verdict that waits to see whether the run recovers, or None if no verdict waits.
+
+        Args:
+            index: step at which the run would roll back now. It replaces the step of the verdict.
+        """
         if self.state.verdict is None:
             return None
         return self.state.verdict._replace(index=index)
@@ -296,6 +320,9 @@ class Comparisons:
 
         The steps are repeated, so that their losses and samples would count twice. What was healthy
         is taken from the newest anchor that is left.
+
+        Args:
+            target: the step at which the run continues.
         """
         self.state.repeated, self._expected = self._expected, None
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
@@ -303,7 +330,7 @@ class Comparisons:
             anchor.rewind(target)
         ranges = self.state.ranges
         if self.anchors:
-            ranges.values |= self.anchors[-1].healthy
+            ranges.values = ranges.values.with_better(self.anchors[-1].healthy)
         self._forget_trouble()
         self.history.forget(ranges.values.norms)
         self.run.holding.on_rollback(target)
@@ -311,8 +338,12 @@ class Comparisons:
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`.
 
-        After a change that was accepted: earlier weights are better by the old measure, and would
-        lead to the same verdict again.
+        Called after a change that was accepted: earlier weights are better by the old measure, and
+        would lead to the same verdict again.
+
+        Args:
+            step: first step at which weights may be compared. A later step of an earlier call
+                stays.
         """
         self.state.silent_until = max(self.state.silent_until, step)
         self.state.repeated = self._expected = None
@@ -323,17 +354,25 @@ class Comparisons:
     def on_structure_change(self) -> None:
         """Drops all anchors and the evidence, because the program has changed its model.
 
-        Parameters that are new, gone or resized cannot be compared. The rest alone is no measure:
-        old layers work together with the old other layers only. The losses stay, so that damage
-        soon after the change is a reason to compare. What was learnt about the numbers and rates of
-        the optimizers stays too, because a new group has new names.
+        Parameters that are new, gone or resized cannot be compared. The rest alone is not a
+        measure: old layers work together with the old other layers only. The losses stay, so that
+        damage soon after the change is a reason to compare. What was learnt about the numbers and
+        rates of the optimizers stays too, because a new group has new names.
         """
         self.state.repeated = self._expected = None
         self.anchors.clear()
         self._forget_trouble()
 
     def expect_again(self, verdict: Verdict) -> None:
-        """Call it before the rollback of a verdict, to recognise the trouble in the repeat."""
+        """Keeps a verdict, to recognise its trouble in the repeat. Called before its rollback.
+
+        If the repeated steps have the same losses bit for bit, the program itself causes the
+        trouble. The verdict is then found at once, without comparing weights until the evidence is
+        strong again.
+
+        Args:
+            verdict: the verdict whose rollback is about to begin.
+        """
         self._expected = verdict._replace(recurred=False)
 
     def _recurred(self, index: int) -> Verdict | None:
@@ -353,6 +392,12 @@ class Comparisons:
 
         The newest better weights may already have a part of the trouble, such as a number that the
         program has set before their checkpoint and that shows its effect after it.
+
+        Args:
+            verdict: the verdict about the newest better weights.
+
+        Yields:
+            The verdict with the step of an older anchor, and otherwise unchanged.
         """
         for anchor in reversed(self.anchors):
             if anchor.step < verdict.anchor and anchor.evidence >= self._strong:
@@ -361,7 +406,16 @@ class Comparisons:
     # -- checkpoints and restarts ---------------------------------------------------------------
 
     def to_save(self) -> ComparisonState:
-        """What a record holds. The batches of the steps are not in it, see `batches_to_save`."""
+        """The state of the comparisons for a checkpoint's record.
+
+        A restart that lost it would compare with other weights than the run that was not killed,
+        and would answer known trouble as new.
+
+        Returns:
+            A copy of `state`. It has no batches, see `batches_to_save`, and anchors hold no sampled
+            steps but only
+            the numbers of these steps.
+        """
         return replace(
             self.state,
             anchors=[anchor.to_save() for anchor in self.anchors],
@@ -375,7 +429,7 @@ class Comparisons:
         """The batches of the steps that a later comparison may evaluate, by step.
 
         Returns:
-            The batches, see `pack_batches` for what is left out. None without comparisons.
+            The batches; `pack_batches` says which batches are missing. None without comparisons.
         """
         if not self.is_enabled:
             return None
@@ -428,7 +482,14 @@ class Comparisons:
             holding.continue_numbers(numbers_from_text(saved.numbers))
 
     def anchor_of(self, step: int) -> Anchor | None:
-        """The anchor of a step, or None if its weights are not kept."""
+        """The anchor of a step, or None if its weights are not kept.
+
+        Args:
+            step: step of the checkpoint at which the weights were copied.
+
+        Returns:
+            The anchor, which `state.anchors` holds too.
+        """
         for anchor in self.anchors:
             if anchor.step == step:
                 return anchor
@@ -484,7 +545,7 @@ class Comparisons:
         if verdict is not None and step.index < verdict.due and not self._has_waited(verdict):
             self._postpone(verdict)
             verdict = None
-        if self.suspects:
+        if self.has_evidence:
             rates = self.run.holding.known_rates()
             if rates:
                 self.state.rates.append(rates)
@@ -564,7 +625,7 @@ class Comparisons:
         """The verdict about an anchor, or the pending verdict with its newest evidence.
 
         The onset is the first step of a burst of signs that lasts until shortly before the first
-        evidence: the comparison that finds trouble is later than its begin.
+        evidence: the comparison that finds trouble is later than its beginning.
         """
         verdict = self.state.verdict
         if verdict is None:

@@ -35,7 +35,12 @@ such comparison doubles the pause, up to `REGULAR_INTERVAL`."""
 
 
 class ObservedBatch(NamedTuple):
-    """A batch, or a part of one, and its weight in the loss of its step."""
+    """A batch, or a part of one, and its weight in the loss of its step.
+
+    Comparisons evaluate the `content` again. The loss of the step is the weighted mean of its
+    batches, so the parts of a batch that was split for memory add up to the same loss as the whole
+    batch.
+    """
 
     content: Any
     weight: float = 1.0
@@ -66,24 +71,24 @@ class Anchor:
     Attributes:
         weights: result of `Driver.copy_weights`.
         sample: some of the `trained` steps that the model has trained on since the anchor.
-        usual: some of those at which nothing was unusual. Steps of a long trouble fill `sample`;
-            the batches of `usual` say which losses are ordinary.
+        usual: some of the steps at which nothing was unusual. Steps of a long trouble fill
+            `sample`; the batches of `usual` say which losses are ordinary.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     step: int
     evidence: float = 1.0
-    """Evidence that these weights are better than the current ones; 1 means no evidence."""
+    """Evidence that these weights are better than the current weights; 1 means no evidence."""
     onset: int | None = None
     """Step of the comparison at which the current evidence began, or None without evidence."""
     level: float | None = None
     """Mean of the last training losses when the copy was made, or None if unknown."""
     spread: float = 0.0
-    """Their standard deviation."""
+    """Standard deviation of the losses of `level`, or 0 if `level` is None."""
     rises: list[float] = field(default_factory=list)
     """Finite rises of the last comparisons since the evidence began."""
     leads: list[float] = field(default_factory=list)
-    """By how much the current weights were better at the last comparisons without evidence."""
+    """How much better the current weights were at the last comparisons without evidence."""
     healthy: HealthyValues = field(default_factory=HealthyValues)
     """What was known as healthy when the copy was made."""
     trained: int = 0
@@ -101,12 +106,22 @@ class Anchor:
         self.usual: list[TrainedStep] = []
 
     def to_save(self) -> Anchor:
-        """A copy for a record, with the numbers of the sampled steps."""
+        """A copy for a record, in which `sampled` has the numbers of the sampled steps.
+
+        The steps themselves with their batches are large, and a record is JSON. The batches are
+        saved with the arrays, and `restore_samples` puts both together.
+        """
         numbers = [each.index for each in self.sample], [each.index for each in self.usual]
         return replace(self, sampled=numbers)
 
     def restore_samples(self, steps: Mapping[int, TrainedStep]) -> None:
-        """Takes the sampled steps of a record, as far as their batches are known."""
+        """Takes the sampled steps of a record, as far as their batches are known.
+
+        Steps that `steps` lacks are dropped. Then `draw` has fewer steps to choose from.
+
+        Args:
+            steps: number of a step -> the step with its batches.
+        """
         of_sample, of_usual = self.sampled
         self.sample = [steps[index] for index in of_sample if index in steps]
         self.usual = [steps[index] for index in of_usual if index in steps]
@@ -140,7 +155,7 @@ class Anchor:
 
         Returns:
             That many steps, or one if there are fewer; empty if no step was trained since the
-            anchor. The draws of a restart are those of a run that was not killed.
+            anchor. A restart draws the same steps as a run that was not killed.
         """
         steps = self.usual if len(self.usual) >= number else self.sample
         if not steps:
@@ -183,7 +198,14 @@ class Anchor:
             self.onset = None
 
     def rewind(self, target: int) -> None:
-        """Drops the evidence, and the sampled steps from step `target` on."""
+        """Drops the evidence, and the sampled steps from step `target` on.
+
+        The run repeats these steps, and adds them again. The counts of steps are lowered with the
+        samples, because the probability that a step stays in a sample depends on them.
+
+        Args:
+            target: the step at which the run continues.
+        """
         self.evidence, self.onset = 1.0, None
         self.leads.clear()
         self.sample = [each for each in self.sample if each.index < target]
@@ -230,7 +252,7 @@ class Verdict(NamedTuple):
     rise: float | None
     """Loss of the step's batch, current minus earlier weights, or None if it is not finite."""
     rise_remembered: float | None
-    """The same difference for a batch trained on since the anchor."""
+    """The same difference for a batch trained on since the anchor, or None if it is not finite."""
     healthy_rates: dict[str, float]
     """Engine name -> highest learning rate at which the run was healthy, if known."""
     rates: tuple[dict[str, float], ...]
@@ -255,20 +277,24 @@ class Verdict(NamedTuple):
 
 @dataclass
 class ComparisonState:
-    """What a checkpoint holds of the comparisons: the anchors, and the current suspicion."""
+    """What a checkpoint holds of the comparisons: the anchors, and the current suspicion.
+
+    A restart in the middle of a suspicion continues it with the evidence so far. Without that, a
+    run that is killed often would never collect enough evidence for a rollback.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     anchors: list[Anchor] = field(default_factory=list)
     """At most `MAX_ANCHORS`, oldest first: the weights with the lowest mean loss when they were
-    copied, and those at the last two checkpoints. The first weights of a process have no mean: they
-    stay for two checkpoints, and for as long as they have evidence."""
+    copied, and the weights at the last two checkpoints. The first weights of a process have no
+    mean: they stay for two checkpoints, and for as long as they have evidence."""
     ranges: HealthyRanges = field(default_factory=HealthyRanges)
     """Rates and numbers with which the run was healthy, and what is held in these ranges."""
     rates: list[dict[str, float]] = field(default_factory=list)
     """Learning rates in force at the comparisons of the suspicion."""
     bursts: list[tuple[int, int]] = field(default_factory=list)
     """First and last step of the latest bursts of steps with an alarm or a loss above the usual
-    ones. The gaps within a burst have at most `STEPS_AFTER_SIGN` steps."""
+    losses. The gaps within a burst have at most `STEPS_AFTER_SIGN` steps."""
     first_losses: list[float] = field(default_factory=list)
     """The first `RECENT` finite losses of the run."""
     verdict: Verdict | None = None
@@ -330,15 +356,31 @@ class Credit:
         self.left = self._most
 
     def refill(self) -> None:
-        """Grants the whole credit, as at the start of a run."""
+        """Grants the whole credit, as at the start of a run.
+
+        Called when a suspicion ends or is dropped, so that the debts of deciding about it do not
+        delay the discovery of the next trouble.
+        """
         self.left = self._most
 
     def after_step(self) -> None:
-        """Adds the credit of a step."""
+        """Adds the credit of one step, up to the largest credit.
+
+        The credit is the number of evaluations that cost `MAX_SHARE` of the work of a step, usually
+        less than one. Called once for each step that is observed, whether or not weights are
+        compared at it.
+        """
         self.left = min(self._most, self.left + self._per_step)
 
     def is_regular(self, index: int) -> bool:
-        """Whether step `index` has a regular comparison."""
+        """Whether step `index` has a regular comparison, which needs no sign of trouble.
+
+        There is one at every `REGULAR_INTERVAL`-th step, or less often if `loss_fn` costs more than
+        a forward pass. Regular comparisons find damage that raises no alarm and no loss.
+
+        Args:
+            index: number of the step, from 0.
+        """
         return index % self._interval == self._interval - 1
 
     def charge(self, evaluations: int) -> None:

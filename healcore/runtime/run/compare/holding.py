@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, Anchor, Verdict
-from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, Suspects
+from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
 from healcore.runtime.run.engine_states import LrState, limit_norms, with_lr_states
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.store.ranks import broadcast
@@ -33,7 +33,9 @@ fault that ends by itself is shorter in all our benchmarks, at most 100 steps.""
 class Holding:
     """What a run holds in its healthy range, and what was outside of it at a trouble.
 
-    The ranges are a part of `ComparisonState`, which a checkpoint holds.
+    The ranges are a part of `ComparisonState`, which a checkpoint holds. Learning rates and the
+    optimizers' numbers are set by the program, so a rollback alone does not change them: trouble
+    that they cause comes back until they are held.
     """
 
     def __init__(self, run: Run) -> None:
@@ -45,7 +47,11 @@ class Holding:
 
     @property
     def held(self) -> Held:
-        """What is held in its healthy range."""
+        """What is held in its healthy range now. It is false if nothing is held.
+
+        Setting it changes the state that checkpoints save, and nothing else. `hold` also applies it
+        to the driver and the engines.
+        """
         return self.run.comparisons.state.ranges.held
 
     @held.setter
@@ -53,14 +59,21 @@ class Holding:
         self.run.comparisons.state.ranges.held = held
 
     def on_rollback(self, target: int) -> None:
-        """Applies what is held to the steps from `target` on. The engines were limited already."""
+        """Applies what is held to the steps from `target` on.
+
+        Called after the restore, which has limited the engines already. The norm limits are also
+        given to the history, which must not learn norms above a limit as healthy.
+
+        Args:
+            target: the step at which the run continues.
+        """
         self.run.comparisons.history.norm_limits = self.held.norm_limits
         self.withholds = self.held.withholds(target)
 
     def release_all(self, step: int) -> None:
         """Releases what is held if a `loss_fn` that failed has ended the comparisons.
 
-        Nobody would release it later. Updates that are withheld end by themselves.
+        Nothing would release it later. Updates that are withheld end by themselves.
 
         Args:
             step: steps done.
@@ -146,12 +159,18 @@ class Holding:
         self._earlier_numbers = {}
 
     def withholding_changes(self, step: int) -> bool:
-        """Whether `step` is the first step whose update is withheld, or the first after these."""
+        """Whether the updates begin or cease to be withheld at a step. Called once per step.
+
+        The driver has to be told only then, so the usual step costs one comparison of numbers.
+
+        Args:
+            step: number of the step that is about to begin.
+        """
         held = self.run.comparisons.state.ranges.held  # called once per step
         return held.withholds(step) != self.withholds
 
-    def before_step(self, step: int) -> None:
-        """Withholds the update of `step`, which is trained next, or does not, see `Held.withheld`.
+    def update_withholding(self, step: int) -> None:
+        """Starts or ends withholding updates at `step`, which is trained next; see `Held.withheld`.
 
         Call it after all earlier steps have been read, because it replaces the engines' states, and
         also if a `loss_fn` that failed has ended the comparisons: otherwise the updates would be
@@ -169,7 +188,7 @@ class Holding:
         Returns:
             What to hold, without regard to what is held already.
         """
-        suspects = self._suspects(verdict)
+        suspects = self._suspect_steps(verdict)
         norms: Mapping[str, float] = {}
         if suspects is not None:
             norms = suspects.largest_norms()
@@ -177,7 +196,7 @@ class Holding:
             broadcast(self.run.ranks, self.numbers()),
             norms,
             intervals=(verdict.onset - verdict.anchor) / self.run.schedule.every,
-            before=verdict.anchor,
+            last_step_before=verdict.anchor,
         )
         return replace(found, until=verdict.index + 1)
 
@@ -196,7 +215,7 @@ class Holding:
             Numbers of steps, ascending.
         """
         comparisons = self.run.comparisons
-        suspects, anchor = self._suspects(verdict), comparisons.anchor_of(verdict.anchor)
+        suspects, anchor = self._suspect_steps(verdict), comparisons.anchor_of(verdict.anchor)
         if suspects is None or anchor is None:
             return []
         unusual = set()
@@ -206,7 +225,7 @@ class Holding:
                 unusual.add(index)
         return sorted(unusual | self._with_high_loss(suspects, anchor))
 
-    def _with_high_loss(self, suspects: Suspects, anchor: Anchor) -> set[int]:
+    def _with_high_loss(self, suspects: SuspectSteps, anchor: Anchor) -> set[int]:
         """Suspect steps whose loss under an anchor's weights is not ordinary."""
         comparisons = self.run.comparisons
         before = suspects.start - STEPS_BEFORE_SIGN
@@ -233,38 +252,62 @@ class Holding:
         return high
 
     def healthy_at(self, step: int) -> HealthyValues:
-        """What was known as healthy at the anchor of `step`, and later where it was unknown then.
+        """What was known as healthy at the anchor of a step.
 
-        What was learnt later may be a part of trouble that had not shown yet.
+        What was unknown then is completed by what was learnt later. Where both are known the anchor
+        counts: what was learnt later may be a part of trouble that had not shown yet.
+
+        Args:
+            step: step of an anchor. For another step the newest knowledge is returned.
         """
         comparisons = self.run.comparisons
         anchor, values = comparisons.anchor_of(step), comparisons.state.ranges.values
         if anchor is None:
             return values
-        return values | anchor.healthy
+        return values.with_better(anchor.healthy)
 
     def highest_rates(self, step: int) -> dict[str, float]:
-        """Engine name -> highest healthy learning rate up to the anchor of a step, where known.
+        """The highest healthy learning rate of each engine up to the anchor of a step.
 
         A rate has no room above its range, also if the program raises it steadily: then the rise
         itself is a suspect.
+
+        Args:
+            step: step of the anchor.
+
+        Returns:
+            Engine name -> learning rate, where it is known.
         """
         return {name: rates.high for name, rates in self.healthy_at(step).rates.items()}
 
     def known_rates(self) -> dict[str, float]:
-        """Engine name -> the learning rate of the last step, where it is known and finite."""
+        """The learning rate of each engine at the last step.
+
+        The multiplier of the engine is included: this is the rate with which the weights were
+        updated.
+
+        Returns:
+            Engine name -> learning rate, without rates that are unknown, NaN or Inf.
+        """
         known = {}
         for name, rate in self.run.monitor.rates_in_force().items():
             if rate is not None and math.isfinite(rate):
                 known[name] = rate
         return known
 
-    def _suspects(self, verdict: Verdict) -> Suspects | None:
+    def _suspect_steps(self, verdict: Verdict) -> SuspectSteps | None:
         """The steps that may have caused the trouble of a verdict."""
-        return self.run.comparisons.history.suspects(verdict.onset, verdict.found)
+        return self.run.comparisons.history.suspect_steps(verdict.onset, verdict.found)
 
     def numbers(self) -> dict[str, NumberRange]:
-        """`Driver.numbers`, with their ranges in earlier processes since something was held."""
+        """`Driver.numbers`, with their ranges in earlier processes since something was held.
+
+        The driver of a new process knows no value from before the restart. A number that was set
+        and taken back before it would seem to have been healthy all the time.
+
+        Returns:
+            Name -> lowest, highest and last value.
+        """
         seen = dict(self.run.driver.numbers())
         for name, earlier in self._earlier_numbers.items():
             now = seen.get(name, earlier)
@@ -273,5 +316,11 @@ class Holding:
         return seen
 
     def continue_numbers(self, earlier: Mapping[str, NumberRange]) -> None:
-        """Takes the ranges of the numbers that an earlier process has seen."""
+        """Takes the ranges of the numbers that an earlier process has seen. Called at a resume.
+
+        The method `numbers` adds them to the ranges of this process.
+
+        Args:
+            earlier: name -> lowest, highest and last value, from the record of the checkpoint.
+        """
         self._earlier_numbers = earlier

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from healcore.core.decision import Cause
@@ -13,6 +14,7 @@ from healcore.runtime.data.random_states import isolated
 from healcore.runtime.driver import LossFn, WeightsChanged
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.faults.microbatches import clear_frames
+from healcore.runtime.run.batch_parts import largest_part
 from healcore.runtime.run.compare.evidence import TrainedStep
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ def loss_of(result: Any) -> Any:
 class NotComparable(HealcoreError, ValueError):
     """Raised by a `loss_fn` that healcore has made from a trainer's step and cannot use.
 
-    The run continues without comparisons.
+    For example, the step may change state that a second call cannot undo. The run continues without
+    comparisons, and the log says why.
     """
 
 
@@ -56,12 +59,22 @@ class _Overrun(NamedTuple):
     """Samples of its largest part."""
 
 
-class _Trial(NamedTuple):
+class _Problem(Enum):
+    """What is wrong with the first calls of a `loss_fn`. The first of several kinds counts."""
+
+    MISTAKE = "mistake"
+    """The program is wrong: SignalError is raised."""
+    STATE = "state"
+    """The function keeps state: it is not called again."""
+    CALL = "call"
+    """Only these calls have failed, for example in the network: the function is called again."""
+
+
+class _FirstCalls(NamedTuple):
     """What the calls on the first batch have shown on one rank."""
 
-    kind: str = ""
-    """The kind of problem: "mistake" of the program, "state" that the function keeps, "problem" of
-    this call only; or an empty string without a problem."""
+    kind: _Problem | None = None
+    """The kind of problem, or None without one."""
     text: str = ""
     """The problem, for the user."""
     draws: bool = False
@@ -219,7 +232,7 @@ class LossFunction:
         sizes = [item.samples for item in everyone if isinstance(item, _Overrun)]
         if not sizes or any(isinstance(item, str) for item in everyone):
             return False
-        self.run.batch_parts.largest_evaluated = -(-min(sizes) // 2)
+        self.run.batch_parts.largest_evaluated = largest_part(min(sizes), 2)
         self.run.log.info(
             f"loss_fn does not fit into memory with {min(sizes)} samples: it evaluates "
             f"{self.run.batch_parts.largest_evaluated} at a time"
@@ -232,7 +245,7 @@ class LossFunction:
         Returns whether it can be used, and has returned numbers on every rank.
         """
         while True:
-            found, failure = self._tried(batch)
+            found, failure = self._call_first(batch)
             everyone = self._gather(found, failure)
             if not self._shrink(everyone):
                 break
@@ -240,48 +253,51 @@ class LossFunction:
         everyone = [item for item in everyone if not isinstance(item, _Overrun)]
         self.draws = any(each.draws for each in everyone)
         problems = {each.kind: each.text for each in reversed(everyone)}  # of the lowest rank
-        if "mistake" in problems:
-            raise SignalError(problems["mistake"]) from failure
-        if "state" in problems:
+        if _Problem.MISTAKE in problems:
+            raise SignalError(problems[_Problem.MISTAKE]) from failure
+        if _Problem.STATE in problems:
             self.function = None
-        problem = problems.get("state", problems.get("problem"))
+        problem = problems.get(_Problem.STATE, problems.get(_Problem.CALL))
         if problem:
             self._warn(problem)
         return not problem
 
-    def _tried(self, batch: Any) -> tuple[_Overrun | _Trial, Exception | None]:
+    def _call_first(self, batch: Any) -> tuple[_Overrun | _FirstCalls, Exception | None]:
         """Calls `loss_fn` on this rank. Returns what it has shown, and its exception or None."""
-        kind, text, draws, failure = "", "", False, None
+        kind: _Problem | None = None
+        text, draws, failure = "", False, None
         try:
             (first,) = self._losses_of([batch])
             (second,) = self._losses_of([batch])
             (third,) = self._losses_of([batch], redraw=True)
             draws = first != third
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
-                kind = "state"
+                kind = _Problem.STATE
                 text = (
                     f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
                     "it keeps state or draws from a generator of its own: no weights are compared. "
                     "Change such state in the loop, and draw from the global generators"
                 )
         except NotComparable as error:
-            kind, text, failure = "state", f"{error}, so no weights are compared", error
+            kind, failure = _Problem.STATE, error
+            text = f"{error}, so no weights are compared"
         except SignalError as error:
-            kind, text, failure = "mistake", str(error), error
+            kind, text, failure = _Problem.MISTAKE, str(error), error
         except Exception as error:
             overrun = self._overrun([batch], error)
             if overrun is not None:
                 return overrun, error
-            kind, failure = "problem", error
+            kind, failure = _Problem.CALL, error
             text = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
             fault = classify(error)
             if fault.cause is Cause.UNKNOWN or fault.hint:  # shapes: a wrong function
-                kind, how = "mistake", "loss_fn(batch), or in JAX with a pytree as state loss_fn"
+                kind = _Problem.MISTAKE
+                how = "loss_fn(batch), or in JAX with a pytree as state loss_fn"
                 text += (
                     f"\nThe Healer calls {how}(state, batch), with a batch of healer.batches(), "
                     "and expects one number: correct the function, or pass loss_fn=None"
                 )
-        return _Trial(kind, text, draws), failure
+        return _FirstCalls(kind, text, draws), failure
 
 
 def _batches_of(steps: Sequence[TrainedStep]) -> list[Any]:

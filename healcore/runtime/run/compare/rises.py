@@ -1,4 +1,4 @@
-"""How much the loss rises from earlier weights to the current ones: pure functions of losses."""
+"""How much the loss rises from earlier weights to the current weights: pure functions of losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ ROUNDING = 1e-6
 
 
 class Rises(NamedTuple):
-    """One comparison of the current weights with an anchor's weights."""
+    """How much better an anchor's weights are than the current weights, in one comparison.
+
+    Two batches count: the batch of the newest step, and one that was trained on since the anchor.
+    The smaller rise of the two is the evidence, so that one bad batch alone proves nothing.
+    """
 
     evaluations: int
     """Number of evaluations of a batch that the comparison has cost."""
@@ -31,7 +35,7 @@ def rise_of(now: float, then: float) -> float:
         then: loss with the earlier weights.
 
     Returns:
-        The difference, which may be infinite. NaN if neither loss is finite: a bad batch is no
+        The difference, which may be infinite. NaN if neither loss is finite: a bad batch is not
         evidence.
     """
     if math.isfinite(then):

@@ -20,9 +20,9 @@ def pack_batches(steps: Iterable[TrainedStep]) -> PackedValues:
     """Packs the batches of steps, by the number of the step.
 
     Args:
-        steps: the steps, the most important first. Steps without batches and repeated steps are
-            left out, as are batches of types that have no plain form, and batches for which no room
-            is left: a checkpoint must not grow much beyond the state.
+        steps: the steps, the most important first. Steps without batches and repeated steps are not
+            packed. Neither are batches of types that have no plain form, and batches for which no
+            room is left: a checkpoint must not grow much beyond the state.
     """
     packed = PackedValues(MAX_BATCH_BYTES)
     for step in steps:
@@ -33,7 +33,14 @@ def pack_batches(steps: Iterable[TrainedStep]) -> PackedValues:
 
 
 def unpack_batches(packed: Mapping[int, Any]) -> dict[int, tuple[ObservedBatch, ...]]:
-    """Number of a step -> its batches; the inverse of `pack_batches`."""
+    """Restores the batches of a checkpoint: the inverse of `pack_batches`.
+
+    Args:
+        packed: number of a step -> its batches, as tuples of the fields of `ObservedBatch`.
+
+    Returns:
+        Number of a step -> its batches.
+    """
     observed = {}
     for index, parts in packed.items():
         observed[index] = tuple(ObservedBatch(*part) for part in parts)
@@ -41,11 +48,24 @@ def unpack_batches(packed: Mapping[int, Any]) -> dict[int, tuple[ObservedBatch, 
 
 
 def numbers_to_text(numbers: Mapping[str, NumberRange]) -> str:
-    """The ranges of the optimizers' numbers as text. NaN and Inf keep their value."""
+    """The ranges of the optimizers' numbers as text, for the record of a checkpoint.
+
+    NaN and Inf keep their value, which JSON has no number for.
+
+    Args:
+        numbers: name -> lowest, highest and last value.
+    """
     return values.dumps({name: tuple(each) for name, each in numbers.items()}, _NUMBERS)
 
 
 def numbers_from_text(text: str) -> dict[str, NumberRange]:
-    """Inverse of `numbers_to_text`."""
+    """Reads the ranges of the optimizers' numbers: the inverse of `numbers_to_text`.
+
+    Args:
+        text: the text of a record.
+
+    Returns:
+        Name -> lowest, highest and last value.
+    """
     found = values.loads(text, _NUMBERS)
     return {name: NumberRange(*each) for name, each in found.items()}

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
-from healcore.runtime.run.compare.loss_level import LossLevel
-from healcore.runtime.run.compare.norm_history import NormHistory
+from healcore.runtime.run.compare.usual_values import LossLevel, NormHistory
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.store import values
 
@@ -37,7 +36,11 @@ _SAVED = (
 
 
 class Signs(NamedTuple):
-    """What the loss and the gradient norms of one step say."""
+    """What the loss and the gradient norms of one step say.
+
+    `Comparisons.observe` decides with it whether to compare weights after the step, which is too
+    dear for every step.
+    """
 
     sign: bool
     """Whether it is a reason to compare weights: an alarm, a loss above the last losses, or an
@@ -50,18 +53,26 @@ class Signs(NamedTuple):
     """Whether it belongs to the trouble: a sign, or a loss above the last usual losses."""
 
 
-class Suspects(NamedTuple):
-    """The steps that may have caused some trouble."""
+class SuspectSteps(NamedTuple):
+    """The steps that may have caused some trouble.
+
+    A second rollback for the same trouble holds the norms of these steps below the healthy norms,
+    or skips their batches. Steps that are missing here would do the same damage again.
+    """
 
     start: int
     """Step of the first sign."""
     steps: list[TrainedStep]
-    """The steps around the first sign, and the later ones that were high, in order."""
+    """The steps around the first sign, and the later high steps, in order."""
     around: list[TrainedStep]
     """The steps around the first sign alone."""
 
     def largest_norms(self) -> dict[str, float]:
-        """Engine name -> the largest finite gradient norm of these steps."""
+        """The largest gradient norm of each engine at these steps.
+
+        Returns:
+            Engine name -> the largest finite norm. Engines without a finite norm are missing.
+        """
         found: dict[str, float] = {}
         for step in self.steps:
             for name, norm in step.norms.items():
@@ -70,7 +81,13 @@ class Suspects(NamedTuple):
         return found
 
     def with_unusual_norm(self, names: Container[str], healthy: HealthyValues) -> list[int]:
-        """Steps around the first sign at which one of these engines had an unusual norm."""
+        """Numbers of the steps around the first sign at which an engine had an unusual norm.
+
+        Args:
+            names: names of the engines that count.
+            healthy: what was known as healthy before the trouble, for
+                `HealthyValues.is_unusual_norm`.
+        """
         found = []
         for step in self.around:
             norms = step.norms.items()
@@ -89,7 +106,7 @@ class _Window(NamedTuple):
 class StepHistory:
     """Losses, gradient norms and batches of the last steps, in bounded memory.
 
-    A comparison of weights finds out late that they are damaged. The history then dates the begin
+    A comparison of weights finds out late that they are damaged. The history then dates the start
     of the trouble, and names the steps that may have caused it:
 
         steps    . . . . . . . . | s . . h . h . . . . . . | . . h . . . .
@@ -113,7 +130,7 @@ class StepHistory:
 
         Args:
             norms: engine name -> largest healthy gradient norm at the step from which on the run
-                repeats its steps, or None to keep those that are known.
+                repeats its steps, or None to keep the known norms.
         """
         self._norms.forget(norms or {})
         self._level = LossLevel()
@@ -129,7 +146,11 @@ class StepHistory:
         self._last_alarm = -STEPS_AFTER_SIGN - 1  # none
 
     def steps_with_batches(self) -> list[TrainedStep]:
-        """Returns the steps whose batches may be compared. A step may occur several times."""
+        """Returns the steps whose batches may be compared.
+
+        A checkpoint holds the batches of these steps, so a restart can name the batches that caused
+        some trouble. A step may occur several times, because it may be in several windows.
+        """
         found = [*self._last]
         for window in self._windows:
             found += window.steps
@@ -137,7 +158,14 @@ class StepHistory:
         return found
 
     def to_text(self) -> str:
-        """Returns everything but the batches of the steps, as text."""
+        """Returns everything but the batches of the steps, as text.
+
+        The record of a checkpoint holds the text. The batches are saved with the arrays, see
+        `Comparisons.batches_to_save`.
+
+        Returns:
+            A text for `restore`, in which NaN and Inf keep their value.
+        """
         steps: dict[int, tuple[dict[str, float], dict[str, float]]] = {}
         for step in (*self.steps_with_batches(), *self._norms.young, *self._norms.doubtful):
             steps[step.index] = dict(step.norms), dict(step.rates)
@@ -215,7 +243,7 @@ class StepHistory:
         return Signs(sign, first_alarm, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
     def accept_level(self) -> None:
-        """Makes the last losses the usual ones, if most of them are high.
+        """Makes the last losses the usual losses, if most of them are high.
 
         Call it where the weights were compared without evidence of damage. Then other data, or
         another scale of the loss, have raised the losses.
@@ -243,11 +271,20 @@ class StepHistory:
         return self._norms.take_rates(newest)
 
     def largest_norms(self) -> dict[str, float]:
-        """Returns engine name -> the largest healthy gradient norm, where one is known."""
+        """Returns the largest healthy gradient norm of each engine, see `NormHistory.largest`.
+
+        Returns:
+            Engine name -> gradient norm, without engines of which no healthy norm is known.
+        """
         return self._norms.largest()
 
     def typical_norms(self) -> dict[str, float]:
-        """Returns engine name -> median of its last `REGULAR_INTERVAL` norms, once there are."""
+        """Returns the median gradient norm of each engine, see `NormHistory.typical`.
+
+        Returns:
+            Engine name -> median of the last `REGULAR_INTERVAL` finite norms, without engines that
+            have fewer.
+        """
         return self._norms.typical()
 
     def mean(self) -> float | None:
@@ -283,7 +320,7 @@ class StepHistory:
                 kept += entry
         return hashlib.blake2b(struct.pack(f"<{len(kept)}d", *kept), digest_size=8).hexdigest()
 
-    def suspects(self, onset: int, found: int) -> Suspects | None:
+    def suspect_steps(self, onset: int, found: int) -> SuspectSteps | None:
         """Returns the steps that may have caused some trouble.
 
         These are the steps around the sign that is nearest to the onset, of the signs up to step
@@ -305,7 +342,7 @@ class StepHistory:
             if step.index >= onset - STEPS_BEFORE_SIGN:
                 steps[step.index] = step
         ordered = [steps[index] for index in sorted(steps)]
-        return Suspects(
+        return SuspectSteps(
             start=min(window.start, onset),
             steps=ordered,
             around=window.steps,

@@ -14,10 +14,11 @@ _newest_end: BaseException | None = None
 
 
 def newest_end() -> BaseException | None:
-    """The newest exception of healcore that ends the program, or None.
+    """The newest exception of healcore that ends the program, or None if there was none.
 
     A run without a block (`healcore.start`) closes when Python exits, and does not see the
-    exception that has ended the program.
+    exception that has ended the program. It asks here instead, so that it does not close as a run
+    that has completed.
     """
     return _newest_end
 
@@ -66,15 +67,17 @@ class AlreadyCompleted(_EndsWithStatus0):
     """A loop trains on although its run had completed. Uncaught, the status is 0.
 
     The Healer's own iterators (`batches`, `epochs`, `steps`) yield nothing in a completed run, so
-    that the program goes on after its loop. A loop that counts its steps itself takes one, and then
-    ends with this error. Nothing is saved. `why` says how to continue training.
+    that the program continues after its loop. A loop that counts its steps itself takes one, and
+    then ends with this error. Nothing is saved. `why` says how to continue training.
     """
 
 
 class EndRequested(_EndsWithStatus0):
-    """A stop file has ended the run, or exists when the program starts. Uncaught, the status is 0.
+    """A stop file has ended the run, or exists when the program starts.
 
-    `why` is the source of the request.
+    If the run has begun, its last state is saved. Uncaught, the process ends with status 0, so that
+    a scheduler does not start it again. The file is not removed: each later start ends in the same
+    way as long as it exists. `why` is the source of the request.
     """
 
 
@@ -82,7 +85,8 @@ class LastStateNotSaved(HealcoreError, SystemExit):
     """The loop has ended, and no checkpoint holds its last state, for example on a full disk.
 
     Uncaught, Python prints the reason and the process ends with status 1. Started again, the
-    program resumes from the newest checkpoint.
+    program resumes from the newest checkpoint and repeats the steps since. Without this exception
+    the program would end with status 0, as if its weights were on disk.
     """
 
 
@@ -90,12 +94,18 @@ class IncompleteRun(HealcoreError, SystemExit):
     """The loop took no step, took its steps without the Healer, or began at its own step.
 
     Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The
-    next start resumes the run.
+    next start resumes the run. With status 0, a scheduler would take a program that has trained
+    nothing for a finished training.
     """
 
 
 class Terminated(HealcoreError, SystemExit):
-    """A signal has ended the run; the exit status is the shell's, 128 + the signal's number."""
+    """A signal has ended the run: SIGTERM or SIGUSR1.
+
+    It is raised between two steps, or while the run waits for data. Uncaught, the process ends with
+    128 + the number of the signal, as a shell reports a killed process. `number` is the number of
+    the signal, and `why` names it.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -122,6 +132,9 @@ def exit_for(number: int) -> BaseException:
 
     Args:
         number: number of the signal.
+
+    Returns:
+        `Interrupted` for Ctrl-C (SIGINT), and `Terminated` for any other signal.
     """
     if number == signal.SIGINT:
         return Interrupted()

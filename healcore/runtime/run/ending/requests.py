@@ -50,8 +50,8 @@ _MAX_SLEEP_S = 0.1
 class SignalWatch:
     """The signals that one run has received.
 
-    Several runs of a process each install their handler, and each handler calls the previous one.
-    The run that has begun last has to end first.
+    If a process has several runs, each run installs its handler, and each handler calls the
+    previous handler. The run that has begun last has to end first.
 
     Args:
         propose: asks all ranks to end. None if this process ends alone.
@@ -70,7 +70,12 @@ class SignalWatch:
         """Time of the first signal, by the monotonic clock, or None."""
 
     def start(self) -> None:
-        """Installs the handlers. A program's own handlers of Ctrl-C and SIGUSR1 stay."""
+        """Installs the handlers. Called once, when the run begins.
+
+        A program's own handlers of Ctrl-C and SIGUSR1 stay. In a thread other than the main thread
+        nothing is installed, because Python permits handlers only in the main thread. A signal then
+        has its usual effect, without a save.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         self._pid = os.getpid()
@@ -94,7 +99,16 @@ class SignalWatch:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """A context in which a signal, also an earlier one, ends a run of one process at once."""
+        """A context in which a signal, also an earlier signal, ends a run of one process at once.
+
+        A loader may wait for minutes, and the end of the step would come too late for a scheduler
+        that kills the process after a grace period. With several ranks the signal still waits for
+        their vote.
+
+        Raises:
+            Terminated: after SIGTERM or SIGUSR1.
+            Interrupted: after Ctrl-C.
+        """
         self._waiting_for_data = True
         try:
             self.raise_if_alone()
@@ -127,7 +141,7 @@ class SignalWatch:
             left = until - time.monotonic()
 
     def _install(self, number: int, handler: Any) -> None:
-        """Installs a handler. Keeps the one from before the run, to restore it at the end."""
+        """Installs a handler. Keeps the handler from before the run, to restore it at the end."""
         # Python returns None for a handler that it has not set and cannot restore.
         previous = signal.signal(number, handler) or signal.SIG_DFL
         if number in self._replaced:
@@ -191,7 +205,11 @@ class StopFile:
 
     @property
     def found(self) -> bool:
-        """Whether the file exists, or has existed in this run. Looks at most once a second."""
+        """Whether the file exists, or has existed in this run.
+
+        The file system is asked at most once a second, because the property is read at each step
+        and the file may be on a network. False without a path.
+        """
         now = time.monotonic()
         if self.path is not None and not self._found and now >= self._next_look:
             self._found = os.path.lexists(self.path)
@@ -200,7 +218,11 @@ class StopFile:
 
 
 class Proposal(NamedTuple):
-    """Proposal of one rank that all ranks save their last state and end."""
+    """Proposal of one rank that all ranks save their last state and end.
+
+    The ranks exchange their proposals in a vote, so that all of them end after the same step. A
+    rank that ended alone would leave the other ranks waiting for it.
+    """
 
     why: str
     """The source of the request, for the log: "signal 15", or the path of the stop file."""
@@ -218,19 +240,19 @@ class EndRequests:
 
     Attributes:
         ends_together: whether the ranks have agreed to end after this step.
-        signals: the received signals.
+        stop_signals: the signals that the process has received.
     """
 
     def __init__(self, ranks: Ranks, driver: Driver, stop_file: StopFile) -> None:
         self.ends_together = False
         self.stop_file = stop_file
-        self.signals = SignalWatch(self.propose if ranks.world > 1 else None)
+        self.stop_signals = SignalWatch(self.propose if ranks.world > 1 else None)
         self._ranks = ranks
         self._driver = driver
         self._pending: list[Proposal] = []
         self._due_at: int | None = None  # step of the next vote
 
-    def raise_if_asked(self, *, may_end: bool) -> None:
+    def raise_or_propose(self, *, may_end: bool) -> None:
         """Raises the exception that ends the run if it was requested; with votes proposes the end.
 
         Args:
@@ -246,7 +268,7 @@ class EndRequests:
             if self.stop_file.found and proposal not in self._pending:
                 self.propose(proposal)
         elif may_end:
-            self.signals.raise_if_alone()
+            self.stop_signals.raise_if_alone()
             if self.stop_file.found:
                 raise EndRequested(self.stop_file.why)
 
@@ -260,9 +282,13 @@ class EndRequests:
         self._driver.request_vote()
 
     def note_mark(self, step: StepResult) -> None:
-        """Schedules a vote if a step is marked.
+        """Schedules a vote if a step is marked. Called for each step whose records are read.
 
-        The vote is due at a fixed step, because a rank that evaluates alone reads the mark earlier.
+        The vote is due `LAG` steps after the marked step on every rank. A rank that evaluates alone
+        reads the mark earlier than the other ranks, and would otherwise vote alone.
+
+        Args:
+            step: the step that was read. Steps that are marked while a vote is due change nothing.
         """
         if step.vote_requested and self._due_at is None:
             self._due_at = step.index + 1 + LAG
@@ -298,5 +324,9 @@ class EndRequests:
         raise EndRequested(first.why)
 
     def on_rollback(self) -> None:
-        """Forgets the mark of an undone step. The next steps are marked until the vote."""
+        """Forgets the mark of an undone step, and with it the step of the vote.
+
+        No request is lost: the driver marks each step until the vote, so the first repeated step
+        brings the mark again.
+        """
         self._due_at = None

@@ -107,7 +107,7 @@ class Shutdown:
     def __init__(self, run: Run, error: BaseException | None) -> None:
         self.run = run
         self.error = error
-        self.ending = ending_of(error, self.run.end_requests.signals.signal_number)
+        self.ending = ending_of(error, self.run.end_requests.stop_signals.signal_number)
         self.completed = self.ending == Ending.COMPLETED
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
         if isinstance(error, AlreadyCompleted):
@@ -128,27 +128,27 @@ class Shutdown:
         given = self.error
         self.run.guard.pause()
         self.run.driver.on_end()
-        together = self.all_ranks_end()
+        together = self._all_ranks_end()
         ends_by_fault = self.ending in (Ending.COMPLETED, Ending.EXCEPTION, Ending.STOPPED)
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
         if self.run.loop.is_trial and self.fault is not None and self.fault.cause is Cause.OOM:
-            self.discard()
+            self._discard()
             return None
         if not self.completed:
-            self.collect("the weights could not be read", self.find_replaced_weights)
+            self._collect("the weights could not be read", self._find_replaced_weights)
         if together:
-            self.read_last_steps()
+            self._read_last_steps()
         if not isinstance(self.raised, Exception | None):  # as `sys.exit` after a step
-            self.collect("the last step could not be counted", self.run.loop.count_last_step)
-        self.save_state(together=together)
-        self.report()
-        self.close_parts()
+            self._collect("the last step could not be counted", self.run.loop.count_last_step)
+        self._save_state(together=together)
+        self._report()
+        self._close_parts()
         if self.error is given:
             return None
         return self.error
 
-    def save_state(self, *, together: bool) -> None:
+    def _save_state(self, *, together: bool) -> None:
         """Saves what can be saved, and completes the record of a run that has ended by itself.
 
         Args:
@@ -156,63 +156,72 @@ class Shutdown:
         """
         data, loop, saver = self.run.data, self.run.loop, self.run.saver
         uncounted = self.run.driver.pending_steps() or self.run.driver.is_interrupted()
-        between_steps = data.between_steps and not (loop.after_update or uncounted)
+        between_steps = data.between_steps and not (loop.has_unfinished_trainer_work or uncounted)
         if self.fault is not None and isinstance(self.raised, Exception):
-            action = partial(self.save_and_log_fault, self.fault, self.raised)
-            self.collect("the fault could not be dealt with", action)
+            action = partial(self._save_and_log_fault, self.fault, self.raised)
+            self._collect("the fault could not be dealt with", action)
         # Not after an exception within a step, which leaves the state partly changed.
         may_save = self.completed or (between_steps and self.ending != Ending.STOPPED)
         if may_save and self.replaced and data.step != self.run.schedule.last_saved:
             may_save = False
-            if self.fault is None:  # otherwise `save_and_log_fault` has said so
-                loop.warn(f"no checkpoint was saved at the end: {self.replaced_text()}")
+            if self.fault is None:  # otherwise `_save_and_log_fault` has said so
+                loop.warn(f"no checkpoint was saved at the end: {self._replaced_text()}")
         left_in_body = isinstance(self.error, EndRequested) and not (between_steps or uncounted)
-        if left_in_body and saver.resumes_exactly and not loop.after_update:
+        if left_in_body and saver.resumes_exactly and not loop.has_unfinished_trainer_work:
             # As at an exception: the batches that were read come again.
-            self.collect("the last state could not be saved", self.save_before_batches)
-        self.save_last_state(together=together, may_save=may_save)
+            self._collect("the last state could not be saved", self._save_before_batches)
+        self._save_last_state(together=together, may_save=may_save)
         if together:
-            self.collect("checkpoints on probation", saver.poll)
-            self.collect("the last saves", self.run.known.read_nonfinite)
+            self._collect("checkpoints on probation", saver.poll)
+            self._collect("the last saves", self.run.known.read_nonfinite)
         if self.ending == Ending.COMPLETED and not loop.is_complete:
             self.run.record.completed = True
-            self.collect("the record of the end", partial(saver.replace_record, data.step))
+            self._collect("the record of the end", partial(saver.replace_record, data.step))
 
-    def report(self) -> None:
-        """Writes the problems of the end, the postmortem and the last events and lines."""
-        self.collect("the values at the exception could not be read", self.explain_nan)
+    def _report(self) -> None:
+        """Writes the problems of the end, the postmortem and the last events and lines.
+
+        On ranks other than 0 a stop of the policy gets a short text: the diagnosis of several
+        screens would otherwise be printed once for each rank.
+        """
+        self._collect("the values at the exception could not be read", self._explain_nan)
         for problem in self.problems:
             self.run.loop.warn(problem)
         self.run.log.report_trackers(self.run.data.step)
         if isinstance(self.error, RunStopped) and self.run.ranks.rank:
             why = self.error.why
             self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
-        self.write()
+        self._write()
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Ends a run that has taken no step, and deletes its first snapshot.
 
-        The next run then starts again, instead of from a snapshot for another batch size.
+        Called if memory ran out in a trial of a batch size, before the first step. The next run
+        then starts again, instead of from a snapshot for another batch size.
         """
-        self.collect("", self.run.saver.wait)
-        self.collect("", partial(self.run.store.delete, self.run.record.first_step))
+        self._collect("", self.run.saver.wait)
+        self._collect("", partial(self.run.store.delete, self.run.record.first_step))
         self.run.log.info(
             "memory ran out before the first step: the trainer begins again with a smaller batch"
         )
-        self.close_parts()
+        self._close_parts()
 
-    def close_parts(self) -> None:
-        """Closes the parts of the run. It is too late to report their errors."""
-        signals = self.run.end_requests.signals
-        self.collect("", self.run.guard.close)
-        self.collect("", signals.stop)
-        self.collect("", self.run.store.join)
-        self.collect("", self.run.driver.close)
+    def _close_parts(self) -> None:
+        """Closes the parts of the run, in the order of the class docstring.
+
+        Each part is closed even if one before it fails. It is too late to report their errors, so
+        they are dropped.
+        """
+        stop_signals = self.run.end_requests.stop_signals
+        self._collect("", self.run.guard.close)
+        self._collect("", stop_signals.stop)
+        self._collect("", self.run.store.join)
+        self._collect("", self.run.driver.close)
         for claim in self.run.claims:
-            self.collect("", claim.release)
-        self.collect("", self.run.log.close)
+            self._collect("", claim.release)
+        self._collect("", self.run.log.close)
 
-    def collect(self, what: str, action: Callable[[], object]) -> Exception | None:
+    def _collect(self, what: str, action: Callable[[], object]) -> Exception | None:
         """Calls an action of the end, whose failure must not hide the error that ended the run.
 
         Args:
@@ -229,10 +238,14 @@ class Shutdown:
             return problem
         return None
 
-    def all_ranks_end(self) -> bool:
+    def _all_ranks_end(self) -> bool:
         """Whether all ranks end after this step. Waits for them if the loop has ended by itself.
 
-        A rank that ends alone, or a step before the others, must not wait for them.
+        A rank that ends alone, or a step before the others, must not wait for them: it would hang
+        until the timeout of the collective.
+
+        Returns:
+            True if collective calls are possible from here on, so that the ranks can save together.
         """
         if not self.completed:
             return self.run.end_requests.ends_together or self.run.ranks.world == 1
@@ -241,22 +254,23 @@ class Shutdown:
                 "another rank has not ended its loop (give every rank as many batches, as torch's "
                 "DistributedSampler does, and leave the loop at the same step on all ranks)"
             )
-            self.raised = self.collect(what, partial(self.run.ranks.gather, None))
+            self.raised = self._collect(what, partial(self.run.ranks.gather, None))
         return self.raised is None
 
-    def read_last_steps(self) -> None:
+    def _read_last_steps(self) -> None:
         """Reads the unread steps of a completed run, or carries out their orders after a request.
 
-        A restart from a later state would not see these orders.
+        The host reads each step some steps late. A restart from a later state would not see the
+        orders of these steps, and would train on from weights that the policy has rejected.
         """
         failed = "the last steps could not be read"
         if isinstance(self.error, Terminated | Interrupted | EndRequested):
             try:
-                self.collect(failed, self._act_on_last_steps)
+                self._collect(failed, self._act_on_last_steps)
             except RunStopped as stop:
                 self.error, self.ending = stop, Ending.STOPPED
         if self.completed:
-            self.collect(failed, self.run.loop.report_last_steps)
+            self._collect(failed, self.run.loop.report_last_steps)
 
     def _act_on_last_steps(self) -> None:
         """Carries out the orders of the last steps, or only reports the steps."""
@@ -266,10 +280,15 @@ class Shutdown:
         if self.replaced:  # an order may compare the weights, which are not those of the training
             loop.report_last_steps()
         else:
-            loop.read_and_act(all=True)
+            loop.read_and_act(every=True)
 
-    def explain_nan(self) -> None:
-        """Says what to do about a program that raises at NaN itself, before the policy can skip."""
+    def _explain_nan(self) -> None:
+        """Says what to do about a program that raises at NaN itself, before the policy can skip.
+
+        Such a program may end at each restart at the same step. The warning names the variables
+        with NaN, the step and its batches. It is written only if the policy skips steps with NaN
+        and the exception has no other known cause.
+        """
         data, error = self.run.data, self.raised
         if error is None or not self.run.policy.skips_nonfinite or isinstance(error, HealcoreError):
             return
@@ -298,17 +317,23 @@ class Shutdown:
             "validate_args of a distribution are such checks too"
         )
 
-    def find_replaced_weights(self) -> None:
+    def _find_replaced_weights(self) -> None:
         """Finds whether the program has replaced weights, so that they must not be saved.
 
-        An evaluation of averaged weights puts them in the place of the trained ones. A restart from
-        such a checkpoint would train on from the averages, and nothing would show it.
+        An evaluation of averaged weights puts them in the place of the trained weights. A restart
+        from such a checkpoint would train on from the averages, and nothing would show it.
         """
         if not self.run.driver.is_interrupted():
             self.replaced = self.run.driver.replaced_weights()
 
-    def replaced_text(self) -> str:
-        """Reason why replaced weights are not saved, or an empty string."""
+    def _replaced_text(self) -> str:
+        """Reason why replaced weights are not saved.
+
+        Returns:
+            A clause for the log that names the weights and the checkpoint from which a restart
+            resumes, or an empty string
+            if no weights are replaced.
+        """
         if not self.replaced:
             return ""
         return (
@@ -318,7 +343,7 @@ class Shutdown:
             f"{self.run.schedule.last_saved}"
         )
 
-    def save_last_state(self, *, together: bool, may_save: bool) -> None:
+    def _save_last_state(self, *, together: bool, may_save: bool) -> None:
         """Saves the last state, and sets the ending of a loop that has ended by itself.
 
         Args:
@@ -329,11 +354,11 @@ class Shutdown:
         saved = True
         if together and may_save:
             save = partial(self.run.saver.save_last, completed=completed)
-            saved = self.collect("the last state could not be saved", save) is None
-        self.collect("checkpoints being written", self.run.saver.wait)
-        if completed and (not together or self.is_lost_on_any_rank(saved)):
+            saved = self._collect("the last state could not be saved", save) is None
+        self._collect("checkpoints being written", self.run.saver.wait)
+        if completed and (not together or self._is_lost_on_any_rank(saved)):
             # Not "completed", so that the next start resumes and saves the run.
-            self.error = LastStateNotSaved(self.unsaved_state_text())
+            self.error = LastStateNotSaved(self._unsaved_state_text())
             self.ending = Ending.EXCEPTION
         elif completed:
             self.error = _incomplete_run_error(self.run)
@@ -341,13 +366,17 @@ class Shutdown:
             if self.error is None and self.run.loop.break_place:
                 self.ending = Ending.REQUESTED
 
-    def save_before_batches(self) -> None:
-        """Saves the state before the batches that were read for the next step."""
-        why_not = self.run.saver.save_emergency(self.replaced_text())
+    def _save_before_batches(self) -> None:
+        """Saves the state before the batches that were read for the next step.
+
+        A stop file may end the run after the loop has read a batch that no step has used. A restart
+        from this save reads the batch again. If the save is impossible, a warning says why.
+        """
+        why_not = self.run.saver.save_emergency(self._replaced_text())
         if why_not:
             self.run.loop.warn(f"no checkpoint was saved at the end: {why_not}")
 
-    def save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
+    def _save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
         """Saves if a rule of the policy says so, and logs the exception that ends the run.
 
         Args:
@@ -366,8 +395,8 @@ class Shutdown:
                 if self.run.loop.count_last_step():
                     self.run.loop.report_last_steps()
                     why_not = "a restart repeats the step, whose evaluation or log is incomplete"
-                    if not self.run.loop.after_update:
-                        why_not = self.run.saver.save_emergency(self.replaced_text())
+                    if not self.run.loop.has_unfinished_trainer_work:
+                        why_not = self.run.saver.save_emergency(self._replaced_text())
             except StoreError as problem:
                 why_not = str(problem)
             except Exception as problem:  # a step in JAX that failed may have donated the state
@@ -382,10 +411,14 @@ class Shutdown:
         if why_not:
             self.run.loop.warn(f"no checkpoint was saved at the exception: {why_not}")
 
-    def is_lost_on_any_rank(self, saved: bool) -> bool:
-        """Whether the last state is lost on any rank. A rank that does not answer counts as lost.
+    def _is_lost_on_any_rank(self, saved: bool) -> bool:
+        """Whether the last state is lost on any rank. Collective.
 
-        A store in memory ends with the process in any case.
+        A rank that does not answer counts as lost. A store in memory ends with the process in any
+        case, so nothing counts as lost there.
+
+        Args:
+            saved: whether this rank's last save has succeeded.
         """
         lost = self.run.store.durable and (
             self.run.data.step in self.run.saver.unsaved or not saved
@@ -395,12 +428,18 @@ class Shutdown:
         def ask() -> None:
             answers.extend(self.run.ranks.gather(lost))
 
-        if self.collect("another rank has left", ask) is not None:
+        if self._collect("another rank has left", ask) is not None:
             return True
         return any(answers)
 
-    def unsaved_state_text(self) -> str:
-        """The message about a last state that no checkpoint holds."""
+    def _unsaved_state_text(self) -> str:
+        """The message about a last state that no checkpoint holds.
+
+        Returns:
+            The step of the end, the reason, and the checkpoint from which the next start resumes.
+            If
+            the store cannot be read, the checkpoint is not named by its step.
+        """
         step = self.run.data.step
         saver = self.run.saver
         target = "resumes from the newest checkpoint"
@@ -416,7 +455,7 @@ class Shutdown:
             f"({why}). Remove the cause and start the program again: it {target}"
         )
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Writes the postmortem, the last event and the last line.
 
         The postmortem comes first: a start writes a missing postmortem only without the event
@@ -430,7 +469,7 @@ class Shutdown:
         why = self.run.loop.break_place if error is None else getattr(error, "why", "")
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
-            exception = self.exception_text(error)
+            exception = self._exception_text(error)
             trace = with_short_arrays("".join(traceback.format_exception(error)))
         fault = self.fault or Fault(Cause(0), "")
         end = self.run.recovery.run_end(
@@ -452,18 +491,32 @@ class Shutdown:
             steps_lost=end.steps_lost or None,
         )
         if not is_complete:  # otherwise the first line has said so
-            self.log_last_line(end)
+            self._log_last_line(end)
 
-    def exception_text(self, error: BaseException) -> str:
-        """The text of the exception that ends the run, for the postmortem."""
+    def _exception_text(self, error: BaseException) -> str:
+        """The text of the exception that ends the run, for the postmortem.
+
+        After an out-of-memory error it also says what holds the memory. After a broken connection
+        it says that the cause is in the output of another rank.
+
+        Args:
+            error: the exception.
+        """
         text = error_text(error) + self.memory_text
         if is_broken_connection(error):
             text += ". Another rank has ended: its output says why, unless it was killed; "
             text += f"then {AFTER_A_KILL}"
         return text
 
-    def log_last_line(self, end: RunEnd) -> None:
-        """Logs how the run has ended."""
+    def _log_last_line(self, end: RunEnd) -> None:
+        """Logs how the run has ended.
+
+        An exception or a stop is logged as an error. The line names the newest checkpoint on disk.
+        A warning follows if an alarm such as a plateau lasts at the end.
+
+        Args:
+            end: the facts of the end, which the postmortem has too.
+        """
         ending = self.ending
         newest = None  # the newest checkpoint on disk
         for saved in self.run.recovery.listed():

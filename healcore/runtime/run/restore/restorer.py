@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from healcore.console import counted, first_of
 from healcore.runtime.data.positions import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
+from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.evidence import ComparisonState
 from healcore.runtime.run.engine_states import (
     engines_after_rollback,
@@ -60,7 +61,8 @@ class Restorer:
     """Restores checkpoints, for rollbacks and after a start.
 
     It decides nothing: an `Order` says which checkpoint and what changes, and
-    `rollback/rates.py:limit_rates` which learning rates follow.
+    `rollback/rates.py:limit_rates` which learning rates follow. The restore is collective: every
+    rank loads the same checkpoint, or none does.
     """
 
     def __init__(self, run: Run) -> None:
@@ -79,7 +81,7 @@ class Restorer:
         Raises:
             NoGoodCheckpoint: no checkpoint is usable. A failed load may have changed a part of the
                 live state.
-            StateMismatch: the state differs from that of every checkpoint.
+            StateMismatch: the state differs in structure from every checkpoint.
             StoreError: the store cannot be read.
         """
         saver = self.run.saver
@@ -124,8 +126,9 @@ class Restorer:
     ) -> tuple[RollbackRecord, SavedCheckpoint]:
         """Calls `load` with the first intact checkpoint of `steps` that fits the live state.
 
-        If the best one is from before a change of the model's structure, checkpoints from after the
-        change are tried before older ones. Raises StateMismatch of the best one if none fits.
+        If the best checkpoint is from before a change of the model's structure, checkpoints from
+        after the change are tried before older ones. Raises StateMismatch of the best one if none
+        fits.
         """
         mismatch: StateMismatch | None = None
         remaining = [*steps]
@@ -150,7 +153,8 @@ class Restorer:
         """Steps of the finite checkpoints that are newer than `change`, the best first.
 
         The newest one up to the onset; then, as a last resort, the oldest one after the onset,
-        whose arrays are finite at least. Without those that were tried for the same trouble.
+        whose arrays are finite at least. Checkpoints that were tried for the same trouble are not
+        among them.
         """
         past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
         tried = {each.checkpoint for each in past}
@@ -208,7 +212,7 @@ class Restorer:
         self.run.record.monitor.on_rollback(step)
         self.run.comparisons.on_structure_change()
         saver.begin_attempt(step)
-        saver.write(step, "rollback")
+        saver.write(step, SaveReason.ROLLBACK)
         return done
 
     def _forget_changes(self, *, since: int) -> None:
@@ -308,7 +312,7 @@ class Restorer:
             saver.replace_record(step)
             on_disk = self.run.store.steps_on_disk
             if self.run.store.durable and step not in run_on_first(self.run.ranks, on_disk):
-                saver.write(step, "rollback")
+                saver.write(step, SaveReason.ROLLBACK)
         except (StoreError, OSError) as error:
             problem = f"the rollback could not be written: {error}; a restart before the next save"
             self.run.log.problem(done.step, f"{problem} does it again")
@@ -350,7 +354,7 @@ class Restorer:
         """Loads a checkpoint of an earlier process. Returns its record."""
         own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
         weights = self._copies(own.comparisons, saved.step)
-        repeats = own.repeats(saved.step)
+        repeats = own.repeats_undone_steps(saved.step)
         reset = repeats and self.run.policy.rollback.reset_moments
         comparisons, engines = self.run.comparisons, saved.engines
         if not comparisons.is_enabled:
@@ -384,7 +388,7 @@ class Restorer:
         """Puts the user's state of a checkpoint into the live run.
 
         Args:
-            saved: items of the checkpoint, by name. Healcore's own item is left out.
+            saved: items of the checkpoint, by name. Healcore's own item is not loaded.
             engines: engine states to load with it.
             reset: whether the moments of the optimizers start again at zero.
         """
@@ -392,13 +396,21 @@ class Restorer:
         self.run.driver.load(state, engines, reset_moments=reset)
 
     def load_state_of(self, step: int) -> None:
-        """Loads the user's state of a checkpoint, without healcore's record."""
+        """Loads the user's state of a checkpoint, without healcore's record.
+
+        The engines keep their states, and no step is undone. Moments of the optimizers are reset as
+        after a rollback, if the policy says so.
+
+        Args:
+            step: step of the checkpoint.
+        """
         saved = self.run.store.restore(step, self.run.saver.items()).state
         self.load_state(saved, {}, reset=self._resets_at(step))
 
     def _resets_at(self, step: int) -> bool:
         """Whether the moments start again at a checkpoint, because a rollback repeats from it."""
-        return self.run.policy.rollback.reset_moments and self.run.record.repeats(step)
+        record = self.run.record
+        return self.run.policy.rollback.reset_moments and record.repeats_undone_steps(step)
 
     def restore_again(self, step: int) -> None:
         """Restores the checkpoint of the last rollback once more, before any further step.
@@ -431,7 +443,7 @@ class Restorer:
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
 
-        A checkpoint that some rank cannot load is left out. The resumed one is not affected.
+        A checkpoint that some rank cannot load is skipped. The resumed one is not affected.
         """
         copies: dict[int, Any] = {}
         if saved is None or not self.run.comparisons.is_enabled:
@@ -454,7 +466,8 @@ class Restorer:
 def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:
     """Number of a loader that the last rollback did not rewind -> its position, which it keeps.
 
-    If the number of ranks has changed since, its epoch begins again like that of the other loaders.
+    If the number of ranks has changed since, its epoch begins again, as the epochs of the other
+    loaders do.
     """
     saved_by = None
     for each in loader_positions(saved.position).values():

@@ -43,10 +43,14 @@ Positions: TypeAlias = Mapping[str, Any]
 
 
 class SavedCheckpoint(NamedTuple):
-    """The content of a checkpoint, after its checks and before any use."""
+    """The content of a checkpoint, after its checks and before any use.
+
+    All parts are decoded before the first part is loaded. A checkpoint with one unreadable part
+    then changes nothing, and an older checkpoint can be tried.
+    """
 
     step: int
-    """Its step."""
+    """Step of the checkpoint."""
     state: dict[str, Any]
     """The user's state."""
     record: RunRecord | None
@@ -67,7 +71,11 @@ class SavedCheckpoint(NamedTuple):
 
 
 class StoredCheckpoints:
-    """Lists the checkpoints of a run, and loads the first one that is intact on every rank."""
+    """Lists the checkpoints of a run, and loads the first checkpoint that is intact on every rank.
+
+    A disk may show a checkpoint to one rank and not to another. Ranks that restored different steps
+    would train different weights, so all methods agree between the ranks first.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -107,7 +115,11 @@ class StoredCheckpoints:
         return {}
 
     def find_damage(self) -> None:
-        """Reports checkpoints that are too damaged for a listing. Collective."""
+        """Reports checkpoints that are too damaged for a listing. Collective.
+
+        Rank 0 looks for them, and all ranks report the same. A store that cannot be read reports
+        nothing here: the restore raises about it.
+        """
         damaged = []
         with suppress(StoreError):  # a missing disk is reported where it is needed
             damaged = self.run.store.damaged()
@@ -274,10 +286,13 @@ def _places(position: Positions | None) -> dict[str, tuple[Any, ...]]:
 
 
 def loader_positions(position: Positions | None) -> dict[str, Mapping[str, Any]]:
-    """Number of a loader -> its position, without the counts of all loaders.
+    """The position of each loader, without the counts of all loaders.
 
     Args:
         position: positions in a checkpoint, or None for no loader.
+
+    Returns:
+        Number of a loader, as text -> its position.
     """
     if position is None:
         return {}

@@ -35,13 +35,18 @@ _NO_REASON = Cause.PLATEAU | Cause.OVERFIT
 
 
 class BetterWeights:
-    """Decides what to try where earlier weights are better, see `next_trial`."""
+    """Decides what to try where earlier weights are better, see `next_trial`.
+
+    The first rollback for some trouble changes little, and each further rollback for the same
+    trouble changes something else. When all trials have failed, the change is accepted and the run
+    continues.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
     def compare(self, step: StepResult) -> Verdict | None:
-        """Compares the current weights with earlier ones, if there is a reason to.
+        """Compares the current weights with earlier weights, if there is a reason to.
 
         Args:
             step: the newest step that was read. Its records are joined into one loss, one gradient
@@ -81,7 +86,7 @@ class BetterWeights:
         """Carries out a verdict of `comparisons`.
 
         After `MAX_ACCEPTED` accepted troubles in a row a verdict is only an alert: a program that
-        changes its weights at intervals would be repeated for ever.
+        changes its weights at intervals would be repeated forever.
 
         Args:
             verdict: which earlier weights are better, and since when.
@@ -146,7 +151,7 @@ class BetterWeights:
         if trial == Trial.LIMIT_RATE:
             return self._with_rate_limit(order, verdict, from_start=facts.from_start)
         if trial == Trial.HOLD:
-            both = self.run.holding.held | held
+            both = self.run.holding.held.with_newer(held)
             if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it
                 both = replace(both, withheld=_steps_to_withhold(verdict, past))
             return replace(order, held=both, batches=batches)
@@ -171,7 +176,7 @@ class BetterWeights:
         return verdict, held, batches
 
     def _with_rate_limit(self, order: Order, verdict: Verdict, *, from_start: bool) -> Order:
-        """The order of a trial that limits the rates to the last healthy ones."""
+        """The order of a trial that limits the rates to the last healthy rates."""
         engine = self.run.policy.engine
         rates = verdict.rates[:1] if from_start else verdict.rates
         highest = broadcast(self.run.ranks, _highest(rates))
@@ -180,7 +185,7 @@ class BetterWeights:
             highest = {name: float(state["scale"]) for name, state in states.items()}
         held = self.run.holding.held
         if from_start:
-            held |= Held(start_rates=states, until=verdict.index + 1)
+            held = held.with_newer(Held(start_rates=states, until=verdict.index + 1))
         else:  # this limit lasts, and replaces a guess from the start of the run
             held = replace(held, start_rates={})
         return replace(order, lr_at_fault=highest, lr_states=states, held=held)
@@ -237,9 +242,9 @@ class BetterWeights:
     def accept_intended(self, index: int) -> RollbackRecord | None:
         """Accepts the numbers that are held although the program keeps its own value for long.
 
-        The run goes back to before they were held, undoes the trials, and repeats the steps with
-        the program's values, as it would have trained without healcore. Where this cannot be, or
-        where a later rollback has healed other trouble that would come back, the values are used
+        The run rolls back to before the numbers were held, undoes the trials, and repeats the steps
+        with the program's values, as it would have trained without healcore. Where this cannot be,
+        or where a later rollback has healed other trouble that would come back, the values are used
         from now on.
 
         Args:
@@ -264,7 +269,9 @@ class BetterWeights:
                 onset=onset,
                 since=onset,
                 by_host=True,
-                better_step=min(oldest, *(held.numbers[name].before for name in intended)),
+                better_step=min(
+                    oldest, *(held.numbers[name].last_step_before for name in intended)
+                ),
                 trial=Trial.ACCEPT,
                 intended=values,
             )

@@ -51,9 +51,9 @@ def next_attempt(
 ) -> Attempt | None:
     """What to do after `streak` steps in a row without a finite one, or None to continue.
 
-    Where a rollback might lose trained steps for nothing, it waits for the step at which the run
-    would end: then nothing can be lost. This is so if the data cannot be repeated, or if an earlier
-    place of this run did not change by all attempts, which is how bad data look.
+    Where a rollback might lose trained steps without any gain, it waits for the step at which the
+    run would end: then nothing can be lost. This is so if the data cannot be repeated, or if an
+    earlier place of this run did not change by all attempts, which is how bad data look.
 
     Args:
         streak: number of steps in a row without a finite one, up to the newest.
@@ -88,7 +88,12 @@ def attempts_at(onset: int, rollbacks: Sequence[RollbackRecord]) -> list[Rollbac
 
 
 class DeadRun:
-    """Notices a dead run, and orders the next attempt to bring it back."""
+    """Notices a dead run, and orders the next attempt to bring it back.
+
+    A run is dead if no step has a finite gradient any more although the weights are finite. Each of
+    its steps is skipped, so without this class the run would continue to the end of the data and
+    train nothing.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -165,7 +170,8 @@ class DeadRun:
             since=step.index - state.nonfinite_streak + 1,
             cause=int(step.records[0].cause),
             by_host=True,
-            # The next attempt, and one with nothing to lose, does not trust young checkpoints.
+            # Only the first attempt may restore a checkpoint on probation. A later attempt, and one
+            # at `IN_A_ROW`, which can lose no trained step, takes a known-good checkpoint.
             sound_until_onset=(
                 attempt == Attempt.REPEAT and state.nonfinite_streak == STEPS_TO_REVIVE
             ),
@@ -183,7 +189,8 @@ class DeadRun:
 class TrainedRates:
     """The highest learning rates in force at the trained steps since the last start or rollback.
 
-    The rate at the newest step says little: the program may have lowered it since the damage.
+    The rate at the newest step says little: the program may have lowered it since the damage. The
+    second attempt to bring back a dead run limits the learning rate by these rates.
     """
 
     def __init__(self, state: MonitorState) -> None:

@@ -24,7 +24,11 @@ MAX_ACCEPTED = 3
 
 
 class Trial(StrEnum):
-    """What a run changes when it repeats the steps of a place. Checkpoints hold the values."""
+    """What a run changes when it repeats the steps of a place. Checkpoints hold the values.
+
+    `next_trial` says in which order the trials are tried, and how often: each trial costs the
+    repeat of some steps.
+    """
 
     LIMIT_RATE = "rate"  # the learning rate is limited to the last healthy rate
     REPEAT = "repeat"  # nothing: damage by a bit flip or a faulty device does not come back
@@ -33,7 +37,10 @@ class Trial(StrEnum):
 
 
 class TroubleFacts(NamedTuple):
-    """What is known about the trouble that a comparison of weights has found."""
+    """What is known about the trouble that a comparison of weights has found.
+
+    `next_trial` decides by these facts alone, so that it can be tested without a run.
+    """
 
     rates: Sequence[Mapping[str, float]]
     """Learning rates in force at the comparisons that found the trouble, each by engine name; empty
@@ -51,7 +58,8 @@ class TroubleFacts(NamedTuple):
     def has_higher_rate(self) -> bool:
         """Whether a rate at the trouble was above every healthy rate of its engine.
 
-        A rate without a known healthy rate counts as higher.
+        A rate without a known healthy rate counts as higher. Rates that differ by less than
+        `RATE_TOLERANCE` are equal. If no rate was higher, a limit of the rate would change nothing.
         """
         for rates in self.rates:
             for name, rate in rates.items():
@@ -69,8 +77,8 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
        first.
     2. Repeat once with nothing changed.
     3. Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
-       loss the better weights find unusual. Once more with what is newly unusual, and without the
-       updates of these steps.
+       loss the better weights find unusual. A second hold adds what is newly unusual, and withholds
+       the updates of these steps.
     4. Limit a rate that is unknown, because nothing that is known has helped.
     5. Undo the trials.
 

@@ -32,7 +32,8 @@ class NonfiniteState:
     """Decides about NaN and Inf in the weights and in the saved state.
 
     The loss and the gradients of a step are the policy's matter. What they do not show is checked
-    here: the weights after many steps without a finite one, and the arrays of each save.
+    here: the weights after many steps without a finite one, and the arrays of each save. A NaN in
+    an array that no loss reads, such as a running mean, would otherwise be found only by the user.
     """
 
     def __init__(self, run: Run) -> None:
@@ -41,11 +42,19 @@ class NonfiniteState:
         """Number of saves with NaN or Inf in this attempt that have led to an order."""
 
     def on_rollback(self) -> None:
-        """Forgets the saves of the undone steps. `KnownCheckpoints` forgets them too."""
+        """Forgets the saves of the undone steps. `KnownCheckpoints` forgets its findings too.
+
+        Without this, the first finding of the repeated steps would look like one that was answered
+        already.
+        """
         self._answered_saves = 0
 
     def weights_are_finite(self) -> bool:
-        """Whether the weights are finite on every rank. Collective."""
+        """Whether the weights are finite on every rank. Collective.
+
+        Inspects all weights, so it is called only where there is a reason: after many steps without
+        a finite gradient, and at the end of a run.
+        """
         return all(self.run.ranks.gather(self.run.driver.has_finite_weights()))
 
     def is_damaged(self, order: Order) -> bool:

@@ -13,7 +13,11 @@ from healcore.runtime.run.healthy_ranges import HealthyValues
 
 
 class RatesAfterRollback(NamedTuple):
-    """The engine states after a rollback, and the numbers that its event reports."""
+    """The engine states after a rollback, and the numbers that its event reports.
+
+    `limit_rates` computes it from the states of the checkpoint and the order. Nothing is changed
+    before the driver loads `engines`.
+    """
 
     engines: Engines
     """Engine name -> its state, as JSON-safe values."""

@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 
 
 class Recovery:
-    """Reads the steps, and carries out the orders of the monitor and of comparisons of weights."""
+    """Processes the steps that the loop reads, and carries out orders of rules and comparisons.
+
+    It is the place where a run decides to roll back, to save or to stop. `Restorer` does the
+    rollback, and `Loop` calls this class between two steps.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -197,7 +201,7 @@ class Recovery:
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
 
     def _needs_evidence(self, order: Order) -> bool:
-        """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
+        """Whether an order needs evidence. An order `by_host` and a rule that stops need none."""
         if not self.run.policy.rollback.confirm or order.by_host or not order.action & SERIOUS:
             return False
         for rule in self.run.policy.engine.config.rules:
@@ -216,14 +220,25 @@ class Recovery:
         """
         cause = Cause(order.cause)
         self.run.log.assessment(order.index, order.onset, "unknown", by, cause=cause)
-        self._declined[why] += 1
-        times = self._declined[why]
-        if passes_power_of_ten(times - 1, times):
+        times = self._times_to_log(why)
+        if times:
             cause_names = flag_names(names(cause))
             line = f"step {order.index}: no rollback for {cause_names}, because {why}"
             if times > 1:
                 line += f" ({times} times so far)"
             self.run.log.info(line)
+
+    def _times_to_log(self, why: str) -> int:
+        """Counts an order that is not carried out for a reason.
+
+        Returns:
+            How often the reason has occurred, or 0 if this time has no line.
+        """
+        self._declined[why] += 1
+        times = self._declined[why]
+        if passes_power_of_ten(times - 1, times):
+            return times
+        return 0
 
     def _with_depth_and_limit(self, order: Order) -> Order:
         """An order of the policy with its depth and learning-rate limit.
@@ -263,7 +278,7 @@ class Recovery:
             RunStopped: no checkpoint is usable, and the weights are damaged.
         """
         # Unread steps belong to the trouble up to their last alarm.
-        unread = list(self.run.reader.read_due(all=True))
+        unread = list(self.run.reader.read_all())
         self.run.data.step += self.run.reader.take_count_correction()
         skips = 0
         for late in unread:
@@ -297,9 +312,7 @@ class Recovery:
         Where every step orders a rollback, only the 1st, 10th, 100th, ... has a line.
         """
         why = reason_of(order)
-        self._declined[why] += 1
-        times = self._declined[why]
-        if passes_power_of_ten(times - 1, times):
+        if self._times_to_log(why):
             reason = str(error)
             if isinstance(error, StateMismatch):  # its advice is for a start
                 reason = f"the checkpoint of step {error.step} does not fit: "
@@ -320,8 +333,12 @@ class Recovery:
         return max(end - target, 0)
 
     def count_last_steps(self) -> None:
-        """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
-        for step in self.run.reader.read_due(all=True):
+        """Counts the unread steps at the end of a run, on which nothing acts. Not collective.
+
+        Called for the postmortem, whose counts include all steps. After an exception the ranks have
+        left their loop at different places, so no call may wait for another rank.
+        """
+        for step in self.run.reader.read_all():
             self.run.data.step += self.run.reader.take_count_correction()
             self.run.log.records(step.index, step.records)
             self.run.monitor.metrics.add(step.records)

@@ -82,7 +82,14 @@ def _decided_by(done: RollbackRecord) -> str | None:
 
 
 def reason_of(order: Order) -> str:
-    """Why a rollback is ordered, as a clause: "NaN in the loss", "ordered by a hook"."""
+    """Why a rollback is ordered, for the line and the event of the rollback.
+
+    Args:
+        order: the order of the rollback.
+
+    Returns:
+        A clause: "NaN in the loss", "ordered by a hook".
+    """
     if order.attempt:
         return no_finite_step(order)
     if order.intended:
@@ -95,11 +102,19 @@ def reason_of(order: Order) -> str:
 
 
 def nonfinite_save(order: Order) -> str:
-    """Names of up to three arrays with NaN or Inf in a save, as a clause."""
+    """The reason of a rollback for a save with NaN or Inf, as a clause.
+
+    Args:
+        order: an order with `arrays`. Up to three of their names are in the clause.
+    """
     return f"a save has found NaN or Inf in {first_of(order.arrays)}"
 
 
 def no_finite_step(order: Order) -> str:
-    """The reason of an attempt to bring back a dead run, as a clause with the number of steps."""
+    """The reason of an attempt to bring back a dead run, as a clause with the number of steps.
+
+    Args:
+        order: the order of the attempt. Its steps `since` to `index` had no finite gradient.
+    """
     steps = counted(order.index - order.since + 1, "step")
     return f"{steps} in a row had no finite gradient although the weights are finite"

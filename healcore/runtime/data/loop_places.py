@@ -1,19 +1,31 @@
-"""`EarlierLoaders`: where the loaders of a run were when an earlier process saved a checkpoint."""
+"""Where the program's own loop and its loaders are, in this process and in earlier ones.
+
+`EpochLoop` knows the program's loop over epochs; `EarlierLoaders` has the positions that an earlier
+process has saved.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from healcore.runtime.data.epoch_loop import EPOCH
 from healcore.runtime.data.positions import BatchId, DataError, SavedPosition, decode_position
 
+EPOCH = "epoch"
+"""Key next to the positions of loaders: the epoch of the program's loop."""
 COUNT = "count"
 """Key next to the positions of loaders: the number of loaders so far."""
 
 
 def place_of(position: Mapping[str, Any]) -> BatchId:
-    """The next batch of a position."""
+    """The next batch of a position.
+
+    Args:
+        position: a position that `check_positions` has accepted.
+
+    Returns:
+        Epoch and index of the batch, both from 0.
+    """
     return BatchId(position["epoch"], position["index"])
 
 
@@ -33,6 +45,75 @@ def check_positions(position: Mapping[str, Any]) -> None:
             decode_position(value)
         elif type(value) is not int or value < 0:
             raise DataError(f"the {key} of loaders is a whole number >= 0, not {value!r:.80}")
+
+
+class EpochLoop:
+    """The program's own loop over epochs, and the return to an earlier epoch of it.
+
+    Three kinds of programs train for epochs:
+
+        for batch in healer.batches(loader, epochs=3)       healcore counts the epochs
+        for epoch in range(3): ... batches(loader)          the program counts, healcore cannot
+                                                            change its number (`crossed`)
+        for epoch in healer.epochs(3): ... batches(loader)  healcore yields the numbers, and can
+                                                            return to an earlier one
+
+    The third kind is in one of these states:
+
+        `can_return`  `returns_to`  state
+        ------------  ------------  ------------------------------------------------------------
+        False         None          no loop over `Healer.epochs` runs
+        True          None          the body of an epoch runs
+        True          a number      a rollback has led before this epoch: its passes have no further
+                                    batch, and `Healer.epochs` yields this number next
+
+    Attributes:
+        next_epoch: epoch at which the program's own loop continues after a restart. While the code
+            after an epoch runs, still that epoch, which has no batch left.
+        names_epochs: whether the program's loop passes the number of its epoch.
+        can_return: whether a loop over `Healer.epochs` runs, which can return to an earlier epoch.
+        returns_to: epoch to which this loop returns because of a rollback, or None. Until then the
+            passes of the loaders that were rewound have no further batch.
+        crossed: epoch that a loop was in when the last rewind has led it into an earlier epoch, to
+            which it does not return, or None.
+        changed_in: epoch in which the program has last changed the structure of its model, or -1. A
+            loop over `Healer.epochs` returns to later epochs only.
+    """
+
+    def __init__(self) -> None:
+        self.next_epoch = 0
+        self.names_epochs = False
+        self.can_return = False
+        self.returns_to: int | None = None
+        self.crossed: int | None = None
+        self.changed_in = -1
+        self._returned: Mapping[str, Any] = {}
+        """The positions of the last return, as long as its epoch runs; otherwise empty."""
+        self._new_in_epoch = 0
+        """Number of loaders that were first used since the epoch has begun."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begins an epoch of a loop over `Healer.epochs`.
+
+        Args:
+            epoch: number of the epoch. After a return it is an earlier one.
+        """
+        self.next_epoch = epoch
+        self.can_return = True
+        if epoch != self._returned.get(EPOCH):  # the positions are of that epoch only
+            self._returned = {}
+        self._new_in_epoch = 0
+
+    def _begin_return(self, position: Mapping[str, Any]) -> None:
+        """Makes the loop return to the epoch of a position."""
+        self._returned = position
+        self.returns_to = int(position[EPOCH])
+
+    def _end_return(self) -> int:
+        """Ends a return. Returns the epoch that the loop yields next."""
+        assert self.returns_to is not None
+        epoch, self.returns_to = self.returns_to, None
+        return epoch
 
 
 class EarlierLoaders:
@@ -94,14 +175,20 @@ class EarlierLoaders:
         return has_begun(saved)
 
     def furthest_place(self, default: BatchId) -> BatchId:
-        """The furthest of the next batches, or the default without a position."""
+        """The furthest of the next batches of all positions.
+
+        Before the program has made its loaders again, this is the best known place in the data.
+
+        Args:
+            default: the place without any position.
+        """
         return max(map(place_of, self.positions.values()), default=default)
 
     def number_in(self, epoch: int, next_number: int) -> int:
         """Number of a loader whose first use in this process is in an epoch of the loop.
 
         A program may make a loader for each epoch. A restart in epoch 2 makes no loaders of the
-        epochs 0 and 1 again, so their numbers are left out: the loader gets the number of the one
+        epochs 0 and 1 again, so their numbers are skipped: the loader gets the number of the loader
         that stands furthest in this epoch.
 
         Args:

@@ -1,9 +1,10 @@
-"""`WarmUp`: how long a loop over `Healer.steps` may run without an optimizer step."""
+"""What the loop watches of the program: steps that are not taken, and changes of its model."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from healcore.console import first_of, passes_power_of_ten
 from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.run.ending.exits import IncompleteRun
 
@@ -20,7 +21,7 @@ class WarmUp:
 
     Such an iteration gets the same number again. A loop may need many of them before its first
     step, for example to fill a replay buffer. But a program whose steps the Healer does not see
-    would get the same number for ever, and would never end. So the count has a limit:
+    would get the same number forever, and would never end. So the count has a limit:
 
         before the first step of the loop    `warmup` of the caller, by default the steps of the
                                              loop and at least `MAX_ITERATIONS`
@@ -93,4 +94,46 @@ class WarmUp:
             self.run.log.info(
                 f"step {self._step}: {MAX_ITERATIONS} iterations without an optimizer step, as in "
                 f"a warm-up; after {self._allowed} of them the run ends with an error"
+            )
+
+
+class StructureChanges:
+    """Finds out after each step whether the program has added or removed parameters.
+
+    Earlier checkpoints and earlier weights in memory do not fit such a model. Without a record of
+    the change, a rollback would try to restore them, and a restart would reject a model of another
+    structure. So a checkpoint follows soon, and comparisons begin again.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._count = 0  # changes in this process
+
+    def note(self) -> None:
+        """Records a change of the structure since the last call, and makes a checkpoint due.
+
+        Called after each step. Without the checkpoint, a rollback would have nothing that fits the
+        changed model. A program may change its structure often, as in progressive growing, so lines
+        in the log become rarer with the number of changes.
+        """
+        changes = self.run.driver.structure_changes()
+        if not changes:
+            return
+        run = self.run
+        step = run.data.step
+        epoch = run.loaders.place.epoch
+        run.record.add_change(max(step - 1, 0), epoch)
+        run.record.param_groups = run.driver.param_groups()
+        run.loaders.changed_in = epoch
+        run.comparisons.on_structure_change()
+        run.schedule.after_change = True
+        run.log.event("data", step=step, outcome=f"the model has changed: {first_of(changes)}")
+        self._count += 1
+        if passes_power_of_ten(self._count - 1, self._count):
+            again = ""
+            if self._count > 1:
+                again = f" ({self._count} times so far)"
+            run.log.info(
+                f"step {step}: the program has changed the structure of its model{again}: "
+                f"{first_of(changes)}. A checkpoint follows, because earlier ones do not fit it"
             )
