@@ -50,7 +50,7 @@ from healcore.jax.gradients import is_traced
 
 State = TypeVar("State")
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
-_OF_PROTECT = "protect() needs an optimizer that makes every field of its state in init(), got"
+_RULE_OF_PROTECT = "protect() needs an optimizer that makes every field of its state in init(), got"
 _SMALL_FLOATS = {8: jnp.uint8, 16: jnp.uint16}
 
 
@@ -110,13 +110,13 @@ def step_or_keep(
     if not is_traced((skip, updates, state, params)):
         # Eager code has no donated buffers to reuse, and would trace the step at every call.
         out, new_state = step(updates, state, params)
-        _check_structure(state, new_state, _OF_PROTECT)
+        _check_structure(state, new_state, _RULE_OF_PROTECT)
         leaves = zip(*map(jax.tree.leaves, (state, new_state)), names, strict=True)
         kept = [_select_widened(skip, *each) for each in leaves]
         return out, jax.tree.unflatten(jax.tree.structure(new_state), kept)
 
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(updates, state, params)
-    _check_structure(state, shapes[1], _OF_PROTECT)
+    _check_structure(state, shapes[1], _RULE_OF_PROTECT)
     first = len(jax.tree.leaves(updates))  # index of the state's first leaf in the flat inputs
     leaves = jax.tree.leaves((updates, state, params))
     flat = _interpret(closed, leaves, skip, first, names)

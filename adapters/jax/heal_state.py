@@ -206,7 +206,7 @@ def _step(
     policy: Any, arrays: list[Any], state: HealState, signals: Signals, leaf_norms: jax.Array | None
 ) -> tuple[HealState, Decision]:
     """Judges one step. `policy` is the hashable part of the engine, `arrays` the other part."""
-    row, windows, number, decision = _judge(
+    row, windows, number, decision = _judge_in_one_kernel(
         policy,
         _groups(state),
         arrays,
@@ -228,7 +228,7 @@ def _step(
     return HealState(rows, windows, norms, decision.group_scale), decision
 
 
-def _judged(
+def _judge_row(
     policy: Any, groups: int | None, arrays: list[Any], row: Any, windows: Any, signals: Signals
 ) -> tuple[jax.Array, tuple[Any, ...], jax.Array, Decision]:
     """The new row, the new windows, the number of the step, and the decision to enforce."""
@@ -262,7 +262,7 @@ def _as_dtype_of(template: Any, leaf: Any) -> jax.Array:
     return jnp.asarray(leaf, template.dtype)
 
 
-_judge = one_kernel(_judged, static=(0, 1))
+_judge_in_one_kernel = one_kernel(_judge_row, static=(0, 1))
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
+from healcore.core.numerics import shortest_decimal
 from healcore.jax.array_leaves import Leaf, PyTree
 from healcore.jax.tree_nodes import node_at
 
@@ -186,8 +187,8 @@ def seen(numbers: np.ndarray) -> list[Range | None]:
     """
     ranges: list[Range | None] = []
     for column in numbers[_SEEN_LOW:].T:
-        # The shortest decimal number: 0.999 instead of 0.9990000128746033.
-        low, high, last = (float(str(value)) for value in column)
+        # 0.999 instead of 0.9990000128746033.
+        low, high, last = map(shortest_decimal, column)
         if low <= high:
             ranges.append((low, high, last))
         else:

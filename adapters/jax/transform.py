@@ -302,7 +302,7 @@ def protect(
         step = _changed_step(optimizer_step, resets, inside_scale, held)
         if heals or "externally_skipped" in given:
             finite = gradients.finite_unread(updates, unread)
-            if _clips_as_optax(engine, given, axes):
+            if _is_optax_clip(engine, given, axes):
                 updates = _clip_as_optax(engine, decision, healed, finite, read)
             else:
                 updates = _enforce(engine, decision, finite)
@@ -484,7 +484,7 @@ def _transformation(
         state, decision = heal_state.step(engine, state, signals, norms)
         if engine.mode == "observe" and "externally_skipped" not in given:
             return updates, state
-        if _clips_as_optax(engine, given, axes):
+        if _is_optax_clip(engine, given, axes):
             updates = _clip_as_optax(engine, decision, state, updates, updates)
         else:
             updates = _enforce(engine, decision, updates)
@@ -499,7 +499,7 @@ def _check_records(records: int) -> None:
         raise ValueError(f"records is a number of steps >= 1, as records=64, not {records!r}")
 
 
-def _clips_as_optax(engine: Engine, given: Mapping[str, Any], axes: Axes) -> bool:
+def _is_optax_clip(engine: Engine, given: Mapping[str, Any], axes: Axes) -> bool:
     """Whether the policy clips at a fixed norm, and optax would compute it from these gradients.
 
     False with a norm that the caller has reduced over devices, and for parts of gradients.
@@ -518,7 +518,7 @@ def _clip_as_optax(
     assert engine.config.clip is not None
     max_norm = engine.config.clip[1].max_norm
     if isinstance(max_norm, int | float):
-        max_norm = numerics.as_written(max_norm)
+        max_norm = numerics.shortest_decimal(np.float32(max_norm))
     is_limited = None
     if engine.limits_norm:
         is_limited = heal_state.has_norm_limit(engine, state)

@@ -450,7 +450,7 @@ class Healing:
         """Loads a checkpoint's state after a rollback. Keeps current budgets and LR multiplier.
 
         With `load_state_dict` instead, the run would forget that it has rolled back, and could roll
-        back to the same checkpoint for ever.
+        back to the same checkpoint forever.
 
         Args:
             state: the result of `state_dict` at the time of the checkpoint.

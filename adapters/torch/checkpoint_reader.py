@@ -315,14 +315,15 @@ _VALUES: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): str,
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): int,
 }
-"""Immutable types in place of the classes and functions of the values in DCP's own index."""
+"""Types whose attributes a pickle cannot set, as they are written in C. They take the place of the
+classes and functions of the values in DCP's own index."""
 
 
 class _Record:
     """The attributes of an object of one of DCP's classes."""
 
     def __init__(self, *args: Any) -> None:
-        del args  # of a path, which is not read
+        del args  # the parts of a path, which are not read
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, dict):

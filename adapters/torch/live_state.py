@@ -31,8 +31,13 @@ with `state_dict` and `load_state_dict`."""
 
 _COUNTED = {"last_epoch", "base_lrs"}
 _NO_HYPERPARAMETERS = {
-    *("params", "param_names", "initial_lr"),
-    *("foreach", "fused", "capturable", "differentiable"),
+    "params",
+    "param_names",
+    "initial_lr",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
 }
 """Entries of a parameter group that do not affect training."""
 

@@ -3,35 +3,6 @@
 A rule is a NamedTuple of numbers, which may be arrays. `init(groups=n)` returns the state as NumPy
 arrays. `update(state, seen, learn, *, xp)` judges a norm against the state, then learns the norm
 where `learn` holds (the step is not skipped). It returns the new state and a `Clip`.
-
-**Fixed** reduces the norm to one absolute limit (Pascanu et al., 2013), as
-`torch.nn.utils.clip_grad_norm_` and `optax.clip_by_global_norm` do. It has no baseline and
-therefore no escape: norms that stay above `max_norm` are always clipped, as configured.
-
-**ZClip** (Kumar et al., 2025, arXiv:2504.02507, package `zclip` 1.0.0) clips a norm that is
-unusually large for its history. The first `warmup_steps` raw norms give the mean mu and the
-population variance v. With z = (g - mu) / sqrt(v), a norm with z above the threshold k is reduced
-to T: `mu + k^2 sigma / z` (reciprocal), `mu` (mean) or `mu + k sigma` (max). Then mu' = a mu +
-(1 - a) u and v' = a v + (1 - a) (u - mu')^2, where u is T for a clipped norm, else g. Differences
-from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md):
-
-* The baseline follows lasting level shifts, and the warm-up is robust (`baseline`).
-* NaN, Inf and zero norms are not learnt, and sigma is at least `min_rel_std` of mu. In the
-  published rule one NaN disables clipping permanently, and a run of zeros clips to zero.
-
-**AutoClip** (Seetharaman et al., 2020, arXiv:2007.14469) clips at a percentile of the norms seen so
-far. The original sorts the whole history at each step. This version keeps a histogram of 16 bins
-per octave: O(1) memory, integer counts that are equal in every backend, and a percentile at most
-one bin (4.4 %) too high. At `2 * window` norms all counts are halved, so that the rule follows a
-lasting level shift within five windows. As published, raw norms enter: clipped norms would lower
-the percentile further and further.
-
-**AdaGC** (Wang et al., 2025, arXiv:2502.11034) clips each tensor's gradient relative to the moving
-average of its norm. For the first `warmup_steps` the global norm is clipped to `max_norm`, and
-gamma_i is the smallest clipped norm of tensor i. Then a norm above `ratio * gamma_i` is clipped to
-it, and gamma_i' = decay gamma_i + (1 - decay) u_i for the clipped norm u_i. Differences from the
-paper (docs/recipes.md): zero and non-finite norms are not learnt, a tensor first seen after warm-up
-starts from its own first norm, and gamma follows lasting level shifts.
 """
 
 from __future__ import annotations
@@ -97,9 +68,11 @@ class FixedState(NamedTuple):
 
 
 class FixedConfig(NamedTuple):
-    """Parameter of fixed clipping, the usual rule of training loops.
+    """Parameter of fixed clipping, the usual rule of training loops (Pascanu et al., 2013).
 
-    It has no memory, so a limit that is too low clips every step.
+    Reduces the norm to one absolute limit, as `torch.nn.utils.clip_grad_norm_` and
+    `optax.clip_by_global_norm` do. The rule has no memory, so norms that stay above `max_norm` are
+    always clipped, as configured.
     """
 
     max_norm: Positive = 1.0
@@ -125,7 +98,7 @@ class FixedConfig(NamedTuple):
         del learn
         norm = seen.grad_norm
         over = norm > self.max_norm
-        zero = norm - norm
+        zero = numerics.zero_like(norm)
         scale = scale_to(self.max_norm, norm, over, xp=xp)
         return state, Clip(scale, zero + self.max_norm, zero, over)
 
@@ -149,7 +122,16 @@ class ZClipState(NamedTuple):
 class ZClipConfig(NamedTuple):
     """Parameters of ZClip: clips a norm that is unusually large for its history.
 
-    The top of this file has the equations and the differences from the paper.
+    From Kumar et al., 2025, arXiv:2504.02507, package `zclip` 1.0.0. The first `warmup_steps` raw
+    norms give the mean mu and the population variance v. With z = (g - mu) / sqrt(v), a norm with z
+    above the threshold k is reduced to T: `mu + k^2 sigma / z` (reciprocal), `mu` (mean) or
+    `mu + k sigma` (max). Then mu' = a mu + (1 - a) u and v' = a v + (1 - a) (u - mu')^2, where u is
+    T for a clipped norm, else g. Differences from the paper (reasons and numbers:
+    docs/detectors.md, docs/recipes.md):
+
+    * The baseline follows lasting level shifts, and the warm-up is robust (`baseline`).
+    * NaN, Inf and zero norms are not learnt, and sigma is at least `min_rel_std` of mu. In the
+      published rule one NaN disables clipping permanently, and a run of zeros clips to zero.
     """
 
     z_threshold: Positive = 2.5
@@ -296,7 +278,12 @@ class AutoClipState(NamedTuple):
 class AutoClipConfig(NamedTuple):
     """Parameters of AutoClip: clips at a percentile of the recent norms.
 
-    With a percentile of 10, about nine of ten steps are clipped.
+    From Seetharaman et al., 2020, arXiv:2007.14469. With a percentile of 10, about nine of ten
+    steps are clipped. The original sorts the whole history at each step. This version keeps a
+    histogram of 16 bins per octave: O(1) memory, integer counts that are equal in every backend,
+    and a percentile at most one bin (4.4 %) too high. At `2 * window` norms all counts are halved,
+    so that the rule follows a lasting level shift within five windows. As published, raw norms
+    enter: clipped norms would lower the percentile further and further.
     """
 
     percentile: Annotated[Number, number(above=0, below=100)] = 10.0
@@ -353,7 +340,7 @@ class AutoClipConfig(NamedTuple):
             target = xp.minimum(target, self.max_norm)
             threshold = xp.where(known, target, self.max_norm)
         over = norm > target
-        zero = norm - norm
+        zero = numerics.zero_like(norm)
         new_counts = xp.where(full[..., None], counts // 2, counts)
         return AutoClipState(xp.astype(new_counts, xp.int32)), Clip(
             scale_to(target, norm, over, xp=xp), zero + threshold, zero, over
@@ -397,7 +384,12 @@ class AdaGCState(NamedTuple):
 class AdaGCConfig(NamedTuple):
     """Parameters of AdaGC: clips each tensor's gradient by the history of its own norm.
 
-    The top of this file has the equations and the differences from the paper.
+    From Wang et al., 2025, arXiv:2502.11034. For the first `warmup_steps` the global norm is
+    clipped to `max_norm`, and gamma_i is the smallest clipped norm of tensor i. Then a norm above
+    `ratio * gamma_i` is clipped to it, and gamma_i' = decay gamma_i + (1 - decay) u_i for the
+    clipped norm u_i. Differences from the paper (docs/recipes.md): zero and non-finite norms are
+    not learnt, a tensor first seen after warm-up starts from its own first norm, and gamma follows
+    lasting level shifts.
     """
 
     ratio: Ratio = 1.04
@@ -465,7 +457,7 @@ class AdaGCConfig(NamedTuple):
         gamma = xp.where(shift.escaped, shift.level, gamma)
         count = xp.where(learn & warm & (seen.grad_norm > 0), count + 1, count)
         threshold = xp.where(warm_n, self.max_norm, limit)
-        zero = norms - norms
+        zero = numerics.zero_like(norms)
         return AdaGCState(count, gamma, shift_state), Clip(
             scale, zero + threshold, zero, (warm_n & over_global[..., None]) | over
         )

@@ -16,7 +16,10 @@ from healcore.core.array_namespace import Flag, Float, Int, Norms
 
 
 class Cause(enum.IntFlag):
-    """What is wrong. Detectors on the device set the first eleven; the host sets the rest."""
+    """What is wrong. Detectors on the device set the first ten, and the host sets the rest.
+
+    Older versions had a cause with the value 256, which no other cause gets.
+    """
 
     NONFINITE_LOSS = 1
     NONFINITE_GRAD = 2
@@ -53,7 +56,7 @@ class Action(enum.IntFlag):
     """The LR multiplier was cut at this step; `Decision.lr_scale` includes the cut."""
 
 
-def names(flags: enum.IntFlag) -> list[str]:
+def names(flags: enum.Flag) -> list[str]:
     """Names of the set flags, lowest bit first: ``names(Cause(12)) == ["GRAD_SPIKE", ...]``."""
     return [each.name for each in type(flags) if each.name and each & flags] if flags else []
 
@@ -235,21 +238,26 @@ class StepRecord(NamedTuple):
 RECORD_FIELDS = StepRecord._fields[:16]
 """The numbers of a record, in packing order."""
 RECORD_INTS = RECORD_FIELDS.index("grad_scale")
-"""Number of the first numbers of `RECORD_FIELDS`, which are int32 or bool in an engine. The rest
-are float32."""
+"""How many of `RECORD_FIELDS` are int32 or bool in an engine. They come first, and the others are
+float32."""
 _NO_ACTION, _NO_CAUSE = Action(0), Cause(0)
-"""The actions of most steps: none. To make a flag of a number takes as long as five numbers of a
-record."""
+"""The flags of most steps. They are made once, because `Action(0)` takes as long as five other
+numbers of a record."""
 
 
 def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
     """Makes a record of Python values from scalars in the order of `RECORD_FIELDS`."""
     step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:RECORD_INTS])
     return StepRecord(
-        *(step, onset, incident, bool(is_open)),
+        step,
+        onset,
+        incident,
+        bool(is_open),
         Action(action) if action else _NO_ACTION,
         Cause(cause) if cause else _NO_CAUSE,
-        *(depth, bool(skip), *map(float, values[RECORD_INTS:])),
+        depth,
+        bool(skip),
+        *map(float, values[RECORD_INTS:]),
         engine=engine,
     )
 
@@ -261,8 +269,23 @@ def unpack_record(packed: np.ndarray, engine: str = "") -> StepRecord:
 
 
 _METRICS = (
-    *("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "skip", "lr_scale"),
-    *("cause", "action", "step", "clips", "skips", "alarms", "rollbacks", "lr_cuts", "incident"),
+    "loss",
+    "grad_norm",
+    "threshold",
+    "z",
+    "z_loss",
+    "grad_scale",
+    "skip",
+    "lr_scale",
+    "cause",
+    "action",
+    "step",
+    "clips",
+    "skips",
+    "alarms",
+    "rollbacks",
+    "lr_cuts",
+    "incident",
 )
 _COUNTS = {"step": "steps", "incident": "incidents"}
 
@@ -289,7 +312,7 @@ def is_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:
     return bool(0 < largest <= numerics.SIGNAL_LIMIT)
 
 
-def suspects(
+def suspect_gradients(
     norms: np.ndarray, usual: np.ndarray | None, names: Sequence[str]
 ) -> tuple[SuspectGradient, ...]:
     """Selects the worst tensors: non-finite gradients first, then by the ratio to the usual norm.

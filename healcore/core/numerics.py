@@ -11,7 +11,7 @@ these rules. The namespace `xp` is an `ArrayNamespace`.
 * XLA flushes subnormals to zero; NumPy and torch keep them. Signals below `TINY` and state
   below `FLUSH` are therefore set to zero.
 * ``where`` between two Python numbers has a different dtype in each backend: pass an array.
-* ``x - x`` is a zero with the shape and dtype of a finite array ``x``, in every backend.
+* A constant in the shape of an array is made of the array: `zero_like`, `never`, `always`.
 * torch's CPU ``sqrt`` may be one ulp off. Comparisons square instead, and the torch namespace
   rounds a root correctly.
 """
@@ -35,13 +35,31 @@ SIGNAL_LIMIT = 1e15  # limit of norms and losses for detectors, so that squares 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-def as_written(number: float) -> float:
-    """The shortest decimal number that rounds to the same float32: 0.1 for float32(0.1).
+def shortest_decimal(number: np.generic) -> float:
+    """The decimal number with the fewest digits that rounds to a number: 0.1 for float32(0.1).
 
-    The core has every number of a policy in float32. A framework that clips float64 gradients
-    computes with the number that the user has written.
+    The core has every number of a policy in float32. This is the number that the user has written,
+    with which a framework clips float64 gradients, and which a report prints.
+
+    Args:
+        number: a number of NumPy, whose dtype says how a decimal number is rounded.
     """
-    return float(str(np.float32(number)))
+    return float(str(number))
+
+
+def zero_like(x: Array) -> Array:
+    """A zero with the shape and dtype of a finite array, in every backend."""
+    return x - x
+
+
+def never(like: Flag) -> Flag:
+    """False in the shape of a flag."""
+    return like & False
+
+
+def always(like: Flag) -> Flag:
+    """True in the shape of a flag."""
+    return like | True
 
 
 def and_not(a: Flag, b: Flag) -> Flag:
@@ -66,7 +84,7 @@ def plus_one(number: Number) -> Number:
 
 def complement(decay: Number, like: Float) -> Float:
     """`1 - decay` in float32 in the shape of `like`, the same for a Python number and an array."""
-    return (like - like + 1.0) - decay
+    return (zero_like(like) + 1.0) - decay
 
 
 def sanitized(

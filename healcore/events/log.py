@@ -69,7 +69,7 @@ def to_json(value: object) -> JsonValue:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, enum.Flag):
-        return [flag.name for flag in type(value) if flag.name and flag in value]
+        return [*names(value)]
     if isinstance(value, enum.Enum):
         return to_json(value.value)
     if isinstance(value, int):
@@ -501,8 +501,10 @@ class Metrics:
         lost: number of lines that could not be written.
     """
 
-    path: Path | None  # the file, or None to write nothing
-    run: str  # the run's id, as in its events
+    path: Path | None
+    """The file, or None to write nothing."""
+    run: str
+    """The id of this process, as in its events."""
     automatic: bool = False
     """Whether healcore has chosen the path. Then links are not followed, as in `append`, and
     the file is thinned: after 50,000 steps it has only every second step, after 100,000 every

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from healcore.core.decision import Action, Cause
+from healcore.events.schema import SCHEMA
 
 NONFINITE_TEXTS = ("nan", "inf", "-inf")
 """Numbers that JSON cannot express, as strings that `float` reads."""
@@ -126,7 +127,9 @@ class EventRecord(_EventsModel):
     docs/events.schema.json.
     """
 
-    schema_: PositiveInt = Field(default=2, alias="schema", description="Version of the format: 2.")
+    schema_: PositiveInt = Field(
+        default=SCHEMA, alias="schema", description=f"Version of the format: {SCHEMA}."
+    )
     seq: NonNegativeInt = Field(
         default=0, description="Number of the event in its process, from 0, counting lost events."
     )

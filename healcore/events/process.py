@@ -40,12 +40,13 @@ class Process(NamedTuple):
 
     host: str
     pid: int
-    boot: str | None  # the kernel's id of the boot, or None on systems other than Linux
+    boot: str | None
+    """The kernel's id of the boot, or None on systems other than Linux."""
     born: int | None
     """Start time in clock ticks since the boot, or None. Distinguishes reused values of `pid`."""
 
     def gone(self) -> bool | None:
-        """Checks whether the process still runs.
+        """Whether the process has ended.
 
         Returns:
             True if the process has ended or is a zombie, and False if it runs. None if this is

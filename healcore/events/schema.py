@@ -324,10 +324,12 @@ class Trait(enum.Flag):
 
     JUDGED = enum.auto()
     """`step` is the step that was judged; without this trait the number of steps done."""
-    CHECKPOINT = enum.auto()  # `step` is the step of an older checkpoint
+    CHECKPOINT = enum.auto()
+    """`step` is the step of an older checkpoint."""
     DURABLE = enum.auto()
     """The log waits for the disk. A power cut loses other lines, on Linux about 30 s of them."""
-    SEVERE = enum.auto()  # trackers alert on the event
+    SEVERE = enum.auto()
+    """Trackers alert on the event."""
 
 
 class EventKind(NamedTuple):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from healcore.core.engine import Engine
+from healcore.core.numerics import shortest_decimal
 from healcore.jax import heal_state
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver import engines as engine_states
@@ -203,7 +204,7 @@ class JaxDriver(Driver):
         if not differ(counters, self._last_counters):
             return None
         self._last_counters = counters
-        votes: Callable[[], bool] = bool  # False
+        votes: Callable[[], bool] = _no_vote
         if self._marks is not None:
             votes = self._marks.begin_dispatch()
         block = self._block
@@ -402,8 +403,8 @@ class JaxDriver(Driver):
             names = list(injected)
         found: dict[str, Any] = {}
         for name, value in zip(names, injected.values(), strict=True):
-            # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
-            found[name] = json_setting(float(str(value)))
+            # 0.001 instead of 0.0010000000474974513.
+            found[name] = json_setting(shortest_decimal(value))
         dtypes = {str(jnp.result_type(leaf)) for leaf in self._weights.arrays().values()}
         digest = self._weights.digest()
         if any(engine["state"]["step"] for engine in self.engines().values()):
@@ -523,19 +524,19 @@ class JaxDriver(Driver):
         """See `_counters_in`, of the live state."""
         return _counters_in(self._states())
 
-    def _all_polled(self) -> bool:
+    def _all_taken(self) -> bool:
         """Whether `take_dispatch` has returned every step."""
         return not differ(self._counters(), self._last_counters)
 
     def _edit_state(self, tree: PyTree) -> None:
         """Makes `tree` the live state, from which the next step has to start. It counts no step."""
-        all_polled = self._all_polled()
+        all_taken = self._all_taken()
         if not self._live.in_place:
             self._edit += 1
             self._edit_is_new = True
             tree = engine_states.map_states(lambda state: with_edit(state, self._edit), tree)
         self._live.write(tree)
-        if all_polled:  # otherwise `take_dispatch` still has to return the step before the edit
+        if all_taken:  # otherwise `take_dispatch` still has to return the step before the edit
             self._last_counters = self._counters()
 
     def _remember_step(self) -> None:
@@ -543,6 +544,11 @@ class JaxDriver(Driver):
         self._block = None
         self._reader.restart(self._states())
         self._last_counters = self._counters()
+
+
+def _no_vote() -> bool:
+    """The votes on a dispatch of one process, which asks nobody."""
+    return False
 
 
 def _zeros_of(leaf: jax.Array) -> Any:

@@ -49,7 +49,7 @@ class EngineEntry(NamedTuple):
     path of its HealState if this item contains several engines."""
     path: Path
     """Path of its HealState in the state."""
-    leaves: tuple[str, ...]
+    tensor_names: tuple[str, ...]
     """Names of the tensors whose gradients it judges."""
     candidates: tuple[tuple[str, ...], ...]
     """The parts of the state that may be its parameters, or empty if these cannot be identified."""

@@ -29,7 +29,7 @@ from healcore.core.decision import (
     RECORD_FIELDS,
     StepRecord,
     is_by_optimizer,
-    suspects,
+    suspect_gradients,
     unpack_record,
 )
 from healcore.jax import engine_rows
@@ -416,7 +416,7 @@ class StepReader:
                 if record.cause:
                     usual = self._usual_norms.get(engine.name)
                     record = record._replace(
-                        evidence=suspects(new.norms, usual, engine.leaves),
+                        evidence=suspect_gradients(new.norms, usual, engine.tensor_names),
                         by_optimizer=is_by_optimizer(record.cause, new.norms),
                     )
                 else:

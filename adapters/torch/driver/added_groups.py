@@ -92,7 +92,7 @@ class AddedGroups:
                 tensors = [known[path].requires_grad_() for path in group]
                 self._optimizers[name].add_param_group({"params": tensors})
                 ids_of_groups.append({id(tensor) for tensor in tensors})
-            self._undo.append(_answer_again(self._optimizers[name], ids_of_groups))
+            self._undo.append(_ignore_once(self._optimizers[name], ids_of_groups))
             added += missing
         return added
 
@@ -102,7 +102,7 @@ class AddedGroups:
             undo()
 
 
-def _answer_again(optimizer: Any, groups: list[set[int]]) -> Callable[[], None]:
+def _ignore_once(optimizer: Any, groups: list[set[int]]) -> Callable[[], None]:
     """Makes `add_param_group` do nothing, once, for each of these groups of ids of parameters.
 
     Returns a function that undoes it. torch would raise: "some parameters appear in more than one

@@ -43,7 +43,7 @@ from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
 from healcore.torch.store.partial_restore import load_common
 
-WITHOUT_POLL = 100
+STEPS_WITHOUT_DISPATCH = 100
 """Steps before the first call of `take_dispatch` after which a line says so."""
 
 
@@ -112,7 +112,7 @@ class TorchDriver(Driver):
         for healing in healings.values():
             self._accumulations.append(Accumulation(healing, self._after_step))
         self._steps = OptimizerSteps(self._accumulations)
-        self._unpolled = 0.0
+        self._steps_without_dispatch = 0.0
         """Number of steps before the first call of `take_dispatch`, then -Inf."""
         self._listeners: dict[str, DriverListener] = {}
         """What hears of the steps of each optimizer, by its name in the state."""
@@ -201,7 +201,7 @@ class TorchDriver(Driver):
         """
         for healing in self.healings.values():
             healing.judge_dropped()
-        self._unpolled = -math.inf
+        self._steps_without_dispatch = -math.inf
         if not self._steps.in_progress:
             for statistics in self._statistics:
                 statistics.keep_written()
@@ -311,7 +311,7 @@ class TorchDriver(Driver):
                 recorder.restart()
             else:
                 # A state that only limits something has the same step, whose record may be unread.
-                recorder.restart(unless_at=steps.get(recorder.name))
+                recorder.restart(replaced_step=steps.get(recorder.name))
         self._pending.clear()
         self._early.clear()
 
@@ -544,12 +544,12 @@ class TorchDriver(Driver):
         self._steps.observed = False
         for accumulation in self._accumulations:
             accumulation.reached_since_any_step = False
-        self._unpolled += 1
-        if self._unpolled == WITHOUT_POLL:
+        self._steps_without_dispatch += 1
+        if self._steps_without_dispatch == STEPS_WITHOUT_DISPATCH:
             console.warning(
-                f"{WITHOUT_POLL} steps, but neither healer.batches(loader) nor healer.after_step() "
-                "was called: without them the Healer cannot save, roll back or stop the run; write "
-                "`for batch in healer.batches(loader)`"
+                f"{STEPS_WITHOUT_DISPATCH} steps, but neither healer.batches(loader) nor "
+                "healer.after_step() was called: without them the Healer cannot save, roll back or "
+                "stop the run; write `for batch in healer.batches(loader)`"
             )
         self.on_step()
 

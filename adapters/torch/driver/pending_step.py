@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.decision import StepRecord, SuspectGradient, is_by_optimizer, suspects
+from healcore.core.decision import StepRecord, SuspectGradient, is_by_optimizer, suspect_gradients
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import AsyncCopy, PendingRecord
@@ -79,16 +79,16 @@ class Recorder:
         """Gradient norms of the last step without an alarm."""
         self.restart()
 
-    def restart(self, *, unless_at: Any = None) -> None:
-        """Forgets the last step. Call it after the engine's state is replaced. A sync.
+    def restart(self, *, replaced_step: Any = None) -> None:
+        """Counts the step of the engine's new state as read. Call it after a load. A sync.
 
         Args:
-            unless_at: step of the replaced state, if unread records stay valid unless the new state
-                has another step. None if they are dropped in any case.
+            replaced_step: step of the state that was replaced. If the new state has the same step,
+                its record may be unread, and is not counted as read. None: it counts as read.
         """
-        now = int(self._healing.live_engine.state.step)
-        if unless_at is None or int(unless_at) != now:
-            self._last_step = now
+        step = int(self._healing.live_engine.state.step)
+        if replaced_step is None or int(replaced_step) != step:
+            self._last_step = step
 
     def record(self, norms: StepNorms) -> None:
         """Appends an entry for a step that was judged now, see `StepListener.judged`.
@@ -168,7 +168,7 @@ class Recorder:
         by_optimizer = is_by_optimizer(record.cause, values)
         if by_optimizer:
             self.bad_rates = norms.bad_rates
-        return suspects(values, usual, names), by_optimizer
+        return suspect_gradients(values, usual, names), by_optimizer
 
 
 class PendingStep:

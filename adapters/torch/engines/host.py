@@ -13,7 +13,7 @@ from healcore.core.array_namespace import NUMPY
 from healcore.core.decision import Action, Decision, StepRecord, host_record
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.engine.state import record_numbers
-from healcore.core.numerics import as_written, map_leaves
+from healcore.core.numerics import map_leaves, shortest_decimal
 from healcore.core.signals import Signals
 from healcore.core.tape import to_program
 
@@ -165,7 +165,7 @@ class StatefulEngine:
         is_alone = self.engine.mode != "observe" and not self.stepping.limits_norm
         self.max_norm = None
         if clip is not None and clip[0] == "fixed" and is_alone:
-            self.max_norm = as_written(clip[1].max_norm)
+            self.max_norm = shortest_decimal(np.float32(clip[1].max_norm))
         self._state: EngineState = map_leaves(self._place, state)
         self._decision: Decision | None = None
 

@@ -344,8 +344,8 @@ def _read_only_file(
                 shape, array.device_mesh, array.placements
             )
             own = []
-            for begin, size in zip(offsets, sizes, strict=True):
-                own.append(slice(begin, begin + size))
+            for start, size in zip(offsets, sizes, strict=True):
+                own.append(slice(start, start + size))
             array.to_local().copy_(whole[tuple(own)])
         else:
             array.copy_(whole)

@@ -232,7 +232,7 @@ class InstabilityConfig(NamedTuple):
 
         count = xp.where(learn & (before < _COUNTED), before + 1, before)
         learnt = xp.where(usual > 0, xp.minimum(norm, large), norm)
-        one = norm - norm + 1.0
+        one = numerics.zero_like(norm) + 1.0
         steps = xp.where(count > 0, numerics.as_float(count, xp=xp), one)
         weight = xp.maximum(xp.quotient(one, steps), _NORM)
         step = xp.product(weight, learnt - usual)

@@ -2,13 +2,6 @@
 
 A fixed limit is the user's choice and has no escape. `grad_ceiling` learns its first norms again
 after `escape` alarms in a row.
-
-A spike of the loss, the gradient norm or the update norm is one outlier, or several outliers within
-a short time (docs/detectors.md). The level rises slowly, and falls at once to the higher of two
-successive values. A value above the threshold is an outlier. The threshold is a streaming quantile
-(Robbins and Monro, 1951) of the run's own values, so that recurring outliers become noise. Each
-value has a vote between 0 and 1. A full vote is an `alarm`. A decayed sum of votes above `evidence`
-is `sustained`.
 """
 
 from __future__ import annotations
@@ -343,9 +336,14 @@ MIN_THRESHOLD_SHARE = 0.5  # smallest threshold, as a share of `z_threshold`
 
 
 class SpikeState(NamedTuple):
-    """The level, the threshold and the votes, as the top of this file explains them.
+    """The level, the threshold and the votes, which adapt to the run.
 
-    All three adapt to the run: the level to its values, the threshold to its frequent outliers.
+    A spike of the loss or the gradient norm is one outlier, or several outliers within a short time
+    (docs/detectors.md). The level rises slowly, and falls at once to the higher of two successive
+    values. A value above the threshold is an outlier. The threshold is a streaming quantile
+    (Robbins and Monro, 1951) of the run's own values, so that recurring outliers become noise. Each
+    value has a vote between 0 and 1. A full vote is an `alarm`. A decayed sum of votes above
+    `evidence` is `sustained`.
     """
 
     values: NoiseState

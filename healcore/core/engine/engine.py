@@ -196,7 +196,7 @@ class Engine:
                 decision = _neutral(decision, skipped, state.lr.scale, xp=xp)
                 decision = decision._replace(cause=xp.where(skipped, 0, decision.cause))
             if observes:
-                decision = _neutral(decision, decision.skip | True, 1.0, xp=xp)
+                decision = _neutral(decision, numerics.always(decision.skip), 1.0, xp=xp)
         return new, decision
 
     def _without_step(
@@ -232,7 +232,7 @@ class Engine:
         Baselines restart their warm-up. For `grace_steps` steps only non-finite values are alarms.
         """
         del xp
-        return state._replace(change_expected=state.change_expected | True)
+        return state._replace(change_expected=numerics.always(state.change_expected))
 
     def on_rollback(
         self, live: EngineState, restored: EngineState, *, xp: ArrayNamespace | ModuleType
@@ -257,13 +257,13 @@ class Engine:
         raised = (then.rate_at_cut > 0) & (then.rate_at_cut < live.lr.rate_at_cut)
         return restored._replace(
             incident=incident._replace(
-                open=incident.open & False,
-                only_skips=incident.only_skips & False,
-                quiet=incident.quiet * 0,
+                open=numerics.never(incident.open),
+                only_skips=numerics.never(incident.only_skips),
+                quiet=numerics.zero_like(incident.quiet),
             ),
             budget=budget._replace(
                 recoveries=numerics.decremented(budget.recoveries, xp=xp),
-                healthy_steps=budget.healthy_steps * 0,
+                healthy_steps=numerics.zero_like(budget.healthy_steps),
             ),
             lr=live.lr._replace(
                 rate_at_cut=xp.where(raised, then.rate_at_cut, live.lr.rate_at_cut),
@@ -297,8 +297,8 @@ class Engine:
         Args:
             state: the state, in NumPy.
         """
-        refunds = np.any(state.budget.lr_cuts < self.config.budget.lr_cuts)
-        limits_rate = bool(self.cuts_lr or refunds or np.any(state.lr.rate_at_cut > 0))
+        may_be_refunded = np.any(state.budget.lr_cuts < self.config.budget.lr_cuts)
+        limits_rate = bool(self.cuts_lr or may_be_refunded or np.any(state.lr.rate_at_cut > 0))
         limits_norm = self.limits_norm and bool(np.any(state.norm_limit != 0))
         if limits_rate and limits_norm == self.limits_norm:
             return self
@@ -322,7 +322,8 @@ class Engine:
 
         Args:
             state: the live state.
-            limit: upper limit of the learning rate, above 0, float32 array.
+            limit: upper limit of the learning rate, float32 array. 0 or less limits the rate to the
+                schedule's current rate.
             rate: the schedule's current learning rate, float32 array, or None for a constant rate
                 of 1.
             xp: the array namespace.
@@ -360,7 +361,7 @@ class Engine:
             xp: the array namespace.
         """
         xp = as_namespace(xp)
-        none = state.norm_limit - state.norm_limit
+        none = numerics.zero_like(state.norm_limit)
         given = none
         if limit is not None:
             given = limit
@@ -380,7 +381,7 @@ class Engine:
         A withheld step changes neither weights nor moments. It is a skip without a cause: it opens
         no incident and costs no budget.
         """
-        withheld = state.norm_limit - state.norm_limit + WITHHELD
+        withheld = numerics.zero_like(state.norm_limit) + WITHHELD
         return state._replace(norm_limit=withheld)
 
     def apply_rate(
@@ -410,7 +411,7 @@ class Engine:
     def to_dict(self, state: EngineState) -> dict[str, Any]:
         """Converts the state of any backend to JSON-safe Python data; this syncs the device.
 
-        Returns `{"schema": 10, "policy": fingerprint, "clip": name, "detectors": [names],
+        Returns `{"schema": SCHEMA, "policy": fingerprint, "clip": name, "detectors": [names],
         "groups": n, "state": {...}}`.
         """
         scale = state.last.decision.group_scale

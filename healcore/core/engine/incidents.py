@@ -283,7 +283,7 @@ def _grant(
         lr_cuts=xp.minimum(lr_cuts + refund, config.budget.lr_cuts),
         healthy_steps=xp.where(refund, 0, count),
     )
-    depth = xp.where(granted, due.depth, budget.healthy_steps * 0)
+    depth = xp.where(granted, due.depth, numerics.zero_like(budget.healthy_steps))
     return new_budget, RecoveryOrders(healthy, refund, cut_granted, depth, action)
 
 
@@ -388,7 +388,8 @@ def _cut_hold_ramp(
     """
     keeps_peak = _keeps_peak(state, rate)
     has_rate = rate > 0
-    divisor = xp.where(has_rate, rate, 1.0)  # a cut at a rate of 0 is one of a rate of 1
+    # At a rate of 0 a cut is computed as if the rate were 1.
+    divisor = xp.where(has_rate, rate, 1.0)
     advances = healthy & ~cut
     cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     # A floor above the multiplier does not raise the multiplier.
@@ -427,7 +428,7 @@ def limited_rate(
     Args:
         config: the policy's table `[lr]`.
         state: the multiplier before.
-        limit: upper limit of the learning rate; 0 or less limits the rate to the present one.
+        limit: upper limit of the learning rate, see `Engine.limit_lr`.
         rate: the schedule's learning rate, or None for a constant rate of 1.
         xp: the array namespace.
     """
@@ -440,7 +441,7 @@ def limited_rate(
     scale = xp.where(has_rate, scale, state.scale)
     share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
     rate_at_cut = xp.minimum(xp.quotient(limit, share), _MAX_RATE)
-    zero = state.hold - state.hold
+    zero = numerics.zero_like(state.hold)
     return LrState(
         scale=numerics.flush(scale, xp=xp),
         rate_after_cut=limit,
@@ -463,7 +464,7 @@ def _known_rate(rate: Float | None, state: LrState, *, xp: ArrayNamespace) -> Fl
     Rounding makes the last rates of a schedule that ends with 0 a little larger or smaller than 0.
     """
     if rate is None:
-        return state.scale - state.scale + 1.0
+        return numerics.zero_like(state.scale) + 1.0
     usable = (rate >= -numerics.TINY) & (rate < _MAX_RATE)
     known = xp.where(usable, rate, 1.0)
     return xp.where(known > numerics.TINY, known, 0.0)

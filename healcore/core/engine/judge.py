@@ -19,8 +19,8 @@ from healcore.core.engine.incidents import RuleOrders, update_incidents, update_
 from healcore.core.engine.state import EngineConfig, EngineState, RuleConfig, RuleState, Tally
 from healcore.core.signals import Observed, Signals, observe
 
-ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
-"""Actions that a rule orders once, not at each step of the same trouble."""
+ORDERED_ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
+"""Flags of the actions that a rule orders once, not at each step of the same trouble."""
 
 
 Scales = tuple[Float, Norms | None, Flag | None]
@@ -34,7 +34,7 @@ class Firing(NamedTuple):
 
     fired: Flag
     """The rule's condition holds."""
-    fresh: Flag
+    newly_fired: Flag
     """The rule fires for the first time in `quiet_steps` steps. Alerts, saves and stops are ordered
     only then."""
 
@@ -91,7 +91,7 @@ def judge(
     )
     incidents, budget, orders = update_incidents(config, state, cause, skip_by_rules, wants, xp=xp)
     lr_state = update_rate(config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp)
-    actions = _actions_of_rules(config, fired, no_flag, xp=xp)
+    actions = _actions_ordered_once(config, fired, no_flag, xp=xp)
     if orders.action is not None:
         actions.insert(0, orders.action)
     rollback_depth = orders.depth
@@ -178,7 +178,7 @@ def _cause_flags(
                 alarm = alarm | reading.sustained
             causes.append(xp.flag(alarm, detector.CAUSE))
     if not causes:  # no detector has its signals
-        return xp.astype(seen.finite & False, xp.int32)
+        return xp.astype(numerics.never(seen.finite), xp.int32)
     return functools.reduce(operator.or_, causes)
 
 
@@ -236,33 +236,33 @@ def update_rule(
     is needed because a run in which every other step is NaN never has ten hits in a row.
     """
     run, window, age = state
-    fired = fresh = hit
+    fired = newly_fired = hit
     if not (isinstance(config.consecutive, int) and config.consecutive == 1):
         run = (run + 1) * hit
-        fired = fresh = hit & (run >= config.consecutive)
+        fired = newly_fired = hit & (run >= config.consecutive)
     if config.within:
         slot, value = step % config.within, xp.astype(hit, xp.int32)
         window = xp.with_slot(window, slot, value)
-        fired = fresh = fired & (xp.sum(window, axis=-1) >= config.count)
-    if config.action & ONCE:
-        fresh = fired & (age >= quiet_steps)
+        fired = newly_fired = fired & (xp.sum(window, axis=-1) >= config.count)
+    if config.action & ORDERED_ONCE:
+        newly_fired = fired & (age >= quiet_steps)
         age = xp.where(fired, 0, age + 1)
-    return RuleState(run, window, age), Firing(fired, fresh)
+    return RuleState(run, window, age), Firing(fired, newly_fired)
 
 
-def _actions_of_rules(
+def _actions_ordered_once(
     config: EngineConfig,
     fired: list[tuple[RuleConfig, Firing]],
     no_flag: Flag,
     *,
     xp: ArrayNamespace,
 ) -> list[Int]:
-    """The actions of `ONCE` that the rules order, as one int32 for each set of them."""
+    """The actions of `ORDERED_ONCE` that the rules order, as one int32 for each set of them."""
     actions = []
-    for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
-        fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
+    for once in dict.fromkeys(rule.action & ORDERED_ONCE for rule in config.rules):
+        newly_fired = [f.newly_fired for rule, f in fired if rule.action & ORDERED_ONCE == once]
         if once:
-            actions.append(xp.flag(_any(fresh, no_flag), once))
+            actions.append(xp.flag(_any(newly_fired, no_flag), once))
     return actions
 
 

@@ -37,7 +37,7 @@ class RuleConfig(NamedTuple):
     """Only sustained alarms are hits. Static."""
     consecutive: Number = 1
     """Hits in a row from which the rule fires."""
-    count: Int = 0
+    count: Number = 0
     """Hits within the last `within` steps from which the rule fires; 0 = no such condition."""
     within: int = 0
     """Length of the window for `count`, in steps. Static."""
@@ -193,7 +193,7 @@ class RuleState(NamedTuple):
     window: Int
     """(within,): ring of the last steps, 1 for a hit; (0,) without a window."""
     age: Int
-    """Steps since the rule last fired; only counted for `ONCE`."""
+    """Steps since the rule last fired; only counted for `ORDERED_ONCE`."""
 
 
 class IncidentState(NamedTuple):

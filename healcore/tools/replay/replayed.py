@@ -22,7 +22,7 @@ from healcore.console import first_lines
 from healcore.core.decision import Action, Cause, names
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.errors import HealcoreError
-from healcore.core.numerics import map_leaves
+from healcore.core.numerics import map_leaves, shortest_decimal
 from healcore.core.signals import Signals
 from healcore.core.tape import to_loop
 from healcore.history import Curves, Incident, Mode
@@ -174,18 +174,18 @@ class Replay:
             for signal, field in scores.items():
                 # The score of a row that does not log the signal is the score of an earlier row.
                 if signal in logged and logged[signal][row["index"]]:
-                    z[signal] = shortest(row[field])
+                    z[signal] = shortest_decimal(row[field])
             threshold = None
             if "grad_norm" in z:
-                threshold = shortest(row["threshold"])
+                threshold = shortest_decimal(row["threshold"])
             yield Decided(
                 index=int(row["index"]),
                 step=float(row["step"]),
                 cause=Cause(int(row["cause"])),
                 action=Action(int(row["action"])),
                 skip=bool(row["skip"]),
-                grad_scale=shortest(row["grad_scale"]),
-                lr_scale=shortest(row["lr_scale"]),
+                grad_scale=shortest_decimal(row["grad_scale"]),
+                lr_scale=shortest_decimal(row["lr_scale"]),
                 z=z,
                 threshold=threshold,
                 attempt=int(row["attempt"]),
@@ -317,7 +317,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         clips=_count(_clipped(rows)),
         incidents=len(incidents),
         rollbacks=sum(incident.rolled_back for incident in incidents),
-        lowest_lr=shortest(rows.lr_scale.min(initial=np.float32(1))),
+        lowest_lr=shortest_decimal(rows.lr_scale.min(initial=np.float32(1))),
         stopped_step=stopped_step,
         inactive=inactive,
         problems=len(trace.problems),
@@ -446,7 +446,7 @@ def _incident(rows: np.recarray, lr_before: np.float32, number: int) -> Incident
         place = orders[0]
     lr_path: tuple[float, ...] = ()
     if Action.CUT_LR in all_orders:
-        lr_path = (shortest(lr_before), shortest(rows.lr_scale[-1]))
+        lr_path = (shortest_decimal(lr_before), shortest_decimal(rows.lr_scale[-1]))
     return Incident(
         number=number,
         attempt=int(rows.attempt[0]),
@@ -483,18 +483,6 @@ def _curves(trace: Trace, judged: np.recarray) -> Curves:
         attempt=rows.attempt,
         nonfinite=nonfinite,
     )
-
-
-def shortest(number: np.float32) -> float:
-    """Converts a float32 to the float with the fewest digits that is the same float32.
-
-    Args:
-        number: a NumPy float32. `float(number)` would be 0.10000000149011612 for 0.1.
-
-    Returns:
-        The float, such as 0.1.
-    """
-    return float(str(number))
 
 
 def _number(number: float) -> float | int:

@@ -19,7 +19,7 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import TorchDriver
-from healcore.torch.driver.driver import WITHOUT_POLL
+from healcore.torch.driver.driver import STEPS_WITHOUT_DISPATCH
 from healcore.torch.driver.pending_step import MOST_PENDING
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run, single_record
@@ -111,7 +111,7 @@ def test_losses_go_to_all_optimizers_or_to_one_and_each_step_has_a_record():
 @pytest.mark.parametrize("polls", [True, False])
 def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCaptureFixture):
     run, driver = driven()
-    for i in range(2 * WITHOUT_POLL):
+    for i in range(2 * STEPS_WITHOUT_DISPATCH):
         run.step(i)
         if polls and i == 0:
             driver.take_dispatch()

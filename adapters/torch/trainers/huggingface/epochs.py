@@ -251,14 +251,26 @@ class EpochFeed:
 
 
 _STATE = (
-    *("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"),
-    *("best_metric", "best_global_step", "best_model_checkpoint"),
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
 )
 """Fields of `TrainerState` that count. Other fields (max_steps, save_steps, ...) are settings."""
 _BATCH_SIZE = "per_device_train_batch_size"
 _SETTINGS = (
-    *(_BATCH_SIZE, "gradient_accumulation_steps", "max_grad_norm"),
-    *("lr_scheduler_type", "warmup_steps", "label_smoothing_factor", "bf16", "fp16"),
+    _BATCH_SIZE,
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "label_smoothing_factor",
+    "bf16",
+    "fp16",
 )
 """Fields of `TrainingArguments`."""
 

@@ -142,7 +142,7 @@ class LightningHealingCallback(Callback):
         """
         return healings_of(self.healer)
 
-    # -- begin and end --------------------------------------------------------------------------
+    # -- start and end --------------------------------------------------------------------------
 
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the strategy, and makes the fit read its batches through the Healer.
