@@ -56,15 +56,26 @@ _JUDGED_BITS = ((), (1,), (2,), (1, 2))
 
 
 class TraceError(HealcoreError, ValueError):
-    """A trace cannot be read. The message has the file, the rule and the remedy."""
+    """A trace cannot be read. The message has the file, the rule and the remedy.
+
+    For example, two columns may each be the loss, or no column has a known name. One unreadable
+    file does not end a command: `open_traces` returns the reason beside the readable traces.
+    """
 
 
 class NotJudgedError(TraceError):
-    """A log can be read, but a verdict on what is readable would be no verdict on the run."""
+    """A log can be read, but a verdict on what is readable would be no verdict on the run.
+
+    For example, a fifth of the cells of the loss are damaged. A run that diverged in these rows
+    would look healthy in the other rows.
+    """
 
 
 class Problem(NamedTuple):
-    """Content that could not be used."""
+    """Content of a file that could not be used, with its place.
+
+    Commands print problems with the path of the file, so that a user can look at the line.
+    """
 
     line: int
     """Line from 1, or 0 in a format without lines."""
@@ -75,7 +86,11 @@ class Problem(NamedTuple):
 
 
 class RawLog(NamedTuple):
-    """The rows of one file, or of one run in a file, as written."""
+    """The rows of one file, or of one run in a file, as written.
+
+    A reader of a format makes raw logs. `join_logs` makes the trace of a run from the raw logs of
+    all its files. All arrays have one value for each row.
+    """
 
     path: str
     run: str | None
@@ -91,25 +106,56 @@ class RawLog(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows n, the length of each array."""
         return len(next(iter(self.logged.values())))
 
 
 def read_head(path: str) -> bytes:
-    """The first megabyte of the content. Raises OSError."""
+    """Reads the start of a file, from which the format of the file is recognized.
+
+    Args:
+        path: a regular file. Another kind of file, such as a pipe, could block the read forever.
+
+    Returns:
+        The first megabyte of the content.
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular file.
+    """
     with open(path, "rb", opener=regular_file.opener) as file:
         return file.read(_HEAD_BYTES)
 
 
 def open_text(path: str) -> TextIO:
-    """Opens a file as UTF-8, with unchanged line ends. Invalid bytes become U+FFFD."""
+    """Opens a log as text. One damaged byte does not make the other lines unreadable.
+
+    Args:
+        path: a regular file, with or without a byte order mark.
+
+    Returns:
+        The open file, decoded as UTF-8. Line ends are unchanged, because csv needs them, and
+        invalid bytes become U+FFFD.
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular file.
+    """
     return open(
         path, encoding="utf-8-sig", errors="replace", newline="", opener=regular_file.opener
     )
 
 
 def parse_number(value: Any) -> float | None:
-    """Parses a cell or JSON value; returns None for no value. Raises ValueError for other text."""
+    """Parses a cell of a table, or a value of a JSON record.
+
+    Args:
+        value: a text, a number or None. A text may be abbreviated, such as "12.5K".
+
+    Returns:
+        The number, which may be NaN or infinity, or None for a text such as "" or "N/A".
+
+    Raises:
+        ValueError: the value is not a number, for example a text with words, or a bool.
+    """
     if value is None or type(value) is float:
         return value
     if isinstance(value, str):
@@ -126,13 +172,25 @@ def parse_number(value: Any) -> float | None:
         try:
             return float(value)
         except OverflowError:  # a whole number beyond float64
-            return math.inf if value > 0 else -math.inf
+            if value > 0:
+                return math.inf
+            return -math.inf
     raise ValueError(f"{quote_excerpt(str(value))} is not a number")
 
 
 def quote_excerpt(text: str) -> str:
-    """Quotes the start of a damaged text."""
-    return repr(text if len(text) <= 40 else f"{text[:37]}...")
+    """Quotes the start of a damaged text for a message.
+
+    Args:
+        text: a text of any length, with any characters.
+
+    Returns:
+        At most 40 characters of the text with quotes. Control characters are escaped, so that a
+        file cannot change the colours of a terminal.
+    """
+    if len(text) > 40:
+        text = f"{text[:37]}..."
+    return repr(text)
 
 
 def parse_rows(
@@ -145,10 +203,21 @@ def parse_rows(
 ) -> RawLog:
     """Parses the cells of a file, and adds damaged cells to its problems.
 
-    `labels` has what problems call each column, by signal and "step", if the file has steps. `rows`
-    has the line and the cells or JSON values of each row, in the order of the labels. A row without
-    a finite step is skipped. Raises NotJudgedError if more than a tenth of the lines of a column
-    cannot be used.
+    Args:
+        path: the file, for messages.
+        run: name of the run in a file with several runs, or None.
+        labels: what problems call each column, by signal and "step", if the file has steps.
+        rows: the line and the cells or JSON values of each row, in the order of the labels. A row
+            without a finite step is skipped.
+        problems: the problems that the reader of the file has found. The reader adds more while it
+            yields rows. The list is changed in place.
+        notes: remarks on the file.
+
+    Returns:
+        The log. Its problems are in the order of the lines.
+
+    Raises:
+        NotJudgedError: more than a tenth of the lines of a column cannot be used.
     """
     columns = _Columns(labels, problems)
     remaining = iter(rows)
@@ -167,15 +236,17 @@ def parse_rows(
                 problems.append(of_reader.pop(0))
             columns.add_row(line, cells)
         problems += of_reader
-    damaged, units = columns.damaged, columns.units
     arrays = {name: np.array(column) for name, column in columns.numbers.items()}
     masks = {name: np.array(mask, bool) for name, mask in columns.logged.items()}
-    for name, found in damaged.items():
-        if name != "eval_loss":
-            usable = masks[name].sum() if name in masks else len(arrays[min(arrays)])
-            _refuse_unusable(found, int(usable))
-    if STEP in arrays and any(units):
-        arrays[STEP] = _spread_rounded_steps(arrays[STEP], np.array(units))
+    for name, found in columns.damaged.items():
+        if name == "eval_loss":
+            continue
+        usable = len(arrays[min(arrays)])
+        if name in masks:
+            usable = int(masks[name].sum())
+        _refuse_unusable(found, usable)
+    if STEP in arrays and any(columns.units):
+        arrays[STEP] = _spread_rounded_steps(arrays[STEP], np.array(columns.units))
         notes = [*notes, f"{path}: {ROUNDED}"]
     return RawLog(path, run, arrays, masks, problems, notes)
 
@@ -184,15 +255,28 @@ class _Columns:
     """The columns of a log while its rows are parsed. Arguments as for `parse_rows`."""
 
     def __init__(self, labels: Mapping[str, str], problems: list[Problem]) -> None:
-        self.labels, self.problems = labels, problems
-        self.numbers = {name: array("d") for name in labels}
-        self.logged = {name: bytearray() for name in labels if name in SIGNALS}
+        self.labels = labels
+        self.problems = problems
+        self.numbers: dict[str, array[float]] = {}
+        self.logged: dict[str, bytearray] = {}
+        for name in labels:
+            self.numbers[name] = array("d")
+            if name in SIGNALS:
+                self.logged[name] = bytearray()
         self.units = array("d")
         """Rounding of each step: 1000 for "1K", 0 for an exact step."""
         self.damaged: dict[str, list[Problem]] = {"": [each for each in problems if each.unusable]}
 
     def add_plain(self, rows: Sequence[Sequence[Any]]) -> bool:
-        """Adds rows of which all cells are plain numbers or empty. Returns False for other rows."""
+        """Adds rows as whole columns, which takes a fraction of the time of row after row.
+
+        Args:
+            rows: the cells of at most `_BLOCK` rows, in the order of the labels.
+
+        Returns:
+            False if a cell is no plain number and not empty, or a step is not finite. Then no row
+            was added, and `add_row` has to add each of them.
+        """
         found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for name, cells in zip(self.labels, zip(*rows, strict=True), strict=True):
             column = plain_column(cells)
@@ -208,42 +292,63 @@ class _Columns:
         return True
 
     def add_row(self, line: int, cells: Sequence[Any]) -> None:
-        """Adds a row, and what is damaged in it to the problems."""
-        labels, problems, damaged = self.labels, self.problems, self.damaged
-        numbers: list[float | None] = []
+        """Adds a row, and what is damaged in it to the problems.
+
+        Args:
+            line: line of the row in the file, or 0 in a format without lines.
+            cells: the cells or JSON values, in the order of the labels. A row whose step is
+                missing or damaged is not added. A damaged cell of a signal counts as not logged.
+        """
+        labels = self.labels
+        values: dict[str, float | None] = {}
+        placeholders: list[str] = []  # names of the columns in which the program printed N/A
         for (name, label), cell in zip(labels.items(), cells, strict=True):
             number: float | None = None
             problem: object = None
             try:
-                number = parse_number(_before_slash(cell) if name == STEP else cell)
+                if name == STEP:
+                    number = parse_number(_before_slash(cell))
+                else:
+                    number = parse_number(cell)
             except ValueError as error:
                 problem = error
             if name == STEP and (number is None or not math.isfinite(number)):
-                problem = problem or ("missing" if number is None else number)
-                problems.append(Problem(line, f"{label}: {problem}: the row is skipped", True))
-                damaged.setdefault(name, []).append(problems[-1])
+                if problem is None:
+                    problem = number
+                    if number is None:
+                        problem = "missing"
+                text = f"{label}: {problem}: the row is skipped"
+                self._add_damage(name, Problem(line, text, unusable=True))
                 return
-            if problem and name in SIGNALS:
+            if problem is not None and name in SIGNALS:
                 text = f"{label}: {problem}: the row is read without {name}"
-                problems.append(Problem(line, text, name in JUDGED))
-                damaged.setdefault(name, []).append(problems[-1])
-            numbers.append(number)
-        values = dict(zip(labels, numbers, strict=True))
-        names = [name for name, cell in zip(labels, cells, strict=True) if _is_placeholder(cell)]
-        if names and all(values.get(name) is None for name in JUDGED):
-            text = f"{labels[names[0]]}: N/A: the row has neither a loss nor a norm"
-            problems.append(Problem(line, text, unusable=True))
-            damaged.setdefault(names[0], []).append(problems[-1])
+                self._add_damage(name, Problem(line, text, unusable=name in JUDGED))
+            if _is_placeholder(cell):
+                placeholders.append(name)
+            values[name] = number
+        if placeholders and all(values.get(name) is None for name in JUDGED):
+            text = f"{labels[placeholders[0]]}: N/A: the row has neither a loss nor a norm"
+            self._add_damage(placeholders[0], Problem(line, text, unusable=True))
         for (name, number), cell in zip(values.items(), cells, strict=True):
-            self.numbers[name].append(math.nan if number is None else number)
             if name in SIGNALS:
                 self.logged[name].append(number is not None)
             if name == STEP:
                 self.units.append(_rounding(cell))
+            if number is None:
+                number = math.nan
+            self.numbers[name].append(number)
+
+    def _add_damage(self, name: str, problem: Problem) -> None:
+        """Adds a problem of the column `name`."""
+        self.problems.append(problem)
+        self.damaged.setdefault(name, []).append(problem)
 
 
 def plain_column(cells: Sequence[Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Cells as `parse_number` parses them, if all are numbers or all texts of numbers, or empty.
+    """Parses cells as `parse_number` does, if all are numbers or all texts of numbers, or empty.
+
+    Args:
+        cells: the n cells of a column.
 
     Returns:
         The numbers, float64 (n,), NaN for no value; and whether there is a value, bool (n,). None
@@ -277,14 +382,23 @@ def _is_placeholder(cell: Any) -> bool:
 
 def _before_slash(cell: Any) -> Any:
     """The step in a text like "10/1000"."""
-    step, slash, length = cell.partition("/") if isinstance(cell, str) else ("", "", "")
-    return step if slash and step.strip().isdecimal() and length.strip().isdecimal() else cell
+    if not isinstance(cell, str):
+        return cell
+    step, slash, length = cell.partition("/")
+    if slash and step.strip().isdecimal() and length.strip().isdecimal():
+        return step
+    return cell
 
 
 def _rounding(cell: Any) -> float:
     """The unit to which a text is rounded: 1000 for "1K", 100 for "1.2K", 0 for an exact number."""
-    short = _ABBREVIATED.fullmatch(cell) if isinstance(cell, str) else None
-    return _UNITS[short[3]] / 10 ** len(short[2] or "") if short else 0.0
+    if not isinstance(cell, str):
+        return 0.0
+    short = _ABBREVIATED.fullmatch(cell)
+    if short is None:
+        return 0.0
+    decimals = len(short[2] or "")
+    return _UNITS[short[3]] / 10**decimals
 
 
 def _spread_rounded_steps(step: np.ndarray, unit: np.ndarray) -> np.ndarray:
@@ -296,8 +410,9 @@ def _spread_rounded_steps(step: np.ndarray, unit: np.ndarray) -> np.ndarray:
     edges = [0, *(1 + np.flatnonzero(np.diff(step))).tolist(), len(step)]
     for start, stop in itertools.pairwise(edges):
         if unit[start] and stop - start > 1:
-            gap = step[stop] - step[start] if stop < len(step) else unit[start]
-            gap = gap if 0 < gap <= unit[start] else unit[start]
+            gap = unit[start]
+            if stop < len(step) and 0 < step[stop] - step[start] <= unit[start]:
+                gap = step[stop] - step[start]
             spread[start:stop] += np.arange(stop - start) * gap // (stop - start)
     return spread
 
@@ -310,7 +425,9 @@ def _refuse_unusable(problems: Sequence[Problem], usable: int) -> None:
     count = len(problems)
     if count > 1 and count > _MAX_UNUSABLE * (count + usable):
         first = min(problems, key=operator.itemgetter(0))
-        where = f"first in line {first.line}: " if first.line else "first: "
+        where = "first: "
+        if first.line:
+            where = f"first in line {first.line}: "
         raise NotJudgedError(
             f"{count:,} of {counted(count + usable, 'line')} cannot be used, {where}{first.text}. "
             "Write plain numbers (1234.5), or name other columns (--column loss=NAME)"
@@ -318,7 +435,10 @@ def _refuse_unusable(problems: Sequence[Problem], usable: int) -> None:
 
 
 class Rows(NamedTuple):
-    """Rows of a trace. Every array is (n,)."""
+    """Rows of a trace as columns. Every array is (n,).
+
+    Columns take a tenth of the memory of one object for each row, and a trace may have millions.
+    """
 
     step: np.ndarray
     """float64: the recorded step, or the number of the row in a file without steps. Increases
@@ -332,14 +452,27 @@ class Rows(NamedTuple):
     empty cell is not."""
 
     def select(self, where: slice | np.ndarray) -> Rows:
-        """Selects some rows."""
-        values = {name: column[where] for name, column in self.values.items()}
-        logged = {name: column[where] for name, column in self.logged.items()}
+        """Selects some rows in all columns.
+
+        Args:
+            where: a slice, or a mask, bool (n,).
+
+        Returns:
+            The selected rows in their order.
+        """
+        values: dict[str, np.ndarray] = {}
+        logged: dict[str, np.ndarray] = {}
+        for name in self.values:
+            values[name] = self.values[name][where]
+            logged[name] = self.logged[name][where]
         return Rows(self.step[where], self.attempt[where], values, logged)
 
 
 class Attempt(NamedTuple):
-    """The part of a run from one start or resume to the next."""
+    """The part of a run from one start or resume to the next.
+
+    A replay restores the engine's state at each attempt, as the recorded run restored its own.
+    """
 
     source: str
     """Path of the file in which the attempt begins."""
@@ -350,7 +483,10 @@ class Attempt(NamedTuple):
 
 
 class Unreadable(NamedTuple):
-    """A path without a usable trace, and the reason."""
+    """A path without a usable trace, and the reason.
+
+    A command over many paths reads the other paths, and lists these at its end.
+    """
 
     path: str
     problem: str
@@ -360,7 +496,17 @@ class Unreadable(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The log of one run, in memory."""
+    """The log of one run, in memory.
+
+    A run that was resumed or rolled back has logged some steps twice. `rows` has both records, so
+    that a replay sees what the detectors of the run would have seen. `lineage` has the rows that
+    the final weights come from.
+
+        steps      1 2 3 4 5 6        attempt 0
+        steps            4 5 6 7 8    attempt 1, resumed after step 3
+        replaced         x x x        the steps 4 to 6 of attempt 0
+
+    """
 
     name: str
     """The path as the user gave it, with `#run` for one run of an export of several runs."""
@@ -383,14 +529,21 @@ class Trace:
 
     @property
     def signals(self) -> frozenset[str]:
-        """Signals that some row logs."""
-        return frozenset(name for name, logged in self.rows.logged.items() if logged.any())
+        """Signals that some row logs, such as "loss" and "grad_norm"."""
+        logged = self.rows.logged
+        return frozenset(name for name in logged if logged[name].any())
 
 
 def lineage(trace: Trace) -> Rows:
-    """The rows of the final run: without stale tails and repeated steps.
+    """Selects the rows of the final run: without stale tails and repeated steps.
 
-    If rows have the same step and signals, the last row remains.
+    A probe judges these rows, because the final weights do not come from the others.
+
+    Args:
+        trace: the trace, with the rows of all attempts.
+
+    Returns:
+        The rows in order. If rows have the same step and signals, the last row remains.
     """
     rows = trace.rows.select(~trace.replaced)
     repeated = np.zeros(len(rows.step), bool)
@@ -403,24 +556,44 @@ def lineage(trace: Trace) -> Rows:
 def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     """Joins the files of a run in the order of writing.
 
-    Raises TraceError after `_MAX_ATTEMPTS` restarts.
+    Args:
+        name: name of the trace.
+        logs: at least one log with at least one row in all.
+
+    Returns:
+        The trace: records of one step are one row, and the attempts are numbered.
+
+    Raises:
+        TraceError: the steps decrease more than `_MAX_ATTEMPTS` times.
     """
-    begins = np.cumsum([0, *(log.rows for log in logs)]).tolist()
+    begins = [0]
+    notes: list[str] = []
+    without_steps: list[str] = []
+    for log in logs:
+        begins.append(begins[-1] + log.rows)
+        notes += log.notes
+        if STEP not in log.numbers:
+            without_steps.append(log.path)
+    rounded = any(ROUNDED in note for note in notes)
     numbers, masks = _join_columns(logs, begins)
-    notes = [note for log in logs for note in log.notes]
     unit = STEP
-    without = [log.path for log in logs if STEP not in log.numbers]
-    if without:
-        unit = EPOCH if _are_numbers_of_rows(numbers[EPOCH]) else "row"
-        counts = "its epochs are counted" if unit == EPOCH else "its rows are counted, from 0"
-        notes += [f"{path}: it names no step (--column step=NAME): {counts}" for path in without]
+    if without_steps:
+        unit = "row"
+        counts = "its rows are counted, from 0"
+        if _are_numbers_of_rows(numbers[EPOCH]):
+            unit = EPOCH
+            counts = "its epochs are counted"
+        for path in without_steps:
+            notes.append(f"{path}: it names no step (--column step=NAME): {counts}")
     if unit == EPOCH:
         numbers[STEP] = numbers[EPOCH]
-    elif length := _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[LENGTH]):
-        notes.append(
-            f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
-            f"{length:,.15g} in each"
-        )
+    else:
+        length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[LENGTH])
+        if length:
+            notes.append(
+                f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
+                f"{length:,.15g} in each"
+            )
     row, first, starts = _merge(numbers[STEP], masks, begins)
     step = numbers[STEP][first]
     values = {}
@@ -433,42 +606,68 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
             with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
                 values[signal][row[mask]] = numbers[signal][mask]
             logged[signal][row[mask]] = True
-    sources = [logs[bisect.bisect(begins, first[start]) - 1].path for start in starts]
     resumed, replaced = _find_resumed_rows(step, starts)
-    attempts = list(map(Attempt, sources, step[starts].tolist(), resumed))
-    notes += [
-        f"{each.source}: the run went back (a resume or a rollback): attempt {number} begins at "
-        f"{unit} {each.first_step:.15g}"
-        for number, each in enumerate(attempts[1:], 1)
-    ]
-    problems = [
-        f"{log.path}, line {line}: {text}" if line else f"{log.path}: {text}"
-        for log in logs
-        for line, text, _ in sorted(log.problems, key=operator.itemgetter(0))
-    ]
-    number = np.searchsorted(starts, np.arange(len(step)), side="right") - 1
-    same = (np.diff(step) == 0) & (np.diff(number) == 0)
-    same &= np.any([mask[1:] & mask[:-1] for mask in logged.values()], axis=0)
-    if repeats := int(np.count_nonzero(same)):
+    attempts: list[Attempt] = []
+    for start, resumes_after in zip(starts, resumed, strict=True):
+        source = logs[bisect.bisect(begins, first[start]) - 1].path
+        attempts.append(Attempt(source, float(step[start]), resumes_after))
+    for number, attempt in enumerate(attempts[1:], 1):
+        notes.append(
+            f"{attempt.source}: the run went back (a resume or a rollback): attempt {number} "
+            f"begins at {unit} {attempt.first_step:.15g}"
+        )
+    problems: list[str] = []
+    for log in logs:
+        for line, text, _ in sorted(log.problems, key=operator.itemgetter(0)):
+            place = log.path
+            if line:
+                place = f"{log.path}, line {line}"
+            problems.append(f"{place}: {text}")
+    attempt_numbers = np.searchsorted(starts, np.arange(len(step)), side="right") - 1
+    repeats = _count_repeats(step, attempt_numbers, logged)
+    if repeats:
         text = f"{counted(repeats, 'row')} with the {unit} of the row before"
         problems.append(f"{name}: {text}: several runs, ranks or evaluations are judged as one run")
-    rows = Rows(step, number, values, logged)
-    files = len({log.path for log in logs})
-    rounded = any(ROUNDED in note for log in logs for note in log.notes)
-    attempts, problems, notes = tuple(attempts), tuple(problems), tuple(notes)
-    return Trace(name, rows, attempts, replaced, problems, notes, files, unit, rounded)
+    return Trace(
+        name=name,
+        rows=Rows(step, attempt_numbers, values, logged),
+        attempts=tuple(attempts),
+        replaced=replaced,
+        problems=tuple(problems),
+        notes=tuple(notes),
+        files=len({log.path for log in logs}),
+        unit=unit,
+        rounded=rounded,
+    )
 
 
-def _join_columns(logs: Sequence[RawLog], begins: list[int]) -> list[dict[str, np.ndarray]]:
+def _count_repeats(step: np.ndarray, attempt: np.ndarray, logged: Mapping[str, np.ndarray]) -> int:
+    """Counts rows (n,) with the step and attempt of the row before, and one of its signals."""
+    same_signal = np.zeros(max(len(step) - 1, 0), bool)
+    for mask in logged.values():
+        same_signal |= mask[1:] & mask[:-1]
+    same_place = (np.diff(step) == 0) & (np.diff(attempt) == 0)
+    return int(np.count_nonzero(same_place & same_signal))
+
+
+def _join_columns(
+    logs: Sequence[RawLog], begins: list[int]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The numbers and masks of all files; without a column of steps its rows are counted."""
-    numbers = {signal: np.full(begins[-1], np.nan) for signal in (EPOCH, LENGTH, *SIGNALS)}
-    masks = {signal: np.zeros(begins[-1], bool) for signal in SIGNALS}
-    numbers[STEP] = np.arange(begins[-1], dtype=np.float64)
+    rows = begins[-1]
+    numbers = {STEP: np.arange(rows, dtype=np.float64)}
+    for name in (EPOCH, LENGTH, *SIGNALS):
+        numbers[name] = np.full(rows, np.nan)
+    masks: dict[str, np.ndarray] = {}
+    for signal in SIGNALS:
+        masks[signal] = np.zeros(rows, bool)
     for log, begin in zip(logs, begins, strict=False):
-        for columns, own in ((numbers, log.numbers), (masks, log.logged)):
-            for signal, column in own.items():
-                columns[signal][begin : begin + log.rows] = column
-    return [numbers, masks]
+        end = begin + log.rows
+        for name, column in log.numbers.items():
+            numbers[name][begin:end] = column
+        for signal, mask in log.logged.items():
+            masks[signal][begin:end] = mask
+    return numbers, masks
 
 
 def _are_numbers_of_rows(epoch: np.ndarray) -> bool:
@@ -488,7 +687,9 @@ def _count_over_epochs(step: np.ndarray, epoch: np.ndarray, length: np.ndarray) 
         longest = float(length.max())
         if np.isnan(epoch).any():
             # Without an epoch, a count that falls after it has reached the end begins an epoch.
-            usual = float(np.median(rise[rises])) if rises.any() else longest
+            usual = longest
+            if rises.any():
+                usual = float(np.median(rise[rises]))
             ends = (rise <= 0) & (step[:-1] + usual > length[:-1])
             if not ends.any():
                 return 0.0
@@ -501,12 +702,11 @@ def _count_over_epochs(step: np.ndarray, epoch: np.ndarray, length: np.ndarray) 
             return 0.0
         step += (epoch - first) * longest
         return longest
-    restart = bool(
-        ((rise < 0) & (np.diff(epoch) > 0)).any() and rises.any() and (epoch % 1 == 0).all()
-    )
-    longest = float(np.ptp(step) + np.median(rise[rises])) if restart else 0.0
-    if restart:
-        step += (epoch - epoch.min()) * longest
+    restarts = (rise < 0) & (np.diff(epoch) > 0)
+    if not (restarts.any() and rises.any() and (epoch % 1 == 0).all()):
+        return 0.0
+    longest = float(np.ptp(step) + np.median(rise[rises]))
+    step += (epoch - epoch.min()) * longest
     return longest
 
 
@@ -515,7 +715,11 @@ def _first_epoch(step: np.ndarray, epoch: np.ndarray) -> float:
 
     Programs that count their batches from 0 count their epochs from 0 too.
     """
-    return float(epoch.min()) if epoch.min() <= 1 else float(step.min() > 0)
+    if epoch.min() <= 1:
+        return float(epoch.min())
+    if step.min() > 0:
+        return 1.0
+    return 0.0
 
 
 def _merge(
@@ -540,13 +744,15 @@ def _merge(
     file_begins = False
     for record, (at, own) in enumerate(zip(step.tolist(), bits.tolist(), strict=True)):
         file_begins = file_begins or record in begins
-        if judged := _JUDGED_BITS[own & 3]:
+        judged = _JUDGED_BITS[own & 3]
+        if judged:
             reached = max(last.get(bit, -math.inf) for bit in judged)
             if at < reached or (file_begins and at == reached):
                 starts.append(len(first))
                 row_at, last = {}, {}
             file_begins = False
-            last.update((bit, at) for bit in judged)
+            for bit in judged:
+                last[bit] = at
         row = row_at.get(at)
         if row is None or not own or own & signals[row]:
             row = row_at[at] = len(first)
@@ -574,5 +780,8 @@ def _find_resumed_rows(step: np.ndarray, starts: list[int]) -> tuple[list[int | 
     for start in starts[1:]:
         replaced[:start] |= reached[:start] >= step[start]
         remaining = np.flatnonzero(~replaced[:start])
-        resumed.append(int(remaining[-1]) if remaining.size else None)
+        if remaining.size:
+            resumed.append(int(remaining[-1]))
+        else:
+            resumed.append(None)
     return resumed, replaced

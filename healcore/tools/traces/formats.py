@@ -50,7 +50,15 @@ _SHARED = ("wall_time", "relative_time_process", "relative_time_wall", "created"
 
 
 def json_lines(path: str, problems: list[Problem]) -> Records:
-    """Yields line number and object for each line of JSON. Skips damaged lines."""
+    """Reads JSON Lines, the format of most loggers.
+
+    Args:
+        path: the file. Its last line may be cut off, because the run was killed.
+        problems: gets a problem for each damaged line, which is skipped.
+
+    Yields:
+        Line number from 1, and the object of the line.
+    """
     with open_text(path) as file:
         for number, line in enumerate(file, 1):
             text = line.strip()
@@ -59,7 +67,9 @@ def json_lines(path: str, problems: list[Problem]) -> Records:
             try:
                 value = _json_value(text)
             except (ValueError, RecursionError):
-                cut = "" if line.endswith(("\n", "\r")) else " (the last line is truncated)"
+                cut = ""
+                if not line.endswith(("\n", "\r")):
+                    cut = " (the last line is truncated)"
                 message = f"not JSON{cut}: {quote_excerpt(text)}: skipped"
                 problems.append(Problem(number, message, unusable=True))
                 continue
@@ -86,17 +96,27 @@ def _json_value(text: str) -> Any:
 
 
 def json_document(path: str, problems: list[Problem]) -> Records:
-    """Yields each record of a JSON document.
+    """Reads a JSON document with a list of records.
 
-    The document is a list of records, or an object with the list "log_history"
-    (`trainer_state.json` of Hugging Face's Trainer). Raises TraceError for a damaged document.
+    Args:
+        path: the file. The document is the list itself, or an object with the list "log_history"
+            (`trainer_state.json` of Hugging Face's Trainer).
+        problems: gets a problem for each element of the list that is no record.
+
+    Yields:
+        0, because the records have no line, and the record.
+
+    Raises:
+        TraceError: the document is damaged.
     """
     with open_text(path) as file:
         try:
             content = json.load(file)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"the document is damaged: {error}") from None
-    for value in content.get("log_history", ()) if isinstance(content, dict) else content:
+    if isinstance(content, dict):
+        content = content.get("log_history", ())
+    for value in content:
         if isinstance(value, dict):
             yield 0, value
         else:
@@ -104,9 +124,18 @@ def json_document(path: str, problems: list[Problem]) -> Records:
 
 
 def scalars(path: str, problems: list[Problem]) -> Records:
-    """Yields every scalar of a TensorBoard event file as a record: {"step": step, tag: value}.
+    """Reads the scalars of a TensorBoard event file.
 
-    Raises TraceError if tensorboard is not installed.
+    Args:
+        path: the file. It may be truncated, because the run was killed.
+        problems: gets a problem for each damaged record, and for an end that cannot be read.
+
+    Yields:
+        0, because the file has no lines, and for each scalar the record
+        {"step": step, tag: value}.
+
+    Raises:
+        TraceError: tensorboard is not installed.
     """
     try:
         adapter_registry.require("tensorboard", "tensorboard")
@@ -151,8 +180,10 @@ def _events(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at + 16 <= len(data):
         head = data[at : at + 8]
-        start, length = at + 12, int.from_bytes(head, "little")
-        content, checksum = data[start : start + length], data[start + length : start + length + 4]
+        start = at + 12
+        length = int.from_bytes(head, "little")
+        content = data[start : start + length]
+        checksum = data[start + length : start + length + 4]
         for part, given in ((head, data[at + 8 : start]), (content, checksum)):
             if masked_crc32c(part) != int.from_bytes(given, "little"):
                 return
@@ -161,15 +192,21 @@ def _events(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
 
 
 def _scalar(value: Any) -> float | None:
+    """The number of a value of a summary, or None for an image, a text or a larger tensor."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return value.simple_value
-    if kind != "tensor" or any(size.size != 1 for size in value.tensor.tensor_shape.dim):
+    if kind != "tensor":
         return None
+    for dimension in value.tensor.tensor_shape.dim:
+        if dimension.size != 1:
+            return None
     from tensorboard.util.tensor_util import make_ndarray
 
     array = make_ndarray(value.tensor)
-    return float(array.reshape(())) if array.size == 1 and array.dtype.kind in "fiu" else None
+    if array.size == 1 and array.dtype.kind in "fiu":
+        return float(array.reshape(()))
+    return None
 
 
 def _flatten(record: Fields) -> Fields:
@@ -179,19 +216,30 @@ def _flatten(record: Fields) -> Fields:
     flat: Fields = {}
     for key, value in record.items():
         if isinstance(value, dict):
-            flat.update({f"{key}/{inner}": number for inner, number in value.items()})
+            for inner, number in value.items():
+                flat[f"{key}/{inner}"] = number
         else:
             flat[key] = value
     return flat
 
 
 def is_typed_step(record: Fields) -> bool:
-    """Whether a record has the type of a step, as in healcore's metrics."""
+    """Whether a record has the type of a step, as in healcore's metrics.
+
+    Args:
+        record: a record of `json_lines`. A file of metrics also has records of saves and faults,
+            whose numbers belong to no step.
+    """
     return "step" in (record.get("type"), record.get("kind"))
 
 
 def is_no_summary(record: Fields) -> bool:
-    """Whether a record is not the last record of a Trainer, whose train_loss is a mean."""
+    """Whether a record is not the last record of a Trainer, whose train_loss is a mean.
+
+    Args:
+        record: a record of "log_history". The mean over the whole run would look like a jump of the
+            loss at the last step.
+    """
     return "train_runtime" not in record
 
 
@@ -212,7 +260,12 @@ _TABLE_OF_RUNS = (
 
 @functools.lru_cache(maxsize=4096)
 def is_kept(name: str) -> bool:
-    """Whether a field of a record is read: the step, a signal, or what identifies a run."""
+    """Whether a field of a record is read: the step, a signal, or what identifies a run.
+
+    Args:
+        name: the key of the field. Records may have hundreds of fields, which would need a
+            gigabyte of memory in a long log.
+    """
     return name == LENGTH or is_known(name) or bool(_RUN_NAME.fullmatch(normalize(name)))
 
 
@@ -222,21 +275,36 @@ def refuse_table_of_runs(
     """Raises NotJudgedError if each row is another run, so that the loss of the rows is no curve.
 
     A table of runs names another run in each row. A log may do so too, with an id of each line, but
-    its steps increase. `cells_of` returns the cells of a column, with None where a row has none.
-    `step` is the name of the column of steps, or None.
+    its steps increase.
+
+    Args:
+        names: the names of the columns.
+        cells_of: returns the cells of a column, with None where a row has none.
+        step: name of the column of steps, or None.
+
+    Raises:
+        NotJudgedError: the rows are runs.
     """
-    is_tracker = sum(bool(_RUN_FACT.fullmatch(normalize(name))) for name in names) >= 3
+    facts = 0
+    for name in names:
+        if _RUN_FACT.fullmatch(normalize(name)):
+            facts += 1
+    is_tracker = facts >= 3
     if not is_tracker and step and _increases(cells_of(step)):
         return
     for key in names:
         if not _RUN_NAME.fullmatch(normalize(key)):
             continue
         cells = cells_of(key)
-        values = [cell for cell in cells if isinstance(cell, str)]
-        runs = [value for value in values if value.strip() and not value.strip().isdecimal()]
+        runs: set[str] = set()
+        for cell in cells:
+            if isinstance(cell, str) and cell.strip() and not cell.strip().isdecimal():
+                runs.add(cell)
         # Runs that differ in their seed may have one name.
-        least = 0 if is_tracker else max(1, 0.9 * len(cells))
-        if len(set(runs)) > least:
+        least = max(1, 0.9 * len(cells))
+        if is_tracker:
+            least = 0
+        if len(runs) > least:
             raise NotJudgedError(_TABLE_OF_RUNS.format(key))
 
 
@@ -277,7 +345,13 @@ class _Steps:
         """The values of these keys, and None at the end."""
 
     def add(self, line: int, engine: str, fields: Fields) -> None:
-        """Adds a record."""
+        """Adds a record.
+
+        Args:
+            line: line of the record, or 0 in a format without lines.
+            engine: name of the engine, or an empty string in a log with one engine.
+            fields: the record, without nesting.
+        """
         layout = tuple(fields)
         kept = self._kept.get(layout)
         if kept is None:
@@ -291,7 +365,14 @@ class _Steps:
         self.values.append((*map(fields.__getitem__, kept), None))
 
     def column(self, name: str) -> list[Any]:
-        """The value of each record for a key, or None."""
+        """Reads one key of all records.
+
+        Args:
+            name: the key.
+
+        Returns:
+            The value in each record, or None where a record lacks the key.
+        """
         read = _Reader((name,))
         return [read(*each)[0] for each in zip(self.keys, self.values, strict=True)]
 
@@ -306,7 +387,12 @@ class _Reader:
     def __call__(self, keys: tuple[str, ...], values: tuple[Any, ...]) -> list[Any]:
         known, places = self._places
         if known is not keys or not places:
-            places = [keys.index(name) if name in keys else -1 for name in self._names]
+            places = []
+            for name in self._names:
+                if name in keys:
+                    places.append(keys.index(name))
+                else:
+                    places.append(-1)  # the None at the end of the values
             self._places = keys, places
         return list(map(values.__getitem__, places))
 
@@ -319,8 +405,18 @@ def read_records(
 ) -> list[RawLog]:
     """Reads the logs in a file: one log, or one for each optimizer in healcore's metrics.
 
-    `read` yields the records, of which `is_row` selects the steps. Raises TraceError if no record
-    has a loss or a gradient norm, or two keys may be the same signal.
+    Args:
+        path: the file.
+        read: yields the records of the file, such as `json_lines`.
+        is_row: selects the records that are steps, such as `is_typed_step`.
+        columns: the keys that the user chose, by signal or "step".
+
+    Returns:
+        The logs, at least one.
+
+    Raises:
+        TraceError: no record has a loss or a gradient norm, or two keys may be the same signal.
+        NotJudgedError: the records are runs, or too many of them are damaged.
     """
     problems: list[Problem] = []
     chosen = set(columns.values())
@@ -328,10 +424,14 @@ def read_records(
     for line, record in read(path, problems):
         if is_row(record):
             fields = _flatten(record)
-            engine = str(fields.get("engine", "")) if is_row is is_typed_step else ""
+            engine = ""
+            if is_row is is_typed_step:
+                engine = str(fields.get("engine", ""))
             steps.add(line, engine, fields)
     if not steps.names:
-        first = f": line {problems[0][0]}: {problems[0][1]}" if problems else ""
+        first = ""
+        if problems:
+            first = f": line {problems[0].line}: {problems[0].text}"
         raise TraceError(f"it has no record that could be read{first}")
     keys, notes = resolve(list(steps.names), columns)
     refuse_table_of_runs(steps.names, steps.column, keys.get(STEP))
@@ -339,7 +439,9 @@ def read_records(
     if LENGTH in steps.names:
         keys[LENGTH] = LENGTH
     labels = {name: f"'{key}'" for name, key in keys.items()}
-    step_at = list(keys).index(STEP) if STEP in keys else None
+    step_at = None
+    if STEP in keys:
+        step_at = list(keys).index(STEP)
     signals = {keys[name] for name in SIGNALS if name in keys}
     judged = {keys[name] for name in JUDGED if name in keys}
 
@@ -359,24 +461,36 @@ def read_records(
                 if cells[step_at] is None:
                     # A record of another kind may name its step in another way. An evaluation
                     # without a step belongs to the step before it.
-                    other = (
-                        value for key, value in zip(names, values, strict=False) if is_step(key)
-                    )
-                    cells[step_at] = next(other, None)
+                    for key, value in zip(names, values, strict=False):
+                        if is_step(key):
+                            cells[step_at] = value
+                            break
                     if cells[step_at] is None and judged.isdisjoint(names):
                         cells[step_at] = step
                 step = cells[step_at]
             yield line, cells
 
-    engines = {name: None for name in steps.engines if name}
-    runs = list(engines) if len(engines) > 1 else [None]
+    engines = list(dict.fromkeys(filter(None, steps.engines)))
+    runs: list[str | None] = [None]
+    if len(engines) > 1:
+        runs = [*engines]
     return [parse_rows(path, run, labels, rows(run), list(problems), list(notes)) for run in runs]
 
 
 def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     """Reads the table of a file, or the runs in a W&B export.
 
-    Raises TraceError if the file is not a table, or no run has a column with a known name.
+    Args:
+        path: a CSV file with a header.
+        columns: the names of columns that the user chose, by signal or "step".
+
+    Returns:
+        One log, or one for each run of an export. A run without a known column is a note of the
+        first log.
+
+    Raises:
+        TraceError: the file is not a table, or no run has a column with a known name.
+        NotJudgedError: the rows are runs, or too many of them are damaged.
     """
     names, begin = _read_header(path)
     if len(names) == 1 and names[0] not in columns.values():
@@ -388,7 +502,11 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     if table is None:
         step = next(filter(is_step, names), None)
         first_rows = _first_rows(path, begin, names)
-        refuse_table_of_runs(names, lambda name: [row.get(name) for row in first_rows], step)
+
+        def first_cells(name: str) -> list[str | None]:
+            return [row.get(name) for row in first_rows]
+
+        refuse_table_of_runs(names, first_cells, step)
     logs: list[RawLog] = []
     reasons: list[str] = []
     for run, places in runs.items():
@@ -398,17 +516,23 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
         try:
             found, notes = resolve(metrics, chosen)
         except TraceError as error:
-            reasons.append(f"run '{run}': {error}" if run else str(error))
+            reason = str(error)
+            if run:
+                reason = f"run '{run}': {reason}"
+            reasons.append(reason)
             continue
         used = {signal: places[metrics.index(metric)] for signal, metric in found.items()}
         notes = [f"{path}: {note}" for note in notes]
-        title = run if len(runs) > 1 else None
-        finite = (
-            table is not None and np.isfinite(table[:, used[STEP]] if STEP in used else 0).all()
-        )
-        if table is not None and finite:
-            numbers = {signal: table[:, place] for signal, place in used.items()}
-            logged = {signal: np.ones(len(table), bool) for signal in used if signal in SIGNALS}
+        title = None
+        if len(runs) > 1:
+            title = run
+        if table is not None and _has_finite_steps(table, used):
+            numbers: dict[str, np.ndarray] = {}
+            logged: dict[str, np.ndarray] = {}
+            for signal, place in used.items():
+                numbers[signal] = table[:, place]
+                if signal in SIGNALS:
+                    logged[signal] = np.ones(len(table), bool)
             logs.append(RawLog(path, title, numbers, logged, [], notes))
         else:
             labels = {signal: f"column '{names[place]}'" for signal, place in used.items()}
@@ -421,13 +545,25 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     return logs
 
 
+def _has_finite_steps(table: np.ndarray, places: Mapping[str, int]) -> bool:
+    """Whether all steps of a table (n, columns) are finite, or the table has no steps."""
+    if STEP not in places:
+        return True
+    return bool(np.isfinite(table[:, places[STEP]]).all())
+
+
 def _read_header(path: str) -> tuple[list[str], int]:
     """The names of the columns, and the number of lines up to the header.
 
     Raises TraceError if the first line that is not blank is not a header.
     """
+    number = 0
+    line = ""
     with open_text(path) as file:
-        number, line = next((at, line) for at, line in enumerate(file, 1) if line.strip())
+        for line in file:
+            number += 1
+            if line.strip():
+                break
     try:
         names = [cell.strip() for cell in next(csv.reader([line]))]
     except csv.Error as error:  # a cell of more than 131,072 characters
@@ -489,7 +625,9 @@ def _load_numbers(path: str, begin: int, width: int) -> np.ndarray | None:
             table = np.loadtxt(file, delimiter=",", skiprows=begin, comments=None, ndmin=2)
         except (ValueError, UserWarning):  # a table without rows gives a warning
             return None
-    return table if table.shape[1] == width else None
+    if table.shape[1] != width:
+        return None
+    return table
 
 
 def _first_rows(path: str, begin: int, names: list[str]) -> list[dict[str, str]]:
@@ -532,8 +670,10 @@ def _csv_rows(
             if not cells or (len(cells) == 1 and not cells[0].strip()):
                 continue  # a blank line is no row
             if len(cells) < width or any(cells[width:]):
-                plural = "s" if len(cells) > 1 else ""
-                text = f"{len(cells)} cell{plural} where the header has {width}"
+                noun = "cell"
+                if len(cells) > 1:
+                    noun = "cells"
+                text = f"{len(cells)} {noun} where the header has {width}"
                 problems.append(Problem(line, f"{text}: the row is skipped", unusable=True))
             elif not shared or any(cells[place] for place in signals):
                 yield line, [cells[place] for place in places.values()]
