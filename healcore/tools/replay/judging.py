@@ -18,7 +18,8 @@ from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
 from healcore.core.tape import to_loop
-from healcore.tools.traces.columns import JUDGED, Rows, Trace
+from healcore.tools.traces.columns import JUDGED
+from healcore.tools.traces.trace import Rows, Trace
 
 _DECIDED = np.dtype(
     [

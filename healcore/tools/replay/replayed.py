@@ -27,7 +27,8 @@ from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
 from healcore.tools.replay.judging import judge_trace
 from healcore.tools.report.run_report import MAX_LINES, RunReport
-from healcore.tools.traces.columns import JUDGED, Trace
+from healcore.tools.traces.columns import JUDGED
+from healcore.tools.traces.trace import Trace
 
 
 class ReplayError(HealcoreError, ValueError):

@@ -17,14 +17,12 @@ from healcore.tools.traces.columns import (
     NotJudgedError,
     Problem,
     RawLog,
-    Trace,
     TraceError,
-    Unreadable,
-    join_logs,
     read_head,
 )
-from healcore.tools.traces.formats import read_tables
 from healcore.tools.traces.names import KNOWN_COLUMNS, is_known, quote_names
+from healcore.tools.traces.tables import read_tables
+from healcore.tools.traces.trace import Trace, Unreadable, join_logs
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
