@@ -34,7 +34,8 @@ from healcore.tools.traces.trace import Trace
 class ReplayError(HealcoreError, ValueError):
     """A policy cannot be replayed on a trace. The message has the reason and the remedy.
 
-    For example, the policy judges gradient norms, and the trace logs only losses.
+    For example, the policy judges gradient norms, and the trace logs only losses. A replay without
+    a decision would look like a healthy run.
     """
 
 
@@ -42,7 +43,7 @@ class NotJudgedError(ReplayError):
     """A trace ends in rows without a value, so the other rows would give a wrong verdict.
 
     Some writers log NaN as an empty cell. A run that diverged would then look like a run that was
-    healthy to its last logged value.
+    healthy to its last logged value. Write "nan" in these cells, or cut the rows.
     """
 
 
@@ -50,7 +51,8 @@ class Decided(NamedTuple):
     """One row of a trace with the decision of the policy.
 
     A live run in mode "observe" records the same decisions, and a run in mode "heal" carries them
-    out. After a rollback, a live run continues with other values than the recorded curve.
+    out. After a rollback, a live run continues with other values than the recorded curve. Iterate
+    over a `Replay` for these rows.
     """
 
     index: int
@@ -121,12 +123,11 @@ class Summary(NamedTuple):
 class Replay:
     """A finished replay: an iterable over the rows whose decision is not neutral.
 
-    A decision is neutral if the policy has no cause and no order, and the step has its own gradient
-    and learning rate.
-
-    Example:
         result = replay(traces[0], "default")
         skipped_steps = [row.step for row in result if row.skip]
+
+    A decision is neutral if the policy has no cause and no order, and the step has its own gradient
+    and learning rate.
     """
 
     trace: Trace
@@ -206,6 +207,10 @@ class Replay:
         shown: dict[float, tuple[str, ...]] = {}
         for row in alarms[:MOST_ALARMS]:
             shown[row.step] = tuple(names(Cause(int(row.cause))))
+        facts: dict[str, str] = {}  # the fields of the summary's line of JSON, by the same names
+        for field, value in summary._asdict().items():
+            if value:
+                facts[field] = str(value)
         policy_toml = ""
         if isinstance(self.policy, Policy):
             policy_toml = dumps(self.policy)
@@ -224,8 +229,7 @@ class Replay:
             counts=count_incidents(
                 self.incidents, skips=summary.skips, clips=summary.clips, alarms=summary.alarms
             ),
-            # The fields of the summary's line of JSON, by the same names.
-            facts={name: str(value) for name, value in summary._asdict().items() if value},
+            facts=facts,
             notes=(*notes, *first_lines(trace.problems, MAX_LINES, "not read: "), *trace.notes),
             attempts=tuple(
                 RunAttempt(attempt.first_step, attempt.source) for attempt in trace.attempts
@@ -238,13 +242,12 @@ class Replay:
 def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Replay:
     """Replays a policy over a trace: what would it have done in this run?
 
-    The replay follows the recorded curve. It skips, clips and cuts only in its own records, so it
-    shows where a policy acts, not how the run would have continued.
-
-    Example:
         traces, unreadable = open_traces(["run.csv"])
         result = replay(traces[0], "pretraining")
         print(result.summary.incidents, result.summary.rollbacks)
+
+    The replay follows the recorded curve. It skips, clips and cuts only in its own records, so it
+    shows where a policy acts, not how the run would have continued.
 
     Args:
         trace: from `healcore.tools.traces.open_traces`.

@@ -67,8 +67,11 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     reasons: list[str] = []
     for run, places in runs.items():
         # --column may name the metric, or the whole title of one run's column.
-        metrics = [names[place].removeprefix(f"{run} - ") for place in places]
-        chosen = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
+        prefix = f"{run} - "
+        metrics = [names[place].removeprefix(prefix) for place in places]
+        chosen: dict[str, str] = {}
+        for signal, name in columns.items():
+            chosen[signal] = name.removeprefix(prefix)
         try:
             found, notes = resolve(metrics, chosen)
         except TraceError as error:
@@ -77,7 +80,9 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
                 reason = f"run '{run}': {reason}"
             reasons.append(reason)
             continue
-        used = {signal: places[metrics.index(metric)] for signal, metric in found.items()}
+        used: dict[str, int] = {}  # place of each signal in the table
+        for signal, metric in found.items():
+            used[signal] = places[metrics.index(metric)]
         notes = [f"{path}: {note}" for note in notes]
         title = None
         if len(runs) > 1:
@@ -91,7 +96,9 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
                     logged[signal] = np.ones(len(table), bool)
             logs.append(RawLog(path, title, numbers, logged, [], notes))
         else:
-            labels = {signal: f"column '{names[place]}'" for signal, place in used.items()}
+            labels: dict[str, str] = {}
+            for signal, place in used.items():
+                labels[signal] = f"column '{names[place]}'"
             problems: list[Problem] = []
             rows = _csv_rows(path, begin, len(names), used, title is not None, problems)
             logs.append(parse_rows(path, title, labels, rows, problems, notes))
