@@ -99,7 +99,8 @@ class FixedState(NamedTuple):
 class FixedConfig(NamedTuple):
     """Parameter of fixed clipping, the usual rule of training loops.
 
-    It has no memory, so a limit that is too low clips every step.
+    It has no memory, so a limit that is too low clips every step. The limit that your loop already
+    uses is the right number here.
     """
 
     max_norm: Positive = 1.0
@@ -133,7 +134,8 @@ class FixedConfig(NamedTuple):
 class ZClipState(NamedTuple):
     """Statistics of the accepted norms, with which the next norm is compared.
 
-    A clipped norm is learnt as its limit, so one spike hardly moves them.
+    A clipped norm is learnt as its limit, so one spike hardly moves them. A lasting shift of the
+    norms is accepted by `baseline.watch_level`.
     """
 
     count: Int
@@ -286,7 +288,8 @@ BINS = len(EDGES) - 1  # number of bins
 class AutoClipState(NamedTuple):
     """Histogram of the recent norms, from which the percentile is read.
 
-    The paper sorts the whole history instead, which grows with the run.
+    The paper sorts the whole history instead, which grows with the run. A compiled step needs
+    arrays of a fixed size.
     """
 
     counts: Int
@@ -296,7 +299,8 @@ class AutoClipState(NamedTuple):
 class AutoClipConfig(NamedTuple):
     """Parameters of AutoClip: clips at a percentile of the recent norms.
 
-    With a percentile of 10, about nine of ten steps are clipped.
+    With a percentile of 10, about nine of ten steps are clipped, so that most steps have similar
+    lengths. Compare this with ZClip, which clips rare outliers only.
     """
 
     percentile: Annotated[Number, number(above=0, below=100)] = 10.0
@@ -312,7 +316,8 @@ class AutoClipConfig(NamedTuple):
         """Makes an empty histogram.
 
         Args:
-            groups: number of tensors of a per-tensor policy. This rule clips the global norm.
+            groups: number of tensors of a per-tensor policy. This rule clips the global norm, so
+                its state is the same for any number.
         """
         del groups
         return zeros(AutoClipState, (BINS,))
@@ -383,7 +388,8 @@ _SHIFT = baseline.ShiftConfig(patience=25, gain=1, forgive=8)
 class AdaGCState(NamedTuple):
     """State of n tensors: how large the norm of each tensor usually is.
 
-    A tensor has a level of its own, because norms differ by orders of magnitude between layers.
+    A tensor has a level of its own, because norms differ by orders of magnitude between layers. One
+    limit for all would clip only the largest layers.
     """
 
     count: Int

@@ -33,7 +33,8 @@ class NonFiniteConfig(NamedTuple):
     """NaN or infinite loss or gradient, and norms that overflowed float32.
 
     Every such step is an alarm. The rule's `when` sets how many are too many, in a row or within a
-    window. The window detects a run in which every other step is NaN.
+    window. The window detects a run in which every other step is NaN. It needs no signal of its
+    own: a loss or a norm is always there.
     """
 
     CAUSE = NONFINITE
@@ -75,7 +76,8 @@ class VanishingConfig(NamedTuple):
     """A global gradient norm that stays below a threshold.
 
     It is a sign of a dead network, a detached graph or a loss without gradient. One tiny norm is
-    normal (a fully masked batch), but `patience` tiny norms in a row are not.
+    normal (a fully masked batch), but `patience` tiny norms in a row are not. A norm that is not
+    finite has its own detector.
     """
 
     threshold: ranges.Norm = 1e-7
@@ -112,7 +114,8 @@ class VanishingConfig(NamedTuple):
 class CeilingState(NamedTuple):
     """Largest of the first values, and the count of consecutive alarms.
 
-    The state of both ceilings, of losses and of norms.
+    The state of both ceilings, of losses and of norms. The first values of a run show its scale,
+    from which a ceiling may follow.
     """
 
     count: Int
@@ -346,6 +349,7 @@ class SpikeState(NamedTuple):
     """The level, the threshold and the votes, as the top of this file explains them.
 
     All three adapt to the run: the level to its values, the threshold to its frequent outliers.
+    The votes are the memory of recent outliers, which makes a spike a sustained one.
     """
 
     values: NoiseState
