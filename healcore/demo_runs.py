@@ -37,11 +37,19 @@ SHORTEST = 30
 
 
 class DemoError(HealcoreError, ValueError):
-    """The demo cannot run; the message says what to change."""
+    """The demo cannot run; the message says what to change.
+
+    For example, the number of steps is too small for its faults, or Python was installed without
+    the sources that the demo trains on.
+    """
 
 
 class Corpus(NamedTuple):
-    """Text for training and evaluation, uint8 (n,) each."""
+    """Text for training and evaluation, uint8 (n,) each: one number for each byte.
+
+    Held-out text is in no training batch, so its loss shows what a run has learnt, even if its last
+    training batches were corrupted.
+    """
 
     train: np.ndarray
     held_out: np.ndarray
@@ -50,30 +58,46 @@ class Corpus(NamedTuple):
 
 
 def load_corpus() -> Corpus:
-    """Reads the modules of the standard library.
+    """Reads the modules of the standard library, a text that every machine has.
 
-    Raises DemoError if there are too few sources, as in a stripped Python.
+    Returns:
+        At most 4 MiB of text. The files are in the order of their names, so that all runs of a
+        machine have the same batches.
+
+    Raises:
+        DemoError: there are too few sources, as in a stripped Python.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(root.glob("*.py"), key=lambda path: path.name)
-    train, held_out, size = [], [], 0
+    train: list[bytes] = []
+    held_out: list[bytes] = []
+    size = 0
     for index, path in enumerate(paths):
         text = path.read_bytes()
         size += len(text)
         if size > _LARGEST:
             break
-        (held_out if index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1 else train).append(text)
+        if index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1:
+            held_out.append(text)
+        else:
+            train.append(text)
     if len(held_out) < 1 or size < 10_000:
         raise DemoError(
             f"the demo trains on the standard library's sources, and {root} holds {len(paths)} of "
             f"them with {size} bytes: use a Python that was installed with its .py files"
         )
-    training, evaluation = (np.frombuffer(b"".join(texts), np.uint8) for texts in (train, held_out))
-    return Corpus(training, evaluation, len(train) + len(held_out))
+    return Corpus(
+        train=np.frombuffer(b"".join(train), np.uint8),
+        held_out=np.frombuffer(b"".join(held_out), np.uint8),
+        files=len(train) + len(held_out),
+    )
 
 
 class Step(NamedTuple):
-    """One training step."""
+    """One training step, as a training function reports it.
+
+    A step that a rollback repeats is reported again, with the same `step`.
+    """
 
     step: int
     batch: int
@@ -85,7 +109,11 @@ class Step(NamedTuple):
 
 
 class TokenBatch(NamedTuple):
-    """The batch of one step."""
+    """The batch of one step: text for a model that predicts the next byte.
+
+    The mean loss divides by the sum of `weights`. In a batch that is all padding this is 0/0, which
+    is the demo's third fault.
+    """
 
     tokens: np.ndarray
     """int32 (batch, context + 1): inputs are all but the last token, targets all but the first."""
@@ -95,7 +123,12 @@ class TokenBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """Data, model size, learning rates and faults of one run."""
+    """Data, model size, learning rates and faults of one run.
+
+    The same scenario is given to every framework and arm, so that the runs differ in their
+    protection only. All values follow from indices of batches and steps, never from the state of a
+    generator, so that a repeated step gets the same batch.
+    """
 
     corpus: Corpus
     steps: int = 300
@@ -120,7 +153,10 @@ class Scenario:
 
     @cached_property
     def corrupted_batches(self) -> frozenset[int]:
-        """Indices of the batches that are random bytes."""
+        """Indices of the batches that are random bytes: two at 20 % and two at 62 % of the run.
+
+        Two in a row, because a broken shard holds more than one batch.
+        """
         first, second = self._at(0.20), self._at(0.62)
         return frozenset({first, first + 1, second, second + 1})
 
@@ -140,13 +176,30 @@ class Scenario:
     # -- what a training loop needs ------------------------------------------------------------
 
     def learning_rate(self, step: int) -> float:
-        """Warm-up, then a cosine to 2 % of the peak; scaled by `lr_factor` in `wrong_lr_steps`."""
+        """Computes the learning rate of a step.
+
+        Args:
+            step: index of the step, from 0.
+
+        Returns:
+            A warm-up of 20 steps, then a cosine to 2 % of the peak. In `wrong_lr_steps` the rate is
+            `lr_factor` times too high.
+        """
         rate = self.peak_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / self.steps)))
         rate *= min(1.0, (step + 1) / 20)
-        return rate * (self.lr_factor if step in self.wrong_lr_steps else 1.0)
+        if step in self.wrong_lr_steps:
+            rate *= self.lr_factor
+        return rate
 
     def training_batch(self, index: int) -> TokenBatch:
-        """A batch, including its fault if it has one."""
+        """Makes a training batch, including its fault if it has one.
+
+        Args:
+            index: index of the batch, from 0. The same index always gives the same batch.
+
+        Returns:
+            `batch` windows of `context` + 1 bytes, at random places of the training text.
+        """
         random = np.random.default_rng([0, index])
         tokens = self._windows(self.corpus.train, self.batch, random)
         weights = np.ones((self.batch, self.context), np.float32)
@@ -157,7 +210,11 @@ class Scenario:
         return TokenBatch(tokens, weights)
 
     def held_out_batch(self) -> TokenBatch:
-        """Held-out text of 8 batches in one."""
+        """Makes the batch for the evaluation at the end of a run.
+
+        Returns:
+            Held-out text of 8 batches in one, the same for all runs.
+        """
         random = np.random.default_rng(0)
         tokens = self._windows(self.corpus.held_out, 8 * self.batch, random)
         return TokenBatch(tokens, np.ones((len(tokens), self.context), np.float32))
@@ -169,23 +226,32 @@ class Scenario:
     # -- the model, as plain arrays -------------------------------------------------------------
 
     def initial_weights(self) -> dict[str, np.ndarray]:
-        """Initial weights by name, for both frameworks; float32 (inputs, outputs)."""
+        """Makes the initial weights, the same for both frameworks.
+
+        Returns:
+            Float32 arrays (inputs, outputs) by name: "embed", "qkv0", "out0", "up0", "down0", ...
+            and "head".
+        """
         random = np.random.default_rng([0, 1 << 32])
         width = self.width
         sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
-        shapes = {
-            f"{name}{layer}": (width * inputs, width * outputs)
-            for layer in range(self.layers)
-            for name, (inputs, outputs) in sizes.items()
-        }
+        shapes: dict[str, tuple[int, int]] = {}
+        for layer in range(self.layers):
+            for name, (inputs, outputs) in sizes.items():
+                shapes[f"{name}{layer}"] = (width * inputs, width * outputs)
+        shapes["head"] = (width, SYMBOLS)
         weights = {"embed": random.normal(size=(SYMBOLS, width)).astype(np.float32)}
-        for name, shape in (shapes | {"head": (width, SYMBOLS)}).items():
+        for name, shape in shapes.items():
             limit = shape[0] ** -0.5
             weights[name] = random.uniform(-limit, limit, shape).astype(np.float32)
         return weights
 
     def rotations(self) -> tuple[np.ndarray, np.ndarray]:
-        """Cosine and sine of rotary position embedding (arXiv:2104.09864), (context, head / 2)."""
+        """Computes the rotary position embedding (arXiv:2104.09864).
+
+        Returns:
+            Cosine and sine of the angles, float32 (context, half of the width of a head).
+        """
         half = self.width // self.heads // 2
         angles = np.arange(self.context)[:, None] * 10_000.0 ** (-np.arange(half) / half)
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

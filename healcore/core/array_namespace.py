@@ -74,9 +74,13 @@ class ArrayNamespace(abc.ABC):
 
     @abc.abstractmethod
     def where(self, condition: Flag, x: Array | Number, y: Array | Number, /) -> Array:
-        """`x` where the condition holds, else `y`; at most one of the two is a Python number.
+        """Selects `x` where the condition holds, else `y`: the core's only branch on a value.
 
-        The result of two Python numbers would have a different dtype in each library.
+        Args:
+            condition: bool, of any shape that broadcasts with the values.
+            x: an array or a Python number.
+            y: an array or a Python number. At most one of the two is a Python number, because the
+                result of two would have a different dtype in each library.
         """
 
     @abc.abstractmethod
@@ -131,7 +135,12 @@ class ArrayNamespace(abc.ABC):
     # -- functions with a default ------------------------------------------------------------------
 
     def without_small(self, x: Float, limit: float, /) -> Float:
-        """Replaces values of at most `limit`, in absolute value, by +0."""
+        """Replaces small values by +0, so that no subnormal reaches a state.
+
+        Args:
+            x: float32 of any shape; NaN stays NaN.
+            limit: the largest absolute value that is replaced.
+        """
         return self.where(self.abs(x) <= limit, 0.0, x)
 
     def product(self, x: Float | Number, y: Float, /) -> Float:
@@ -139,6 +148,10 @@ class ArrayNamespace(abc.ABC):
 
         A compiler may fuse ``x * y + z`` into one operation that rounds once. The minimum prevents
         this. Do not add a constant to the result: LLVM would move the addition into the minimum.
+
+        Args:
+            x: a float32 array, or a number of the policy.
+            y: a float32 array.
         """
         return self.minimum(x * y, PRODUCT_LIMIT)
 
@@ -158,9 +171,14 @@ class ArrayNamespace(abc.ABC):
         return x / self.where(x == x, y, 1.0)
 
     def flag(self, condition: Flag, flags: int, /) -> Int:
-        """`flags` where the condition holds, else 0.
+        """Gives `flags` where the condition holds, else 0.
 
-        Not ``where(condition, flags, 0)``: see `where`.
+        Not ``where(condition, flags, 0)``: two Python numbers would have a different dtype in each
+        library.
+
+        Args:
+            condition: bool, of any shape.
+            flags: bits of `Cause` or `Action`, a Python number.
         """
         bit = self.astype(condition, self.int32)
         if flags == 1:
@@ -168,11 +186,21 @@ class ArrayNamespace(abc.ABC):
         return bit * int(flags)
 
     def never(self, like: Int, /) -> Flag:
-        """False in the shape of `like`, an array of integers."""
+        """Makes a flag that never holds.
+
+        Args:
+            like: an int32 array. The flag has its shape and its device, which a constant lacks.
+        """
         return like != like
 
     def with_slot(self, values: Array, slot: Int, value: Array, /) -> Array:
-        """`values` (..., n) with `value` (...) at index `slot` (...) of the last axis."""
+        """Replaces one element of each ring, in a copy.
+
+        Args:
+            values: (..., n), the rings.
+            slot: int (...), the index in the last axis.
+            value: (...), the new element.
+        """
         here = self.arange(values.shape[-1]) == slot[..., None]
         return self.where(here, value[..., None], values)
 
@@ -181,6 +209,9 @@ class ArrayNamespace(abc.ABC):
 
         The value stays as it is. Some compilers would otherwise compute it once for each result
         (`healcore.jax.namespace`).
+
+        Args:
+            x: the value.
         """
         return x
 
@@ -258,7 +289,14 @@ callers of other functions need ``np.errstate(all="ignore")``.
 
 
 def as_namespace(xp: ArrayNamespace | ModuleType) -> ArrayNamespace:
-    """The namespace of a library, if `xp` is a module, else `xp`: ``as_namespace(np) is NUMPY``."""
+    """Accepts a module such as `numpy` where a namespace is needed.
+
+    Args:
+        xp: a namespace, which is returned unchanged, or a module with the functions of NumPy 2.
+
+    Returns:
+        The namespace: ``as_namespace(np) is NUMPY``.
+    """
     if not isinstance(xp, ModuleType):
         return xp
     if xp is np:

@@ -26,7 +26,11 @@ _OUTLIER_RATIO = 10.0  # ratio of an outlier to the mean of the warm-up
 
 
 class ShiftConfig(NamedTuple):
-    """When repeated rejections establish a new level."""
+    """When repeated rejections establish a new level.
+
+    The count of rejections is leaky: a rejection adds `gain`, and an accepted value subtracts
+    `forgive`. So a level with a few accepted values between the rejections is found too.
+    """
 
     patience: Annotated[Number, whole(1, 1_000_000)] = 25
     """Consecutive rejections of similar values after which their level is accepted."""
@@ -37,7 +41,11 @@ class ShiftConfig(NamedTuple):
 
 
 class ShiftState(NamedTuple):
-    """Count and statistics of recent rejections."""
+    """Count and statistics of recent rejections.
+
+    The statistics tell a new level from an explosion: values at a new level are alike, and values
+    of an explosion are not.
+    """
 
     run: Int
     """Leaky count of rejections, each of which adds `gain`."""
@@ -48,7 +56,11 @@ class ShiftState(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """Result of `watch_level`."""
+    """Result of `watch_level`: whether to replace the baseline, and by what.
+
+    Where `escaped` holds, the rule takes `level` and `spread` as the mean and the variance of its
+    own statistics. Elsewhere it ignores them.
+    """
 
     escaped: Flag
     """The level has shifted; `level` and `spread` are the new baseline."""

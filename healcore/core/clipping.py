@@ -73,6 +73,8 @@ class FixedConfig(NamedTuple):
     Reduces the norm to one absolute limit, as `torch.nn.utils.clip_grad_norm_` and
     `optax.clip_by_global_norm` do. The rule has no memory, so norms that stay above `max_norm` are
     always clipped, as configured.
+
+    The limit that your loop already uses is the right number here.
     """
 
     max_norm: Positive = 1.0
@@ -106,7 +108,8 @@ class FixedConfig(NamedTuple):
 class ZClipState(NamedTuple):
     """Statistics of the accepted norms, with which the next norm is compared.
 
-    A clipped norm is learnt as its limit, so one spike hardly moves them.
+    A clipped norm is learnt as its limit, so one spike hardly moves them. A lasting shift of the
+    norms is accepted by `baseline.watch_level`.
     """
 
     count: Int
@@ -268,7 +271,8 @@ BINS = len(EDGES) - 1  # number of bins
 class AutoClipState(NamedTuple):
     """Histogram of the recent norms, from which the percentile is read.
 
-    The paper sorts the whole history instead, which grows with the run.
+    The paper sorts the whole history instead, which grows with the run. A compiled step needs
+    arrays of a fixed size.
     """
 
     counts: Int
@@ -284,6 +288,9 @@ class AutoClipConfig(NamedTuple):
     and a percentile at most one bin (4.4 %) too high. At `2 * window` norms all counts are halved,
     so that the rule follows a lasting level shift within five windows. As published, raw norms
     enter: clipped norms would lower the percentile further and further.
+
+    With a percentile of 10, about nine of ten steps are clipped, so that most steps have similar
+    lengths. Compare this with ZClip, which clips rare outliers only.
     """
 
     percentile: Annotated[Number, number(above=0, below=100)] = 10.0
@@ -299,7 +306,8 @@ class AutoClipConfig(NamedTuple):
         """Makes an empty histogram.
 
         Args:
-            groups: number of tensors of a per-tensor policy. This rule clips the global norm.
+            groups: number of tensors of a per-tensor policy. This rule clips the global norm, so
+                its state is the same for any number.
         """
         del groups
         return zeros(AutoClipState, (BINS,))
@@ -370,7 +378,8 @@ _SHIFT = baseline.ShiftConfig(patience=25, gain=1, forgive=8)
 class AdaGCState(NamedTuple):
     """State of n tensors: how large the norm of each tensor usually is.
 
-    A tensor has a level of its own, because norms differ by orders of magnitude between layers.
+    A tensor has a level of its own, because norms differ by orders of magnitude between layers. One
+    limit for all would clip only the largest layers.
     """
 
     count: Int

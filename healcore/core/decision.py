@@ -16,9 +16,11 @@ from healcore.core.array_namespace import Flag, Float, Int, Norms
 
 
 class Cause(enum.IntFlag):
-    """What is wrong. Detectors on the device set the first ten, and the host sets the rest.
+    """What is wrong: bit flags, because a step may have several causes.
 
-    Older versions had a cause with the value 256, which no other cause gets.
+    Detectors set the flags up to RECORDS within the step. The host sets the other flags, for
+    exceptions and hangs (`healcore/runtime/faults/failures.py`). A flag keeps its number, because
+    the numbers are saved in states. The value 256 belonged to a cause of older versions.
     """
 
     NONFINITE_LOSS = 1
@@ -46,7 +48,11 @@ LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
 
 
 class Action(enum.IntFlag):
-    """Requests to the host. Skipped steps are not among them, see `Decision.skip`."""
+    """Requests to the host: bit flags, because one step may order several actions.
+
+    Skipped steps are not among them: a skip happens within the step, see `Decision.skip`. The host
+    reads these flags some steps later, when the results of the device have arrived.
+    """
 
     ALERT = 1
     SAVE = 2
@@ -57,12 +63,23 @@ class Action(enum.IntFlag):
 
 
 def names(flags: enum.Flag) -> list[str]:
-    """Names of the set flags, lowest bit first: ``names(Cause(12)) == ["GRAD_SPIKE", ...]``."""
+    """Lists the names of the set flags.
+
+    Args:
+        flags: a `Cause` or an `Action`.
+
+    Returns:
+        The names, lowest bit first: ``["GRAD_SPIKE", "LOSS_SPIKE"]`` for ``Cause(12)``.
+    """
     return [each.name for each in type(flags) if each.name and each & flags] if flags else []
 
 
 class Reading(NamedTuple):
-    """A detector's result for one step: 0-d arrays, or arrays of the batch's shape."""
+    """A detector's result for one step: 0-d arrays, or arrays of the batch's shape.
+
+    A detector only reports. The rules of the policy decide what its alarm leads to, and a rule may
+    react to every alarm or to sustained alarms only.
+    """
 
     alarm: Flag
     """bool: this step is an outlier."""
@@ -76,7 +93,12 @@ class Reading(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The decision about one step, in 0-d arrays."""
+    """The decision about one step, in 0-d arrays.
+
+    The adapter carries out the factors and `skip` within the step. The action, the cause and the
+    depth are for the host, which reads them later. `neutral` in `engine/state.py` makes the
+    decision that changes nothing.
+    """
 
     grad_scale: Float
     """float32 in [0, 1]: factor on all gradients, 1 = unchanged."""
@@ -95,7 +117,11 @@ class Decision(NamedTuple):
 
 
 class Telemetry(NamedTuple):
-    """Numbers of the last step for loggers and reports; always finite."""
+    """Numbers of the last step for loggers and reports; always finite.
+
+    Decisions depend on the last finite loss and norm only, which replace a NaN in the statistics.
+    A state with NaN in it could not be compared or saved as JSON.
+    """
 
     decision: Decision
     """The ordered decision; in observe mode the enforced decision is neutral."""
@@ -121,7 +147,11 @@ the demo's transformer the 99th percentile of 4,116 such ratios is 2.1, and the 
 
 
 class Readings(NamedTuple):
-    """The measured values behind a cause; each may be NaN or Inf."""
+    """The measured values behind a cause, as events and alerts show them; each may be NaN or Inf.
+
+    With them a person can see why a detector raised its alarm, for example how far the norm was
+    above the threshold. No decision depends on them.
+    """
 
     loss: float
     """Last finite loss; NaN before the first one."""
@@ -136,7 +166,11 @@ class Readings(NamedTuple):
 
 
 class SuspectGradient(NamedTuple):
-    """A tensor or layer whose gradient was non-finite or unusually large."""
+    """A tensor or layer whose gradient was non-finite or unusually large.
+
+    It is evidence for a person who looks for the cause. No decision depends on it. An embedding
+    that is alone in the list, for example, points to the data.
+    """
 
     name: str
     """Name in the framework: `layers.3.weight`, `['params']['Dense_0']['kernel']`."""
@@ -213,7 +247,11 @@ class StepRecord(NamedTuple):
 
     @property
     def readings(self) -> Readings:
-        """The measured values behind the cause; NaN for a loss or norm that was never finite."""
+        """The measured values behind the cause.
+
+        The loss or the norm is NaN if it was bad at this step and has never been finite. The engine
+        itself begins with zeros, which would look like a measured loss of 0.
+        """
         found = Readings(*(getattr(self, name) for name in Readings._fields))
         # The engine starts with zeros.
         if self.cause & Cause.NONFINITE_LOSS and not self.loss:
@@ -225,11 +263,21 @@ class StepRecord(NamedTuple):
     def compared(
         self, loss_ratio: float | None, eval_loss: float | None, eval_gap: float | None
     ) -> StepRecord:
-        """The record with its last three fields. Each step has them, and `_replace` is slower."""
+        """Fills in the last three fields. Every step gets them, and `_replace` is slower.
+
+        Args:
+            loss_ratio: loss over the mean of recent healthy losses, or None if unknown.
+            eval_loss: evaluation loss since the last step, or None.
+            eval_gap: `eval_loss` minus the mean of recent healthy losses, or None.
+        """
         return StepRecord(*self[:-3], loss_ratio, eval_loss, eval_gap)
 
     def unjudged(self) -> StepRecord:
-        """The record of a step that was not judged: without cause and orders."""
+        """Removes the cause and the orders, for a step that was not judged.
+
+        Such a step only accumulated gradients, or was not taken. The state of the engine is still
+        the state of an earlier step, whose orders must not be carried out twice.
+        """
         return self._replace(
             action=Action(0), cause=Cause(0), rollback_depth=0, skip=False, grad_scale=1.0
         )
@@ -246,7 +294,15 @@ numbers of a record."""
 
 
 def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
-    """Makes a record of Python values from scalars in the order of `RECORD_FIELDS`."""
+    """Makes a record of Python values, which the host reads for every step.
+
+    Args:
+        values: 16 scalars in the order of `RECORD_FIELDS`.
+        engine: name of the optimizer in the run's state.
+
+    Returns:
+        The record. Evidence and comparisons are empty: the host adds them.
+    """
     step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:RECORD_INTS])
     return StepRecord(
         step,
@@ -263,7 +319,16 @@ def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
 
 
 def unpack_record(packed: np.ndarray, engine: str = "") -> StepRecord:
-    """Makes a record from int32 (n,): integers of `RECORD_FIELDS`, then bits of the floats."""
+    """Makes a record from the one array that a device has copied to the host.
+
+    Args:
+        packed: int32 (n,) with n of at least 16: the integers of `RECORD_FIELDS`, then the bits of
+            the floats. One array needs one copy instead of sixteen.
+        engine: name of the optimizer in the run's state.
+
+    Returns:
+        The record of Python values.
+    """
     floats = packed[RECORD_INTS : len(RECORD_FIELDS)].view(np.float32)
     return host_record(packed[:RECORD_INTS].tolist() + floats.tolist(), engine)
 
@@ -303,8 +368,10 @@ def record_metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
 def is_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:
     """Whether a step with NONFINITE_GRAD had finite gradients, so that its update is not finite.
 
-    `norms` has the norm of each gradient, or zeros if the caller measures the norm. A norm whose
-    square overflows counts as not finite.
+    Args:
+        cause: the causes of the step.
+        norms: float (n,): the norm of each gradient, or zeros if the caller measures the norm. A
+            norm whose square overflows counts as not finite.
     """
     if not cause & Cause.NONFINITE_GRAD or not norms.size:
         return False
@@ -317,8 +384,14 @@ def suspect_gradients(
 ) -> tuple[SuspectGradient, ...]:
     """Selects the worst tensors: non-finite gradients first, then by the ratio to the usual norm.
 
-    `usual` holds the L2 norms at the last step without an alarm, or 0 where a norm is unknown. It
-    is None without such a step.
+    Args:
+        norms: float (n,): the L2 norm of each tensor's gradient at this step.
+        usual: float (n,): the norms at the last step without an alarm, 0 where a norm is unknown.
+            None without such a step.
+        names: the n names of the tensors.
+
+    Returns:
+        At most 10 tensors whose norm is not finite, or at least `REPORT_RATIO` times the usual one.
     """
     usual = np.zeros_like(norms) if usual is None else usual
     with np.errstate(all="ignore"):

@@ -18,7 +18,8 @@ class HealcoreError(BaseException):
     """Base class of all exceptions of healcore; each subclass also has a builtin base.
 
     Not an Exception: `RunStopped` and the other ends of a run are subclasses of SystemExit, so
-    `except Exception` in a training loop does not catch them. All other errors are Exceptions.
+    `except Exception` in a training loop does not catch them. All other errors are Exceptions. The
+    text of every error is escaped for a terminal.
     """
 
     def __str__(self) -> str:
@@ -30,7 +31,11 @@ class HealcoreError(BaseException):
 
 
 class AttachError(HealcoreError, TypeError):
-    """`healcore.torch` cannot heal the optimizer it was given. Nothing was changed."""
+    """`healcore.torch` cannot heal the optimizer it was given. Nothing was changed.
+
+    For example, another object already replaces its `step`. The message says what to pass or call
+    instead.
+    """
 
 
 class CommitError(HealcoreError, TypeError):
@@ -42,7 +47,11 @@ class ParametersChangedError(HealcoreError, RuntimeError):
 
 
 class RanksDisagreeError(HealcoreError, RuntimeError):
-    """The ranks of one run have decided differently. The current step was not taken."""
+    """The ranks of one run have decided differently. The current step was not taken.
+
+    If one rank took the step and another skipped it, their weights would differ from then on, and
+    no later error would say why.
+    """
 
 
 _NUMBERS = re.compile(r"\[[\[\]\s\d.,+\-einafNIF]{80,}\]")
@@ -50,15 +59,26 @@ _NUMBERS = re.compile(r"\[[\[\]\s\d.,+\-einafNIF]{80,}\]")
 
 
 def error_text(error: BaseException) -> str:
-    """The type and the message of an exception, also of an exception whose `__str__` raises.
+    """Formats an exception for an event or a message.
 
-    Printed arrays in the message are shortened.
+    Args:
+        error: any exception, also one whose `__str__` raises.
+
+    Returns:
+        Its type and its message, in which printed arrays are shortened.
     """
     return with_short_arrays("".join(traceback.format_exception_only(error)).strip())
 
 
 def with_short_arrays(text: str) -> str:
-    """The text with only the first numbers of each printed array."""
+    """Shortens printed arrays in a text, such as the message of a failed comparison.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The text with only the first numbers of each printed array that is longer than a line.
+    """
     return _NUMBERS.sub(lambda found: " ".join(found[0][:50].split()) + " ...]", text)
 
 
@@ -66,7 +86,11 @@ def clean(text: str, keep: str = "\n\t") -> str:
     r"""Escapes all characters except printable ones, spaces and those in `keep`.
 
     Control characters (ESC, C1), direction overrides and invisible characters become `\x1b` or
-    `\u202e`, as in TOML and Python. Pass `keep=""` for names, which have one line.
+    `\u202e`, as in TOML and Python.
+
+    Args:
+        text: a text that may come from a file that somebody else wrote.
+        keep: characters to leave as they are. Pass "" for names, which have one line.
     """
     return _clean(text, keep, _escape)
 

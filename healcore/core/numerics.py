@@ -38,8 +38,8 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 def shortest_decimal(number: np.generic) -> float:
     """The decimal number with the fewest digits that rounds to a number: 0.1 for float32(0.1).
 
-    The core has every number of a policy in float32. This is the number that the user has written,
-    with which a framework clips float64 gradients, and which a report prints.
+    The core has every number of a policy in float32. A framework that clips float64 gradients
+    computes with the number that the user has written, and a report prints it.
 
     Args:
         number: a number of NumPy, whose dtype says how a decimal number is rounded.
@@ -70,20 +70,31 @@ def and_not(a: Flag, b: Flag) -> Flag:
 def flush(x: Float, *, xp: ArrayNamespace) -> Float:
     """Replaces values of at most `FLUSH` by +0, so that no backend keeps a subnormal.
 
-    Every float of a state passes through here, before it is stored.
+    Every float of a state passes through here, before it is stored. XLA flushes subnormals to zero
+    and NumPy keeps them, so two frameworks would otherwise drift apart.
     """
     return xp.without_small(x, FLUSH)
 
 
 def plus_one(number: Number) -> Number:
-    """`1 + number` in float32, the same for a Python number and a float32 array."""
+    """Computes `1 + number` in float32.
+
+    Args:
+        number: a Python number, or a float32 array in a sweep of policies. Python would add the
+            number in float64, and a sweep would then judge otherwise than a single policy.
+    """
     if isinstance(number, int | float):
         return float(np.float32(1.0) + np.float32(number))
     return 1.0 + number
 
 
 def complement(decay: Number, like: Float) -> Float:
-    """`1 - decay` in float32 in the shape of `like`, the same for a Python number and an array."""
+    """Computes `1 - decay` in float32, the same for a Python number and an array.
+
+    Args:
+        decay: a number of the policy.
+        like: a finite float32 array, whose shape the result has.
+    """
     return (zero_like(like) + 1.0) - decay
 
 
@@ -111,7 +122,12 @@ def sanitized(
 def ema(mean: Float, value: Float, rate: Float, learn: Flag, *, xp: ArrayNamespace) -> Float:
     """One step of a moving average: ``mean + rate * (value - mean)`` where `learn` holds.
 
-    `value` may be NaN where `learn` is false. `rate` is the weight of the value, from 0 to 1.
+    Args:
+        mean: the average so far, float32.
+        value: the new value, which may be NaN where `learn` is false.
+        rate: weight of the new value, from 0 to 1.
+        learn: whether the value counts. Elsewhere the average stays the same.
+        xp: the array namespace.
     """
     step = xp.product(rate, value - mean)
     return flush(mean + xp.where(learn, step, 0.0), xp=xp)
@@ -173,7 +189,14 @@ def _hints(kind: type) -> tuple[Any, ...]:
 
 
 def zero_init(kind: type[State]) -> Callable[..., State]:
-    """Makes a method `init` that returns `zeros(kind)`."""
+    """Makes a method `init` for a detector or a rule whose state begins with zeros.
+
+    Args:
+        kind: the NamedTuple of the state.
+
+    Returns:
+        The method. It accepts `groups` as all methods `init` do, and ignores it.
+    """
 
     def init(self: Any, *, groups: int = 0) -> State:
         """The state before the first step."""
@@ -203,7 +226,14 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The arrays of `tree`, depth first."""
+    """Lists the arrays of a tree.
+
+    Args:
+        tree: a tree of NamedTuples, tuples, arrays and None.
+
+    Returns:
+        The arrays, depth first and in the order of the fields. None has no array.
+    """
     if tree is None:
         return []
     if isinstance(tree, tuple):
@@ -214,7 +244,12 @@ def leaves(tree: Any) -> list[Any]:
 def select(condition: Flag, if_true: Array, if_false: Array, *, xp: ArrayNamespace) -> Array:
     """`xp.where(...)`, whose `if_false` may have more trailing axes than `condition`.
 
-    If both are the same object, the result is that object, without an operation.
+    Args:
+        condition: bool, of the shape of a batch.
+        if_true: the array where the condition holds.
+        if_false: the array elsewhere, with the axes of the batch first. If it is the same object as
+            `if_true`, it is the result, without an operation.
+        xp: the array namespace.
     """
     if if_true is if_false:
         return if_false

@@ -39,7 +39,11 @@ class RuleBroken(ValueError):
 
 
 class Value(NamedTuple):
-    """The declaration of a value, as metadata of `Annotated`."""
+    """The declaration of a value, as metadata of `Annotated`.
+
+    The check and its text stand side by side, so that the messages and the tables of
+    docs/policies.md cannot differ from what is checked.
+    """
 
     rule: str
     """The condition as text, for messages and docs/policies.md."""
@@ -48,7 +52,14 @@ class Value(NamedTuple):
 
 
 def to_float32(value: float) -> float:
-    """Rounds to the nearest float32, as a Python float."""
+    """Rounds a number of a policy to what the engine computes with.
+
+    Args:
+        value: any number.
+
+    Returns:
+        The nearest float32 as a Python float; infinite for a number beyond float32.
+    """
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 
@@ -61,9 +72,17 @@ def number(
     most: float = math.inf,
     none: bool = False,
 ) -> Value:
-    """A finite float within bounds; whole numbers are accepted, bools and strings are not.
+    """Declares a finite float within bounds. Whole numbers are accepted, bools and strings are not.
 
-    With `none`, the string "none" is accepted and means no limit.
+    Args:
+        above: the value is larger.
+        least: the value is at least this.
+        below: the value is smaller.
+        most: the value is at most this.
+        none: whether the string "none" is accepted, which means no limit.
+
+    Returns:
+        The declaration. Its check returns a float, or None for "none".
     """
     bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
     limits = [f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound)]
@@ -91,10 +110,12 @@ def number(
 
 
 def whole(least: int = 0, most: int = 10_000_000) -> Value:
-    """An int within bounds; 25.0 is not accepted.
+    """Declares an int within bounds. 25.0 is not accepted.
 
-    The default upper bound is below 2**24, so values are exact as float32 and sums do not overflow
-    int32.
+    Args:
+        least: the smallest accepted value.
+        most: the largest accepted value. The default is below 2**24, so values are exact as float32
+            and sums do not overflow int32.
     """
     rule = str(least) if least == most else f"a whole number from {least} to {most}"
 
@@ -108,7 +129,12 @@ def whole(least: int = 0, most: int = 10_000_000) -> Value:
 
 
 def one_of(*choices: str) -> Value:
-    """One of the given strings."""
+    """Declares one of some strings.
+
+    Args:
+        *choices: the accepted strings, compared with case. An error lists them, and names the
+            choice that a misspelt value probably means.
+    """
     rule = "one of " + ", ".join(f'"{each}"' for each in choices)
 
     def check(value: Any) -> str:
@@ -138,7 +164,15 @@ def text(*, empty: bool = True) -> Value:
 
 
 def listed(kind: Value, *, empty: bool = False) -> Value:
-    """A list without duplicates; all entries are strings of one kind."""
+    """Declares a list without duplicates.
+
+    Args:
+        kind: the declaration of each entry, such as `one_of(...)`.
+        empty: whether the empty list is accepted.
+
+    Returns:
+        The declaration. Its check returns a tuple.
+    """
     rule = f"{'a list' if empty else 'a non-empty list'}, each entry {kind.rule}"
 
     def check(value: Any) -> tuple[str, ...]:

@@ -19,14 +19,19 @@ _LEAST_NORM = float(np.nextafter(np.float32(-numerics.TINY), np.float32(0)))
 
 
 class SignalError(HealcoreError, ValueError):
-    """A signal of wrong type or shape; the message says what was received and what to pass."""
+    """A signal of wrong type or shape; the message says what was received and what to pass.
+
+    For example, a loss was passed as the tuple (loss, aux), or as one value for each sample of the
+    batch. A loss that is NaN raises no error: NaN is what the engine judges.
+    """
 
 
 class Signals(NamedTuple):
     """One step's observations, each a float32 0-d array (or of one batch shape), or None.
 
     None means that the run never has the signal. A detector without its signal is inactive. Which
-    signals a run has is fixed before its first step, and so the types of the fields leave out None.
+    signals a run has is fixed before its first step, because a compiled step is traced with them.
+    So the types of the fields leave out None.
     """
 
     loss: Float = None
@@ -51,7 +56,8 @@ class Observed(NamedTuple):
     """Signals that are safe for arithmetic, and flags of what was replaced.
 
     Every value is finite and at most `SIGNAL_LIMIT`: NaN, Inf and invalid norms are replaced. A
-    field is None if the run never has its signal, see `Signals`.
+    field is None if the run never has its signal, see `Signals`. All detectors get the same
+    observed signals, so that each signal is checked once in a step.
     """
 
     loss: Float

@@ -48,7 +48,11 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 class NotRecordable(TypeError):
-    """The recorded function branches on a value."""
+    """The recorded function branches on a value.
+
+    A record has one path of operations. An `if` on a value would record only the path of the first
+    step, and later steps would be judged wrongly. Write `xp.where` instead.
+    """
 
 
 def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
@@ -287,14 +291,25 @@ class Tape(ArrayNamespace):
         return value, f"v{value.place}"
 
     def binary(self, sign: str, a: Any, b: Any) -> Any:
-        """Records an operation on two operands, of which one may be a constant."""
+        """Records an operation on two operands.
+
+        Args:
+            sign: the operator of Python, such as "+" or "<".
+            a: a recorded value or a constant.
+            b: a recorded value or a constant. One of the two is recorded.
+        """
         a, b = _like(a, _sample(b)), _like(b, _sample(a))
         if sign in _LOGICAL and all(isinstance(_sample(each), np.bool_) for each in (a, b)):
             sign = _LOGICAL[sign]  # short-circuit evaluation
         return self.add(f"{{}} {sign} {{}}", a, b)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Records a function call."""
+        """Records a function call.
+
+        Args:
+            function: a function without side effects, which is called in each later step.
+            *arguments: recorded values or constants.
+        """
         placeholders = ", ".join(["{}"] * len(arguments))
         return self.add(f"{self._constant(function)}({placeholders})", *arguments)
 

@@ -19,7 +19,11 @@ _MAX_NEWEST = 20  # limit of kept events of a kind: the newest ones
 
 
 class RunState(enum.StrEnum):
-    """Whether a run is running, or how it ended: a value of `Ending`, or what a reader knows."""
+    """Whether a run is running, or how it ended: a value of `Ending`, or what a reader knows.
+
+    The first values are written by the run itself in its event `end`. The others are what a reader
+    concludes from a file without that event: a killed process cannot write its own end.
+    """
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -36,7 +40,11 @@ class RunState(enum.StrEnum):
 
 
 class Mode(enum.StrEnum):
-    """Whether the orders of the policy were carried out."""
+    """Whether the orders of the policy were carried out.
+
+    Reports depend on it: "3 steps were skipped" in mode HEAL is "would have been skipped" in the
+    other modes.
+    """
 
     HEAL = "heal"  # all orders were carried out
     OBSERVE = "observe"  # no order was carried out during the run
@@ -83,7 +91,11 @@ class Incident:
 
     @property
     def rolled_back(self) -> bool:
-        """Whether a rollback was carried out, or only ordered if the mode is not HEAL."""
+        """Whether a rollback was carried out, or only ordered if the mode is not HEAL.
+
+        A rollback that was ordered and declined in mode HEAL does not count, because the weights
+        stayed as they were.
+        """
         if self.mode is Mode.HEAL:
             return any(event.kind == "rollback" for event in self.responses)
         return "ROLLBACK" in self.action
@@ -133,7 +145,10 @@ class Incident:
         """Adds the event `assessment` of a declined order.
 
         A policy may order the same action at each step of an incident. So the event is added only
-        if the response before has another kind or another reason.
+        if the response before has another kind or another origin.
+
+        Args:
+            event: the event. Its field `by` says what asked for the order.
         """
         self.declined = True
         if self.responses:
@@ -147,6 +162,9 @@ class Incident:
 
         A rollback that cuts writes two events, `rollback` and `lr`. The second event about the same
         cut has no effect.
+
+        Args:
+            event: an event `rollback` or `lr`. Without the two multipliers it is no cut.
         """
         if event.lr_scale_before is None or event.lr_scale is None:
             return
@@ -157,17 +175,36 @@ class Incident:
 
 
 def merge_names(names: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
-    """The union of the names, in order of first occurrence."""
+    """Adds names to names, each once.
+
+    Args:
+        names: the names so far, in order.
+        added: further names, of which some may be there already.
+
+    Returns:
+        The union, in order of first occurrence.
+    """
     return tuple(dict.fromkeys((*names, *added)))
 
 
 def batch_ids(event: EventRecord) -> tuple[tuple[int, int], ...]:
-    """The (epoch, index) of each batch in `event.batches`."""
+    """Reads the batches of a step from its event.
+
+    Args:
+        event: any event. Without the field `batches` it names no batch.
+
+    Returns:
+        The (epoch, index) of each batch, in the order in which the step read them.
+    """
     return tuple((epoch, index) for epoch, index in event.batches or ())
 
 
 class Counts(NamedTuple):
-    """Counts of a run or a replay."""
+    """Counts of a run or a replay, for reports and the postmortem.
+
+    None means unknown, which is not 0: clips, for example, are not events, so only the postmortem
+    of a run has their number.
+    """
 
     incidents: int = 0
     rollbacks: int = 0  # carried out; without healing, incidents that would be rolled back
@@ -215,7 +252,11 @@ def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> C
 
 @dataclass
 class RunProcess:
-    """One process of a run: how it began, how it ended, and whether it still exists."""
+    """One process of a run: how it began, how it ended, and whether it still exists.
+
+    A run that was killed and resumed has several processes, which write into the same events file.
+    Each has an id of its own in its events.
+    """
 
     id: str
     start: EventRecord | None = None  # None if the event is lost, for example in a torn line
@@ -225,7 +266,12 @@ class RunProcess:
     began: float | None = None  # monotonic clock of its first event, in seconds
 
     def add(self, event: EventRecord) -> None:
-        """Adds an event, in file order."""
+        """Adds an event of the process, in file order.
+
+        Args:
+            event: the next event. The diagnosis of an alarm belongs to its incident, and is not
+                taken for the diagnosis of the process.
+        """
         self.last = event
         if event.kind == "start":
             self.start = event
@@ -244,7 +290,12 @@ class RunProcess:
         return self.last.mono - self.began
 
     def identity(self) -> Process | None:
-        """Identity of the process, or None if the event `start` is missing."""
+        """Identifies the process on its machine.
+
+        Returns:
+            Host, process id and start time, because a process id is used again after its process
+            has ended. None if the event `start` is missing.
+        """
         start = self.start
         if start is None or start.host is None or start.pid is None:
             return None

@@ -31,7 +31,11 @@ PROBATION = 20
 
 @dataclass
 class DemoRun:
-    """One run: its framework, its arm and its data."""
+    """One run of the demo: its framework, its arm and its data.
+
+    All runs of a demo have the same `Scenario`. The arms differ only in their protection: none,
+    clipping to a fixed norm, or a `Healer`.
+    """
 
     framework: str
     arm: str
@@ -43,17 +47,40 @@ class DemoRun:
     """Report of a healed run."""
 
     def mean_loss(self, until: int) -> float:
-        """Mean loss of the last 20 steps before batch `until`, except undone steps."""
-        kept = {step.step: step for step in self.steps}  # a repeated step replaces the undone step
-        losses = [step.loss for step in kept.values() if step.batch < until]
-        return float(np.mean(losses[-20:])) if losses else math.nan
+        """Mean loss of the last 20 steps before a batch, except undone steps.
+
+        Args:
+            until: index of the batch.
+
+        Returns:
+            The loss in nats per byte, or NaN if no step was taken before the batch.
+        """
+        kept: dict[int, Step] = {}
+        for step in self.steps:
+            kept[step.step] = step  # a repeated step replaces the undone step
+        losses: list[float] = []
+        for step in kept.values():
+            if step.batch < until:
+                losses.append(step.loss)
+        if not losses:
+            return math.nan
+        return float(np.mean(losses[-20:]))
 
     def skips_and_clips(self) -> tuple[int, int]:
-        """Numbers of skipped and of clipped steps."""
+        """Counts the steps in which a protection changed the update.
+
+        Returns:
+            The numbers of skipped and of clipped steps: of a healed run from its report, of a run
+            with a fixed clip from the logged norms.
+        """
         if self.report is not None:
             return self.report.counts.skips, self.report.counts.clips or 0
-        is_clipped = self.arm == "fixed clip"
-        return 0, sum(is_clipped and step.grad_norm > FIXED_CLIP for step in self.steps)
+        clips = 0
+        if self.arm == "fixed clip":
+            for step in self.steps:
+                if step.grad_norm > FIXED_CLIP:
+                    clips += 1
+        return 0, clips
 
 
 def run_demo(
@@ -66,8 +93,16 @@ def run_demo(
 ) -> list[DemoRun]:
     """Trains one run per framework and arm, prints the outcomes, and returns the runs.
 
-    Writes a folder for each healed run into `out`, with its checkpoints, events, metrics,
-    postmortem and report. `sizes` are fields of `Scenario`.
+    Args:
+        out: folder to create. Each healed run gets a folder in it, with its checkpoints, events,
+            metrics, postmortem and report.
+        frameworks: keys of `FRAMEWORKS`.
+        steps: steps of each run.
+        console: where to print, or None for the console of the commands.
+        **sizes: fields of `Scenario`, such as `width`, for a smaller model in a test.
+
+    Returns:
+        The runs, in the order of the frameworks and the arms.
 
     Raises:
         MissingExtraError: a library is not installed.
@@ -87,7 +122,7 @@ def run_demo(
     policy = policies.load("default", rollback={"probation": PROBATION})
     _introduce(console, scenario)
     runs = [DemoRun(framework, arm) for framework in frameworks for arm in ARMS]
-    columns = TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn()
+    columns = (TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn())
     for run in runs:
         with Progress(*columns, console=console) as bars:
             bar = bars.add_task(f"{run.framework} {run.arm}", total=steps)
@@ -102,12 +137,20 @@ def run_demo(
         box=box.SIMPLE_HEAD,
     )
     for run in runs:
-        losses = map(format_loss, (run.mean_loss(scenario.empty_batch), run.held_out_loss))
-        attempts = run.report.attempts[1:] if run.report else ()
-        rollbacks = ", ".join(f"{each.left:.0f} → {each.first_step:.0f}" for each in attempts)
-        counts = map(str, run.skips_and_clips())
-        name = f"{run.framework} {run.arm}"
-        table.add_row(name, *losses, *counts, rollbacks, end_section=run.arm == ARMS[-1])
+        rollbacks: list[str] = []
+        if run.report is not None:
+            for attempt in run.report.attempts[1:]:
+                rollbacks.append(f"{attempt.left:.0f} → {attempt.first_step:.0f}")
+        skips, clips = run.skips_and_clips()
+        table.add_row(
+            f"{run.framework} {run.arm}",
+            format_loss(run.mean_loss(scenario.empty_batch)),
+            format_loss(run.held_out_loss),
+            str(skips),
+            str(clips),
+            ", ".join(rollbacks),
+            end_section=run.arm == ARMS[-1],
+        )
     console.print(table, "")
     console.print("\nopen the report of a healed run in a browser:", highlight=False)
     for framework in frameworks:
@@ -118,6 +161,7 @@ def run_demo(
 
 
 def _introduce(console: Console, scenario: Scenario) -> None:
+    """Prints what is trained, and which faults the runs meet."""
     raised = scenario.wrong_lr_steps
     corrupted = ", ".join(map(str, sorted(scenario.corrupted_batches)))
     console.print(
@@ -132,6 +176,8 @@ def _introduce(console: Console, scenario: Scenario) -> None:
 
 
 def _train(run: DemoRun, scenario: Scenario, policy: Any, folder: Path, progress: Any) -> None:
+    """Trains a run. A healed run writes its files into `folder`, and gets its report."""
+
     def on_step(step: Step) -> None:
         run.steps.append(step)
         progress(completed=step.batch + 1)
@@ -144,7 +190,18 @@ def _train(run: DemoRun, scenario: Scenario, policy: Any, folder: Path, progress
 
 
 def format_loss(loss: float) -> str:
-    """Formats a loss in at most 6 characters."""
-    if not math.isfinite(loss):
-        return "NaN" if math.isnan(loss) else "inf"
-    return f"{loss:.2f}" if abs(loss) < 1000 else f"{loss:.0e}"
+    """Formats a loss in at most 6 characters, so that the columns of the table stay narrow.
+
+    Args:
+        loss: a loss in nats, which may be NaN or infinite.
+
+    Returns:
+        A text such as "2.31", "4e+07" or "NaN".
+    """
+    if math.isnan(loss):
+        return "NaN"
+    if math.isinf(loss):
+        return "inf"
+    if abs(loss) < 1000:
+        return f"{loss:.2f}"
+    return f"{loss:.0e}"

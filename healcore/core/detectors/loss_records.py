@@ -35,7 +35,8 @@ _NORM = 0.03125  # smallest weight of a norm in the usual norm, which covers abo
 class RecordHistory(NamedTuple):
     """Extremes of the loss since the start of the history, float32 0-d.
 
-    They decide whether the next loss is a record, see `add_loss`.
+    They decide whether the next loss is a record, see `add_loss`. No window of losses is kept,
+    because a record needs the extremes only.
     """
 
     highest: Float
@@ -85,7 +86,8 @@ def add_loss(
 class RecordsState(NamedTuple):
     """History of the loss since the start or the last alarm, and the score.
 
-    An alarm accepts the new level: the history then begins again.
+    An alarm accepts the new level: the history then begins again. Otherwise every step at the new
+    level would be an alarm.
     """
 
     count: Int
@@ -168,7 +170,8 @@ class RecordsConfig(NamedTuple):
 class InstabilityState(NamedTuple):
     """Extremes of the loss, the usual norm, and the current series of records.
 
-    A series ends after `patience` steps without a further record.
+    A series ends after `patience` steps without a further record. Its records need not be
+    consecutive steps, because a damaged model still has good batches.
     """
 
     count: Int
@@ -187,7 +190,8 @@ class InstabilityState(NamedTuple):
 class InstabilityConfig(NamedTuple):
     """Thresholds of the instability detector: loss and gradient norm grow together.
 
-    It finds a model that its own updates damage, from the first steps of a run on.
+    It finds a model that its own updates damage, from the first steps of a run on. A bad batch
+    raises both for one step only, and is no series of records.
     """
 
     growth: NotNegative = 0.25

@@ -26,7 +26,8 @@ class NonFiniteConfig(NamedTuple):
     """NaN or infinite loss or gradient, and norms that overflowed float32.
 
     Every such step is an alarm. The rule's `when` sets how many are too many, in a row or within a
-    window. The window detects a run in which every other step is NaN.
+    window. The window detects a run in which every other step is NaN. It needs no signal of its
+    own: a loss or a norm is always there.
     """
 
     CAUSE = NONFINITE
@@ -68,7 +69,8 @@ class VanishingConfig(NamedTuple):
     """A global gradient norm that stays below a threshold.
 
     It is a sign of a dead network, a detached graph or a loss without gradient. One tiny norm is
-    normal (a fully masked batch), but `patience` tiny norms in a row are not.
+    normal (a fully masked batch), but `patience` tiny norms in a row are not. A norm that is not
+    finite has its own detector.
     """
 
     threshold: ranges.Norm = 1e-7
@@ -105,7 +107,8 @@ class VanishingConfig(NamedTuple):
 class CeilingState(NamedTuple):
     """Largest of the first values, and the count of consecutive alarms.
 
-    The state of both ceilings, of losses and of norms.
+    The state of both ceilings, of losses and of norms. The first values of a run show its scale,
+    from which a ceiling may follow.
     """
 
     count: Int

@@ -43,7 +43,8 @@ POSITIVE = 2.0  # multiple of the noise above which a trend has few losses below
 class DivergenceState(NamedTuple):
     """The trend, its lowest and highest levels, and the count of elevated steps.
 
-    A step is elevated while the trend is far above its lowest level.
+    A step is elevated while the trend is far above its lowest level. Single steps in between that
+    recover reduce the count, and do not reset it.
     """
 
     values: NoiseState
@@ -61,7 +62,8 @@ class DivergenceState(NamedTuple):
 class DivergenceConfig(NamedTuple):
     """Thresholds of the divergence detector: the loss rises slowly, without a spike.
 
-    Such a run looks healthy at each step, and is lost after a few hundred.
+    Such a run looks healthy at each step, and is lost after a few hundred. A detector of spikes
+    would learn the rise as the new level.
     """
 
     rise: Positive = 6.0
@@ -127,7 +129,8 @@ class DivergenceConfig(NamedTuple):
 class PlateauState(NamedTuple):
     """The current window, the best window, and the change per step.
 
-    A window is `window` steps, of which only the mean is kept.
+    A window is `window` steps, of which only the mean is kept. The windows do not overlap, so the
+    state has the same few numbers for any length.
     """
 
     count: Int
@@ -237,7 +240,8 @@ class OverfitState(NamedTuple):
 class OverfitConfig(NamedTuple):
     """Thresholds of the overfitting detector: the evaluation loss is far above the training loss.
 
-    It needs `eval_loss`, which the program passes at steps with an evaluation.
+    It needs `eval_loss`, which the program passes at steps with an evaluation. Steps without an
+    evaluation only update the smoothed training loss.
     """
 
     max_gap: Positive = 2.0

@@ -25,7 +25,8 @@ from healcore.core.signals import Observed
 class Window(NamedTuple):
     """A ring of recent values, of a fixed size, because a compiled step has fixed shapes.
 
-    `push` replaces the oldest value. `mean` and `variance` read all values.
+    `push` replaces the oldest value. `mean` and `variance` read all values, in an order that gives
+    the same bits in every array library.
     """
 
     values: Float
@@ -41,6 +42,9 @@ def empty(length: int) -> Window:
 
     Args:
         length: number of values, which is rounded up to a power of two for the ring's slots.
+
+    Returns:
+        The window in NumPy, with 0 in all slots.
     """
     slots = 1 << (length - 1).bit_length()
     return zeros(Window)._replace(values=np.zeros((slots,), np.float32))
@@ -231,7 +235,8 @@ class LossRatioConfig(NamedTuple):
 class WindowState(NamedTuple):
     """The window, and the count of consecutive outliers.
 
-    The state of both detectors with a window, of losses and of norms.
+    The state of both detectors with a window, of losses and of norms. An outlier enters the window
+    as its limit, so that one outlier does not hide the next.
     """
 
     window: Window
@@ -321,7 +326,8 @@ class LossWindowConfig(NamedTuple):
 class GradWindowConfig(LossWindowConfig):
     """A gradient norm, before clipping, many standard deviations above the mean of recent norms.
 
-    MaxText's rule judges the clipped norm; with a limit of 1.0 no norm is then an outlier.
+    MaxText's rule judges the clipped norm; with a limit of 1.0 no norm is then an outlier. The
+    fields and their defaults are the same as for losses.
     """
 
     CAUSE = Cause.GRAD_SPIKE
@@ -331,7 +337,8 @@ class GradWindowConfig(LossWindowConfig):
 class GradEmaState(NamedTuple):
     """Moments of the accepted norms, float32 0-d.
 
-    Weighted averages, corrected for the short history at the start of a run.
+    Weighted averages, corrected for the short history at the start of a run: dividing by `weight`
+    removes the zeros with which they begin, as Adam's bias correction does.
     """
 
     count: Int

@@ -119,7 +119,8 @@ class Engine:
     def fingerprint(self) -> str | None:
         """Sixteen hex digits, equal for equal numbers within one release of healcore.
 
-        None if the numbers are arrays, as for many policies at once.
+        Saved states and reports name the policy by it, whatever its file is called. None if the
+        numbers are arrays, as for many policies at once.
         """
         try:
             text = json.dumps(self.config, sort_keys=True)
@@ -230,6 +231,10 @@ class Engine:
         """Opens the grace window at the next step, because the LR, the batch or the data change.
 
         Baselines restart their warm-up. For `grace_steps` steps only non-finite values are alarms.
+
+        Args:
+            state: the state before the change.
+            xp: the array namespace of the state.
         """
         del xp
         return state._replace(change_expected=numerics.always(state.change_expected))
@@ -280,6 +285,10 @@ class Engine:
         """Subtracts a rollback that the last step ordered from the budget.
 
         For observe mode and replays, in which no host rolls back.
+
+        Args:
+            state: the state after the step.
+            xp: the array namespace of the state.
         """
         xp = as_namespace(xp)
         ordered = (state.last.decision.action & int(Action.ROLLBACK)) != 0
@@ -380,6 +389,9 @@ class Engine:
 
         A withheld step changes neither weights nor moments. It is a skip without a cause: it opens
         no incident and costs no budget.
+
+        Args:
+            state: the state before the first withheld step.
         """
         withheld = numerics.zero_like(state.norm_limit) + WITHHELD
         return state._replace(norm_limit=withheld)
@@ -404,15 +416,26 @@ class Engine:
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
     def metrics(self, state: EngineState) -> dict[str, Any]:
-        """Named 0-d arrays for a logger, without a device sync; see `record_metrics`."""
+        """Names the numbers of the last step for a logger.
+
+        Args:
+            state: the state after the step.
+
+        Returns:
+            0-d arrays by name, see `record_metrics`. Nothing is copied from a device.
+        """
         numbers = zip(RECORD_FIELDS, record_numbers(state), strict=True)
         return record_metrics({**dict(numbers), **state.tally._asdict()})
 
     def to_dict(self, state: EngineState) -> dict[str, Any]:
         """Converts the state of any backend to JSON-safe Python data; this syncs the device.
 
-        Returns `{"schema": SCHEMA, "policy": fingerprint, "clip": name, "detectors": [names],
-        "groups": n, "state": {...}}`.
+        Args:
+            state: a state without batch axes.
+
+        Returns:
+            `{"schema": SCHEMA, "policy": fingerprint, "clip": name, "detectors": [names],
+            "groups": n, "state": {...}}`, from which `from_dict` restores the state on any machine.
         """
         scale = state.last.decision.group_scale
         groups = 0
@@ -428,7 +451,17 @@ class Engine:
         }
 
     def from_dict(self, data: Mapping[str, Any]) -> EngineState:
-        """Makes NumPy arrays of the result of `to_dict`. Raises StateError if it does not fit."""
+        """Restores a saved state.
+
+        Args:
+            data: the result of `to_dict`, perhaps read from a file.
+
+        Returns:
+            The state as NumPy arrays.
+
+        Raises:
+            StateError: the data are damaged, of another policy, or of another release's schema.
+        """
         if not isinstance(data, Mapping):
             raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
         if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):

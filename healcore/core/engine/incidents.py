@@ -39,7 +39,11 @@ _RECOVERS = int(Action.ROLLBACK | Action.CUT_LR)
 
 
 class RuleOrders(NamedTuple):
-    """What the rules that fire at one step ask for."""
+    """What the rules that fire at one step ask for.
+
+    Several rules may fire at once. Their wishes are joined here, before the budget decides what is
+    ordered (`RecoveryOrders`).
+    """
 
     rollback: Flag
     """Roll back."""
@@ -53,7 +57,8 @@ class RecoveryOrders(NamedTuple):
     """What the engine orders at one step: the wishes of the rules for which the budget is left.
 
     A field is None if no rule of the policy can give this order. Which fields are None is therefore
-    the same at each step of a run.
+    the same at each step of a run, and a compiled step has no operations for orders that cannot be
+    given.
     """
 
     healthy: Flag = None
@@ -69,7 +74,15 @@ class RecoveryOrders(NamedTuple):
 
 
 def incident_causes(config: EngineConfig) -> int:
-    """`Cause` flags that open an incident: non-finite values, and causes on which a rule acts."""
+    """Finds the causes that open an incident.
+
+    Args:
+        config: the policy.
+
+    Returns:
+        `Cause` flags: non-finite values, and the causes of the rules that skip, stop or recover. A
+        cause that is only reported opens no incident.
+    """
     mask = _NONFINITE
     for rule in config.rules:
         if rule.skip or rule.action & (_RECOVERS | int(Action.STOP)):

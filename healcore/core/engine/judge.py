@@ -30,7 +30,11 @@ Scales = tuple[Float, Norms | None, Flag | None]
 
 
 class Firing(NamedTuple):
-    """Whether a rule fires at one step."""
+    """Whether a rule fires at one step.
+
+    A skip needs the condition at each step (`fired`). An alert at each step of a long fault would
+    be noise, so it needs the beginning only (`fresh`).
+    """
 
     fired: Flag
     """The rule's condition holds."""
@@ -230,10 +234,18 @@ def update_rule(
     *,
     xp: ArrayNamespace,
 ) -> tuple[RuleState, Firing]:
-    """Counts one step, the `step`-th; `hit`: whether a cause of the rule is present.
+    """Counts one step for a rule, and decides whether the rule fires.
 
     A rule fires at once, after n hits in a row, or after several hits within a window. The window
     is needed because a run in which every other step is NaN never has ten hits in a row.
+
+    Args:
+        config: the rule.
+        state: earlier hits.
+        hit: whether a cause of the rule is present.
+        step: number of the step, which gives its slot in the window.
+        quiet_steps: steps without firing after which the next firing is fresh.
+        xp: the array namespace.
     """
     run, window, age = state
     fired = newly_fired = hit

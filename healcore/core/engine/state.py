@@ -25,7 +25,11 @@ WITHHELD = -1.0
 
 
 class RuleConfig(NamedTuple):
-    """One `[[respond]]` entry: the causes, the actions, and the condition."""
+    """One `[[respond]]` entry: the causes, the actions, and the condition.
+
+    A step with one of the causes is a hit. The condition says how many hits are needed until the
+    actions are ordered: one, several in a row, or several within a window.
+    """
 
     causes: int
     """`Cause` flags that are hits of the rule. Static."""
@@ -44,7 +48,11 @@ class RuleConfig(NamedTuple):
 
 
 class IncidentConfig(NamedTuple):
-    """The policy's rule for where one incident ends and the next begins."""
+    """Where one incident ends and the next begins.
+
+    The budget and the escalation count incidents, not alarms. So one fault that raises thirty
+    alarms costs one rollback.
+    """
 
     quiet_steps: Steps = 20
     """Steps without an alarm that close an incident."""
@@ -53,7 +61,11 @@ class IncidentConfig(NamedTuple):
 
 
 class RollbackConfig(NamedTuple):
-    """Which checkpoint a rollback restores."""
+    """Which checkpoint a rollback restores.
+
+    A second rollback in the same region goes further back, because the checkpoint of the first one
+    was evidently damaged already, or too close to the cause.
+    """
 
     depth: Number = 1
     """Known-good checkpoint that the first rollback restores; 1 = newest."""
@@ -64,7 +76,16 @@ class RollbackConfig(NamedTuple):
 
 
 class LrConfig(NamedTuple):
-    """Cuts of the learning rate, and the ramp after a cut."""
+    """Cuts of the learning rate, and the ramp after a cut.
+
+        multiplier  1 ─────┐ cut                 ┌───── 1, or the ceiling
+                           │                 ╱
+        factor             └──────────────╱
+                             hold_steps    ramp_steps
+
+    Only healthy steps count for the hold and the ramp. A further cut begins at the multiplier that
+    is in force.
+    """
 
     factor: Fraction = 0.5
     """Factor of one cut, in (0, 1)."""
@@ -85,7 +106,11 @@ class LrConfig(NamedTuple):
 
 
 class BudgetConfig(NamedTuple):
-    """How often a run may recover."""
+    """How often a run may recover.
+
+    Without a budget, a run that diverges at the same step after each rollback would repeat this
+    part for ever. Long health refunds what was spent.
+    """
 
     recoveries: Number = 3
     """Rollbacks. When exhausted, NaN and Inf (with `confirm`: in the weights) stop the run."""
@@ -96,7 +121,11 @@ class BudgetConfig(NamedTuple):
 
 
 class EngineConfig(NamedTuple):
-    """A whole policy in the form that the engine runs."""
+    """A whole policy in the form that the engine runs.
+
+    `healcore.policy.Policy.config` is one, made from a policy file. It has no names of files and no
+    settings of the host. All its numbers are rounded to float32.
+    """
 
     mode: str = "heal"
     """`heal`, or `observe`, which judges everything and changes nothing. Static."""
@@ -121,10 +150,16 @@ class EngineConfig(NamedTuple):
 
 
 def config_differences(left: EngineConfig, right: EngineConfig) -> list[str]:
-    """What differs between two policies, as `key: left and right`.
+    """Lists the keys in which two policies differ, for the message of a resume with another policy.
 
-    Keys are those of a policy file, such as `clip.kind` and `lr.factor`. A table that only one
-    policy has is named without its keys: `detect.plateau: absent and present`.
+    Args:
+        left: the one policy, for example of the saved state.
+        right: the other policy.
+
+    Returns:
+        Lines `key: left and right`. The keys are the keys of a policy file, such as `clip.kind` and
+        `lr.factor`. A table that only one policy has is named without its keys:
+        `detect.plateau: absent and present`.
     """
     ours, theirs = _tables(left), _tables(right)
     if ours["clip"]["kind"] != theirs["clip"]["kind"]:  # the kinds have other keys
@@ -167,11 +202,19 @@ _NEVER = 1 << 30
 
 
 class StateError(HealcoreError, ValueError):
-    """A saved state that does not fit the policy; the message says where, and what to do."""
+    """A saved state that does not fit the policy; the message says where, and what to do.
+
+    For example, the window of a detector has another length than in the saved state. A state with
+    wrong shapes would fail much later, inside a compiled step.
+    """
 
 
 class Tally(NamedTuple):
-    """Counts since the run began."""
+    """Counts since the run began, for loggers and reports. No decision depends on them.
+
+    The counts include steps that a rollback has undone. They are saved with the state, so that a
+    resumed run counts on.
+    """
 
     clips: Int
     """Steps whose gradient was clipped."""
@@ -186,7 +229,12 @@ class Tally(NamedTuple):
 
 
 class RuleState(NamedTuple):
-    """Hits of one rule, and its last firing."""
+    """Hits of one rule, and its last firing.
+
+    A rule with `consecutive` reads `run`, and a rule with `count` reads `window`. `age` prevents
+    that an alert, a save or a stop is ordered again at each step of a
+    fault.
+    """
 
     run: Int
     """Hits in a row; 0 for a rule that fires at one hit."""
@@ -197,7 +245,11 @@ class RuleState(NamedTuple):
 
 
 class IncidentState(NamedTuple):
-    """The open incident, and the last recovery."""
+    """The open incident, and the last recovery.
+
+    An incident begins at its first alarm and ends after `quiet_steps` steps without an alarm. The
+    last recovery stays known afterwards, because a next incident nearby escalates.
+    """
 
     open: Flag
     """An incident is open in which a step may have changed the model."""
@@ -220,7 +272,11 @@ class IncidentState(NamedTuple):
 
 
 class BudgetState(NamedTuple):
-    """What is left of `BudgetConfig`."""
+    """What is left of `BudgetConfig`.
+
+    A rollback restores an old state of the engine, but not its budget: `Engine.on_rollback` keeps
+    the budget of the live run, or a run could roll back for ever.
+    """
 
     recoveries: Int
     """Rollbacks left."""
@@ -231,7 +287,11 @@ class BudgetState(NamedTuple):
 
 
 class LrState(NamedTuple):
-    """The multiplier, and its position in hold and ramp. States are saved under these names."""
+    """The multiplier, and its position in hold and ramp. States are saved under these names.
+
+    The rates are absolute where the program passes its learning rate. A schedule that rises again
+    by itself then cannot exceed the limit of a cut.
+    """
 
     scale: Float
     """The multiplier in force, in (0, 1]."""
@@ -298,9 +358,13 @@ class EngineState(NamedTuple):
 
 
 def neutral(*, groups: int | None = None) -> Decision:
-    """The decision that changes nothing, as NumPy arrays.
+    """Makes the decision that changes nothing.
 
-    `groups` is the number of tensors of a per-tensor clipping rule, or None for any other policy.
+    Args:
+        groups: number of tensors of a per-tensor clipping rule, or None for any other policy.
+
+    Returns:
+        The decision as NumPy arrays: factors of 1, no skip, no action and no cause.
     """
     one, zero = np.ones((), np.float32), np.zeros((), np.int32)
     return Decision(
@@ -315,7 +379,16 @@ def neutral(*, groups: int | None = None) -> Decision:
 
 
 def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
-    """The state before the first step, as NumPy arrays; see `Engine.init`."""
+    """Makes the state before the first step, see `Engine.init`.
+
+    Args:
+        config: the policy.
+        groups: number of tensors of a per-tensor clipping rule.
+        batch: leading axes of all arrays, for many runs at once.
+
+    Returns:
+        The state as NumPy arrays. No two leaves share an array, because JAX may donate them.
+    """
     kind, clip = config.clip or (None, None)
     orders = ("onset", "alarms_since_rollback", "alarms_since_cut", "last_onset")
     none_yet = {name: np.full((), -1, np.int32) for name in orders}
@@ -353,7 +426,14 @@ def init_rule(config: RuleConfig) -> RuleState:
 
 
 def record_numbers(state: EngineState) -> tuple[Array, ...]:
-    """The arrays of the last step in an EngineState, in the order of `RECORD_FIELDS`."""
+    """Collects the numbers of the last step, which the host reads.
+
+    Args:
+        state: the state after the step, of any array library.
+
+    Returns:
+        The arrays in the order of `RECORD_FIELDS`, unchanged and without a copy to the host.
+    """
     incident, last = state.incident, state.last
     decision = last.decision
     return (
@@ -377,7 +457,15 @@ def record_numbers(state: EngineState) -> tuple[Array, ...]:
 
 
 def plain(tree: Any) -> Any:
-    """Converts NamedTuples to dicts, tuples to lists, and arrays to numbers."""
+    """Converts a state to data that `json.dumps` accepts.
+
+    Args:
+        tree: a tree of NamedTuples, tuples, arrays and None.
+
+    Returns:
+        Dicts for NamedTuples, lists for tuples, and numbers or nested lists for arrays. A float32
+        becomes the double with the same value.
+    """
     if tree is None:
         return None
     if hasattr(tree, "_fields"):
@@ -388,7 +476,19 @@ def plain(tree: Any) -> Any:
 
 
 def from_plain(template: Any, data: Any, place: str) -> Any:
-    """Restores the structure, dtypes and shapes of `template`; errors name `place`."""
+    """Restores a state from the result of `plain`.
+
+    Args:
+        template: a state of the policy, whose structure, dtypes and shapes the result has.
+        data: the saved data, which may be damaged or of another policy.
+        place: where the data are, for messages, such as "state.detectors[0]".
+
+    Returns:
+        The state as NumPy arrays.
+
+    Raises:
+        StateError: the data do not fit the template, or hold NaN or Inf.
+    """
     if isinstance(template, np.ndarray):
         return _array(template, data, place)
     is_mapping = isinstance(data, Mapping)

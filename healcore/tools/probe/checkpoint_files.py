@@ -105,10 +105,14 @@ def _open_store(root: Path, step: int | None) -> Contents:
     saves = {each.step: each for each in manifest.listed(manifest.scan(root), ())}
     steps = ", ".join(map(str, saves)) or "none"
     if not saves or (step is not None and step not in saves):
-        which = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+        which = f"checkpoint of step {step}"
+        if step is None:
+            which = "complete checkpoint"
         raise NothingToProbe(f"{root} has no {which}; complete steps: {steps}")
-    good = [each.step for each in saves.values() if each.status == "good"]
-    chosen = saves[max(good or saves) if step is None else step]
+    if step is None:
+        good = [each.step for each in saves.values() if each.status == "good"]
+        step = max(good or saves)
+    chosen = saves[step]
     contents = _open_folder(Path(chosen.path or ""))
     which = f"step {chosen.step} ({chosen.status})"
     note = f"{which}; complete steps: {steps}; to probe another, pass --step"
@@ -145,7 +149,14 @@ def _read_part(path: Path, start: int, length: int, dtype: str) -> np.ndarray:
         import ml_dtypes
 
         found = raw.view(getattr(ml_dtypes, dtype))
-    return found if found.dtype.kind in "fiubc" else found.astype(np.float32)
+    return _plain_numbers(found)
+
+
+def _plain_numbers(values: np.ndarray) -> np.ndarray:
+    """Converts the floats of ml_dtypes, in which NumPy does not recognize NaN, to float32."""
+    if values.dtype.kind in "fiubc":
+        return values
+    return values.astype(np.float32)
 
 
 def _plain_values(entries: dict[str, Any]) -> dict[tuple[str, ...], Any]:
@@ -165,6 +176,7 @@ def _stored_values(folder: Path) -> dict[tuple[str, ...], Any]:
 
 
 def _values(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields path and value of each leaf below a node, whose containers have a tag."""
     if not isinstance(node, dict):
         yield path, node
         return
@@ -172,7 +184,10 @@ def _values(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
         if tag == "float":
             yield path, float(content)
         elif tag in ("dict", "list", "tuple"):
-            for key, part in content if tag == "dict" else enumerate(content):
+            items = content
+            if tag != "dict":
+                items = enumerate(content)
+            for key, part in items:
                 yield from _values(part, (*path, *str(key).split(".")))
 
 
@@ -208,7 +223,9 @@ def _open_orbax(folder: Path) -> Contents:
     if (folder / "_METADATA").exists():
         return Contents("Orbax checkpoint", dict(_open_item(folder, ())))
     items = sorted(path.parent for path in folder.glob("*/_METADATA"))
-    leaves = {path: leaf for item in items for path, leaf in _open_item(item, (item.name,))}
+    leaves: dict[tuple[str, ...], Any] = {}
+    for item in items:
+        leaves |= _open_item(item, (item.name,))
     return Contents("Orbax checkpoint", leaves)
 
 
@@ -217,10 +234,10 @@ def _open_item(item: Path, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str,
     index = item / "_METADATA"
     try:
         content = json.loads(regular_file.read(index))
-        entries = {
-            tuple(str(key["key"]) for key in entry["key_metadata"]): {**entry["value_metadata"]}
-            for entry in content["tree_metadata"].values()
-        }
+        entries: dict[tuple[str, ...], dict[str, Any]] = {}
+        for entry in content["tree_metadata"].values():
+            keys = tuple(str(key["key"]) for key in entry["key_metadata"])
+            entries[keys] = {**entry["value_metadata"]}
         is_ocdbt = bool(content.get("use_ocdbt", (item / "manifest.ocdbt").exists()))
         driver = "zarr3" if content.get("use_zarr3", False) else "zarr"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -233,7 +250,9 @@ def _open_item(item: Path, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str,
     base = {"driver": "file", "path": f"{item}/"}
     for keys, entry in entries.items():
         # A key in healcore's own store is a dotted path.
-        path = (*prefix, *(part for key in keys for part in key.split(".")))
+        path = prefix
+        for key in keys:
+            path += tuple(key.split("."))
         if entry.get("skip_deserialize") or entry.get("value_type") in ("None", "string"):
             yield path, None
             continue
@@ -254,8 +273,7 @@ def _open_item(item: Path, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str,
                 values = np.asarray(opened.read().result()).reshape(-1)
             except Exception as error:
                 raise _damaged(item, name, error) from None
-            # NumPy does not recognize NaN in the floats of ml_dtypes.
-            return values if values.dtype.kind in "fiubc" else values.astype(np.float32)
+            return _plain_numbers(values)
 
         yield path, Array(opened.dtype.name, tuple(opened.shape), read)
 
@@ -280,7 +298,8 @@ def _open_files(folder: Path) -> Contents:
             notes.append(str(error))
             continue
         name = path.name.partition(".")[0]
-        leaves |= {(name, *keys): leaf for keys, leaf in part.leaves.items()}
+        for keys, leaf in part.leaves.items():
+            leaves[name, *keys] = leaf
         formats.append(part.format)
         notes += part.notes
     if not formats and notes:
@@ -391,8 +410,9 @@ def probe_paths(
 def serve() -> None:
     """In the child: answers the request on standard input, with one result after the other.
 
-    Each result is flushed at once, so that the command has the results of all paths before a path
-    that ends the child.
+    The request is a pickle of `probe_paths`, and so is each answer on standard output. Each result
+    is flushed at once, so that the command has the results of all paths before a path that ends the
+    child.
     """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print

@@ -37,7 +37,8 @@ class LossInputs(_Inputs):
     """Inputs of the loss probe. The defaults pass healthy runs with any noise.
 
     Each field is an option of `healcore probe loss`, and its description is the help of the option.
-    The weights have too many keys for options, so they are a table of the file in `--spec`.
+    The weights have too many keys for options, so they are a table of the file in `--spec`. No
+    bound has the unit of the loss, except `max_final_loss`, which is off by default.
     """
 
     min_steps: int = _option(10, "A curve with fewer finite values is not judged.", ge=4)
@@ -74,7 +75,8 @@ class OptimizerInputs(_Inputs):
     """Inputs of the optimizer probe.
 
     Each field is an option of `healcore probe optimizer`. The layers of a model are judged against
-    similar layers of the same model, so that no bound depends on the scale of the gradients.
+    similar layers of the same model, so that no bound depends on the scale of the gradients. A
+    young optimizer is not judged, because its averages are still single gradients.
     """
 
     step: int | None = _option(
@@ -110,7 +112,8 @@ class CheckpointInputs(_Inputs):
     """Inputs of the checkpoint probe.
 
     Each field is an option of `healcore probe checkpoint`. A checkpoint is known-good if the steps
-    after its save were healthy, which only a store of healcore records.
+    after its save were healthy, which only a store of healcore records. By default a checkpoint of
+    any format passes if it is complete and finite.
     """
 
     step: int | None = _option(None, "Only this checkpoint of a store.", ge=0)
@@ -139,7 +142,10 @@ class ProbeVerdict(enum.Enum):
 
     @property
     def exit_code(self) -> int:
-        """0 pass, 1 warn, 2 fail, 3 no verdict."""
+        """Exit status of a command with this verdict: 0 pass, 1 warn, 2 fail, 3 no verdict.
+
+        A script can so tell a diverged run (2) from a run that nobody could judge (3).
+        """
         return {"PASS": 0, "WARN": 1, "FAIL": 2}.get(self.name, 3)
 
 
@@ -150,7 +156,8 @@ _CLOSENESS = {PASS: 1.0, WARN: 0.5, FAIL: 0.0}
 class Check(NamedTuple):
     """One check and its verdict.
 
-    For example "final_loss" with the verdict FAIL, the value 3.1 and the bound 2.9.
+    For example "final_loss" with the verdict FAIL, the value 3.1 and the bound 2.9. A program reads
+    `value` and `bound` from the JSON document, a person reads `message`.
     """
 
     name: str
@@ -167,7 +174,8 @@ class Check(NamedTuple):
 class ProbeResult(NamedTuple):
     """Result of one probe for one subject: its checks, and what was measured.
 
-    `healcore probe --json` prints the fields of a result, and its verdict.
+    `healcore probe --json` prints the fields of a result, and its verdict. An exception of a probe
+    becomes a result too (`run_probe`), so that one damaged file does not hide the other results.
     """
 
     probe: str
@@ -182,14 +190,19 @@ class ProbeResult(NamedTuple):
 
     @property
     def verdict(self) -> ProbeVerdict:
-        """The most severe verdict of the checks that count."""
+        """The most severe verdict of the checks that count.
+
+        A check with `decides=False` is optional, such as the comparison of parameters in a network
+        with three parameters. Its SKIP must not hide the PASS of the other checks.
+        """
         return worst(check.verdict for check in self.checks if check.decides)
 
 
 class NothingToProbe(ProbeError):
     """The subject can be read but has nothing to judge.
 
-    For example, the trace logs no loss. The result has the verdict SKIP instead of ERROR.
+    For example, the trace logs no loss. The result has the verdict SKIP instead of ERROR, because
+    the subject is not damaged: another option or another file is needed.
     """
 
 

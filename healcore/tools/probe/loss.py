@@ -56,17 +56,23 @@ class Column(NamedTuple):
 
     @property
     def finite(self) -> np.ndarray:
-        """The values that are finite, float64 (m,)."""
+        """The values that are finite, float64 (m,), in their order.
+
+        `step` has all steps, so the steps of these values are `step[np.isfinite(value)]`.
+        """
         return self.value[np.isfinite(self.value)]
 
     @property
     def nonfinite_count(self) -> int:
-        """Number of NaN and Inf."""
+        """Number of NaN and Inf. A run that recovered from them may still be fine."""
         return len(self.value) - len(self.finite)
 
     @property
     def trailing_count(self) -> int:
-        """Number of consecutive NaN and Inf at the end."""
+        """Number of consecutive NaN and Inf at the end.
+
+        Above 0 the run has diverged for good, whatever its curve was like before.
+        """
         finite = np.isfinite(self.value)
         if not finite.any():
             return len(finite)
@@ -76,12 +82,11 @@ class Column(NamedTuple):
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     """Judges the curve of a run: does it fall, does it stay low, is its end finite?
 
-    Ignores rows that the run repeated later.
-
-    Example:
         traces, unreadable = open_traces(["run.csv"])
         result = probe_loss(traces[0])
         print(result.verdict, [check.message for check in result.checks])
+
+    Ignores rows that the run repeated later.
 
     Args:
         trace: a trace with a loss. A gradient norm is judged too if it is logged.

@@ -72,7 +72,9 @@ def values_to_learn(number: int, window: int) -> int:
 class Shape(NamedTuple):
     """Level of a curve at its start, end and best, with its noise and trend. Lower is better.
 
-    A level is a running median over a twentieth of the curve, so that no single value decides.
+    A level is a running median over a twentieth of the curve, so that no single value decides. The
+    checks of the loss probe compare these numbers with each other and with the noise, so that they
+    need no bound for the scale of the loss.
     """
 
     start: float
@@ -85,7 +87,10 @@ class Shape(NamedTuple):
 
     @property
     def regret(self) -> float:
-        """End minus best, at least 0."""
+        """End minus best, at least 0, in the unit of the curve.
+
+        It is what the run has lost again: a run that stopped at its best has 0.
+        """
         return max(0.0, self.end - self.best)
 
 
@@ -151,14 +156,23 @@ def _trend(curve: np.ndarray) -> float:
     residuals = points - float(np.median(rises / (later - earlier))) * np.arange(n)
     spread = residuals - residuals.mean()
     power = float((spread**2).sum())
-    correlation = float((spread[1:] * spread[:-1]).sum()) / power if power > 0 else 0.0
+    correlation = 0.0
+    if power > 0:
+        correlation = float((spread[1:] * spread[:-1]).sum()) / power
     bounded = min(max(correlation, 0.0), 0.9)
     variance *= (1 + bounded) / (1 - bounded) / 18
-    return (score - math.copysign(1, score) if score else 0.0) / math.sqrt(variance)
+    if not score:
+        return 0.0
+    # The correction for continuity: the score is a whole number, the normal distribution is not.
+    return (score - math.copysign(1, score)) / math.sqrt(variance)
 
 
 class Event(NamedTuple):
-    """One instability event, from step `step` to step `last`, over `values` logged values."""
+    """One instability event, from step `step` to step `last`, over `values` logged values.
+
+    The loss rises above its level by several standard deviations for more than one value. A single
+    high value is a bad batch and no event.
+    """
 
     step: float
     values: int
@@ -200,14 +214,18 @@ def find_events(
         first = max(0, onset - _MAX_LEAD)
         rising = first + np.flatnonzero(heights[first:onset] > _HIGH_SIGMAS)
         # A small sustained rise has no value above _HIGH_SIGMAS.
-        first = int(rising[0]) if len(rising) else int(onset)
+        first = int(onset)
+        if len(rising):
+            first = int(rising[0])
         if spans and first <= spans[-1][1]:  # the last event continues
             first = spans.pop()[0]
             events.pop()
         height = float(heights[first:end].max())
         over = max(_HIGH_SIGMAS, _END_FRACTION * height)
         high = first + np.flatnonzero(heights[first:end] > over)
-        last = int(high[-1]) if len(high) else int(end) - 1
+        last = int(end) - 1
+        if len(high):
+            last = int(high[-1])
         back = bool(end < len(steps) and end - onset < 2 * config.window)
         spans.append((first, last))
         high_outside[first:end] = False

@@ -30,16 +30,27 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Tree:
-    """The contents of a checkpoint by path, and the weights in files next to an optimizer's."""
+    """The contents of a checkpoint by path, and the weights in files next to an optimizer's.
+
+    A path is the tuple of keys from the root to a value, such as
+    ("optimizer", "state", "0", "exp_avg_sq").
+
+    Args:
+        contents: the opened checkpoint.
+        weights: the opened files of weights beside it. Their paths get the first key "weights",
+            which is where the names of the parameters are looked up.
+    """
 
     def __init__(self, contents: Contents, weights: Sequence[Contents] = ()) -> None:
         self.values: Mapping[Keys, Any] = contents.leaves
         self.arrays: dict[Keys, Array] = {}
         for path, array in contents.arrays.items():
-            is_wrapped = len(path) > 1 and path[-1] in _WRAPPERS
-            self.arrays[path[:-1] if is_wrapped else path] = array
-        for contents in weights:
-            self.arrays |= {("weights", *path): array for path, array in contents.arrays.items()}
+            if len(path) > 1 and path[-1] in _WRAPPERS:
+                path = path[:-1]
+            self.arrays[path] = array
+        for file in weights:
+            for path, array in file.arrays.items():
+                self.arrays["weights", *path] = array
         self.groups: dict[Keys, dict[str, str]] = {}
         """Index of the parameter group by optimizer and parameter, in the optimizer's order."""
         for path, value in self.values.items():
@@ -47,11 +58,21 @@ class Tree:
                 self.groups.setdefault(path[:-4], {})[str(value)] = path[-3]
 
     def number(self, *paths: Keys) -> float | None:
-        """The first value saved as a number or as an array of one element, or None."""
+        """Reads a number that a framework may store at one of several places.
+
+        Args:
+            *paths: where the number may be, preferred places first.
+
+        Returns:
+            The first value that is saved as a number or as an array of one element, or None. A
+            number of 1e300 or more is infinity, because an int may be too large for a float.
+        """
         for path in paths:
             value = self.values.get(path)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                return float(value) if abs(value) < 1e300 else math.inf
+                if abs(value) < 1e300:
+                    return float(value)
+                return math.inf
             array = self.arrays.get(path)
             if array is not None and array.size == 1:
                 return float(array.read()[0])
@@ -60,7 +81,12 @@ class Tree:
 
 @dataclass
 class Moments:
-    """Adam's moments of one parameter."""
+    """Adam's moments of one parameter, and what was measured in them.
+
+    `find_moments` fills in where the moments are, `name_parameters` fills in which parameter they
+    belong to, and `measure` reads the arrays. Only small numbers are kept of an array, so that the
+    moments of a large model are never in memory together.
+    """
 
     optimizer: Keys
     key: str  # dotted path of the parameter, or its number
@@ -83,28 +109,48 @@ class Moments:
     mean: float = math.nan  # mean of the finite second moments
 
     def set_name(self, name: str) -> None:
-        """Sets the name, and the layer and the kind that follow from it."""
-        self.name, self.layer = name, _layer_of(name)
+        """Sets the name, and the layer and the kind that follow from it.
+
+        Args:
+            name: dotted name of the parameter, such as "layers.3.mlp.weight". Its layer is
+                "layers.3", and its kind is "layers.*.mlp.weight" with the shape.
+        """
+        self.name = name
+        self.layer = _layer_of(name)
         self.kind = (_NUMBER.sub("*", name), self.second.shape)
 
     def measure(self, step: float | None) -> None:
-        """Reads the moments. `step` is the default for a missing value."""
-        self.step = step if self.step is None else self.step
+        """Reads the arrays of the moments, and fills in `size`, `mean` and the flags.
+
+        Args:
+            step: number of updates to assume if the state does not contain it, or None if the
+                training step is unknown too.
+        """
+        if self.step is None:
+            self.step = step
         second = self.second.read()
         if np.iscomplexobj(second):
             # For a complex parameter, torch averages squares of real and imaginary parts.
             second = second.view(np.real(second).dtype)
         finite = second[np.isfinite(second)]
-        others = [array.read() for array in self.others if array is not None]
+        self.nonfinite = len(finite) < len(second)
+        for array in self.others:
+            if array is not None and not np.isfinite(array.read()).all():
+                self.nonfinite = True
         self.size = len(second)
-        self.nonfinite = not all(np.isfinite(each).all() for each in (second, *others))
         self.negative = bool((finite < 0).any())
         self.dead = len(second) > 0 and not second.any()
-        self.mean = float(finite.mean(dtype=np.float64)) if len(finite) else math.nan
+        self.mean = math.nan
+        if len(finite):
+            self.mean = float(finite.mean(dtype=np.float64))
 
     @property
     def log_v_hat(self) -> float | None:
-        """Log of the bias-corrected mean second moment, or None if the mean is not positive."""
+        """Log of the bias-corrected mean second moment, or None if the mean is not positive.
+
+        Adam's averages begin at 0. Dividing by 1 - beta2**step makes them comparable at any age
+        (Kingma and Ba, 2015, section 3). The correction is left out where the step is unknown.
+        """
         if not 0 < self.mean < math.inf:
             return None
         correction = 1.0
@@ -114,11 +160,21 @@ class Moments:
 
 
 def find_moments(tree: Tree) -> list[Moments]:
-    """Finds the moments of Adam-like optimizers: torch, then optax, in saved order."""
+    """Finds the moments of Adam-like optimizers in a checkpoint.
+
+    Args:
+        tree: the contents. torch stores "exp_avg_sq" for each parameter, bitsandbytes "state2", and
+            optax a tree "nu" with the structure of the parameters.
+
+    Returns:
+        The moments without names and measurements: those of torch, then those of optax, in saved
+        order. The list is empty for an optimizer without second moments, such as SGD.
+    """
     return [*_torch_moments(tree), *_optax_moments(tree)]
 
 
 def _torch_moments(tree: Tree) -> Iterator[Moments]:
+    """Yields the moments in states of torch: `OPTIMIZER.state.PARAMETER.exp_avg_sq`."""
     for path, array in tree.arrays.items():
         # bitsandbytes names the moments state1 and state2; its 8-bit states are integers.
         if path[-1] == "exp_avg_sq":
@@ -128,21 +184,30 @@ def _torch_moments(tree: Tree) -> Iterator[Moments]:
         else:
             continue
         state = path[:-1]
-        last = len(state) - 1
-        at = max((at for at, key in enumerate(state[:-1]) if key == "state"), default=last)
-        optimizer, key = state[:at], ".".join(state[at + 1 :] or state[at:])
+        at = len(state) - 1  # the place of the last key "state", or of the parameter
+        for place, key in enumerate(state[:-1]):
+            if key == "state":
+                at = place
+        optimizer = state[:at]
+        key = ".".join(state[at + 1 :] or state[at:])
         group = tree.groups.get(optimizer, {}).get(key, key)
         hyper = (*optimizer, "param_groups", *group.split("."))
         others = tuple(tree.arrays.get((*state, name)) for name in names)
         step = tree.number((*state, "step"), (*hyper, "step"))
         beta2 = tree.number((*hyper, "betas", "1"))
-        yield Moments(optimizer, key, array, others, step, _BETA2 if beta2 is None else beta2)
+        if beta2 is None:
+            beta2 = _BETA2
+        yield Moments(optimizer, key, array, others, step, beta2)
 
 
 def _optax_moments(tree: Tree) -> Iterator[Moments]:
+    """Yields the moments in states of optax: `OPTIMIZER.nu.PARAMETER` beside `OPTIMIZER.mu`."""
     for path, array in tree.arrays.items():
-        for at in (at for at, name in enumerate(path) if name == "nu"):
-            optimizer, parameter = path[:at], path[at + 1 :]
+        for at, name in enumerate(path):
+            if name != "nu":
+                continue
+            optimizer = path[:at]
+            parameter = path[at + 1 :]
             first = tree.arrays.get((*optimizer, "mu", *parameter))
             if first is not None and first.shape == array.shape:
                 others = (first, tree.arrays.get((*optimizer, "nu_max", *parameter)))
@@ -152,7 +217,16 @@ def _optax_moments(tree: Tree) -> Iterator[Moments]:
 
 
 def name_parameters(tree: Tree, moments: Sequence[Moments]) -> None:
-    """Sets the name, layer and kind of the parameters."""
+    """Sets the name, layer and kind of the parameters.
+
+    A name comes from the state itself if it has names, or from a model in the checkpoint whose
+    parameters have the same shapes in the same order. A parameter without a certain name is called
+    by its group and number.
+
+    Args:
+        tree: the contents of the checkpoint, with the names of weights.
+        moments: the moments of all optimizers. They are changed in place.
+    """
     optimizers: dict[Keys, dict[str, Moments]] = {}
     for moment in moments:
         optimizers.setdefault(moment.optimizer, {})[moment.key] = moment
@@ -167,8 +241,12 @@ def name_parameters(tree: Tree, moments: Sequence[Moments]) -> None:
                 members[key].set_name(key or "parameter")
         for group, numbers in groups.items():
             place = (*optimizer, "param_groups", group, "param_names")
-            names = [tree.values.get((*place, str(at))) for at in range(len(numbers))]
-            _name_group(group, numbers, [members.get(number) for number in numbers], names, models)
+            names: list[str | None] = []
+            group_members: list[Moments | None] = []
+            for at, number in enumerate(numbers):
+                names.append(tree.values.get((*place, str(at))))
+                group_members.append(members.get(number))
+            _name_group(group, numbers, group_members, names, models)
         if len(optimizers) > 1:
             for member in members.values():
                 member.name = f"{'.'.join(optimizer)}: {member.name}"
@@ -183,7 +261,11 @@ def _models(tree: Tree, optimizers: Sequence[Keys]) -> list[tuple[Model, bool]]:
     models: dict[tuple[str, bool], Model] = {}
     seen = set()
     for path, array in tree.arrays.items():
-        if any(path[: len(at)] == at for at in optimizers if at) or "float" not in array.dtype:
+        is_in_optimizer = False
+        for optimizer in optimizers:
+            if optimizer and path[: len(optimizer)] == optimizer:
+                is_in_optimizer = True
+        if is_in_optimizer or "float" not in array.dtype:
             continue
         if path[-1] in _BUFFERS or (array.storage is not None and array.storage in seen):
             continue
@@ -201,12 +283,24 @@ def _name_group(
     models: Sequence[tuple[Model, bool]],
 ) -> None:
     """Names the parameters of one group. A parameter without state is None."""
-    shapes = [member and member.second.shape for member in members]
+    shapes: list[Shape | None] = []
+    for member in members:
+        if member is None:
+            shapes.append(None)
+        else:
+            shapes.append(member.second.shape)
     if not all(names):
-        equal = [model for model, ordered in models if ordered and _has_shapes(model, shapes)]
-        names = [name for name, _ in equal[0]] if equal else [None] * len(shapes)
-    matches = filter(None, (_layers_of(model, shapes) for model, _ in models))
-    layers, (start, size, count) = next(matches, ([], _find_blocks(shapes)))
+        names = _names_of_equal_model(models, shapes)
+    layers: list[tuple[str, Model]] = []
+    blocks = None
+    for model, _ in models:
+        match = _layers_of(model, shapes)
+        if match is not None:
+            layers, blocks = match
+            break
+    if blocks is None:
+        blocks = _find_blocks(shapes)
+    start, size, count = blocks
     # A pair of low-rank matrices is an adapter of one projection. Projections are not alike.
     is_low_rank = size == 2 and _is_low_rank(*shapes[start : start + 2])
     for at, (number, member, name) in enumerate(zip(numbers, members, names, strict=True)):
@@ -218,19 +312,31 @@ def _name_group(
         shape = member.second.shape
         member.name = member.layer = f"group {group}, parameter {number}"
         member.kind = ("", shape)
-        block, place = divmod(at - start, size) if size else (-1, 0)
+        if not size:
+            continue
+        block, place = divmod(at - start, size)
         if not 0 <= block < count or (not layers and is_low_rank):
             continue
         member.kind = (f"group {group}, place {place}", shape)
         if layers:
             member.layer, layer = layers[block]
-            same = [name for name, of in layer if of == shape]
+            same = [own_name for own_name, own_shape in layer if own_shape == shape]
             member.name = same[0]
             if len(same) > 1:
                 member.name = f"{_common_name(same, member.layer)} (parameter {number})"
         elif size > 1:
             first, last = numbers[at - place], numbers[at - place + size - 1]
             member.layer = f"group {group}, parameters {first} to {last}"
+
+
+def _names_of_equal_model(
+    models: Sequence[tuple[Model, bool]], shapes: Sequence[Shape | None]
+) -> list[str | None]:
+    """The names in the first ordered model with these shapes, or None for each parameter."""
+    for model, is_ordered in models:
+        if is_ordered and _has_shapes(model, shapes):
+            return [name for name, _ in model]
+    return [None] * len(shapes)
 
 
 def _is_low_rank(first: Shape | None, second: Shape | None) -> bool:
@@ -245,8 +351,13 @@ def _common_name(names: Sequence[str], layer: str) -> str:
     parts = [name.split(".") for name in names]
     if len({*map(len, parts)}) > 1:
         return f"{layer}.*"
-    columns = zip(*parts, strict=True)
-    return ".".join(column[0] if len({*column}) == 1 else "*" for column in columns)
+    common: list[str] = []
+    for column in zip(*parts, strict=True):
+        if len(set(column)) == 1:
+            common.append(column[0])
+        else:
+            common.append("*")
+    return ".".join(common)
 
 
 def _layer_of(name: str) -> str:
@@ -260,9 +371,12 @@ def _layer_of(name: str) -> str:
 
 def _has_shapes(model: Model, shapes: Sequence[Shape | None]) -> bool:
     """Whether the model has these shapes; an unknown shape is None."""
-    return len(shapes) == len(model) and all(
-        shape in (None, known) for shape, (_, known) in zip(shapes, model, strict=True)
-    )
+    if len(shapes) != len(model):
+        return False
+    for shape, (_, known) in zip(shapes, model, strict=True):
+        if shape is not None and shape != known:
+            return False
+    return True
 
 
 def _layers_of(
@@ -280,14 +394,18 @@ def _layers_of(
     if len({_NUMBER.sub("*", name) for name in by_layer}) != 1:
         return None
     layers = sorted(by_layer.items(), key=lambda pair: list(map(int, _NUMBER.findall(pair[0]))))
-    blocks = _find_blocks(shapes)
-    start, size, count = blocks if blocks[2] == len(layers) else _find_blocks(shapes, len(layers))
-    for at, (_, layer) in zip(range(start, start + count * size, size or 1), layers, strict=False):
-        block, known = Counter(shapes[at : at + size]), Counter(shape for _, shape in layer)
+    start, size, count = _find_blocks(shapes)
+    if count != len(layers):
+        start, size, count = _find_blocks(shapes, len(layers))
+    if not count:
+        return None
+    for at, (_, layer) in zip(range(start, start + count * size, size), layers, strict=False):
+        block = Counter(shapes[at : at + size])
+        known = Counter(shape for _, shape in layer)
         # Two equal blocks may be chance, unless they are whole layers.
         if not block <= known or (count < _MIN_BLOCKS and block != known):
             return None
-    return (layers, (start, size, count)) if count else None
+    return layers, (start, size, count)
 
 
 def _find_blocks(shapes: Sequence[Shape | None], layers: int = 0) -> tuple[int, int, int]:
@@ -297,16 +415,25 @@ def _find_blocks(shapes: Sequence[Shape | None], layers: int = 0) -> tuple[int, 
     number of layers is given, only runs of exactly that many whole blocks count, which may be two.
     Returns the first parameter, the size of a block, and the number of blocks; zeros without a run.
     """
-    least = min(max(layers, 2), _MIN_BLOCKS) if layers else _MIN_BLOCKS
-    numbers = {shape: at for at, shape in enumerate(dict.fromkeys(shapes))}
+    least = _MIN_BLOCKS
+    if layers:
+        least = min(max(layers, 2), _MIN_BLOCKS)
+    numbers: dict[Shape | None, int] = {}  # a number for each distinct shape
+    for shape in shapes:
+        numbers.setdefault(shape, len(numbers))
     kinds = np.array([numbers[shape] for shape in shapes])
-    best, blocks = 0, (0, 0, 0)
+    best = 0
+    blocks = (0, 0, 0)
     for size in range(1, min(len(kinds) // least, _MAX_BLOCK_SIZE) + 1):
         edges = np.diff((kinds[size:] == kinds[:-size]).astype(int), prepend=0, append=0)
-        begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
-        runs = ((int(end - begin), int(begin)) for begin, end in zip(begins, ends, strict=True))
-        length, begin = max(runs, key=lambda run: run[0], default=(0, 0))
+        begins = np.flatnonzero(edges == 1)
+        lengths = np.flatnonzero(edges == -1) - begins
+        if not len(lengths):
+            continue
+        longest = int(lengths.argmax())  # the first of equally long ones
+        length = int(lengths[longest])
         count = length // size + 1
         if length > best and count >= least and (not layers or length == (layers - 1) * size):
-            best, blocks = length, (begin, size, count)
+            best = length
+            blocks = (int(begins[longest]), size, count)
     return blocks

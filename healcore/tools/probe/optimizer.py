@@ -86,7 +86,10 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
             weights.append(open_contents(file))
     tree = Tree(contents, weights)
     found = find_moments(tree)
-    moments = [state for state in found if state.second.size and "int" not in state.second.dtype]
+    moments: list[Moments] = []
+    for state in found:
+        if state.second.size and "int" not in state.second.dtype:
+            moments.append(state)
     if not moments:
         why = "; ".join([_no_moments(tree, found), *contents.notes])
         raise NothingToProbe(f"{path} has no second moments to judge: {why}")
@@ -122,9 +125,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         "elements": sum(moment.size for moment in moments),
         "step": max(_known_steps(moments), default=None),
         "training": training,
-        "nonfinite": [moment.name for moment in moments if moment.nonfinite],
-        "negative": [moment.name for moment in moments if moment.negative],
-        "dead": [moment.name for moment in moments if moment.dead],
+        **_damage(moments),
         "top": _top(compared, inputs),
     }
     notes = [*contents.notes]
@@ -139,6 +140,19 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
 
 
+def _damage(moments: Sequence[Moments]) -> dict[str, list[str]]:
+    """The names of the parameters with damaged moments, by kind of damage."""
+    names: dict[str, list[str]] = {"nonfinite": [], "negative": [], "dead": []}
+    for moment in moments:
+        if moment.nonfinite:
+            names["nonfinite"].append(moment.name)
+        if moment.negative:
+            names["negative"].append(moment.name)
+        if moment.dead:
+            names["dead"].append(moment.name)
+    return names
+
+
 def _training(tree: Tree) -> dict[str, Any]:
     """The values of `_TRAINING_FACTS` in the checkpoint, each from its shortest path."""
     values: dict[str, Any] = {}
@@ -147,7 +161,11 @@ def _training(tree: Tree) -> dict[str, Any]:
             continue
         if isinstance(value, (bool, int, float)) and not abs(value) > 1e300:
             values.setdefault(path[-1], value)
-    return {name: values[name] for name in _TRAINING_FACTS if name in values}
+    ordered: dict[str, Any] = {}
+    for name in _TRAINING_FACTS:
+        if name in values:
+            ordered[name] = values[name]
+    return ordered
 
 
 def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
@@ -172,6 +190,7 @@ class Deviation(NamedTuple):
 
     v-hat is the bias-corrected mean of the second moments, and its square root is a typical
     gradient of the parameter. An outlier has far larger or smaller gradients than similar layers.
+    `str` gives the sentence for messages.
     """
 
     layer: str
@@ -197,7 +216,11 @@ def _rounding(moments: Iterable[Moments]) -> set[str]:
     largest: dict[str, float] = {}
     for moment, log in logs:
         largest[moment.layer] = max(log, largest.get(moment.layer, log))
-    return {moment.name for moment, log in logs if log - largest[moment.layer] < _LOG_ROUNDING}
+    rounding: set[str] = set()
+    for moment, log in logs:
+        if log - largest[moment.layer] < _LOG_ROUNDING:
+            rounding.add(moment.name)
+    return rounding
 
 
 def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Deviation]:
@@ -208,8 +231,9 @@ def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Dev
     members: dict[tuple[str, Shape], list[tuple[str, float]]] = defaultdict(list)
     for moment, log in logs:
         members[moment.kind].append((moment.layer, log))
-    centre = float(np.median([log for _, log in logs]))
-    spread_of_all = _spread([log - centre for _, log in logs], _MIN_SPREAD_OF_ALL)
+    all_logs = np.array([log for _, log in logs])
+    centre = float(np.median(all_logs))
+    spread_of_all = _spread(all_logs - centre, _MIN_SPREAD_OF_ALL)
     levels: dict[tuple[str, Shape], tuple[float, set[str], np.ndarray]] = {}
     for kind, similar in members.items():
         if len(similar) < _MIN_SIMILAR:
@@ -222,9 +246,9 @@ def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Dev
         own = np.array([log for layer, log in similar if layer in baseline])
         level = float(np.median(own))
         levels[kind] = level, baseline, own - level
-    residuals = [residual for *_, residual in levels.values()]
     spread_within = _MIN_SPREAD
-    if residuals:
+    if levels:
+        residuals = [residual for _, _, residual in levels.values()]
         spread_within = _spread(np.concatenate(residuals), _MIN_SPREAD)
     spreads: dict[tuple[str, Shape], float] = {}
     for kind, (*_, residual) in levels.items():
@@ -279,16 +303,20 @@ def _lowest_group(layer_logs: Iterable[tuple[str, float]]) -> set[str]:
     logs: dict[str, list[float]] = defaultdict(list)
     for layer, log in layer_logs:
         logs[layer].append(log)
-    levels = sorted((float(np.median(values)), layer) for layer, values in logs.items())
-    groups = [levels[:1]]
+    levels: list[tuple[float, str]] = []
+    for layer, values in logs.items():
+        levels.append((float(np.median(values)), layer))
+    levels.sort()
+    parts = [levels[:1]]  # the layers between two gaps
     for before, level in pairwise(levels):
         if level[0] - before[0] > _MIN_GAP:
-            groups.append([])
-        groups[-1].append(level)
-    low, *above = [group for group in groups if len(group) > 1] or [levels]
+            parts.append([])
+        parts[-1].append(level)
+    groups = [part for part in parts if len(part) > 1]
     baseline = levels
-    if sum(map(len, above)) > _RISEN_FRACTION * len(levels):
-        baseline = low
+    risen = sum(map(len, groups[1:]))
+    if risen > _RISEN_FRACTION * len(levels):
+        baseline = groups[0]
     return {layer for _, layer in baseline}
 
 
@@ -313,11 +341,14 @@ def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
         message = f"the moments of all {len(moments)} parameters are finite"
         return Check("finite", PASS, message, 0, bound)
     kind = "below 0"
-    if any(moment.nonfinite for moment in bad):
-        kind = "NaN or Inf"
+    names: list[str] = []
+    for moment in bad:
+        names.append(moment.name)
+        if moment.nonfinite:
+            kind = "NaN or Inf"
     message = (
         f"the moments of {len(bad)} of {len(moments)} parameters are not finite or below 0 "
-        f"({kind} in {first_of([moment.name for moment in bad])})"
+        f"({kind} in {first_of(names)})"
     )
     verdict = WARN
     if len(bad) >= bound:
@@ -355,9 +386,14 @@ def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     """Finds parameters whose gradients were always 0."""
-    layers = {moment.layer for moment in moments}
-    dead = [moment.name for moment in moments if moment.dead]
-    dead_layers = {moment.layer for moment in moments if moment.dead}
+    layers: set[str] = set()
+    dead: list[str] = []
+    dead_layers: set[str] = set()
+    for moment in moments:
+        layers.add(moment.layer)
+        if moment.dead:
+            dead.append(moment.name)
+            dead_layers.add(moment.layer)
     fraction = len(dead_layers) / len(layers)
     bound = inputs.fail_dead
     if not dead:
@@ -379,7 +415,8 @@ def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
     if not compared:
         message = "fewer than 4 parameters can be compared"
         return Check("outliers", SKIP, message, None, bound, decides=False)
-    far = sorted((each for each in compared if each.outlier), key=lambda each: -abs(each.sigmas))
+    far = [deviation for deviation in compared if deviation.outlier]
+    far.sort(key=lambda deviation: -abs(deviation.sigmas))
     if not far:
         most = max(compared, key=lambda each: abs(math.log(each.ratio)))
         message = f"none; the farthest is {most.parameter}, {most}"

@@ -3,16 +3,14 @@
 A replay cannot restore a checkpoint. It reports a rollback and continues along the recorded curve,
 which does not recover. So an incident may order several rollbacks, and rollbacks do not use up the
 budget of the replay. The engine's state is restored only where the recorded run was resumed or
-rolled back. The engine's step is recorded as a loop, once for each set of signals that rows log
-together.
+rolled back. `healcore.tools.replay.judging` runs the engine.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,42 +18,25 @@ import numpy as np
 
 from healcore.console import first_lines
 from healcore.core.decision import Action, Cause, names
-from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
-from healcore.core.numerics import map_leaves, shortest_decimal
-from healcore.core.signals import Signals
-from healcore.core.tape import to_loop
+from healcore.core.numerics import shortest_decimal
 from healcore.history import Curves, Incident, Mode
 from healcore.history.curves import thinned
 from healcore.history.run import MOST_ALARMS, RunAttempt, count_incidents
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
+from healcore.tools.replay.judging import judge_trace
 from healcore.tools.report.run_report import MAX_LINES, RunReport
-from healcore.tools.traces.columns import JUDGED, Rows, Trace
-
-_DECIDED = np.dtype(
-    [
-        ("cause", "i4"),
-        ("action", "i4"),
-        ("skip", "?"),
-        ("grad_scale", "f4"),
-        ("lr_scale", "f4"),
-        ("threshold", "f4"),
-        ("z", "f4"),
-        ("z_loss", "f4"),
-        ("incident", "i4"),
-        ("incident_open", "?"),
-    ]
-)
-"""What the engine returns for a row: fields of `StepRecord`, and the incident."""
-_ROWS = np.dtype([("index", "i8"), ("step", "f8"), ("attempt", "i8"), *_DECIDED.descr])
-"""A judged row: the row of the trace, and what the engine returned."""
+from healcore.tools.traces.columns import JUDGED
+from healcore.tools.traces.trace import Trace
 
 
 class ReplayError(HealcoreError, ValueError):
     """A policy cannot be replayed on a trace. The message has the reason and the remedy.
 
-    For example, the policy judges gradient norms, and the trace logs only losses.
+    For example, the policy judges gradient norms, and the trace logs only losses. A replay without
+    a decision would look like a healthy run.
     """
 
 
@@ -63,7 +44,7 @@ class NotJudgedError(ReplayError):
     """A trace ends in rows without a value, so the other rows would give a wrong verdict.
 
     Some writers log NaN as an empty cell. A run that diverged would then look like a run that was
-    healthy to its last logged value.
+    healthy to its last logged value. Write "nan" in these cells, or cut the rows.
     """
 
 
@@ -71,7 +52,8 @@ class Decided(NamedTuple):
     """One row of a trace with the decision of the policy.
 
     A live run in mode "observe" records the same decisions, and a run in mode "heal" carries them
-    out. After a rollback, a live run continues with other values than the recorded curve.
+    out. After a rollback, a live run continues with other values than the recorded curve. Iterate
+    over a `Replay` for these rows.
     """
 
     index: int
@@ -142,19 +124,18 @@ class Summary(NamedTuple):
 class Replay:
     """A finished replay: an iterable over the rows whose decision is not neutral.
 
-    A decision is neutral if the policy has no cause and no order, and the step has its own gradient
-    and learning rate.
-
-    Example:
         result = replay(traces[0], "default")
         skipped_steps = [row.step for row in result if row.skip]
+
+    A decision is neutral if the policy has no cause and no order, and the step has its own gradient
+    and learning rate.
     """
 
     trace: Trace
     policy: Policy | Engine
     engine: Engine
     rows: np.recarray
-    """The rows with a loss or a gradient norm, see `_ROWS`."""
+    """The rows with a loss or a gradient norm, see `healcore.tools.replay.judging.ROWS`."""
     summary: Summary
     incidents: tuple[Incident, ...]
 
@@ -227,6 +208,10 @@ class Replay:
         shown: dict[float, tuple[str, ...]] = {}
         for row in alarms[:MOST_ALARMS]:
             shown[row.step] = tuple(names(Cause(int(row.cause))))
+        facts: dict[str, str] = {}  # the fields of the summary's line of JSON, by the same names
+        for field, value in summary._asdict().items():
+            if value:
+                facts[field] = str(value)
         policy_toml = ""
         if isinstance(self.policy, Policy):
             policy_toml = dumps(self.policy)
@@ -245,8 +230,7 @@ class Replay:
             counts=count_incidents(
                 self.incidents, skips=summary.skips, clips=summary.clips, alarms=summary.alarms
             ),
-            # The fields of the summary's line of JSON, by the same names.
-            facts={name: str(value) for name, value in summary._asdict().items() if value},
+            facts=facts,
             notes=(*notes, *first_lines(trace.problems, MAX_LINES, "not read: "), *trace.notes),
             attempts=tuple(
                 RunAttempt(attempt.first_step, attempt.source) for attempt in trace.attempts
@@ -259,13 +243,12 @@ class Replay:
 def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Replay:
     """Replays a policy over a trace: what would it have done in this run?
 
-    The replay follows the recorded curve. It skips, clips and cuts only in its own records, so it
-    shows where a policy acts, not how the run would have continued.
-
-    Example:
         traces, unreadable = open_traces(["run.csv"])
         result = replay(traces[0], "pretraining")
         print(result.summary.incidents, result.summary.rollbacks)
+
+    The replay follows the recorded curve. It skips, clips and cuts only in its own records, so it
+    shows where a policy acts, not how the run would have continued.
 
     Args:
         trace: from `healcore.tools.traces.open_traces`.
@@ -290,7 +273,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         name = name or policy.name
     inactive = _find_inactive(engine, trace, name)
     _refuse_empty_end(trace)
-    rows = _judge_trace(engine, trace)
+    rows = judge_trace(engine, trace)
     incidents = _find_incidents(rows)
     steps = trace.rows.step
     alarms = rows.step[rows.cause != 0]
@@ -494,129 +477,3 @@ def _number(number: float) -> float | int:
 
 def _line(line: dict[str, Any]) -> str:
     return json.dumps(line, allow_nan=False) + "\n"
-
-
-# -- the engine on the rows of a trace -------------------------------------------------------------
-
-
-def _judge_trace(engine: Engine, trace: Trace) -> np.recarray:
-    """Judges the rows of a trace that log a loss or a gradient norm. Returns `_ROWS` (n,).
-
-    As after a rollback, a resumed attempt has the detectors of its checkpoint, and the current
-    budgets and LR multiplier. An attempt from scratch is a rollback to the first state.
-    """
-    #   rows       0 1 2 3 4 5 6 7 8 9 . . n
-    #   attempt 0  |---------------|          the log of the first process
-    #   attempt 1                  |-------|  the second process resumed after row 4
-    #   cuts       0         5     8       n
-    # The engine judges the rows from one cut to the next in one call. Its state is saved at each
-    # cut, so that the state before row 5 is there when attempt 1 begins.
-    index, combinations, kind = _choose_signals(engine, trace.rows)
-    rows = np.zeros(len(index), _ROWS).view(np.recarray)
-    rows.index = index
-    rows.step = trace.rows.step[index]
-    rows.attempt = trace.rows.attempt[index]
-    loops = [_recorded_loop(engine.config, names) for names in combinations]
-    inputs = [[trace.rows.values[name][index] for name in names] for names in combinations]
-
-    # Numbers of judged rows before each attempt, and up to the row that it resumes after.
-    begins = np.searchsorted(rows.attempt, np.arange(len(trace.attempts))).tolist()
-    last: list[int] = []
-    for attempt in trace.attempts:
-        if attempt.resumes_after is None:
-            last.append(-1)
-        else:
-            last.append(attempt.resumes_after)
-    resumes = dict(zip(begins, np.searchsorted(index, last, side="right").tolist(), strict=True))
-    changes = (1 + np.flatnonzero(np.diff(kind))).tolist()
-    cuts = sorted({0, *begins, *resumes.values(), *changes, len(index)})
-    state = _first_state(engine)
-    saved = {0: state}  # by number of judged rows
-    with np.errstate(all="ignore"):  # NumPy scalars warn
-        for start, stop in itertools.pairwise(cuts):
-            if start and start in resumes:
-                state = _rolled_back(engine, state, saved[resumes[start]])
-            columns = [column[start:stop] for column in inputs[kind[start]]]
-            state, decided = loops[kind[start]](state, zip(*columns, strict=True))
-            decisions = np.fromiter(decided, _DECIDED, stop - start)
-            for name in _DECIDED.names or ():
-                rows[name][start:stop] = decisions[name]
-            saved[stop] = state
-    return rows
-
-
-def _choose_signals(
-    engine: Engine, rows: Rows
-) -> tuple[np.ndarray, list[tuple[str, ...]], np.ndarray]:
-    """Chooses the rows with a loss or a gradient norm, and the signals of each for the engine.
-
-    `eval_loss` is passed only if the policy reads it, as in the adapters. In a trace with
-    evaluations every row has `eval_loss`, which is NaN without an evaluation, because the signals
-    of an engine are fixed for a run. Returns the rows, int (n,), the distinct sets of
-    signals, and the place of each row's set, int (n,).
-    """
-    names = [name for name in JUDGED if name in rows.logged]
-    has_evaluations = "eval_loss" in engine.needs and rows.logged.get("eval_loss", np.False_).any()
-    logged = np.array([rows.logged[name] for name in names])
-    index = np.flatnonzero(logged.any(axis=0))
-    distinct, kind = np.unique(logged[:, index], axis=1, return_inverse=True)
-    combinations: list[tuple[str, ...]] = []
-    for column in distinct.T.tolist():
-        signals = list(itertools.compress(names, column))
-        if has_evaluations:
-            signals.append("eval_loss")
-        combinations.append(tuple(signals))
-    return index, combinations, kind
-
-
-@functools.lru_cache(maxsize=256)
-def _recorded_loop(config: EngineConfig, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Records the loop over rows that log these signals, once for a policy."""
-    engine = Engine(config, limits_norm=False)  # a replay holds nothing
-    row = tuple(np.float32(0) for _ in names)
-    return to_loop(functools.partial(_judge_row, engine, names), _first_state(engine), row)
-
-
-def _first_state(engine: Engine) -> EngineState:
-    """The engine's first state as NumPy scalars."""
-
-    def to_scalar(leaf: np.ndarray) -> Any:
-        if leaf.ndim == 0:
-            return leaf[()]
-        return leaf
-
-    return map_leaves(to_scalar, engine.init())
-
-
-def _judge_row(
-    engine: Engine, names: tuple[str, ...], state: EngineState, values: tuple[Any, ...], *, xp: Any
-) -> tuple[EngineState, tuple[Any, ...]]:
-    """Judges one row. Returns the new state, and the fields of `_DECIDED`."""
-    new, _ = engine.step(state, Signals(**dict(zip(names, values, strict=True))), xp=xp)
-    new = _with_recoveries(new, state)
-    incident, last = new.incident, new.last
-    decision = last.decision
-    return new, (
-        decision.cause,
-        decision.action,
-        decision.skip,
-        decision.grad_scale,
-        decision.lr_scale,
-        last.threshold,
-        last.z,
-        last.z_loss,
-        incident.number,
-        incident.open,
-    )
-
-
-def _rolled_back(engine: Engine, live: EngineState, restored: EngineState) -> EngineState:
-    """`Engine.on_rollback` at a row where the recorded run rolled back."""
-    state = map_leaves(lambda leaf: leaf[()], engine.on_rollback(live, restored, xp=np))
-    return _with_recoveries(state, live)
-
-
-def _with_recoveries(state: EngineState, before: EngineState) -> EngineState:
-    """The state with as many rollbacks left as before: rollbacks of a replay cost nothing."""
-    left = before.budget.recoveries
-    return state._replace(budget=state.budget._replace(recoveries=left))

@@ -106,13 +106,19 @@ def _cells(summaries: Sequence[Summary]) -> list[str | Text]:
             cells.append(Text(f"{count:,}"))
         else:
             cells.append(Text(f"{count:,}", "yellow"))
-    cuts = sum(summary.actions.get("CUT_LR", 0) for summary in summaries)
-    lowest = min(summary.lowest_lr for summary in summaries)
+    cuts = 0
+    lowest = summaries[0].lowest_lr
+    for summary in summaries:
+        cuts += summary.actions.get("CUT_LR", 0)
+        lowest = min(lowest, summary.lowest_lr)
     if cuts:
         cells.append(f"{lowest:.3g} ({cuts})")
     else:
         cells.append("-")
-    ends = [summary.stopped_step for summary in summaries if summary.stopped_step is not None]
+    ends: list[float] = []
+    for summary in summaries:
+        if summary.stopped_step is not None:
+            ends.append(summary.stopped_step)
     if not ends:
         cells.append("-")
     elif len(summaries) == 1:
@@ -145,12 +151,19 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
         without a loss and a gradient norm.
     """
     unjudged: dict[str, int] = {}
+    names: set[str] = set()
+    alarmed: list[Summary] = []
+    silent: list[Summary] = []
     for summary in summaries:
         unjudged[summary.trace] = summary.unjudged
-    policies = len({summary.policy for summary in summaries})
+        names.add(summary.policy)
+        if summary.alarms:
+            alarmed.append(summary)
+        else:
+            silent.append(summary)
+    policies = len(names)
     traces = len(summaries) // max(policies, 1)
     lines: list[str] = []
-    alarmed = [summary for summary in summaries if summary.alarms]
     for summary in alarmed[:_MAX_ALARMED]:
         preposition = "at"
         if summary.rounded:
@@ -159,7 +172,6 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
             f"{summary.trace}, {summary.policy}: first alarm {preposition} {summary.unit} "
             f"{summary.first_alarm:.15g}"
         )
-    silent = [summary for summary in summaries if not summary.alarms]
     for summary in silent[:_MAX_ALARMED]:
         judged = summary.rows - summary.unjudged
         lines.append(f"{summary.trace}, {summary.policy}: no alarm in {counted(judged, 'row')}")
@@ -196,7 +208,7 @@ def limits(policies: Mapping[str, Policy], summaries: Sequence[Summary]) -> list
         inactive: list[set[str]] = []
         for summary in summaries:
             if summary.policy == name:
-                inactive.append({part for parts in summary.inactive.values() for part in parts})
+                inactive.append(set().union(*summary.inactive.values()))
         warmups: list[str] = []
         for detector, rows in _warmups(policy).items():
             if any(detector not in parts for parts in inactive):

@@ -29,12 +29,11 @@ _MAX_DRAWN = 12
 def render(reports: Sequence[RunReport]) -> str:
     """Renders reports as a self-contained HTML page.
 
-    The page's Content-Security-Policy forbids scripts and network access. So text from a log could
-    not run as a script even without escaping.
-
-    Example:
         reports = read_reports("runs/7")
         Path("report.html").write_text(render(reports), encoding="utf-8")
+
+    The page's Content-Security-Policy forbids scripts and network access. So text from a log could
+    not run as a script even without escaping.
 
     Args:
         reports: the runs, which the page sorts by severity. The first 12 have a figure.

@@ -33,7 +33,8 @@ class ReportError(HealcoreError, ValueError):
     """A file has no report. The message has the file, the rule and the remedy.
 
     For example, the file is a training log instead of an events file, or a directory has the events
-    files of two runs.
+    files of two runs. Damage inside an events file raises no error, but becomes a note of the
+    report.
     """
 
 
@@ -41,7 +42,8 @@ class RunReport(NamedTuple):
     """The report on a run or a replay.
 
     `read_reports` builds the report on a run that healcore watched, from its files. A replay builds
-    its own (`Replay.report`). `healcore.tools.report.page.render` shows both.
+    its own (`Replay.report`). `healcore.tools.report.page.render` shows both. Values that are
+    unknown, for example because an event is lost, are None or empty.
     """
 
     title: str
@@ -70,7 +72,11 @@ class RunReport(NamedTuple):
 
     @property
     def is_hypothetical(self) -> bool:
-        """Whether the report shows what the policy would have done, in mode OBSERVE or REPLAY."""
+        """Whether the report shows what the policy would have done, in mode OBSERVE or REPLAY.
+
+        The page then says "would have been skipped": a reader must not take an observed skip for a
+        step that was skipped.
+        """
         return self.mode is not Mode.HEAL
 
     def ending(self) -> str:
@@ -113,12 +119,11 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
 def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     """Reads a report on each run in an events file, or in the only events file of a directory.
 
+        reports = read_reports("runs/7")
+        Path("report.html").write_text(page.render(reports), encoding="utf-8")
+
     The curves are from `run.metrics.jsonl` next to `run.events.jsonl`. Damaged or missing data are
     notes in the report, because the page of a run that crashed is needed most.
-
-    Example:
-        reports = read_reports("runs/7")
-        Path("report.html").write_text(page.render(reports))
 
     Args:
         events: an events file, or a directory with one events file.
@@ -324,7 +329,11 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         "healcore": versions.get("healcore"),
         "Python": versions.get("python"),
     }
-    return {label: str(value) for label, value in facts.items() if value not in (None, "")}
+    known: dict[str, str] = {}
+    for label, value in facts.items():
+        if value not in (None, ""):
+            known[label] = str(value)
+    return known
 
 
 def _time_of(event: EventRecord | None) -> str | None:

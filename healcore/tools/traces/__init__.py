@@ -5,7 +5,8 @@ rows = traces[0].rows
 rows.step, rows.values["loss"], rows.logged["loss"]
 """
 
-from healcore.tools.traces.columns import Trace, TraceError, lineage
+from healcore.tools.traces.columns import TraceError
 from healcore.tools.traces.opening import open_traces, parse_columns
+from healcore.tools.traces.trace import Trace, lineage
 
 __all__ = ["Trace", "TraceError", "lineage", "open_traces", "parse_columns"]

@@ -1,21 +1,11 @@
-"""Reads the rows of each format: JSON Lines, JSON documents, TensorBoard, tables.
-
-A chart exported from Weights & Biases has one column for the steps and a column "RUN - METRIC" for
-every run. The columns "RUN - METRIC__MIN" and "RUN - METRIC__MAX" have the extremes of a bin and
-are not read.
-"""
+"""Reads the records of each format: JSON Lines, JSON documents, TensorBoard."""
 
 from __future__ import annotations
 
-import csv
 import functools
-import itertools
 import json
 import mmap
-import os
 import re
-import shlex
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +15,6 @@ from pydantic_core import from_json
 from healcore import adapter_registry, regular_file
 from healcore.tools.traces.columns import (
     JUDGED,
-    KNOWN_FORMATS,
     LENGTH,
     SIGNALS,
     STEP,
@@ -45,12 +34,18 @@ from healcore.tools.traces.printed import Fields, Records
 _MAX_LAYOUTS = 1000
 """Sets of keys that are remembered. A file in which each record has other keys needs no memory."""
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
-_SHARED = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
-"""Columns of a W&B export that all runs share, in addition to the step."""
 
 
 def json_lines(path: str, problems: list[Problem]) -> Records:
-    """Yields line number and object for each line of JSON. Skips damaged lines."""
+    """Reads JSON Lines, the format of most loggers.
+
+    Args:
+        path: the file. Its last line may be cut off, because the run was killed.
+        problems: gets a problem for each damaged line, which is skipped.
+
+    Yields:
+        Line number from 1, and the object of the line.
+    """
     with open_text(path) as file:
         for number, line in enumerate(file, 1):
             text = line.strip()
@@ -59,7 +54,9 @@ def json_lines(path: str, problems: list[Problem]) -> Records:
             try:
                 value = _json_value(text)
             except (ValueError, RecursionError):
-                cut = "" if line.endswith(("\n", "\r")) else " (the last line is truncated)"
+                cut = ""
+                if not line.endswith(("\n", "\r")):
+                    cut = " (the last line is truncated)"
                 message = f"not JSON{cut}: {quote_excerpt(text)}: skipped"
                 problems.append(Problem(number, message, unusable=True))
                 continue
@@ -86,17 +83,27 @@ def _json_value(text: str) -> Any:
 
 
 def json_document(path: str, problems: list[Problem]) -> Records:
-    """Yields each record of a JSON document.
+    """Reads a JSON document with a list of records.
 
-    The document is a list of records, or an object with the list "log_history"
-    (`trainer_state.json` of Hugging Face's Trainer). Raises TraceError for a damaged document.
+    Args:
+        path: the file. The document is the list itself, or an object with the list "log_history"
+            (`trainer_state.json` of Hugging Face's Trainer).
+        problems: gets a problem for each element of the list that is no record.
+
+    Yields:
+        0, because the records have no line, and the record.
+
+    Raises:
+        TraceError: the document is damaged.
     """
     with open_text(path) as file:
         try:
             content = json.load(file)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"the document is damaged: {error}") from None
-    for value in content.get("log_history", ()) if isinstance(content, dict) else content:
+    if isinstance(content, dict):
+        content = content.get("log_history", ())
+    for value in content:
         if isinstance(value, dict):
             yield 0, value
         else:
@@ -104,9 +111,18 @@ def json_document(path: str, problems: list[Problem]) -> Records:
 
 
 def scalars(path: str, problems: list[Problem]) -> Records:
-    """Yields every scalar of a TensorBoard event file as a record: {"step": step, tag: value}.
+    """Reads the scalars of a TensorBoard event file.
 
-    Raises TraceError if tensorboard is not installed.
+    Args:
+        path: the file. It may be truncated, because the run was killed.
+        problems: gets a problem for each damaged record, and for an end that cannot be read.
+
+    Yields:
+        0, because the file has no lines, and for each scalar the record
+        {"step": step, tag: value}.
+
+    Raises:
+        TraceError: tensorboard is not installed.
     """
     try:
         adapter_registry.require("tensorboard", "tensorboard")
@@ -151,8 +167,10 @@ def _events(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at + 16 <= len(data):
         head = data[at : at + 8]
-        start, length = at + 12, int.from_bytes(head, "little")
-        content, checksum = data[start : start + length], data[start + length : start + length + 4]
+        start = at + 12
+        length = int.from_bytes(head, "little")
+        content = data[start : start + length]
+        checksum = data[start + length : start + length + 4]
         for part, given in ((head, data[at + 8 : start]), (content, checksum)):
             if masked_crc32c(part) != int.from_bytes(given, "little"):
                 return
@@ -161,15 +179,21 @@ def _events(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
 
 
 def _scalar(value: Any) -> float | None:
+    """The number of a value of a summary, or None for an image, a text or a larger tensor."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return value.simple_value
-    if kind != "tensor" or any(size.size != 1 for size in value.tensor.tensor_shape.dim):
+    if kind != "tensor":
         return None
+    for dimension in value.tensor.tensor_shape.dim:
+        if dimension.size != 1:
+            return None
     from tensorboard.util.tensor_util import make_ndarray
 
     array = make_ndarray(value.tensor)
-    return float(array.reshape(())) if array.size == 1 and array.dtype.kind in "fiu" else None
+    if array.size == 1 and array.dtype.kind in "fiu":
+        return float(array.reshape(()))
+    return None
 
 
 def _flatten(record: Fields) -> Fields:
@@ -179,19 +203,30 @@ def _flatten(record: Fields) -> Fields:
     flat: Fields = {}
     for key, value in record.items():
         if isinstance(value, dict):
-            flat.update({f"{key}/{inner}": number for inner, number in value.items()})
+            for inner, number in value.items():
+                flat[f"{key}/{inner}"] = number
         else:
             flat[key] = value
     return flat
 
 
 def is_typed_step(record: Fields) -> bool:
-    """Whether a record has the type of a step, as in healcore's metrics."""
+    """Whether a record has the type of a step, as in healcore's metrics.
+
+    Args:
+        record: a record of `json_lines`. A file of metrics also has records of saves and faults,
+            whose numbers belong to no step.
+    """
     return "step" in (record.get("type"), record.get("kind"))
 
 
 def is_no_summary(record: Fields) -> bool:
-    """Whether a record is not the last record of a Trainer, whose train_loss is a mean."""
+    """Whether a record is not the last record of a Trainer, whose train_loss is a mean.
+
+    Args:
+        record: a record of "log_history". The mean over the whole run would look like a jump of the
+            loss at the last step.
+    """
     return "train_runtime" not in record
 
 
@@ -212,7 +247,12 @@ _TABLE_OF_RUNS = (
 
 @functools.lru_cache(maxsize=4096)
 def is_kept(name: str) -> bool:
-    """Whether a field of a record is read: the step, a signal, or what identifies a run."""
+    """Whether a field of a record is read: the step, a signal, or what identifies a run.
+
+    Args:
+        name: the key of the field. Records may have hundreds of fields, which would need a
+            gigabyte of memory in a long log.
+    """
     return name == LENGTH or is_known(name) or bool(_RUN_NAME.fullmatch(normalize(name)))
 
 
@@ -222,21 +262,36 @@ def refuse_table_of_runs(
     """Raises NotJudgedError if each row is another run, so that the loss of the rows is no curve.
 
     A table of runs names another run in each row. A log may do so too, with an id of each line, but
-    its steps increase. `cells_of` returns the cells of a column, with None where a row has no cell.
-    `step` is the name of the column of steps, or None.
+    its steps increase.
+
+    Args:
+        names: the names of the columns.
+        cells_of: returns the cells of a column, with None where a row has none.
+        step: name of the column of steps, or None.
+
+    Raises:
+        NotJudgedError: the rows are runs.
     """
-    is_tracker = sum(bool(_RUN_FACT.fullmatch(normalize(name))) for name in names) >= 3
+    facts = 0
+    for name in names:
+        if _RUN_FACT.fullmatch(normalize(name)):
+            facts += 1
+    is_tracker = facts >= 3
     if not is_tracker and step and _increases(cells_of(step)):
         return
     for key in names:
         if not _RUN_NAME.fullmatch(normalize(key)):
             continue
         cells = cells_of(key)
-        values = [cell for cell in cells if isinstance(cell, str)]
-        runs = [value for value in values if value.strip() and not value.strip().isdecimal()]
+        runs: set[str] = set()
+        for cell in cells:
+            if isinstance(cell, str) and cell.strip() and not cell.strip().isdecimal():
+                runs.add(cell)
         # Runs that differ in their seed may have one name.
-        least = 0 if is_tracker else max(1, 0.9 * len(cells))
-        if len(set(runs)) > least:
+        least = max(1, 0.9 * len(cells))
+        if is_tracker:
+            least = 0
+        if len(runs) > least:
             raise NotJudgedError(_TABLE_OF_RUNS.format(key))
 
 
@@ -277,7 +332,13 @@ class _Steps:
         """The values of these keys, and None at the end."""
 
     def add(self, line: int, engine: str, fields: Fields) -> None:
-        """Adds a record."""
+        """Adds a record.
+
+        Args:
+            line: line of the record, or 0 in a format without lines.
+            engine: name of the engine, or an empty string in a log with one engine.
+            fields: the record, without nesting.
+        """
         layout = tuple(fields)
         kept = self._kept.get(layout)
         if kept is None:
@@ -291,7 +352,14 @@ class _Steps:
         self.values.append((*map(fields.__getitem__, kept), None))
 
     def column(self, name: str) -> list[Any]:
-        """The value of each record for a key, or None."""
+        """Reads one key of all records.
+
+        Args:
+            name: the key.
+
+        Returns:
+            The value in each record, or None where a record lacks the key.
+        """
         read = _Reader((name,))
         return [read(*each)[0] for each in zip(self.keys, self.values, strict=True)]
 
@@ -306,7 +374,12 @@ class _Reader:
     def __call__(self, keys: tuple[str, ...], values: tuple[Any, ...]) -> list[Any]:
         known, places = self._places
         if known is not keys or not places:
-            places = [keys.index(name) if name in keys else -1 for name in self._names]
+            places = []
+            for name in self._names:
+                if name in keys:
+                    places.append(keys.index(name))
+                else:
+                    places.append(-1)  # the None at the end of the values
             self._places = keys, places
         return list(map(values.__getitem__, places))
 
@@ -319,8 +392,18 @@ def read_records(
 ) -> list[RawLog]:
     """Reads the logs in a file: one log, or one for each optimizer in healcore's metrics.
 
-    `read` yields the records, of which `is_row` selects the steps. Raises TraceError if no record
-    has a loss or a gradient norm, or two keys may be the same signal.
+    Args:
+        path: the file.
+        read: yields the records of the file, such as `json_lines`.
+        is_row: selects the records that are steps, such as `is_typed_step`.
+        columns: the keys that the user chose, by signal or "step".
+
+    Returns:
+        The logs, at least one.
+
+    Raises:
+        TraceError: no record has a loss or a gradient norm, or two keys may be the same signal.
+        NotJudgedError: the records are runs, or too many of them are damaged.
     """
     problems: list[Problem] = []
     chosen = set(columns.values())
@@ -328,10 +411,14 @@ def read_records(
     for line, record in read(path, problems):
         if is_row(record):
             fields = _flatten(record)
-            engine = str(fields.get("engine", "")) if is_row is is_typed_step else ""
+            engine = ""
+            if is_row is is_typed_step:
+                engine = str(fields.get("engine", ""))
             steps.add(line, engine, fields)
     if not steps.names:
-        first = f": line {problems[0][0]}: {problems[0][1]}" if problems else ""
+        first = ""
+        if problems:
+            first = f": line {problems[0].line}: {problems[0].text}"
         raise TraceError(f"it has no record that could be read{first}")
     keys, notes = resolve(list(steps.names), columns)
     refuse_table_of_runs(steps.names, steps.column, keys.get(STEP))
@@ -339,7 +426,9 @@ def read_records(
     if LENGTH in steps.names:
         keys[LENGTH] = LENGTH
     labels = {name: f"'{key}'" for name, key in keys.items()}
-    step_at = list(keys).index(STEP) if STEP in keys else None
+    step_at = None
+    if STEP in keys:
+        step_at = list(keys).index(STEP)
     signals = {keys[name] for name in SIGNALS if name in keys}
     judged = {keys[name] for name in JUDGED if name in keys}
 
@@ -359,181 +448,17 @@ def read_records(
                 if cells[step_at] is None:
                     # A record of another kind may name its step in another way. An evaluation
                     # without a step belongs to the step before it.
-                    other = (
-                        value for key, value in zip(names, values, strict=False) if is_step(key)
-                    )
-                    cells[step_at] = next(other, None)
+                    for key, value in zip(names, values, strict=False):
+                        if is_step(key):
+                            cells[step_at] = value
+                            break
                     if cells[step_at] is None and judged.isdisjoint(names):
                         cells[step_at] = step
                 step = cells[step_at]
             yield line, cells
 
-    engines = {name: None for name in steps.engines if name}
-    runs = list(engines) if len(engines) > 1 else [None]
+    engines = list(dict.fromkeys(filter(None, steps.engines)))
+    runs: list[str | None] = [None]
+    if len(engines) > 1:
+        runs = [*engines]
     return [parse_rows(path, run, labels, rows(run), list(problems), list(notes)) for run in runs]
-
-
-def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
-    """Reads the table of a file, or the runs in a W&B export.
-
-    Raises TraceError if the file is not a table, or no run has a column with a known name.
-    """
-    names, begin = _read_header(path)
-    if len(names) == 1 and names[0] not in columns.values():
-        _refuse_separator(path, names[0])
-    if len(names) == 1 and not columns and not is_known(names[0]):
-        raise TraceError(f"its first line is '{names[0][:60]}'. It is not {KNOWN_FORMATS}")
-    table = _load_numbers(path, begin, len(names))
-    runs = _find_runs(names)
-    if table is None:
-        step = next(filter(is_step, names), None)
-        first_rows = _first_rows(path, begin, names)
-        refuse_table_of_runs(names, lambda name: [row.get(name) for row in first_rows], step)
-    logs: list[RawLog] = []
-    reasons: list[str] = []
-    for run, places in runs.items():
-        # --column may name the metric, or the whole title of one run's column.
-        metrics = [names[place].removeprefix(f"{run} - ") for place in places]
-        chosen = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
-        try:
-            found, notes = resolve(metrics, chosen)
-        except TraceError as error:
-            reasons.append(f"run '{run}': {error}" if run else str(error))
-            continue
-        used = {signal: places[metrics.index(metric)] for signal, metric in found.items()}
-        notes = [f"{path}: {note}" for note in notes]
-        title = run if len(runs) > 1 else None
-        finite = (
-            table is not None and np.isfinite(table[:, used[STEP]] if STEP in used else 0).all()
-        )
-        if table is not None and finite:
-            numbers = {signal: table[:, place] for signal, place in used.items()}
-            logged = {signal: np.ones(len(table), bool) for signal in used if signal in SIGNALS}
-            logs.append(RawLog(path, title, numbers, logged, [], notes))
-        else:
-            labels = {signal: f"column '{names[place]}'" for signal, place in used.items()}
-            problems: list[Problem] = []
-            rows = _csv_rows(path, begin, len(names), used, title is not None, problems)
-            logs.append(parse_rows(path, title, labels, rows, problems, notes))
-    if not logs:
-        raise TraceError(reasons[0])
-    logs[0].notes.extend(f"{path}: {reason}" for reason in reasons)
-    return logs
-
-
-def _read_header(path: str) -> tuple[list[str], int]:
-    """The names of the columns, and the number of lines up to the header.
-
-    Raises TraceError if the first line that is not blank is not a header.
-    """
-    with open_text(path) as file:
-        number, line = next((at, line) for at, line in enumerate(file, 1) if line.strip())
-    try:
-        names = [cell.strip() for cell in next(csv.reader([line]))]
-    except csv.Error as error:  # a cell of more than 131,072 characters
-        raise TraceError(f"its first line cannot be read ({error}): this is not a table") from None
-    try:
-        is_data = None not in list(map(parse_number, names))
-    except ValueError:
-        is_data = False
-    if is_data:
-        raise TraceError(
-            f"its first line is data, not a header: '{line.strip()[:60]}'. Write the names of the "
-            "columns above it: step,loss,grad_norm"
-        )
-    return names, number
-
-
-_OTHER_SEPARATORS = {";": "';'", "\t": r"'\t'", "|": "'|'"}
-"""Separator of columns that are not read -> the separator in messages and for `tr`."""
-
-
-def _refuse_separator(path: str, header: str) -> None:
-    """Raises TraceError if the columns of a table are separated by something else than a comma."""
-    for separator, shown in _OTHER_SEPARATORS.items():
-        names = header.split(separator)
-        if len(names) > 1 and any(is_known(name.strip(' "')) for name in names):
-            target = f"{os.path.splitext(path)[0]}-commas.csv"
-            raise TraceError(
-                f"its columns are separated by {shown}, and healcore reads commas. If its numbers "
-                "have points, not commas, write "
-                f"`tr {shown} ',' < {shlex.quote(path)} > {shlex.quote(target)}`"
-            )
-
-
-def _find_runs(names: list[str]) -> dict[str | None, list[int]]:
-    """Finds the places of each run's columns, including shared columns.
-
-    Returns one run, None, for a table that is not an exported chart.
-    """
-    shared: list[int] = []
-    runs: dict[str | None, list[int]] = {}
-    for place, name in enumerate(names):
-        run, dash, metric = name.rpartition(" - ")
-        if not dash:
-            plain = normalize(name)
-            if not (is_step(name) or plain in _SHARED or plain.endswith("epoch")):
-                return {None: list(range(len(names)))}
-            shared.append(place)
-        elif not metric.endswith(("__MIN", "__MAX")) and metric not in ("_step", "_timestamp"):
-            runs.setdefault(run, []).append(place)
-    if not runs:
-        return {None: shared}
-    return {run: [*shared, *own] for run, own in runs.items()}
-
-
-def _load_numbers(path: str, begin: int, width: int) -> np.ndarray | None:
-    """Reads a table whose cells all are plain numbers, or returns None for any other table."""
-    with open_text(path) as file, warnings.catch_warnings(action="error"):
-        try:
-            table = np.loadtxt(file, delimiter=",", skiprows=begin, comments=None, ndmin=2)
-        except (ValueError, UserWarning):  # a table without rows gives a warning
-            return None
-    return table if table.shape[1] == width else None
-
-
-def _first_rows(path: str, begin: int, names: list[str]) -> list[dict[str, str]]:
-    """The first rows of a table by the names of their columns."""
-    with open_text(path) as file:
-        try:
-            rows = csv.reader(itertools.islice(file, begin, begin + 1000))
-            return [dict(zip(names, cells, strict=False)) for cells in rows if cells]
-        except csv.Error:
-            return []
-
-
-def _csv_rows(
-    path: str,
-    begin: int,
-    width: int,
-    places: Mapping[str, int],
-    shared: bool,
-    problems: list[Problem],
-) -> Iterator[tuple[int, list[str]]]:
-    """Yields the last line and the cells of every row at the `places`; adds damage to the problems.
-
-    In a `shared` table, rows without a signal are skipped, because they belong to other runs. csv
-    ends a cell after 131,072 characters, so that an open quote does not join the rest of the file
-    to one row.
-    """
-    signals = [place for name, place in places.items() if name in SIGNALS]
-    with open_text(path) as file:
-        rows = csv.reader(itertools.islice(file, begin, None))
-        while True:
-            try:
-                cells = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                text = f"{error}: the row is skipped"
-                problems.append(Problem(begin + rows.line_num, text, unusable=True))
-                continue
-            line = begin + rows.line_num
-            if not cells or (len(cells) == 1 and not cells[0].strip()):
-                continue  # a blank line is no row
-            if len(cells) < width or any(cells[width:]):
-                plural = "s" if len(cells) > 1 else ""
-                text = f"{len(cells)} cell{plural} where the header has {width}"
-                problems.append(Problem(line, f"{text}: the row is skipped", unusable=True))
-            elif not shared or any(cells[place] for place in signals):
-                yield line, [cells[place] for place in places.values()]

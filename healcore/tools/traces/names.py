@@ -76,22 +76,40 @@ _NAMES = {
 
 @functools.lru_cache(maxsize=4096)
 def normalize(name: str) -> str:
-    """Converts a name to the form in the tiers."""
-    name = "wandb_step" if name == "_step" else name
+    """Converts a name to the form in the tiers.
+
+    Args:
+        name: name of a column, tag or key, such as "train/Loss".
+
+    Returns:
+        Lower-case words joined by "_", such as "train_loss". W&B's "_step" becomes "wandb_step",
+        because it counts calls of `log` and is no step of the training.
+    """
+    if name == "_step":
+        name = "wandb_step"
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_").removeprefix("metrics_")
 
 
-_TIER = {
-    (signal, name): tier
-    for signal, tiers in _NAMES.items()
-    for tier, names in enumerate(tiers)
-    for name in names.split()
-}
+def _tiers() -> dict[tuple[str, str], int]:
+    """The tier of each name in `_NAMES`, by signal and name."""
+    found: dict[tuple[str, str], int] = {}
+    for signal, tiers in _NAMES.items():
+        for tier, names in enumerate(tiers):
+            for name in names.split():
+                found[signal, name] = tier
+    return found
+
+
+_TIER = _tiers()
 
 
 @functools.lru_cache(maxsize=4096)
 def is_step(name: str) -> bool:
-    """Whether a column name is a name of the step, or says so in its words, as "n_updates"."""
+    """Whether a column name is a name of the step, or says so in its words, as "n_updates".
+
+    Args:
+        name: name of a column, tag or key, in any spelling. The same holds for the functions below.
+    """
     key = normalize(name)
     return (STEP, key) in _TIER or _says_step(key)
 
@@ -113,34 +131,59 @@ def _says_step(key: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_loss(name: str) -> bool:
-    """Whether a column name is a name of the training loss."""
+    """Whether a column name is a name of the training loss.
+
+    Args:
+        name: as for `is_step`. A loss of an evaluation is another signal, "eval_loss".
+    """
     return ("loss", normalize(name)) in _TIER
 
 
 @functools.lru_cache(maxsize=4096)
 def is_judged(name: str) -> bool:
-    """Whether a column name is a name of the training loss or of the gradient norm."""
+    """Whether a column name is a name of the training loss or of the gradient norm.
+
+    Args:
+        name: as for `is_step`. A row without one of these two cannot be judged.
+    """
     return any((signal, normalize(name)) in _TIER for signal in JUDGED)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_signal(name: str) -> bool:
-    """Whether a column name is a name of a signal."""
+    """Whether a column name is a name of a signal: a loss, a gradient norm, an evaluation loss.
+
+    Args:
+        name: as for `is_step`.
+    """
     return any((signal, normalize(name)) in _TIER for signal in SIGNALS)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_known(name: str) -> bool:
-    """Whether a name is a name of the step or of a signal."""
+    """Whether a name is a name of the step, of the epoch or of a signal.
+
+    Args:
+        name: as for `is_step`. Columns with other names are not read.
+    """
     return is_step(name) or any((signal, normalize(name)) in _TIER for signal in _NAMES)
 
 
 def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Finds the step and the signals among the names of columns, tags or keys in a file.
 
-    `columns` has the names that the user chose, by signal or "step". Returns the names by signal or
-    "step", and notes about names that are not used. Raises TraceError if a name in `columns` is
-    absent, two names match equally well, or no name matches.
+    Args:
+        names: the names in the file, in its order.
+        columns: the names that the user chose, by signal or "step". They are used even if healcore
+            would prefer another name.
+
+    Returns:
+        The names by signal or "step", and notes about names that could be the signal and are not
+        used.
+
+    Raises:
+        TraceError: a name in `columns` is absent, two names match equally well, or no name is the
+            name of a loss or a gradient norm.
     """
     found: dict[str, str] = {}
     notes: list[str] = []
@@ -157,9 +200,7 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
             if list(names).count(name) > 1:
                 raise TraceError(f"two columns have the name '{name}': rename one of them")
             continue
-        tiers = [(_TIER[signal, key], name) for key, name in free if (signal, key) in _TIER]
-        if signal == STEP and not tiers:
-            tiers = [(0, name) for key, name in free if _says_step(key)][:1]
+        tiers = _matches(signal, free)
         if not tiers:
             continue
         first = min(tier for tier, _ in tiers)
@@ -174,13 +215,17 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
                 raise TraceError(message)
             notes.append(f"{message} ({signal} is not read)")
             continue
-        found[signal] = exact[0] if exact else best[0]
+        found[signal] = best[0]
+        if exact:
+            found[signal] = exact[0]
         others = [name for _, name in sorted(tiers) if name != found[signal]]
         if others:
             notes.append(f"{signal} is read from '{found[signal]}', not from {quote_names(others)}")
     if "loss" not in found and "grad_norm" not in found:
         candidates = [name for name in names if "loss" in normalize(name)]
-        example = candidates[0] if candidates else "NAME"
+        example = "NAME"
+        if candidates:
+            example = candidates[0]
         quoted = shlex.quote(f"loss={example}")
         raise TraceError(
             "no column or key has the name of a loss or a gradient norm, only "
@@ -189,6 +234,31 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
     return found, notes
 
 
+def _matches(signal: str, names: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:
+    """Finds the names of a signal, each with its tier.
+
+    `names` has normalized and original names. If no name is a known name of the step, the first
+    name that says so in its words is the step.
+    """
+    matches: list[tuple[int, str]] = []
+    for key, name in names:
+        if (signal, key) in _TIER:
+            matches.append((_TIER[signal, key], name))
+    if matches or signal != STEP:
+        return matches
+    for key, name in names:
+        if _says_step(key):
+            return [(0, name)]
+    return []
+
+
 def quote_names(names: Sequence[str]) -> str:
-    """Quotes the first dozen names for a message."""
+    """Quotes the first dozen names for a message.
+
+    Args:
+        names: names of columns. A file may have thousands.
+
+    Returns:
+        A list such as "'loss', 'lr'", or "nothing" without names.
+    """
     return first_of([f"'{name}'" for name in names], 12) or "nothing"

@@ -17,14 +17,12 @@ from healcore.tools.traces.columns import (
     NotJudgedError,
     Problem,
     RawLog,
-    Trace,
     TraceError,
-    Unreadable,
-    join_logs,
     read_head,
 )
-from healcore.tools.traces.formats import read_tables
 from healcore.tools.traces.names import KNOWN_COLUMNS, is_known, quote_names
+from healcore.tools.traces.tables import read_tables
+from healcore.tools.traces.trace import Trace, Unreadable, join_logs
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
@@ -62,12 +60,11 @@ def open_traces(
 ) -> tuple[list[Trace], list[Unreadable]]:
     """Reads the logs of runs.
 
-    The format of each file is detected by its content. A log that cannot be read does not prevent
-    the other logs from being read.
-
-    Example:
         traces, unreadable = open_traces(["run.csv", "logs/"])
         print([trace.name for trace in traces], [failure.problem for failure in unreadable])
+
+    The format of each file is detected by its content. One log that cannot be read does not stop
+    the others.
 
     Args:
         paths: a path or several, of files or of directories: of a run (such as a Healer's store),
@@ -276,9 +273,10 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], boo
         logs = read_tables(path, columns)
     else:
         logs = formats.read_records(path, form.read, form.is_step, columns)
-    usable = [
-        log for log in logs if any(log.logged[name].any() for name in JUDGED if name in log.logged)
-    ]
+    usable: list[RawLog] = []
+    for log in logs:
+        if any(name in log.logged and log.logged[name].any() for name in JUDGED):
+            usable.append(log)
     if usable:
         return usable, form.is_one_run
     problems = logs[-1].problems
@@ -291,7 +289,8 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], boo
 class Format(NamedTuple):
     """A format of logs.
 
-    A new format is an entry in `FORMATS` and a test in `detect_format`.
+    A new format is an entry in `FORMATS` and a test in `detect_format`. The reader only has to
+    yield records: names of columns, damaged cells and resumes are the same for all formats.
     """
 
     name: str
@@ -340,7 +339,11 @@ def detect_format(start: bytes) -> Format:
         return _CONSOLE
     if re.match(r"\[\s*[{\]]", text) or formats.LOG_HISTORY.search(text):
         return _DOCUMENT
-    found = [record for line in text.splitlines()[:200] if (record := _parse(line)) is not None]
+    found: list[printed.Fields] = []
+    for line in text.splitlines()[:200]:
+        record = _parse(line)
+        if record is not None:
+            found.append(record)
     if found:
         if any(map(formats.is_typed_step, found)):
             return _TYPED

@@ -81,7 +81,11 @@ _BAR = re.compile(r"(?:^|[\s|%])(\d+)/(\d+)\s*(?:\[|[━─]|-\s)")
 
 
 class Place(NamedTuple):
-    """The place in the run that a line names."""
+    """Where in the run a line says that it is.
+
+    Programs print the step in many ways: after a word, in brackets, or in the count of a progress
+    bar. A line may name the epoch only, or no place at all.
+    """
 
     step: int | None
     """Step, or number of the batch in its epoch."""
@@ -93,25 +97,40 @@ class Place(NamedTuple):
 
 
 def find_place(line: str) -> Place:
-    """Finds the place that a line names in brackets, in a bar or after a word for a step."""
-    if pair := _PAIR.match(line):
+    """Finds the place that a line names in brackets, in a bar or after a word for a step.
+
+    Args:
+        line: a printed line, without control characters.
+
+    Returns:
+        The place, such as step 40, length 47 and epoch 2 for "Epoch 2 [40/47]". All values are None
+        for a line without a place.
+    """
+    pair = _PAIR.match(line)
+    if pair:
         return Place(int(pair[2]), None, int(pair[1]))
     found = _EPOCH.search(line) or _EPOCH_IN_BRACKETS.search(line) or _EPOCH_OF_TIMM.search(line)
-    epoch = int(found[1]) if found else None
+    epoch = None
     rest = line
     if found:
+        epoch = int(found[1])
         # "Epoch [1/5]" is no place within the epoch.
         rest = line[: found.start(1)] + re.sub(r"^\d+(\s*/\s*\d+)?", "e", line[found.start(1) :])
-    if named := _NAMED_PLACE.search(rest):
-        step, length = (int(text.replace(",", "")) for text in named.groups())
-        return Place(step, length, epoch)
+    named = _NAMED_PLACE.search(rest)
+    if named:
+        return Place(int(named[1].replace(",", "")), int(named[2].replace(",", "")), epoch)
     for pattern, text in zip(_PLACES, (rest, rest, line), strict=True):
-        if match := pattern.search(text):
+        match = pattern.search(text)
+        if match:
             return Place(int(match[1]), int(match[2]), epoch)
-    if bar := _BAR.search(rest):
+    bar = _BAR.search(rest)
+    if bar:
         return Place(int(bar[1]), int(bar[2]), epoch, is_bar=True)
-    batch = _NAMED_BATCH.search(rest) if epoch is not None else None
-    return Place(int(batch[1]) if batch else None, None, epoch)
+    if epoch is not None:
+        batch = _NAMED_BATCH.search(rest)
+        if batch:
+            return Place(int(batch[1]), None, epoch)
+    return Place(None, None, epoch)
 
 
 class _Printed(NamedTuple):
@@ -144,15 +163,20 @@ def printed_lines(
     epoch: int | None = None
     between: Place | None = None
     for number, line in _split_lines(path):
-        record, place = parse(line), find_place(line)
-        epoch = epoch if place.epoch is None else place.epoch
+        record = parse(line)
+        place = find_place(line)
+        if place.epoch is not None:
+            epoch = place.epoch
         if not record:
-            named = place.step is not None or parse is printed_record
-            found = place if named and place.step is not None else None
-            found = found or (None if named else _named_step(line))
-            if found and records and between is None:
-                records[-1] = records[-1]._replace(after=found)
-            between = found or between
+            found = None
+            if place.step is not None:
+                found = place
+            elif parse is not printed_record:
+                found = _named_step(line)
+            if found is not None:
+                if records and between is None:
+                    records[-1] = records[-1]._replace(after=found)
+                between = found
             if parse is printed_record and "loss" in line and ("{'" in line or '{"' in line):
                 text = f"not a dict: {quote_excerpt(line.strip())}: skipped"
                 problems.append(Problem(number, text, unusable=True))
@@ -160,19 +184,19 @@ def printed_lines(
         is_summary = place.epoch is not None or _has_step(record) or bool(_SUMMARY.search(line))
         place = place._replace(epoch=epoch)
         if parse is printed_record:  # the progress bar before a dict is another text
-            between, place = (place if place.step is not None else between), Place(None)
+            if place.step is not None:
+                between = place
+            place = Place(None)
         elif _is_evaluation(record):  # its bar counts the batches of the evaluation
             place = Place(None, None, epoch)
-        last = records[-1] if records else None
-        if last and _continues(last, record, place):
-            last.record.update(record)
+        if records and _continues(records[-1], record, place):
+            records[-1].record.update(record)
             continue
         records.append(_Printed(number, record, place, between, None, is_summary))
         between = None
     if not any(each.place.step is not None or _has_step(each.record) for each in records):
         records = _with_places_of_other_lines(records)
-    steps = [each for each in records if not _is_evaluation(each.record)]
-    have_places = 2 * sum(each.place.step is not None for each in steps) > len(steps)
+    have_places = _have_places(records)
     last_place = Place(None)
     for each in records:
         place = each.place
@@ -188,12 +212,28 @@ def printed_lines(
         yield each.line, _with_place(each.record, place)
 
 
+def _have_places(records: Sequence[_Printed]) -> bool:
+    """Whether more than half of the records that are no evaluations have a place."""
+    steps = 0
+    with_place = 0
+    for each in records:
+        if _is_evaluation(each.record):
+            continue
+        steps += 1
+        if each.place.step is not None:
+            with_place += 1
+    return 2 * with_place > steps
+
+
 def _split_lines(path: str) -> Iterator[tuple[int, str]]:
     """Yields number and text of each line, and of each state of a progress bar in a line."""
     with open_text(path) as file:
         number = 1
         for line in file:
-            for text in re.split("\b+", _CONTROL.sub("", line)) if "\b" in line else [line]:
+            states = [line]
+            if "\b" in line:
+                states = re.split("\b+", _CONTROL.sub("", line))
+            for text in states:
                 yield number, _CONTROL.sub("", text)
             number += line.endswith("\n")
 
@@ -231,15 +271,28 @@ def _with_places_of_other_lines(records: list[_Printed]) -> list[_Printed]:
     are right.
     """
     befores: list[Place | None] = []
+    afters: list[Place | None] = []
+    newest: Place | None = None
     for each in records:
-        befores.append(each.before or (befores[-1] if befores else None))
-    places = [_in_order(records, found) for found in (befores, [each.after for each in records])]
-    steps = [np.diff([place.step or 0 for place in found]) for found in places]
-    irregular = [len(np.unique(each)) if len(each) else len(records) for each in steps]
-    chosen = places[int(irregular[1] < irregular[0])]
+        if each.before is not None:
+            newest = each.before
+        befores.append(newest)
+        afters.append(each.after)
+    chosen = _in_order(records, befores)
+    ordered_afters = _in_order(records, afters)
+    if _count_distances(ordered_afters, len(records)) < _count_distances(chosen, len(records)):
+        chosen = ordered_afters
     if not chosen:
         return records
     return [each._replace(place=place) for each, place in zip(records, chosen, strict=True)]
+
+
+def _count_distances(places: Sequence[Place], most: int) -> int:
+    """Counts the different distances of neighbours; `most` for fewer than two places."""
+    if len(places) < 2:
+        return most
+    distances = np.diff([place.step or 0 for place in places])
+    return len(np.unique(distances))
 
 
 def _in_order(records: list[_Printed], places: Sequence[Place | None]) -> list[Place]:
@@ -254,7 +307,9 @@ def _in_order(records: list[_Printed], places: Sequence[Place | None]) -> list[P
         at = (place.epoch or 0, place.step)
         if at < reached or (at == reached and own & names):
             return []
-        names = own | (names if at == reached else set())
+        if at > reached:
+            names = set()
+        names |= own
         reached = at
         found.append(place)
     return found
@@ -266,62 +321,99 @@ def _with_place(record: Fields, place: Place) -> Fields:
     A step that the record names is the step of the run, and preferred. If it equals the place, as
     in "iter: 40/47", the place has the length of the epoch.
     """
-    named = next((record[name] for name in record if is_step(name)), None)
-    epochs = [name for name in record if normalize(name) == EPOCH]
-    if place.epoch is not None and not any("." in str(record[name]) for name in epochs):
+    named = None
+    has_named = False
+    epochs: list[str] = []
+    is_fraction = False  # whether the record names a part of an epoch, such as 1.25
+    for name, value in record.items():
+        if not has_named and is_step(name):
+            named = value
+            has_named = True
+        if normalize(name) == EPOCH:
+            epochs.append(name)
+            if "." in str(value):
+                is_fraction = True
+    if place.epoch is not None and not is_fraction:
         record = {name: value for name, value in record.items() if name not in epochs}
         record[EPOCH] = place.epoch
     if place.step is not None and (named is None or str(named) == str(place.step)):
         record = {name: value for name, value in record.items() if not is_step(name)}
-        record |= {STEP: place.step, LENGTH: place.length}
+        record[STEP] = place.step
+        record[LENGTH] = place.length
     return record
 
 
 def printed_record(line: str) -> Fields | None:
-    """The dict at the end of a printed line, after a progress bar or other text.
+    """Parses the dict at the end of a printed line, after a progress bar or other text.
 
-    It may also be a JSON object after other text, as in `2026-01-01 | INFO | train | {"loss":
-    "2.5"}`. Only records with a loss or a norm count, because programs print their settings as
-    dicts too.
+    Programs print their settings as dicts too, so only lines with a loss or a norm are parsed.
+
+    Args:
+        line: a line such as `{'loss': 2.5, 'epoch': 0.1}`, or with a JSON object after other text,
+            as in `2026-01-01 | INFO | train | {"loss": "2.5"}`.
+
+    Returns:
+        The dict, or None for a line without one.
     """
     text = line.rstrip()
     if not text.endswith("}") or not ("loss" in text or "norm" in text):
         return None
-    prefix, found, rest = text.partition("{'")
-    if found:
-        rest = _PYTHON.sub(_to_json, found + rest) if len(rest) <= _MAX_PRINTED else ""
+    _, is_python, rest = text.partition("{'")
+    if is_python:
+        if len(rest) > _MAX_PRINTED:
+            return None
+        document = _PYTHON.sub(_to_json, is_python + rest)
     else:
-        prefix, found, rest = text.partition('{"')
-        rest = found + rest if prefix.strip() and len(rest) <= _MAX_PRINTED else ""
+        prefix, begin, rest = text.partition('{"')
+        if not prefix.strip() or len(rest) > _MAX_PRINTED:
+            return None
+        document = begin + rest
     try:
-        record = json.loads(rest) if rest else None
+        record = json.loads(document)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    return record
 
 
 def _to_json(token: re.Match[str]) -> str:
+    """Translates a token of a printed Python dict that `_PYTHON` matches."""
     quoted, text, name = token.groups()
-    return quoted or (_JSON_NAMES.get(name, "") if text is None else json.dumps(text))
+    if quoted:
+        return quoted
+    if text is not None:
+        return json.dumps(text)
+    return _JSON_NAMES.get(name, "")
 
 
 def _may_be_signal(name: str) -> bool:
+    """Whether a printed name may be a loss or a norm, in a spelling that healcore may not know."""
     name = name.lower()
     return "loss" in name or "norm" in name or is_signal(name)
 
 
 def named_numbers(line: str) -> Fields:
-    """The numbers of a line like ` iteration 7/ 900 | lm loss: 2.5E+00 |` by their names.
+    """Finds the numbers of a line by their names.
 
     The first name of a step is "step", because a program may print "step 0" in one line and
     "iter 0" in another. The loss of a line that begins with a word for an evaluation, as
-    "Test: loss 2.5", is "eval_loss". Returns nothing for a line that names neither a loss nor a
-    norm.
+    "Test: loss 2.5", is "eval_loss".
+
+    Args:
+        line: a line such as ` iteration 7/ 900 | lm loss: 2.5E+00 |`.
+
+    Returns:
+        The texts of the numbers by name, such as {"step": "7", "lm loss": "2.5E+00"}. Empty for a
+        line that names neither a loss nor a norm.
     """
     line = re.sub(r"^s:(?=\d)", "step:", _CONTROL.sub("", line[:_MAX_PRINTED]))  # llm.c
-    if short := _STEP_TRAIN_NUMBER.match(line):
+    short = _STEP_TRAIN_NUMBER.match(line)
+    if short:
         step, kind, number = short.groups()
-        return {STEP: step, "loss" if kind.lower() == "train" else "eval_loss": number}
+        if kind.lower() == "train":
+            return {STEP: step, "loss": number}
+        return {STEP: step, "eval_loss": number}
     record: Fields = {}
     head: str | None = None  # the text before the first number that is no place
     for match in _NAMED_NUMBER.finditer(line):
@@ -336,7 +428,17 @@ def named_numbers(line: str) -> Fields:
     if not any(map(_may_be_signal, record)):
         return {}
     if _EVALUATION.search(head or ""):
-        losses = [number for name, number in record.items() if is_loss(name)]
-        record = {name: number for name, number in record.items() if name == STEP}
-        return {**record, "eval_loss": losses[0]} if losses else {}
+        return _evaluation_of(record)
     return record
+
+
+def _evaluation_of(record: Fields) -> Fields:
+    """The step and the first loss of a printed evaluation, or nothing if it names no loss."""
+    for name, number in record.items():
+        if is_loss(name):
+            evaluation: Fields = {}
+            if STEP in record:
+                evaluation[STEP] = record[STEP]
+            evaluation["eval_loss"] = number
+            return evaluation
+    return {}

@@ -1,0 +1,394 @@
+"""Defines traces: the rows of a run, joined from its files.
+
+Joining merges records of one step, and numbers the attempts. Steps increase within an attempt. A
+new attempt begins where a file begins at or before the last step, or where the step decreases
+within a file: the run was resumed, and the earlier rows from that step on are stale. Only the steps
+of the loss and of the gradient norm count, separately, because an evaluation that is written late
+is no resume.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import operator
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from healcore.console import counted
+from healcore.tools.traces.columns import (
+    EPOCH,
+    LENGTH,
+    ROUNDED,
+    SIGNALS,
+    STEP,
+    RawLog,
+    TraceError,
+)
+
+_MAX_ATTEMPTS = 1000
+"""More restarts mean that a file has several writers."""
+_JUDGED_BITS = ((), (1,), (2,), (1, 2))
+"""Bits of the loss and of the gradient norm, by their sum."""
+
+
+class Rows(NamedTuple):
+    """Rows of a trace as columns. Every array is (n,).
+
+    Columns take a tenth of the memory of one object for each row, and a trace may have millions.
+    """
+
+    step: np.ndarray
+    """float64: the recorded step, or the number of the row in a file without steps. Increases
+    within an attempt, except for repeated rows and rows that are written late (evaluations)."""
+    attempt: np.ndarray
+    """int64, from 0. Increases where the recorded run was resumed from an earlier step."""
+    values: Mapping[str, np.ndarray]
+    """float32 for each signal of the trace: NaN and Inf as recorded, NaN if not logged."""
+    logged: Mapping[str, np.ndarray]
+    """bool, same keys: whether the row logs the signal. The texts nan and inf are values, an
+    empty cell is not."""
+
+    def select(self, where: slice | np.ndarray) -> Rows:
+        """Selects some rows in all columns.
+
+        Args:
+            where: a slice, or a mask, bool (n,).
+
+        Returns:
+            The selected rows in their order.
+        """
+        values: dict[str, np.ndarray] = {}
+        logged: dict[str, np.ndarray] = {}
+        for name in self.values:
+            values[name] = self.values[name][where]
+            logged[name] = self.logged[name][where]
+        return Rows(self.step[where], self.attempt[where], values, logged)
+
+
+class Attempt(NamedTuple):
+    """The part of a run from one start or resume to the next.
+
+    A replay restores the engine's state at each attempt, as the recorded run restored its own.
+    """
+
+    source: str
+    """Path of the file in which the attempt begins."""
+    first_step: float
+    resumes_after: int | None
+    """The last row before the attempt that is still part of the run: the row's step is below
+    `first_step`, and no later attempt replaced the row. None for an attempt from scratch."""
+
+
+class Unreadable(NamedTuple):
+    """A path without a usable trace, and the reason.
+
+    A command over many paths reads the other paths, and lists these at its end.
+    """
+
+    path: str
+    problem: str
+    not_judged: bool = False
+    """Whether the path has a log, of which too little can be used for a verdict."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The log of one run, in memory.
+
+    A run that was resumed or rolled back has logged some steps twice. `rows` has both records, so
+    that a replay sees what the detectors of the run would have seen. `lineage` has the rows that
+    the final weights come from.
+
+        steps      1 2 3 4 5 6        attempt 0
+        steps            4 5 6 7 8    attempt 1, resumed after step 3
+        replaced         x x x        the steps 4 to 6 of attempt 0
+
+    """
+
+    name: str
+    """The path as the user gave it, with `#run` for one run of an export of several runs."""
+    rows: Rows
+    """All rows in the order of the files, including stale tails; at least one. Records of one
+    step that log different signals are one row."""
+    attempts: tuple[Attempt, ...]
+    replaced: np.ndarray
+    """bool (n,): rows that a later attempt replaced, because it began at their step or earlier."""
+    problems: tuple[str, ...]
+    """The lines, cells and records that could not be used, each with file and line."""
+    notes: tuple[str, ...]
+    """Remarks about usable content: a resume, a column that was not used."""
+    files: int = 1
+    """Number of files of the run."""
+    unit: str = STEP
+    """What `Rows.step` counts: "step", or "epoch" or "row" if the log names no step."""
+    rounded: bool = False
+    """Whether the log rounds its steps, as "12K"."""
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """Signals that some row logs, such as "loss" and "grad_norm"."""
+        logged = self.rows.logged
+        return frozenset(name for name in logged if logged[name].any())
+
+
+def lineage(trace: Trace) -> Rows:
+    """Selects the rows of the final run: without stale tails and repeated steps.
+
+    A probe judges these rows, because the final weights do not come from the others.
+
+    Args:
+        trace: the trace, with the rows of all attempts.
+
+    Returns:
+        The rows in order. If rows have the same step and signals, the last row remains.
+    """
+    rows = trace.rows.select(~trace.replaced)
+    repeated = np.zeros(len(rows.step), bool)
+    for logged in rows.logged.values():
+        repeated[:-1] |= logged[1:] & logged[:-1]
+    repeated[:-1] &= rows.step[1:] == rows.step[:-1]
+    return rows.select(~repeated)
+
+
+def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
+    """Joins the files of a run in the order of writing.
+
+    Args:
+        name: name of the trace.
+        logs: at least one log with at least one row in all.
+
+    Returns:
+        The trace: records of one step are one row, and the attempts are numbered.
+
+    Raises:
+        TraceError: the steps decrease more than `_MAX_ATTEMPTS` times.
+    """
+    begins = [0]
+    notes: list[str] = []
+    without_steps: list[str] = []
+    for log in logs:
+        begins.append(begins[-1] + log.rows)
+        notes += log.notes
+        if STEP not in log.numbers:
+            without_steps.append(log.path)
+    rounded = any(ROUNDED in note for note in notes)
+    numbers, masks = _join_columns(logs, begins)
+    unit = STEP
+    if without_steps:
+        unit = "row"
+        counts = "its rows are counted, from 0"
+        if _are_numbers_of_rows(numbers[EPOCH]):
+            unit = EPOCH
+            counts = "its epochs are counted"
+        for path in without_steps:
+            notes.append(f"{path}: it names no step (--column step=NAME): {counts}")
+    if unit == EPOCH:
+        numbers[STEP] = numbers[EPOCH]
+    else:
+        length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[LENGTH])
+        if length:
+            notes.append(
+                f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
+                f"{length:,.15g} in each"
+            )
+    row, first, starts = _merge(numbers[STEP], masks, begins)
+    step = numbers[STEP][first]
+    values = {}
+    logged = {}
+    for signal in SIGNALS:
+        if any(signal in log.logged for log in logs):
+            mask = masks[signal]
+            values[signal] = np.full(len(first), np.nan, np.float32)
+            logged[signal] = np.zeros(len(first), bool)
+            with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
+                values[signal][row[mask]] = numbers[signal][mask]
+            logged[signal][row[mask]] = True
+    resumed, replaced = _find_resumed_rows(step, starts)
+    attempts: list[Attempt] = []
+    for start, resumes_after in zip(starts, resumed, strict=True):
+        source = logs[bisect.bisect(begins, first[start]) - 1].path
+        attempts.append(Attempt(source, float(step[start]), resumes_after))
+    for number, attempt in enumerate(attempts[1:], 1):
+        notes.append(
+            f"{attempt.source}: the run went back (a resume or a rollback): attempt {number} "
+            f"begins at {unit} {attempt.first_step:.15g}"
+        )
+    problems = _problem_lines(logs)
+    attempt_numbers = np.searchsorted(starts, np.arange(len(step)), side="right") - 1
+    repeats = _count_repeats(step, attempt_numbers, logged)
+    if repeats:
+        text = f"{counted(repeats, 'row')} with the {unit} of the row before"
+        problems.append(f"{name}: {text}: several runs, ranks or evaluations are judged as one run")
+    return Trace(
+        name=name,
+        rows=Rows(step, attempt_numbers, values, logged),
+        attempts=tuple(attempts),
+        replaced=replaced,
+        problems=tuple(problems),
+        notes=tuple(notes),
+        files=len({log.path for log in logs}),
+        unit=unit,
+        rounded=rounded,
+    )
+
+
+def _problem_lines(logs: Sequence[RawLog]) -> list[str]:
+    """The problems of all logs as sentences with file and line, in the order of the lines."""
+    sentences: list[str] = []
+    for log in logs:
+        for line, text, _ in sorted(log.problems, key=operator.itemgetter(0)):
+            place = log.path
+            if line:
+                place = f"{log.path}, line {line}"
+            sentences.append(f"{place}: {text}")
+    return sentences
+
+
+def _count_repeats(step: np.ndarray, attempt: np.ndarray, logged: Mapping[str, np.ndarray]) -> int:
+    """Counts rows (n,) with the step and attempt of the row before, and one of its signals."""
+    same_signal = np.zeros(max(len(step) - 1, 0), bool)
+    for mask in logged.values():
+        same_signal |= mask[1:] & mask[:-1]
+    same_place = (np.diff(step) == 0) & (np.diff(attempt) == 0)
+    return int(np.count_nonzero(same_place & same_signal))
+
+
+def _join_columns(
+    logs: Sequence[RawLog], begins: list[int]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The numbers and masks of all files; without a column of steps its rows are counted."""
+    rows = begins[-1]
+    numbers = {STEP: np.arange(rows, dtype=np.float64)}
+    for name in (EPOCH, LENGTH, *SIGNALS):
+        numbers[name] = np.full(rows, np.nan)
+    masks: dict[str, np.ndarray] = {}
+    for signal in SIGNALS:
+        masks[signal] = np.zeros(rows, bool)
+    for log, begin in zip(logs, begins, strict=False):
+        end = begin + log.rows
+        for name, column in log.numbers.items():
+            numbers[name][begin:end] = column
+        for signal, mask in log.logged.items():
+            masks[signal][begin:end] = mask
+    return numbers, masks
+
+
+def _are_numbers_of_rows(epoch: np.ndarray) -> bool:
+    """Whether a log has one row for each epoch, so that the epoch says where a row is."""
+    return len(epoch) > 1 and bool((epoch % 1 == 0).all() and (np.diff(epoch) > 0).all())
+
+
+def _count_over_epochs(step: np.ndarray, epoch: np.ndarray, length: np.ndarray) -> float:
+    """Counts steps that begin again in each epoch over all epochs, in place.
+
+    `length` has the number of batches in an epoch where the log says it, as in "[40/47]", and NaN
+    otherwise. Returns the length of an epoch, or 0 if the steps do not begin again.
+    """
+    rise = np.diff(step)
+    rises = rise > 0
+    if np.isfinite(length).all() and len(step):
+        longest = float(length.max())
+        if np.isnan(epoch).any():
+            # Without an epoch, a count that falls after it has reached the end begins an epoch.
+            usual = longest
+            if rises.any():
+                usual = float(np.median(rise[rises]))
+            ends = (rise <= 0) & (step[:-1] + usual > length[:-1])
+            if not ends.any():
+                return 0.0
+            epoch = np.cumsum([1, *ends.astype(int)]).astype(float)
+        later = np.diff(epoch) > 0
+        if (epoch % 1).any() or (later & (rise > 0)).any():
+            return 0.0  # the count goes on over the epochs
+        first = _first_epoch(step, epoch)
+        if epoch.max() <= first:
+            return 0.0
+        step += (epoch - first) * longest
+        return longest
+    restarts = (rise < 0) & (np.diff(epoch) > 0)
+    if not (restarts.any() and rises.any() and (epoch % 1 == 0).all()):
+        return 0.0
+    longest = float(np.ptp(step) + np.median(rise[rises]))
+    step += (epoch - epoch.min()) * longest
+    return longest
+
+
+def _first_epoch(step: np.ndarray, epoch: np.ndarray) -> float:
+    """The number of the first epoch of the program, 0 or 1, which a resumed run may not log.
+
+    Programs that count their batches from 0 count their epochs from 0 too.
+    """
+    if epoch.min() <= 1:
+        return float(epoch.min())
+    if step.min() > 0:
+        return 1.0
+    return 0.0
+
+
+def _merge(
+    step: np.ndarray, logged: Mapping[str, np.ndarray], begins: Container[int]
+) -> tuple[np.ndarray, list[int], list[int]]:
+    """Merges records of one attempt and step that log different signals.
+
+    `begins` has the first record of each file. Returns the row of each record, int (n,); the first
+    record of each row; the first row of each attempt.
+    """
+    if (np.diff(step) > 0).all():
+        return np.arange(len(step)), list(range(len(step))), [0]
+    bits = np.zeros(len(step), np.int64)
+    for name, mask in logged.items():
+        bits |= mask.astype(np.int64) << SIGNALS.index(name)
+    rows: list[int] = []
+    first: list[int] = []
+    starts = [0]
+    signals: list[int] = []  # bits of each row
+    row_at: dict[float, int] = {}  # step -> its last row in the attempt
+    last: dict[int, float] = {}  # bit of a judged signal -> its last step in the attempt
+    file_begins = False
+    for record, (at, own) in enumerate(zip(step.tolist(), bits.tolist(), strict=True)):
+        file_begins = file_begins or record in begins
+        judged = _JUDGED_BITS[own & 3]
+        if judged:
+            reached = max(last.get(bit, -math.inf) for bit in judged)
+            if at < reached or (file_begins and at == reached):
+                starts.append(len(first))
+                row_at, last = {}, {}
+            file_begins = False
+            for bit in judged:
+                last[bit] = at
+        row = row_at.get(at)
+        if row is None or not own or own & signals[row]:
+            row = row_at[at] = len(first)
+            first.append(record)
+            signals.append(own)
+        signals[row] |= own
+        rows.append(row)
+    if len(starts) > _MAX_ATTEMPTS:
+        raise TraceError(
+            f"the steps decrease {len(starts) - 1:,} times. This looks like several runs or ranks "
+            "in one file, or a file in reverse order. Write one file per run, with increasing steps"
+        )
+    return np.array(rows), first, starts
+
+
+def _find_resumed_rows(step: np.ndarray, starts: list[int]) -> tuple[list[int | None], np.ndarray]:
+    """Finds the row that each attempt resumes after, or None for an attempt from scratch.
+
+    Returns the rows, and bool (n,): rows that a later attempt replaced.
+    """
+    # A row that is written late counts at the step that the run had reached.
+    reached = np.concatenate(list(map(np.maximum.accumulate, np.split(step, starts[1:]))))
+    replaced = np.zeros(len(step), bool)
+    resumed: list[int | None] = [None]
+    for start in starts[1:]:
+        replaced[:start] |= reached[:start] >= step[start]
+        remaining = np.flatnonzero(~replaced[:start])
+        if remaining.size:
+            resumed.append(int(remaining[-1]))
+        else:
+            resumed.append(None)
+    return resumed, replaced
