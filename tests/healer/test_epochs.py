@@ -109,6 +109,43 @@ def test_a_loader_for_each_epoch_loses_nothing(tmp_path):
     assert same(loop.weights(), plain.weights())
 
 
+class Broken(Exception):
+    """Ends a process in the middle of an epoch."""
+
+
+@pytest.mark.parametrize("broken_at", [(1, 4), (2, 0)])
+def test_a_loader_for_each_epoch_after_a_restart_and_a_rollback(broken_at, tmp_path):
+    """Loaders of epochs before the restart are not made again, so no new loader is one of them."""
+
+    def made(epoch: int) -> Any:
+        return DataLoader(numbers(epoch), batch_size=None, shuffle=True)
+
+    def run_once(breaks: bool) -> tuple[Poisoned, list[tuple[int, int]], int]:
+        loop, places = Poisoned(), []
+        with Healer(
+            POLICY, state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
+        ) as healer:
+            for epoch in healer.epochs(EPOCHS):
+                for number in healer.batches(made(epoch), epoch=epoch):
+                    loop.epoch, loop.index = epoch, healer.batch_index
+                    if breaks and (epoch, loop.index) == broken_at:
+                        raise Broken
+                    places.append((epoch, loop.index))
+                    loop.step(healer, number)
+                loop.after_epoch()
+            return loop, places, healer.rollbacks
+
+    with suppress(Broken):
+        run_once(breaks=True)
+    plain = plain_run(made, (BAD_EPOCH, BAD_BATCH))
+    loop, places, rollbacks = run_once(breaks=False)
+    assert rollbacks == 1
+    for epoch in range(BAD_EPOCH, EPOCHS):
+        assert (epoch, 0) in places
+    assert places[-1] == (EPOCHS - 1, BATCHES - 1)
+    assert same(loop.weights(), plain.weights())
+
+
 @pytest.mark.parametrize("named", [True, False], ids=["named", "counted"])
 def test_a_pass_never_has_more_batches_than_its_loader(named, tmp_path):
     """A rollback within an epoch begins the pass again at the batch of the checkpoint.

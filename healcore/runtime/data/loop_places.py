@@ -189,7 +189,9 @@ class EarlierLoaders:
 
         A program may make a loader for each epoch. A restart in epoch 2 makes no loaders of the
         epochs 0 and 1 again, so their numbers are skipped: the loader gets the number of the loader
-        that stands furthest in this epoch.
+        that stands furthest in this epoch. Numbers only grow: a loader that has no number yet is
+        none of those before `next_number`, although their positions may be at the end of the epoch
+        before.
 
         Args:
             epoch: the epoch of the program's loop.
@@ -199,7 +201,7 @@ class EarlierLoaders:
         in_epoch: dict[int, BatchId] = {}
         for key, position in self.positions.items():
             place = place_of(position)
-            if low < place <= high:
+            if int(key) >= next_number and low < place <= high:
                 in_epoch[int(key)] = place
         furthest = max(in_epoch.values(), default=None)
         own = in_epoch.get(next_number)
