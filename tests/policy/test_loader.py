@@ -121,6 +121,22 @@ def test_an_invalid_override_names_key_value_and_rule(overrides, key, value, rul
     assert f"with {next(iter(overrides))} given as keywords" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "write"),
+    [
+        ({"clip": 1.0}, 'clip.max_norm = 1.0, as clip={"max_norm": 1.0} in Python'),
+        ({"clip": True}, 'clip.max_norm, as clip={"max_norm": ...} in Python'),
+        ({"retry": 3}, 'retry.base_delay_s, as retry={"base_delay_s": ...} in Python'),
+        ({"retry": None}, 'retry.base_delay_s, as retry={"base_delay_s": ...} in Python'),
+    ],
+)
+def test_a_value_in_place_of_a_table_is_told_a_key_of_the_table(overrides, write):
+    with pytest.raises(PolicyError) as caught:
+        load("default", **overrides)
+    (problem,) = caught.value.problems
+    assert write in problem.write
+
+
 def test_the_keywords_are_the_keys_of_a_file():
     assert set(get_type_hints(Overrides)) == keys_of(Policy).keys() - {"schema"}
 
