@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 import itertools
 import json
 import math
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -22,7 +23,14 @@ from healcore import regular_file
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.ranges import NONE, RuleBroken
 from healcore.policy.document import SCHEMA, Policy, to_dict
-from healcore.policy.tables import PolicyError, Problem, keys_of, read_document, show_value
+from healcore.policy.tables import (
+    PolicyError,
+    Problem,
+    keys_of,
+    most_similar,
+    read_document,
+    show_value,
+)
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 """healcore's own policies; all others in `healcore.policies` are recipes, published settings."""
@@ -143,6 +151,34 @@ def _check_keywords(overrides: _Table, source: str) -> None:
         if candidates:
             write = f"{' or '.join(candidates)}, as {_as_keyword(candidates[0])} in Python"
         raise _error(source, "", rule, write, key=name)
+
+
+def check_spelling(overrides: _Table, function: Callable[..., Any]) -> None:
+    """Raises TypeError for a keyword that is a misspelled argument of a function.
+
+    A function with `**overrides` receives a misspelled argument among them.
+
+    Args:
+        overrides: the keywords that are not arguments of the function.
+        function: the function, or a class for its constructor.
+
+    Raises:
+        TypeError: a keyword is no key of a policy, and resembles an argument more than any key.
+    """
+    keys = list(Overrides.__annotations__)
+    arguments: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind != parameter.VAR_KEYWORD:
+            arguments.append(name)
+    for name in overrides:
+        if name in keys or _keys_with_table(name):
+            continue
+        similar = most_similar(name, [*keys, *arguments])
+        if similar in arguments:
+            raise TypeError(
+                f"{name} is neither an argument of {function.__name__} nor a key of a policy: "
+                f"did you mean {similar}?"
+            )
 
 
 def _check_table(name: str, value: Any, source: str) -> None:

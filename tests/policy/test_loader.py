@@ -180,6 +180,42 @@ def test_every_form_is_the_same_policy(take, tmp_path):
         take(7)
 
 
+def by_start(policy, **options):
+    return healcore.start(policy, state={}, **options)
+
+
+def by_callback(policy, **options):
+    return healcore.torch.HealingCallback(policy, **options)
+
+
+def by_heal(policy, **options):
+    return healcore.jax.heal(policy, **options)
+
+
+@pytest.mark.parametrize(
+    ("take", "wrong", "right"),
+    [
+        (by_healer, "los_fn", "loss_fn"),
+        (by_start, "checkpoint", "checkpoints"),
+        (by_callback, "stopfile", "stop_file"),
+        (by_callback, "los_fn", "loss_fn"),
+        (by_attach, "proces_group", "process_group"),
+        (by_protect, "record", "records"),
+        (by_heal, "axisname", "axis_name"),
+    ],
+)
+def test_a_misspelled_argument_is_told_the_argument(take, wrong, right):
+    with pytest.raises(TypeError, match=f"{wrong}.*did you mean {right}"):
+        take("default", **{wrong: None})
+
+
+@pytest.mark.parametrize("wrong", ["clipp", "unlike_all", "max_norm"])
+def test_a_keyword_that_resembles_no_argument_is_an_error_of_the_policy(wrong):
+    for take in (by_healer, by_attach, by_protect):
+        with pytest.raises(PolicyError, match=wrong):
+            take("default", **{wrong: None})
+
+
 HEAD = 'schema = 1\nname = "x"\n'
 ZCLIP = HEAD + '[clip]\nkind = "zclip"\n'
 
