@@ -23,6 +23,7 @@ from healcore.jax.optax_states import check_second_iterates, replicate_over_mesh
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.tree_nodes import map_nodes, nodes
 from healcore.policy import Overrides, PolicyLike, engine_of
+from healcore.policy.loader import check_spelling
 
 
 def heal(
@@ -64,6 +65,11 @@ def heal(
         are inactive. Unknown keywords are ignored. `update` raises SignalError, while tracing, for
         a signal that is not a 0-d number or bool.
 
+    Raises:
+        ValueError: `records` is not a whole number >= 1.
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
+        TypeError: an unknown keyword resembles the name of an argument.
+
     Examples:
         >>> import jax.numpy as jnp, optax
         >>> tx = optax.chain(heal("zclip"), optax.sgd(0.1))
@@ -74,6 +80,7 @@ def heal(
         >>> bool(jnp.all(updates["w"] == 0))
         True
     """
+    check_spelling(overrides, heal)
     _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
     return _transformation(engine_of(policy, overrides), axes, records)
@@ -204,7 +211,8 @@ def protect(
         keywords to `inner` (only keywords that `inner` names, if it takes no others).
 
     Raises:
-        TypeError: `inner` is not an optax transformation.
+        TypeError: `inner` is not an optax transformation, or an unknown keyword resembles the name
+            of an argument.
         ValueError: `records` is not a whole number >= 1.
         HealStateError: from `init`, the policy cuts the learning rate and `inner` keeps a second
             iterate that the cut does not reach; see `scale_by_heal_lr`.
@@ -222,6 +230,7 @@ def protect(
         >>> int(optax.tree.get(state, "count"))
         0
     """
+    check_spelling(overrides, protect)
     _check_optimizer(inner)
     _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)

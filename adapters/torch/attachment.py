@@ -17,6 +17,7 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.core.signals import SignalError
 from healcore.policy import Overrides, PolicyLike, engine_of
+from healcore.policy.loader import check_spelling
 from healcore.torch import gradients, measurement
 from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import DeviceEngine, HostEngine
@@ -84,7 +85,9 @@ def attach(
         AttachError: not an optimizer, already attached, no parameters, an unknown value of an
             option, or meshes that do not show which ranks step together. Nothing was changed.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
+        TypeError: an unknown keyword resembles the name of an argument.
     """
+    check_spelling(overrides, attach)
     checked = checked_console(console)
     wrapper_scaler = scaler_of(optimizer)
     if scaler is None:

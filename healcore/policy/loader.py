@@ -5,23 +5,32 @@ The policies of healcore are TOML files in `healcore.policies`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import inspect
 import itertools
 import json
 import math
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from healcore import regular_file
 from healcore.core.engine import Engine, EngineConfig
-from healcore.core.ranges import NONE
+from healcore.core.ranges import NONE, RuleBroken
 from healcore.policy.document import SCHEMA, Policy, to_dict
-from healcore.policy.tables import PolicyError, Problem, keys_of, read_document, show_value
+from healcore.policy.tables import (
+    PolicyError,
+    Problem,
+    keys_of,
+    most_similar,
+    read_document,
+    show_value,
+)
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 """healcore's own policies; all others in `healcore.policies` are recipes, published settings."""
@@ -130,10 +139,11 @@ def _text_of(name: str) -> str:
 
 
 def _check_keywords(overrides: _Table, source: str) -> None:
-    """Raises `PolicyError` for a keyword that is not a key of a policy."""
+    """Raises `PolicyError` for a keyword that no policy has, or a value in place of a table."""
     keys = Overrides.__annotations__
-    for name in overrides:
+    for name, value in overrides.items():
         if name in keys:
+            _check_table(name, value, source)
             continue
         rule = "an option of the function that you call, or a key of a policy"
         write = f"the option as the function has it, or one of {', '.join(keys)}"
@@ -141,6 +151,54 @@ def _check_keywords(overrides: _Table, source: str) -> None:
         if candidates:
             write = f"{' or '.join(candidates)}, as {_as_keyword(candidates[0])} in Python"
         raise _error(source, "", rule, write, key=name)
+
+
+def check_spelling(overrides: _Table, function: Callable[..., Any]) -> None:
+    """Raises TypeError for a keyword that is a misspelled argument of a function.
+
+    A function with `**overrides` receives a misspelled argument among them.
+
+    Args:
+        overrides: the keywords that are not arguments of the function.
+        function: the function, or a class for its constructor.
+
+    Raises:
+        TypeError: a keyword is no key of a policy, and resembles an argument more than any key.
+    """
+    keys = list(Overrides.__annotations__)
+    arguments: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind != parameter.VAR_KEYWORD:
+            arguments.append(name)
+    for name in overrides:
+        if name in keys or _keys_with_table(name):
+            continue
+        similar = most_similar(name, [*keys, *arguments])
+        if similar in arguments:
+            raise TypeError(
+                f"{name} is neither an argument of {function.__name__} nor a key of a policy: "
+                f"did you mean {similar}?"
+            )
+
+
+def _check_table(name: str, value: Any, source: str) -> None:
+    """Raises `PolicyError` for another value in place of a table, as in `clip=1.0`."""
+    declared = keys_of(Policy)[name]
+    if not declared.tables or declared.several or isinstance(value, Mapping):
+        return
+    if name == "clip" and (value is None or value == NONE):
+        return
+    kinds = [keys for table in declared.tables if (keys := keys_of(table))]
+    inner = [key for key in kinds[0] if all(key in keys for keys in kinds)]
+    key = f"{name}.{inner[0]}"
+    write = f"{key}, as {_as_keyword(key)} in Python"
+    rule = kinds[0][inner[0]].value
+    if len(inner) == 1 and rule is not None:  # only one key can be meant
+        with contextlib.suppress(RuleBroken):
+            rule.check(value)
+            shown = show_value(value)
+            write = f"{key} = {shown}, as {_as_keyword(key, shown)} in Python"
+    raise _error(source, show_value(value), "a table", write, key=name)
 
 
 def _keys_with_table(name: str) -> list[str]:
@@ -157,10 +215,10 @@ def _keys_with_table(name: str) -> list[str]:
     return list(dict.fromkeys(candidates))  # two kinds of clipping may have the same key
 
 
-def _as_keyword(key: str) -> str:
+def _as_keyword(key: str, value: str = "...") -> str:
     """Writes a dotted key as a keyword of `load`."""
     table, _, name = key.partition(".")
-    return f'{table}={{"{name}": ...}}'
+    return f'{table}={{"{name}": {value}}}'
 
 
 def loads(text: str, *, source: str = "<text>") -> Policy:

@@ -264,7 +264,7 @@ class _Reader:
                 continue
             rule = "a key of this table"
             write = f"one of {', '.join(known)}"
-            similar = _most_similar(name, known)
+            similar = most_similar(name, known)
             if kinds:
                 rule += f', [{dotted(path)}] with kind = "{table.kind}"'  # type: ignore[attr-defined]
                 others = [f'"{kind}"' for kind, other in kinds.items() if name in keys_of(other)]
@@ -335,8 +335,16 @@ def _table_header(path: Path) -> str:
     return f"[{dotted(path)}]"
 
 
-def _most_similar(wrong: object, names: Sequence[str]) -> str | None:
-    """The name that is most similar to a wrong name, or None."""
+def most_similar(wrong: object, names: Sequence[str]) -> str | None:
+    """Finds the name that a wrong name may mean.
+
+    Args:
+        wrong: the name as it was given.
+        names: the names that exist.
+
+    Returns:
+        The most similar name, or None if none is similar.
+    """
     similar = difflib.get_close_matches(str(wrong), names, n=1, cutoff=0.75)
     if not similar:
         return None
@@ -345,7 +353,7 @@ def _most_similar(wrong: object, names: Sequence[str]) -> str | None:
 
 def _what_to_write(path: Path, default: object, received: object, choices: tuple[str, ...]) -> str:
     """A valid line to write: the closest choice, the number as an int, or the default."""
-    similar = _most_similar(received, choices)
+    similar = most_similar(received, choices)
     key = path[-1]
     if isinstance(key, int):  # an entry of a list
         if received in choices:

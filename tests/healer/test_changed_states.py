@@ -96,3 +96,17 @@ def test_a_restart_needs_the_state_in_its_later_form(tmp_path):
         run(tmp_path)
     _, state = run(tmp_path, size=5)
     assert weights(state) == weights(plain())
+
+
+def test_a_part_of_the_state_may_grow_at_each_step(tmp_path):
+    """From the first step on: the number of steps of one update is not known yet."""
+    start = {**wider(3), "history": []}
+    with Healer(POLICY, state=start, store=tmp_path) as healer:
+        for number in healer.batches(range(BATCHES)):
+            state = healer.state
+            trained = step(
+                {"params": state["params"], "opt_state": state["opt_state"]}, batch(number, -1)
+            )
+            healer.update({**trained, "history": [*state["history"], float(number)]})
+    assert healer.state["history"] == [float(number) for number in range(BATCHES)]
+    assert healer.step == BATCHES

@@ -121,6 +121,22 @@ def test_an_invalid_override_names_key_value_and_rule(overrides, key, value, rul
     assert f"with {next(iter(overrides))} given as keywords" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "write"),
+    [
+        ({"clip": 1.0}, 'clip.max_norm = 1.0, as clip={"max_norm": 1.0} in Python'),
+        ({"clip": True}, 'clip.max_norm, as clip={"max_norm": ...} in Python'),
+        ({"retry": 3}, 'retry.base_delay_s, as retry={"base_delay_s": ...} in Python'),
+        ({"retry": None}, 'retry.base_delay_s, as retry={"base_delay_s": ...} in Python'),
+    ],
+)
+def test_a_value_in_place_of_a_table_is_told_a_key_of_the_table(overrides, write):
+    with pytest.raises(PolicyError) as caught:
+        load("default", **overrides)
+    (problem,) = caught.value.problems
+    assert write in problem.write
+
+
 def test_the_keywords_are_the_keys_of_a_file():
     assert set(get_type_hints(Overrides)) == keys_of(Policy).keys() - {"schema"}
 
@@ -162,6 +178,42 @@ def test_every_form_is_the_same_policy(take, tmp_path):
             take(engine, clip={"max_norm": 1.5})
     with pytest.raises(PolicyError, match="preset"):
         take(7)
+
+
+def by_start(policy, **options):
+    return healcore.start(policy, state={}, **options)
+
+
+def by_callback(policy, **options):
+    return healcore.torch.HealingCallback(policy, **options)
+
+
+def by_heal(policy, **options):
+    return healcore.jax.heal(policy, **options)
+
+
+@pytest.mark.parametrize(
+    ("take", "wrong", "right"),
+    [
+        (by_healer, "los_fn", "loss_fn"),
+        (by_start, "checkpoint", "checkpoints"),
+        (by_callback, "stopfile", "stop_file"),
+        (by_callback, "los_fn", "loss_fn"),
+        (by_attach, "proces_group", "process_group"),
+        (by_protect, "record", "records"),
+        (by_heal, "axisname", "axis_name"),
+    ],
+)
+def test_a_misspelled_argument_is_told_the_argument(take, wrong, right):
+    with pytest.raises(TypeError, match=f"{wrong}.*did you mean {right}"):
+        take("default", **{wrong: None})
+
+
+@pytest.mark.parametrize("wrong", ["clipp", "unlike_all", "max_norm"])
+def test_a_keyword_that_resembles_no_argument_is_an_error_of_the_policy(wrong):
+    for take in (by_healer, by_attach, by_protect):
+        with pytest.raises(PolicyError, match=wrong):
+            take("default", **{wrong: None})
 
 
 HEAD = 'schema = 1\nname = "x"\n'

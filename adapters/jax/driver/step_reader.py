@@ -312,7 +312,7 @@ class StepReader:
         """
         reader = StepReader(engines, self._accumulates, self._warn)
         reader._stride = self._stride
-        steps = self._stride or 1
+        steps = max(1, round(self._stride or 1))  # a mean of a block may be a fraction
         [after] = start_read(states)()
         before = []
         for view in after:

@@ -9,6 +9,9 @@ _TOLERANCE = 1e-5
 _EPSILON = 1e-6
 """What a clip adds to the norm before it divides. So the clipped norm is a little below the
 limit."""
+_EQUAL = 1e-3
+"""Largest relative difference of norms that count as equal. It is a tenth of the smallest
+difference of two numbers of two digits, so that few norms are equal to such a number by chance."""
 
 
 class ProgramClip:
@@ -18,6 +21,9 @@ class ProgramClip:
     larger one. The limit is a number that a person has chosen, so it has one or two digits. And the
     last digits of the norms go up and down by rounding, unlike the norms of a gradient that is
     constant or changes slowly. All three signs together do not occur by chance.
+
+    A limit as small as what the clip adds to the norm is not noticed: it gives the steps different
+    norms, which look like the norms of a run that has converged.
 
     Examples:
         >>> clip = ProgramClip()
@@ -70,7 +76,7 @@ class ProgramClip:
         lowest = limit - slack - _EPSILON
         highest = limit + slack
         self._norms = [norm]
-        if lowest <= norm <= highest:
+        if lowest <= norm <= highest and highest - lowest <= _EQUAL * limit:
             self._limit = limit
             self._lowest = lowest
             self._highest = highest

@@ -132,11 +132,11 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         "curve": {"step": curve.step[kept].tolist(), "value": curve.value[kept].tolist()},
     }
     checks = [_finite(curve, inputs, trace.unit)]
-    logs = np.flatnonzero(np.any([*rows.logged.values()], axis=0))
-    *gaps, last = (np.diff(logs, append=len(rows.step)) - 1).tolist()
+    logged = np.flatnonzero(rows.logged["loss"])
+    *gaps, last = (np.diff(logged, append=len(rows.step)) - 1).tolist()
     if last >= inputs.min_steps and last > 2 * max(gaps, default=0):
         # pandas and some writers of JSON write NaN as an empty cell or null.
-        message = f"{checks[0].message}; the last {last} rows are empty, which may be NaN"
+        message = f"{checks[0].message}; the last {last} rows have no loss, which may be NaN"
         checks[0] = checks[0]._replace(verdict=worst([checks[0].verdict, WARN]), message=message)
     if len(norms.value):
         checks.append(_gradient_norm(norms))

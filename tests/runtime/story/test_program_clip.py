@@ -54,6 +54,8 @@ HEALTHY = {
     "a plateau": np.concatenate([[3.7], np.full(100, 1.0), SPREAD[:100]]),
     "a plateau after the highest norm": np.concatenate([[9.0], clipped(SPREAD, 1.0)]),
     "zeros": np.zeros(100),
+    "a converged run": np.append(1.7e-7, 1.7e-7 * RANDOM.random(100)),
+    "small gradients": np.append(2e-6, 2e-6 * RANDOM.random(100)),
     "NaN": np.full(100, np.nan),
 }
 

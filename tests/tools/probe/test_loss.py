@@ -18,6 +18,7 @@ ROWS = 100
 LOSS = falling(ROWS, 0.02)
 NORM = np.linspace(2, 1, ROWS)
 COLLAPSED = np.where(np.arange(ROWS) < 40, LOSS, 0.0)
+SPARSE = [loss for value in LOSS for loss in (value, *[""] * 9)]
 NOISE = np.random.default_rng(20261120).normal(size=800)
 
 
@@ -52,6 +53,16 @@ CASES = {
     "zero with gradients": ("PASS", COLLAPSED, {"grad_norm": NORM}),
     "zero by rounding": ("PASS", np.round(2.3 * np.exp(-np.arange(ROWS) / 6), 4), {}),
     "empty cells at the end": ("WARN", LOSS, {"loss": [*LOSS[:60], *[""] * 40]}),
+    "empty cells beside norms": (
+        "WARN",
+        LOSS,
+        {"loss": [*LOSS[:60], *[""] * 40], "grad_norm": NORM},
+    ),
+    "a loss at every tenth norm": (
+        "PASS",
+        LOSS,
+        {"loss": SPARSE, "grad_norm": np.resize(NORM, 1000)},
+    ),
 }
 
 

@@ -22,7 +22,7 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.core.signals import Signals
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.loader import resolve, with_limit
+from healcore.policy.loader import check_spelling, resolve, with_limit
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, heal_optimizer, healing_of
 from healcore.torch.engines import StepOrder
@@ -74,7 +74,9 @@ def heal_engine(
             that cannot hold DeepSpeed's limit, or anything that `attach` refuses. The engine is
             unchanged.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
+        TypeError: an unknown keyword resembles the name of an argument.
     """
+    check_spelling(overrides, heal_engine)
     printed = checked_console(console)
     part = EngineOptimizer(engine)
     core = engine_of(with_limit(resolve(policy, overrides), part.trainer_limit))
