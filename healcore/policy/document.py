@@ -193,9 +193,10 @@ class Incident(NamedTuple):
     quiet_steps: Steps = _incident.quiet_steps
     patience: Steps = _incident.patience
     alert_steps: StepsOrZero = 0
-    """Steps without a cause after which the `Healer` alerts on it again: 1 alerts each isolated
-    spike. 0 is `quiet_steps`, and outside of incidents only the first ten alerts of each cause, and
-    those whose number is a power of two."""
+    """Steps that a cause must be absent before the `Healer` alerts on it again. With 1 you see each
+    isolated spike. With 0 these are `quiet_steps`, and the log is short: outside of incidents it
+    shows the first ten alerts of each cause, then the 16th, the 32nd, the 64th and so on, and each
+    loss that is twice as high as all losses shown before."""
 
 
 class Rollback(NamedTuple):

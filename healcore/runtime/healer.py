@@ -104,8 +104,9 @@ class Healer(Generic[State]):
             and with earlier weights, without gradients unless it computes some: better earlier
             weights are evidence for a rollback (docs/how-it-decides.md). Every rank evaluates its
             own batches, and the mean decides. Without `loss_fn`, "default" rolls back only if
-            weights are not finite. SignalError after the first step if it does not return one
-            number.
+            weights are not finite. The Healer checks it on the batch of the first step, and
+            raises SignalError at step 2 if it changes the batch, raises, or does not return one
+            number, for example None.
         loss_fn_cost: cost of one call of `loss_fn` on one batch, in training steps, above 0. The
             default is a third: a forward pass of a step whose backward pass costs two. Comparisons
             may cost 1 % of a healthy run. State the cost if `loss_fn` is dear, for example 2.0 if
@@ -653,7 +654,9 @@ class Healer(Generic[State]):
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps done (in JAX: updates), including earlier processes.
+        """Number of steps done (in JAX: updates), including earlier processes.
+
+        In torch, several calls of `optimizer.step()` for one batch of `batches` are one step.
 
         A rollback decreases the number. A loop that reads it before its first step continues the
         run: after a restart, this restores the random states of the checkpoint.

@@ -57,7 +57,8 @@ class IncidentConfig(NamedTuple):
     quiet_steps: Steps = 20
     """Steps without an alarm that close an incident."""
     patience: Steps = 50
-    """Alarms after an order, in the same incident, until recovery escalates."""
+    """Alarms, within one incident, after which the policy repeats its rollback or its cut. The
+    repeated rollback goes further back if `deepen` is above 0."""
 
 
 class RollbackConfig(NamedTuple):
@@ -96,8 +97,9 @@ class LrConfig(NamedTuple):
     ramp_steps: StepsOrZero = 200
     """Healthy steps of the linear ramp to exactly 1.0, or to the ceiling."""
     ceiling: Annotated[Number, number(least=0, most=1)] = 0.0
-    """Upper limit of the ramp as a fraction of the rate at the cut; long health raises it. With 0
-    the ramp ends at the full schedule, even if that rate broke the run."""
+    """Where the ramp ends, as a fraction of the rate at which the run was cut. When the run has
+    been healthy for long, the limit rises by 1 / `factor`. With 0 the ramp ends at the full
+    schedule, even if that rate broke the run."""
     reset_moments: OnOff = False
     """A cut also resets the optimizer's moments and the counters of their bias correction.
     Static."""
