@@ -550,8 +550,9 @@ def _log_first_lines(
     if text:
         run.loop.warn(
             f"other settings than at the start of this run (saved -> given): {text}. "
-            "Hyperparameters of optimizers and schedules in the state stay as saved. To train with "
-            "new settings from the start, pass an empty directory"
+            "Numbers in the state, such as the rate of a torch optimizer, stay as saved. What the "
+            "program computes, such as a schedule of optax, is as given. To train with new settings "
+            "from the start, pass an empty directory"
         )
 
 
