@@ -551,8 +551,8 @@ def _log_first_lines(
         run.loop.warn(
             f"other settings than at the start of this run (saved -> given): {text}. "
             "Numbers in the state, such as the rate of a torch optimizer, stay as saved. What the "
-            "program computes, such as a schedule of optax, is as given. To train with new settings "
-            "from the start, pass an empty directory"
+            "program computes, such as a schedule of optax, is as given. To train with new "
+            "settings from the start, pass an empty directory"
         )
 
 
