@@ -52,12 +52,12 @@ def zero_like(x: Array) -> Array:
     return x - x
 
 
-def never(like: Flag) -> Flag:
+def false_like(like: Flag) -> Flag:
     """False in the shape of a flag."""
     return like & False
 
 
-def always(like: Flag) -> Flag:
+def true_like(like: Flag) -> Flag:
     """True in the shape of a flag."""
     return like | True
 

@@ -152,7 +152,7 @@ class PlateauState(NamedTuple):
 
 
 class PlateauConfig(NamedTuple):
-    """Thresholds of the plateau detector: the loss does not improve, or is that of guessing.
+    """Thresholds of the plateau detector: the loss stops improving, or stays at a guess.
 
     The model then learns nothing more, and the rest of the run is wasted.
     """

@@ -197,7 +197,7 @@ class Engine:
                 decision = _neutral(decision, skipped, state.lr.scale, xp=xp)
                 decision = decision._replace(cause=xp.where(skipped, 0, decision.cause))
             if observes:
-                decision = _neutral(decision, numerics.always(decision.skip), 1.0, xp=xp)
+                decision = _neutral(decision, numerics.true_like(decision.skip), 1.0, xp=xp)
         return new, decision
 
     def _without_step(
@@ -237,7 +237,7 @@ class Engine:
             xp: the array namespace of the state.
         """
         del xp
-        return state._replace(change_expected=numerics.always(state.change_expected))
+        return state._replace(change_expected=numerics.true_like(state.change_expected))
 
     def on_rollback(
         self, live: EngineState, restored: EngineState, *, xp: ArrayNamespace | ModuleType
@@ -262,8 +262,8 @@ class Engine:
         raised = (then.rate_at_cut > 0) & (then.rate_at_cut < live.lr.rate_at_cut)
         return restored._replace(
             incident=incident._replace(
-                open=numerics.never(incident.open),
-                only_skips=numerics.never(incident.only_skips),
+                open=numerics.false_like(incident.open),
+                only_skips=numerics.false_like(incident.only_skips),
                 quiet=numerics.zero_like(incident.quiet),
             ),
             budget=budget._replace(

@@ -182,7 +182,7 @@ def _cause_flags(
                 alarm = alarm | reading.sustained
             causes.append(xp.flag(alarm, detector.CAUSE))
     if not causes:  # no detector has its signals
-        return xp.astype(numerics.never(seen.finite), xp.int32)
+        return xp.astype(numerics.false_like(seen.finite), xp.int32)
     return functools.reduce(operator.or_, causes)
 
 

@@ -130,7 +130,7 @@ class _Chosen(NamedTuple):
     surplus: list[int]
     """Steps of the checkpoints to delete."""
     known: set[int]
-    """Those of them that are not abandoned, which `KnownCheckpoints` lists."""
+    """Steps of `surplus` that are not abandoned. `KnownCheckpoints` lists them."""
     newest_good: int | None
     """Step of the newest known-good checkpoint, which stays, or None."""
 
