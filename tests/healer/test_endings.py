@@ -130,6 +130,33 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(asked,
     assert after.faults.order == [8, 9, 10, 11]
 
 
+def test_a_run_saves_after_a_signal_although_an_abandoned_run_has_had_one(tmp_path, monkeypatch):
+    """A notebook may leave a run open. It gets the signals too, and must not end the process."""
+    monkeypatch.setattr(requests, "REPEATED_S", -1.0)  # no signal is a repetition
+    with suppress(IncompleteRun, Terminated), Healer(state=loop_of("torch").state):
+        for name in ("first", "second"):
+            ask = at(7, lambda healer: os.kill(os.getpid(), signal.SIGTERM))
+            with pytest.raises(Terminated):
+                train(loop_of("torch"), rules(), range(12), store=tmp_path / name, before=ask)
+    for name in ("first", "second"):
+        assert events(tmp_path / name, "save")[-1]["step"] == 8
+
+
+def test_a_run_saves_after_a_signal_below_the_handler_of_an_ended_run(tmp_path):
+    """Another library may put the handler of an ended run back, as Lightning does."""
+    before = signal.getsignal(signal.SIGTERM)
+    with suppress(IncompleteRun), Healer(state=loop_of("torch").state):
+        of_ended = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, of_ended)
+        ask = at(7, lambda healer: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Terminated):
+            train(loop_of("torch"), rules(), range(12), store=tmp_path, before=ask)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert events(tmp_path, "save")[-1]["step"] == 8
+
+
 def accumulating_torch_loop(store: Path, batches: int = 10, terminated_at: int = -1) -> None:
     loop = loop_of("torch")
     with Healer(SKIPS, state=loop.state, store=store, checkpoints=EVERY_5) as healer:

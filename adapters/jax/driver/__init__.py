@@ -9,5 +9,4 @@ engine_tensors    the tensors that an engine judges, and their names
 held_numbers      numbers of the optimizers that are kept in a range
 step_reader       the records of the steps, read after each dispatch
 blocks            the compiled blocks of `Healer.scan`
-summed_gradients  a window of gradients that the program sums itself
 """

@@ -19,8 +19,13 @@ from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
 from healcore.jax.driver.leaf_forms import as_live
 from healcore.jax.driver.live_state import array_of, live_state_of
-from healcore.jax.driver.step_reader import BlockRecords, Dispatch, StepReader
-from healcore.jax.driver.summed_gradients import SummedGradients, differ
+from healcore.jax.driver.step_reader import (
+    BlockRecords,
+    Dispatch,
+    StepReader,
+    SummedGradients,
+    differ,
+)
 from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
 from healcore.jax.optax_states import moments_obstacle

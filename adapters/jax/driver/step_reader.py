@@ -12,13 +12,17 @@ The copy begins right after the dispatch, because the next dispatch may donate t
 are copied as one vector, because each copy has a fixed cost.
 
 The device does not say how many steps a dispatch has had. The reader finds it out: it compares the
-counter of each engine with the counter after the dispatch before (`StepReader`).
+counter of each engine with the counter after the dispatch before (`StepReader`). A program that
+sums gradients itself may be in the middle of a window: `SummedGradients` knows whether it is
+complete.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
+from operator import is_not
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -36,6 +40,7 @@ from healcore.jax import engine_rows
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.live_state import array_of
 from healcore.jax.heal_state import HealState, HealStateError
+from healcore.runtime.store.ranks import Ranks
 
 Result = TypeVar("Result")
 
@@ -487,3 +492,66 @@ def _has_changed(old: HostView, new: HostView) -> bool:
     before = old.record(new.step)[_SEEN]
     after = new.record(new.step)[_SEEN]
     return before.tobytes() != after.tobytes()
+
+
+class SummedGradients:
+    """Implements `healcore.runtime.faults.microbatches.Gradients`: the loop sums the gradients.
+
+    If a batch does not fit the memory, the Healer's loop repeats it in smaller parts. In JAX the
+    program sums their gradients itself, so this class only knows whether a step has been taken.
+
+    Args:
+        counters: returns arrays that every optimizer step replaces by other objects.
+    """
+
+    def __init__(self, counters: Callable[[], list[Any]]) -> None:
+        self._counters = counters
+        self._begin: list[Any] | None = None
+
+    def is_accumulating(self) -> bool:
+        """Whether a window has begun without a step since.
+
+        A part of a batch is then pending, and the loop may not repeat the batch as a whole.
+        """
+        return self._begin is not None and not self.has_stepped()
+
+    def begin_window(self) -> None:
+        """Records the counters of the current state, before the first part of a batch."""
+        self._begin = self._counters()
+
+    def has_stepped(self) -> bool:
+        """Whether the state has been replaced since `begin_window`."""
+        return self._begin is not None and differ(self._counters(), self._begin)
+
+    def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
+        """Frees unreferenced arrays before a batch is repeated in smaller parts.
+
+        Args:
+            held: objects that the loop has kept, such as the batch. Emptied.
+            clear_cache: ignored, because XLA caches no memory of the device.
+        """
+        del clear_cache
+        held.clear()
+        gc.collect()  # an exception and its frames refer to each other
+
+    def between_ranks(self, ranks: Ranks) -> str:
+        """Returns the reason why several processes cannot repeat a step together.
+
+        Args:
+            ranks: the exchange between the processes, which cannot help here.
+        """
+        del ranks
+        return (
+            "the other processes wait in collectives of the compiled step, which this process has "
+            "left"
+        )
+
+
+def differ(arrays: list[Any], others: list[Any]) -> bool:
+    """Whether any array was replaced by another object, as each step does. Reads no values.
+
+    Args:
+        arrays: the arrays now.
+        others: as many arrays of an earlier state.
+    """
+    return any(map(is_not, arrays, others))

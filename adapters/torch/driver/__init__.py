@@ -2,17 +2,14 @@
 
 driver              `TorchDriver`, which the Healer calls
 attaching           heals the optimizers of the state
-listener            passes the steps of an optimizer on to the parts below
-pending_step        records of judged steps that the host has not read yet
-optimizer_steps     which optimizers have stepped, and which have gradients
+pending_step        hears of each step, and keeps the records that the host has not read yet
+optimizer_steps     which optimizers have stepped; their learning rates and other numbers
 accumulation        the gradients since the last step
-batch_statistics    `running_mean` and others, restored after a skipped step
-written_buffers     other buffers of a forward pass, restored after a skipped step
+batch_statistics    `running_mean` and other buffers, restored after a skipped step
 weights             copies, replaces and evaluates the weights
 weight_sample       notices other weights in the model, as in an evaluation
 structure           notices new, removed and resized parameters
 added_groups        parameter groups that a restart adds
-optimizer_settings  learning rates and other numbers of the optimizers
 memory              the report after a failure for lack of memory
 """
 

@@ -22,15 +22,20 @@ from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
-from healcore.torch.driver import optimizer_settings
+from healcore.torch.driver import optimizer_steps
 from healcore.torch.driver.accumulation import Accumulation, GradientWindow
 from healcore.torch.driver.added_groups import AddedGroups, group_names
 from healcore.torch.driver.attaching import attach_all
 from healcore.torch.driver.batch_statistics import BatchStatistics
-from healcore.torch.driver.listener import DriverListener
 from healcore.torch.driver.memory import cuda_profiles, memory_of
 from healcore.torch.driver.optimizer_steps import OptimizerSteps
-from healcore.torch.driver.pending_step import MOST_EARLY, PendingEntry, PendingStep, Recorder
+from healcore.torch.driver.pending_step import (
+    MOST_EARLY,
+    DriverListener,
+    PendingEntry,
+    PendingStep,
+    Recorder,
+)
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import TorchWeights
@@ -446,11 +451,11 @@ class TorchDriver(Driver):
 
     def learning_rates(self) -> dict[str, float | None]:
         """The learning rates that the program has set now, see `Driver.learning_rates`."""
-        return optimizer_settings.learning_rates(self.healings)
+        return optimizer_steps.learning_rates(self.healings)
 
     def trained_rates(self) -> dict[str, float | None]:
         """See `Driver.trained_rates`."""
-        return optimizer_settings.trained_rates(self.healings)
+        return optimizer_steps.trained_rates(self.healings)
 
     def watch_numbers(self) -> None:
         """See `Driver.watch_numbers`."""
@@ -459,7 +464,7 @@ class TorchDriver(Driver):
 
     def numbers(self) -> dict[str, NumberRange]:
         """See `Driver.numbers`. No sync: tensors on an accelerator are not read."""
-        return optimizer_settings.number_ranges(self.healings)
+        return optimizer_steps.number_ranges(self.healings)
 
     def suspect_numbers(self) -> list[str]:
         """See `Driver.suspect_numbers`. A scheduler may have changed the rates since the step."""
@@ -478,7 +483,7 @@ class TorchDriver(Driver):
         """
         if ranges:
             self.watch_numbers()
-        optimizer_settings.hold_numbers(self.healings, ranges)
+        optimizer_steps.hold_numbers(self.healings, ranges)
 
     # -- the run --------------------------------------------------------------------------------
 

@@ -1,4 +1,9 @@
-"""Judged steps whose records the host has not read yet."""
+"""Judged steps whose records the host has not read yet.
+
+`DriverListener` hears of each step of one optimizer and passes it on to the parts of the driver.
+Among them is the `Recorder`, which keeps the record of the step as a `PendingEntry`. The entries of
+one dispatch are a `PendingStep`, which the Healer reads some dispatches later.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from healcore.core.decision import StepRecord, SuspectGradient, is_by_optimizer, suspect_gradients
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing
+from healcore.torch.driver.accumulation import Accumulation
+from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.engines import AsyncCopy, PendingRecord
 from healcore.torch.incident_log import MissingLoss
 from healcore.torch.live_state import State
@@ -210,3 +218,36 @@ class PendingStep:
                 self._records.append(entry.recorder.read(entry))
             self._entries = ()
         return [self._records]
+
+
+class DriverListener:
+    """The `StepListener` of one optimizer that belongs to a Healer.
+
+    The driver has one part for each question about a step:
+
+        judged  ─► Recorder          keeps the step, which the run reads some batches later
+        ended   ─► BatchStatistics   saves or restores what the forward pass has written
+        stepped ─► Accumulation      no gradient is left that no step has used
+
+    It refers to these parts and not to the driver, because hooks of the optimizer refer to it, and
+    Python does not collect a cycle through these hooks.
+
+    Args:
+        recorder: keeps the judged steps of this optimizer.
+        accumulation: knows the gradients since the last step of this optimizer.
+
+    Attributes:
+        statistics: the batch statistics of the layers that this optimizer trains, or None without
+            such layers. The driver replaces them when the structure of the model changes.
+    """
+
+    def __init__(self, recorder: Recorder, accumulation: Accumulation) -> None:
+        self.statistics: BatchStatistics | None = None
+        # Bound methods of the parts, so that a step makes no second call.
+        self.judged = recorder.record
+        self.stepped = accumulation.on_step
+
+    def ended(self, skipped: bool | Tensor) -> None:
+        """See `StepListener.ended`."""
+        if self.statistics is not None:
+            self.statistics.on_step_ended(skipped)

@@ -13,11 +13,17 @@ from typing import Any
 
 from healcore.core.decision import Cause
 from healcore.core.errors import error_text
-from healcore.runtime.data.epoch_range import EpochRange, PositionHistory
 from healcore.runtime.data.loader_adapters import Batches, UnreadableBatch
 from healcore.runtime.data.loader_epoch import LoaderEpoch, ReadRetries
 from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader
-from healcore.runtime.data.positions import BatchId, EmptyLoader, Position, SavedPosition
+from healcore.runtime.data.positions import (
+    BatchId,
+    EmptyLoader,
+    EpochRange,
+    Position,
+    PositionHistory,
+    SavedPosition,
+)
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
 from healcore.runtime.faults.failures import classify
 

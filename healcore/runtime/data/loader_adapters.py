@@ -20,9 +20,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from healcore.runtime.data.loader_parts import (
+from healcore.runtime.data.loader_protocols import (
     GET_STATE,
     STATE_DICT,
+    AnyBatch,
+    AnyLoader,
+    Indexed,
+    LoaderState,
+    StatefulLoader,
     class_name,
     connects_again,
     generators_of,
@@ -30,13 +35,6 @@ from healcore.runtime.data.loader_parts import (
     has_shuffle_buffer,
     is_type,
     samplers_of,
-)
-from healcore.runtime.data.loader_protocols import (
-    AnyBatch,
-    AnyLoader,
-    Indexed,
-    LoaderState,
-    StatefulLoader,
 )
 
 # These samplers draw a new order in every epoch and do not record it. A restored torchdata loader

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from healcore.runtime.data.cursor import RunLoader
 from healcore.runtime.data.loader_epoch import ReadRetries
 from healcore.runtime.data.loader_protocols import AnyLoader
 from healcore.runtime.data.loop_places import (
@@ -21,7 +22,6 @@ from healcore.runtime.data.loop_places import (
     has_begun,
 )
 from healcore.runtime.data.positions import BatchId, SavedPosition
-from healcore.runtime.data.run_loader import RunLoader
 
 MODEL_CHANGED = (
     "the program would change the structure of its model again at the beginning of that epoch"

@@ -10,9 +10,7 @@
 Besides:
 
     program_watch    iterations without a step, changes of the model's structure: for `loop`
-    judged_record    a record with its incident: for `monitor`, and for
-    alarm_log        the events and lines of alarms, and
-    alerts           which causes are alerted
+    alarms           the events and lines of alarms, and which causes are alerted
     metrics          counts and mean losses of the run
     run_record       what a checkpoint remembers; parts of it are
     host_state       the random states and positions of the loaders,

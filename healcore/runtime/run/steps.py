@@ -2,6 +2,8 @@
 
 Reading does not wait for the device. The delay does not depend on when records arrive, because all
 ranks have to act at the same step.
+
+A `JudgedRecord` is a record of a step with what the host adds to it, for events and orders.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from healcore.core.array_namespace import NUMPY
-from healcore.core.decision import Action, StepRecord
+from healcore.core.decision import Action, Cause, StepRecord
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.engine.judge import update_rule
 from healcore.core.engine.state import RuleState, init_rule
@@ -22,6 +24,9 @@ from healcore.runtime.driver import PendingDispatch
 
 if TYPE_CHECKING:
     from healcore.runtime.run.monitor_state import MonitorState
+    from healcore.runtime.run.run_record import IncidentRecord
+    from healcore.runtime.run.steps import StepResult
+
 
 LAG = 1
 """Number of dispatches after which the host reads a decision, so that reading does not wait."""
@@ -243,3 +248,61 @@ class HostRules:
         if before is not None and record.step - before <= self._quiet_steps:
             return record
         return record._replace(action=record.action | Action.ROLLBACK, rollback_depth=self._depth)
+
+
+# Flags of an int are faster than those of an enum.
+_CUT_LR = int(Action.CUT_LR)
+_ALERT = int(Action.ALERT)
+
+
+class JudgedRecord(NamedTuple):
+    """A record of a step that has a cause or an action, and the incident of the step.
+
+    Alarms and alerts are logged from these objects: an event needs the record and also the step and
+    the incident that it belongs to.
+    """
+
+    step: StepResult
+    """The step, with the records of all optimizers."""
+    record: StepRecord
+    """The record of one optimizer."""
+    incident: IncidentRecord | None
+    """The incident that the step belongs to, or None for an alarm outside of incidents."""
+    alert: Cause = Cause(0)
+    """Causes of an alert, or 0 without one."""
+
+    @property
+    def number(self) -> int:
+        """Number of the incident, or 0 without one: the field `incident` of events."""
+        if self.incident is None:
+            return 0
+        return self.incident.number
+
+    def priority(self) -> tuple[bool, bool, bool, bool]:
+        """Sort key: with several optimizers, the line is about the record with the largest key.
+
+        A cut of the learning rate matters most, then a skipped step, then an alert, then any other
+        cause.
+
+        Returns:
+            Four flags in the order of their importance.
+        """
+        action = int(self.record.action)
+        cuts = bool(action & _CUT_LR)
+        alerts = bool(action & _ALERT)
+        return cuts, bool(self.record.skip), alerts, self.record.cause != 0
+
+
+def batch_fields(step: StepResult) -> dict[str, Any]:
+    """Returns the fields of an event about the batches of a step.
+
+    Args:
+        step: the step. Its loaders may give the row numbers of a batch; most give none.
+    """
+    batches: list[list[Any]] = []
+    rows: list[Any] = []
+    for batch in step.batches:
+        batches.append(list(batch))
+        if batch.rows:
+            rows.append(batch.rows)
+    return {"batches": batches, "rows": rows or None}

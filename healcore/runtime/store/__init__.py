@@ -8,11 +8,9 @@
     ring            the newest copies in host memory
     writer          a queue of jobs in the background of the training loop
     manifest        the directories of checkpoints: written, listed, verified, removed
-    single_file     a small checkpoint of one process as one file
+    single_file     a small checkpoint of one process as one file; values as one array
     files           files that a crash never leaves half written, and their digests
-    values          nested Python values as JSON, beside named arrays
-    packed_values   nested values with the bytes of all their arrays in one array
-    structure       compares the structure of a saved value with that of a live one
+    values          nested Python values as JSON, and how the structures of two differ
     ranks           exchanges between the processes that write one checkpoint together
     claim           reserves a directory for one run
 

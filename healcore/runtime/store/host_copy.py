@@ -31,7 +31,7 @@ from healcore.runtime.store.checkpoints import (
     StoreError,
 )
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.structure import is_stateful, mismatches
+from healcore.runtime.store.values import is_stateful, mismatches
 
 MEMORY = "memory"
 """Place of a copy in messages, where a file has a path."""

@@ -127,9 +127,7 @@ def killing(number: signal.Signals, at: int) -> Any:
     return lambda: next(calls) == at and os.kill(os.getpid(), number)
 
 
-# In two of three whole slow runs on a loaded machine the pytest worker died in this test (cause not
-# found; alone it passes), so it is run by itself: `pytest -m stress FILE`.
-@pytest.mark.stress
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "loader", "workers"),
     [(4, StatefulDataLoader, 0), (0, DataLoader, 0), (4, DataLoader, 0), (8, DataLoader, 1)],

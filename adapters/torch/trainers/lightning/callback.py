@@ -26,8 +26,8 @@ from healcore.runtime.run_hooks import RunHooks
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.several import Places
 from healcore.torch.attachment import Healing
+from healcore.torch.healed_step import StepListener
 from healcore.torch.measurement import StepNorms
-from healcore.torch.step_listener import StepListener
 from healcore.torch.trainers import (
     TrainerOptions,
     adopt_trainer_checkpoint,

@@ -7,8 +7,8 @@ batch of the step and on one batch trained on since the anchor. If the earlier w
 both, at comparison after comparison, the run rolls back to them.
 
     observe(step)
-        is there a reason to compare?      signs of `StepHistory`, `Credit`, anchors.best_on_average
-        with which earlier weights?        anchors.to_compare
+        is there a reason to compare?      signs of `StepHistory`, `Credit`, best_on_average
+        with which earlier weights?        to_compare
         what is the rise of the loss?      LossFunction.losses, rises.joined
         is it enough evidence?             Anchor.learn --> Verdict, at once or `due` later
 
@@ -23,12 +23,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.driver import LossFn
-from healcore.runtime.run.compare.anchors import (
-    best_on_average,
-    newest_better,
-    to_compare,
-    with_new,
-)
 from healcore.runtime.run.compare.evidence import (
     FIRST_PAUSE,
     FORWARD_PASS,
@@ -40,6 +34,10 @@ from healcore.runtime.run.compare.evidence import (
     ObservedBatch,
     TrainedStep,
     Verdict,
+    best_on_average,
+    newest_better,
+    to_compare,
+    with_new,
 )
 from healcore.runtime.run.compare.loss_function import LossFunction
 from healcore.runtime.run.compare.rises import Rises, joined, rise_of
@@ -54,7 +52,7 @@ from healcore.runtime.run.compare.step_history import (
     WINDOWS,
     StepHistory,
 )
-from healcore.runtime.store.packed_values import PackedValues
+from healcore.runtime.store.single_file import PackedValues
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

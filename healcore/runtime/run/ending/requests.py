@@ -82,7 +82,7 @@ class SignalWatch:
         for number in _SIGNALS:
             previous = signal.getsignal(number)
             is_default = previous in (signal.default_int_handler, signal.SIG_DFL)
-            if number == signal.SIGTERM or is_default or _is_of_run(previous):
+            if number == signal.SIGTERM or is_default or _run_of(previous) is not None:
                 self._install(number, self._handle)
 
     def stop(self) -> None:
@@ -153,17 +153,44 @@ class SignalWatch:
 
         Called by Python between two bytecodes of the main thread, wherever the program is.
         """
-        _, previous = self._replaced[number]
-        watches = os.getpid() == self._pid
         since: float | None = None  # seconds since the first signal
         if self._received is not None:
             since = time.monotonic() - self._received
-        if watches and since is not None and since <= REPEATED_S:
+        if self._watches and since is not None and since <= REPEATED_S:
             return
-        if not watches or since is not None:  # the previous handler decides
-            signal.signal(number, previous)
+        if not self._watches or since is not None:  # the previous handler decides
+            signal.signal(number, self._previous(number))
             os.kill(os.getpid(), number)
             return
+        self._ask_to_end(number, frame)
+        if self._propose is None and self._waiting_for_data:
+            raise exit_for(number)
+
+    @property
+    def _watches(self) -> bool:
+        """Whether the run is open, and belongs to this process."""
+        return os.getpid() == self._pid
+
+    def _previous(self, number: int) -> Any:
+        """The handler before this run's, without the handlers of runs that have ended."""
+        _, previous = self._replaced[number]
+        of_run = _run_of(previous)
+        while of_run is not None and not of_run._watches:
+            _, previous = of_run._replaced[number]
+            of_run = _run_of(previous)
+        return previous
+
+    def _ask_to_end(self, number: int, frame: FrameType | None) -> None:
+        """Takes note of the first signal, and passes it on to the previous handler.
+
+        If that handler belongs to another open run, this run too is asked to end. Its `_handle` is
+        not called, because it would end the process if the other run has received an earlier
+        signal. Then this run could not save any more.
+        """
+        if self._received is not None:
+            return
+        previous = self._previous(number)
+        of_run = _run_of(previous)
         self._received = time.monotonic()
         # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere when
         # its workers die, which would interrupt the save.
@@ -172,19 +199,20 @@ class SignalWatch:
         self.signal_number = number
         if self._propose is not None:
             self._propose(Proposal(f"signal {number}", signal=number))
-        if number == signal.SIGINT and not _is_of_run(previous):  # a second Ctrl-C is meant
+        if of_run is not None:
+            of_run._ask_to_end(number, frame)
+        elif number == signal.SIGINT:  # a second Ctrl-C is meant
             self._install(number, previous if hasattr(sys, "ps1") else signal.SIG_DFL)
         elif callable(previous):
             previous(number, frame)
         if number == signal.SIGINT:
             os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
-        if self._propose is None and self._waiting_for_data:
-            raise exit_for(number)
 
 
-def _is_of_run(handler: Any) -> bool:
-    """Whether a signal's handler belongs to a run."""
-    return isinstance(getattr(handler, "__self__", None), SignalWatch)
+def _run_of(handler: Any) -> SignalWatch | None:
+    """The object of the run to which a signal's handler belongs, or None for another handler."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, SignalWatch) else None
 
 
 class StopFile:

@@ -30,8 +30,7 @@ from healcore.runtime.run.host_state import HOST_ITEM, HostParts
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restore.stored import SavedCheckpoint, SavedState, loader_positions
 from healcore.runtime.run.rollback.dead_run import Attempt, attempts_at
-from healcore.runtime.run.rollback.next_trial import Trial
-from healcore.runtime.run.rollback.rates import limit_rates
+from healcore.runtime.run.rollback.next_trial import Trial, limit_rates
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
@@ -60,9 +59,9 @@ def _none_lost(target: int, why_not: str) -> int:
 class Restorer:
     """Restores checkpoints, for rollbacks and after a start.
 
-    It decides nothing: an `Order` says which checkpoint and what changes, and
-    `rollback/rates.py:limit_rates` which learning rates follow. The restore is collective: every
-    rank loads the same checkpoint, or none does.
+    It decides nothing: an `Order` says which checkpoint is restored and what changes, and
+    `limit_rates` (`rollback/next_trial.py`) which learning rates follow. The restore is collective:
+    every rank loads the same checkpoint, or none does.
     """
 
     def __init__(self, run: Run) -> None:

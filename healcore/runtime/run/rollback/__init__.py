@@ -3,6 +3,6 @@
 `recovery` answers the records of each step, and carries out orders. The reasons for an order that
 no rule of the policy has are `nonfinite` (NaN in weights or in a save), `dead_run` (no step is
 finite any more) and `better_weights` (a comparison of weights). `next_trial` says what is tried,
-`rates` which learning rates follow, and `report` what the log says. `next_trial`, `rates` and
+and which learning rates follow. `report` writes what the log says. `next_trial`, `limit_rates` and
 `dead_run.next_attempt` are pure functions of values. `restore` carries out what is decided here.
 """
