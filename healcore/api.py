@@ -12,6 +12,7 @@ from healcore.runtime.faults.failures import Fault as Fault
 from healcore.runtime.faults.failures import classify as classify
 from healcore.runtime.faults.retry import retrying as retrying
 from healcore.runtime.healer import Healer as Healer
+from healcore.runtime.reporting.trackers import Tracker as Tracker
 from healcore.runtime.run.ending.exits import RunStopped as RunStopped
 from healcore.runtime.run_options import Checkpoints as Checkpoints
 from healcore.runtime.run_options import Hooks as Hooks
@@ -21,4 +22,3 @@ from healcore.runtime.script import start as start
 from healcore.runtime.store.checkpoints import Keep as Keep
 from healcore.runtime.store.checkpoints import StoreError as StoreError
 from healcore.runtime.store.store import CheckpointStore as CheckpointStore
-from healcore.runtime.story.trackers import Tracker as Tracker

@@ -14,8 +14,8 @@ from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, StepRecord, names
 from healcore.core.engine import Engine
 from healcore.events.schema import alarm_text
-from healcore.runtime.story.diagnosis import FROM_START, nonfinite_streak_text
-from healcore.runtime.story.program_clip import ProgramClip
+from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_streak_text
+from healcore.runtime.run.program_clip import ProgramClip
 from healcore.torch.engines import RECORD_LAG, LiveEngine, PendingRecord
 from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.ranks import StepRanks

@@ -5,6 +5,21 @@ docs/events.md describes the format, docs/events.schema.json is its JSON Schema.
 
 from __future__ import annotations
 
-from healcore.events.log import History, LineProblem, Log, read
+import warnings
+from typing import Any
 
-__all__ = ["History", "LineProblem", "Log", "read"]
+from healcore.events.log import EventsFile, LineProblem, Log, read
+
+__all__ = ["EventsFile", "LineProblem", "Log", "read"]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a class by its deprecated name."""
+    if name == "History":
+        warnings.warn(
+            "healcore.events.History is deprecated: write healcore.events.EventsFile",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return EventsFile
+    raise AttributeError(f"module 'healcore.events' has no attribute {name!r}")

@@ -6,7 +6,24 @@ next start of a killed run writes the postmortem.
 
 from __future__ import annotations
 
-from healcore.history.curves import Curves
-from healcore.history.run import Counts, Incident, Mode, Run, RunState, runs_of
+import warnings
+from typing import Any
 
-__all__ = ["Counts", "Curves", "Incident", "Mode", "Run", "RunState", "runs_of"]
+from healcore.history.counts import Counts
+from healcore.history.curves import Curves
+from healcore.history.incidents import Incident, Mode
+from healcore.history.run_history import RunHistory, RunState, runs_of
+
+__all__ = ["Counts", "Curves", "Incident", "Mode", "RunHistory", "RunState", "runs_of"]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a class by its deprecated name."""
+    if name == "Run":
+        warnings.warn(
+            "healcore.history.Run is deprecated: write healcore.history.RunHistory",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return RunHistory
+    raise AttributeError(f"module 'healcore.history' has no attribute {name!r}")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.events.log import parse_line, read_last_lines, read_lines
+from healcore.events.json_lines import parse_line, read_last_lines, read_lines
 from healcore.events.models import NONFINITE_TEXTS
 
 _MAX_ROWS = 9000  # at least 450 bins with all extremes

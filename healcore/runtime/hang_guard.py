@@ -15,11 +15,12 @@ import traceback
 from healcore import console
 from healcore.core.decision import Cause, names
 from healcore.events.models import Ending
+from healcore.runtime.reporting import postmortem
+from healcore.runtime.reporting.diagnosis import explain
+from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
-from healcore.runtime.story import postmortem
-from healcore.runtime.story.diagnosis import RunEnd, explain
-from healcore.runtime.story.run_log import RunLog
 
 EXIT_STATUS = 62
 """Exit status of a process that the guard has ended. No shell, torchrun or sysexits.h uses it."""
@@ -178,7 +179,7 @@ class HangGuard:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
         step = self._step
         events = self._log.events
-        run = self._log.run
+        history = self._log.history
         stacks = [{"ranks": [self._rank], "stacks": text}]
         answer = "alert"
         if self._policy.observes:
@@ -198,8 +199,8 @@ class HangGuard:
         )
         if not self._ends or events.path is None:
             return
-        counts = run.counts()
-        hung = RunEnd(run, Ending.STOPPED, step, counts, why, fault=Cause.HANG)
+        counts = history.counts()
+        hung = RunOutcome(history, Ending.STOPPED, step, counts, why, fault=Cause.HANG)
         problem = postmortem.write(events.path, hung, stacks=stacks)
         if problem:
             console.warning(problem)

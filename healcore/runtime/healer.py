@@ -19,6 +19,7 @@ from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
+from healcore.runtime.reporting.trackers import select
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.evidence import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
@@ -38,7 +39,6 @@ from healcore.runtime.run_options import (
     check_arguments,
 )
 from healcore.runtime.store.several import Places, checked_places
-from healcore.runtime.story.trackers import select
 
 State = TypeVar("State")
 

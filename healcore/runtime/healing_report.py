@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from healcore.core.decision import Cause, names
-from healcore.events.log import to_json
+from healcore.events.json_lines import to_json
 from healcore.events.models import Ending
-from healcore.history.run import by_name
+from healcore.history.counts import by_name
 from healcore.runtime.data import BatchId
+from healcore.runtime.reporting.diagnosis import advice, why_no_good_checkpoint
+from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import IncidentRecord
-from healcore.runtime.story.diagnosis import advice, why_no_good_checkpoint
-from healcore.runtime.story.postmortem import path_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class HealingReport:
             ending: how the run has ended, or None before its end.
             error: the exception that has ended the run, or None.
         """
-        end = run.recovery.run_end(Ending.COMPLETED)
+        outcome = run.recovery.outcome(Ending.COMPLETED)
         ledger = run.ledger
         causes: Counter[str] = Counter()
         for incident in ledger.incidents:
@@ -81,18 +81,18 @@ class HealingReport:
         tallies = [engine["state"]["tally"] for engine in run.driver.engines().values()]
         changes = by_name(
             observes=run.policy.observes,
-            skips=end.counts.skips,
+            skips=outcome.counts.skips,
             clips=sum(int(tally["clips"]) for tally in tallies),
             lr_cuts=sum(int(tally["lr_cuts"]) for tally in tallies),
         )
         completed = ending == Ending.COMPLETED
         hints: tuple[str, ...] = ()
-        if end.open:
-            last = end.run.last_incident
+        if outcome.open:
+            last = outcome.history.last_incident
             current = Cause(0)
             if last is not None and not last.over:
-                current = end.cause
-            hints = tuple(advice(current | end.lasting))
+                current = outcome.cause
+            hints = tuple(advice(current | outcome.lasting))
         diagnosis = ""
         if isinstance(error, RunStopped):
             diagnosis = error.diagnosis
@@ -102,18 +102,18 @@ class HealingReport:
         return cls(
             policy=run.policy.name,
             ending=ending_text,
-            converged=completed and not end.open and run.driver.has_finite_weights(),
-            steps=end.step,
-            attempts=end.counts.rollbacks,
-            steps_lost=end.steps_lost,
+            converged=completed and not outcome.open and run.driver.has_finite_weights(),
+            steps=outcome.step,
+            attempts=outcome.counts.rollbacks,
+            steps_lost=outcome.steps_lost,
             recoveries=sum(incident.over for incident in ledger.incidents),
             history=tuple(ledger.incidents),
             rollbacks=tuple(ledger.rollbacks),
             counts={**causes, **changes, "shrinks": run.record.shrinks},
             skipped_batches=tuple(sorted(run.loaders.skipped_ids())),
-            lr_scale=end.lr_scale,
-            last_good=end.last_good,
-            probation=end.probation,
+            lr_scale=outcome.lr_scale,
+            last_good=outcome.last_good,
+            probation=outcome.probation,
             postmortem=_postmortem_of(run) if ending is not None else None,
             diagnosis=diagnosis,
             advice=hints,
@@ -154,7 +154,7 @@ def _postmortem_of(run: Run) -> Path | None:
     events = run.log.events
     if events.path is None:
         return None
-    path = path_for(events.path, events.run)
+    path = path_for(events.path, events.process_id)
     if path.exists():
         return path
     return None

@@ -21,7 +21,7 @@ from healcore.adapter_registry import require
 from healcore.demo_runs import ARMS, FIXED_CLIP, SAVE_EVERY, DemoError, Scenario, Step, load_corpus
 from healcore.tools import output
 from healcore.tools.report import page
-from healcore.tools.report.run_report import RunReport, read_reports
+from healcore.tools.report.run_report import PageReport, read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
 PAGE_NAME = "events.report.html"
@@ -43,7 +43,7 @@ class DemoRun:
     """All steps in the order taken, including the steps that a rollback has undone."""
     held_out_loss: float = math.nan
     """Nats per byte on held-out text at the end of the run."""
-    report: RunReport | None = None
+    report: PageReport | None = None
     """Report of a healed run."""
 
     def mean_loss(self, until: int) -> float:

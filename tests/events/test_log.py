@@ -29,7 +29,8 @@ def test_one_line_per_event(path):
     assert events.write("end", step=None, ending="completed")
     first, second = events_of(path)
     assert list(first) == ["schema", "seq", "run", "time", "mono", "kind", "step", "cause"]
-    assert (first["schema"], first["seq"], first["run"], first["step"]) == (2, 0, events.run, 3)
+    assert (first["schema"], first["seq"], first["step"]) == (2, 0, 3)
+    assert first["run"] == events.process_id
     assert (second["seq"], second["kind"], second["step"]) == (1, "end", None)
     assert second["mono"] >= first["mono"]
     assert second["time"] >= first["time"]
@@ -118,7 +119,7 @@ def test_a_log_is_rotated_and_clocks_jump(path, monkeypatch):
     events.write("save", step=3)
     # As a collector may have left them: the other way round.
     path.write_text("".join(f"{line}\n" for line in reversed(path.read_text().splitlines())))
-    (in_order,) = read(path).runs().values()
+    (in_order,) = read(path).by_process().values()
     assert [(e["seq"], e["step"]) for e in in_order] == [(1, 2), (2, 3)]
     assert in_order[1]["time"] < in_order[0]["time"]
     assert in_order[1]["mono"] >= in_order[0]["mono"]
@@ -140,7 +141,7 @@ def test_a_signal_handler_may_write_in_the_middle_of_a_write(path):
         signal.signal(signal.SIGUSR1, old)
     history = read(path)
     assert history.problems == []
-    (in_order,) = history.runs().values()
+    (in_order,) = history.by_process().values()
     assert [(e["seq"], e["problem"]) for e in in_order] == [(0, "interrupted"), (1, "sig")]
 
 
@@ -225,7 +226,7 @@ log.write("start", step=0, policy="default", mode="heal")
 for step in range(1500):
     log.write("alarm", step=step, index=step, padding="x" * int(sys.argv[2]))
 log.write("end", step=1500, ending="completed")
-print(log.run, log.lost)
+print(log.process_id, log.lost)
 """
 
 
@@ -236,7 +237,7 @@ def test_writers_at_once_lose_nothing(path):
     written = dict(each.communicate(timeout=600)[0].split() for each in processes)
     assert [*written.values()] == ["0"] * 3
     history = read(path)
-    assert (history.runs().keys(), history.problems) == (written.keys(), [])
-    for events in history.runs().values():
+    assert (history.by_process().keys(), history.problems) == (written.keys(), [])
+    for events in history.by_process().values():
         assert [event["seq"] for event in events] == list(range(1502))
         assert [event["index"] for event in events[1:-1]] == list(range(1500))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from healcore.core.decision import Cause
-from healcore.events.log import Metrics
+from healcore.events.metrics import MetricsLog
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.metrics import ChangedMetrics
 from tests.healer.step_records import record
@@ -106,9 +106,9 @@ def test_an_evaluation_and_the_height_of_each_loss_are_metrics(framework, tmp_pa
 
 
 def test_a_long_run_is_thinned_and_marked_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("healcore.events.log._UNTHINNED", 100)
+    monkeypatch.setattr("healcore.events.metrics._UNTHINNED", 100)
     path = tmp_path / "m.jsonl"
-    metrics = Metrics(path, run="r", automatic=True)
+    metrics = MetricsLog(path, process_id="r", automatic=True)
     for step in range(400):
         cause = Cause.LOSS_SPIKE if step % 15 == 0 else Cause(0)
         judged = record(step=step + 1, cause=cause, loss=1.0, grad_norm=1.0)

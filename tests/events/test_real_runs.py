@@ -13,8 +13,8 @@ from healcore.core.decision import Action
 from healcore.events import read
 from healcore.events.schema import KINDS
 from healcore.runtime.healer import Healer
+from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
-from healcore.runtime.story.postmortem import path_for
 from healcore.tools.report.run_report import read_reports
 from tests.events.sample_events import problems
 from tests.healer.run_directory import flip_a_bit
@@ -29,7 +29,7 @@ def kinds_in(path: Path) -> set[str]:
     assert history.problems == []
     for event in history.events:
         assert problems(event) == []
-    for run, events in history.runs().items():
+    for run, events in history.by_process().items():
         content = json.loads(path_for(path, run).read_text())
         assert content["ending"] == events[-1]["ending"]
     return {event["kind"] for event in history.events}

@@ -11,7 +11,7 @@ import pytest
 
 from healcore.core.decision import Action, Cause, Decision, Readings
 from healcore.events import Log, read
-from healcore.events.log import to_json
+from healcore.events.json_lines import to_json
 from healcore.events.models import EventRecord, validate
 from healcore.events.schema import ENVELOPE, KINDS, MAX_ROWS, batch_names, sentence
 from healcore.runtime.run_options import IncidentContext

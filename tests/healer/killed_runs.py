@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from healcore.events import read
+from healcore.runtime.reporting import postmortem
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.store.store import CheckpointStore
-from healcore.runtime.story import postmortem
 
 NAME = "healcore.events.jsonl"
 TIMEOUT = 60
@@ -310,7 +310,7 @@ def goes_on(root: Path, before: bytes) -> bytes:
     if now:
         history = read(path)
         assert history.problems == [], history.problems
-        for events in history.runs().values():
+        for events in history.by_process().values():
             numbers = [event["seq"] for event in events]
             assert numbers == list(range(len(numbers))), f"{root}: {numbers}"
     return now
@@ -321,7 +321,7 @@ def whole(root: Path, clean: Path) -> None:
     logged, expected = logged_changes(root), logged_changes(clean)
     assert logged == expected, f"{root}: {logged}, not {expected}"
     path = root / "store" / NAME
-    for name, events in read(path).runs().items():
+    for name, events in read(path).by_process().items():
         if events[0]["kind"] != "start":
             continue
         ends = [event["ending"] for event in events if event["kind"] == "end"]

@@ -12,10 +12,10 @@ import torch
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
+from healcore.runtime.reporting.nonfinite_steps import IN_A_ROW
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.rollback.dead_run import Attempt, next_attempt
-from healcore.runtime.story.diagnosis import IN_A_ROW
 from tests.healer.run_directory import events, new_process
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import BOTH_FRAMEWORKS

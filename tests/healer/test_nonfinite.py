@@ -15,8 +15,8 @@ import torch
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
+from healcore.runtime.reporting.nonfinite_steps import FROM_START
 from healcore.runtime.run.ending.exits import RunStopped
-from healcore.runtime.story.diagnosis import FROM_START
 from healcore.torch import attach
 from tests.healer.run_directory import events, new_process, postmortems
 from tests.healer.training_loops import (

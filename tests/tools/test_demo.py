@@ -10,7 +10,7 @@ from rich.console import Console
 
 from healcore import events
 from healcore.demo_runs import DemoError, Scenario, load_corpus
-from healcore.runtime.story import postmortem
+from healcore.runtime.reporting import postmortem
 from healcore.tools.cli import _new_folder
 from healcore.tools.demo import DemoRun, run_demo
 from tests.events.sample_events import problems

@@ -10,6 +10,7 @@
 Besides:
 
     program_watch    iterations without a step, changes of the model's structure: for `loop`
+    program_clip     notices that a program clips its gradients: for `monitor`
     alarms           the events and lines of alarms, and which causes are alerted
     metrics          counts and mean losses of the run
     run_record       what a checkpoint remembers; parts of it are

@@ -17,10 +17,10 @@ from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import Action, Cause, StepRecord, names
 from healcore.core.engine.state import RuleConfig
 from healcore.events.schema import sentence
-from healcore.history.run import MOST_ALARMS
+from healcore.history.incidents import MOST_ALARMS
 from healcore.runtime.faults.failures import Severity, failures_of
+from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
 from healcore.runtime.run.steps import JudgedRecord, batch_fields
-from healcore.runtime.story import diagnosis
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -237,7 +237,7 @@ class AlarmLog:
             numbers: list[str] = []
             with suppress(RuntimeError):  # as in `_rate_of`
                 numbers = self.run.driver.suspect_numbers()
-            by_optimizer = diagnosis.by_optimizer_text(numbers)
+            by_optimizer = by_optimizer_text(numbers)
             explanation = by_optimizer
         skips = None
         if record.skip and not policy.observes:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from healcore.core.decision import Action, Cause, StepRecord
-from healcore.events.log import COMPARED
-from healcore.history.run import by_name
+from healcore.events.metrics import COMPARED
+from healcore.history.counts import by_name
 
 COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 """Counts since the run began: keys of an engine's `tally`."""

@@ -10,16 +10,16 @@ from healcore.console import is_logged
 from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names
 from healcore.core.engine.incidents import incident_causes
 from healcore.events.schema import sentence
-from healcore.history.run import Counts
+from healcore.history import Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Rates
 from healcore.runtime.run.alarms import AlarmLog, Alerts
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.orders import Order
+from healcore.runtime.run.program_clip import ProgramClip
 from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.steps import JudgedRecord, StepResult, batch_fields
 from healcore.runtime.run_options import Hooks, IncidentContext
-from healcore.runtime.story.program_clip import ProgramClip
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

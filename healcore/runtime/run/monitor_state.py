@@ -16,7 +16,7 @@ from pydantic import ConfigDict
 from healcore.runtime.data import BatchId
 
 
-class BatchRun(NamedTuple):
+class BatchRange(NamedTuple):
     """The batches of consecutive steps, as long as each step has read the next batches of an epoch.
 
     A checkpoint then needs one entry for a thousand steps instead of a thousand entries. A gap, a
@@ -35,7 +35,7 @@ class BatchRun(NamedTuple):
     """Batches of each step."""
 
     def ids(self, step: int) -> list[BatchId]:
-        """Returns the batches of a step, or an empty list if the step is not of this run of steps.
+        """Returns the batches of a step, or an empty list if the step is not in the range.
 
         Args:
             step: index of the step.
@@ -88,7 +88,7 @@ class MonitorState:
     never_finite: bool = True
     has_micro_steps: bool = False
     loader_start: int = 0
-    batches: list[BatchRun] = field(default_factory=list)
+    batches: list[BatchRange] = field(default_factory=list)
     rule_hits: dict[str, list[int]] = field(default_factory=dict)
     rule_fired: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
@@ -108,14 +108,14 @@ class MonitorState:
                 ids = ()
         # One entry for each row of consecutive batches: two if the step has read over the end of an
         # epoch.
-        new: list[BatchRun] = []
+        new: list[BatchRange] = []
         for epoch, index in ids:
             if new:
                 row = new[-1]
                 if epoch == row.epoch and index == row.index + row.batches_per_step:
                     new[-1] = row._replace(batches_per_step=row.batches_per_step + 1)
                     continue
-            new.append(BatchRun(step, 1, epoch, index, 1))
+            new.append(BatchRange(step, 1, epoch, index, 1))
         self.batches += new
         while self.batches and self.batches[0].first + self.batches[0].steps <= step - kept:
             del self.batches[0]
@@ -128,8 +128,8 @@ class MonitorState:
         """
         found: list[BatchId] = []
         for step in steps:
-            for run in self.batches:
-                found += run.ids(step)
+            for batch_range in self.batches:
+                found += batch_range.ids(step)
         return found
 
     def batches_between(self, first: int, last: int) -> list[BatchId]:
@@ -142,9 +142,9 @@ class MonitorState:
         """
         first = max(first, self.loader_start)
         steps: set[int] = set()
-        for run in self.batches:
-            end = run.first + run.steps
-            steps.update(range(max(first, run.first), min(last + 1, end)))
+        for batch_range in self.batches:
+            end = batch_range.first + batch_range.steps
+            steps.update(range(max(first, batch_range.first), min(last + 1, end)))
         return self.batches_of(sorted(steps))
 
     def on_rollback(self, target: int) -> None:
@@ -153,10 +153,11 @@ class MonitorState:
         Args:
             target: step of the restored checkpoint.
         """
-        kept: list[BatchRun] = []
-        for run in self.batches:
-            if run.first < target:
-                kept.append(run._replace(steps=min(run.steps, target - run.first)))
+        kept: list[BatchRange] = []
+        for batch_range in self.batches:
+            steps_before = target - batch_range.first
+            if steps_before > 0:
+                kept.append(batch_range._replace(steps=min(batch_range.steps, steps_before)))
         self.batches = kept
         self.loader_start = min(self.loader_start, target)
         self.last_trained = -1

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.core.decision import Cause
+from healcore.events.file_names import process_path
 from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.faults.microbatches import (
     Count,
@@ -32,7 +33,6 @@ from healcore.runtime.faults.microbatches import (
 from healcore.runtime.run.batch_parts import largest_part
 from healcore.runtime.store import files
 from healcore.runtime.store.ranks import RankFailed
-from healcore.runtime.story.postmortem import path_of
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -186,7 +186,7 @@ class OutOfMemory:
         written = []
         for suffix, content in sorted(profiles.items()):
             if len(content) <= MAX_PROFILE_BYTES:
-                path = path_of(events, self.run.log.events.run, "memory", suffix)
+                path = process_path(events, self.run.log.events.process_id, "memory", suffix)
                 files.replace(path, content)
                 written.append(path.name)
         return written

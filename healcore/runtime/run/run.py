@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver
 from healcore.runtime.hang_guard import HangGuard
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches import RunBatches
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
@@ -31,7 +32,6 @@ from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
-from healcore.runtime.story.run_log import RunLog
 
 
 @dataclass(eq=False)

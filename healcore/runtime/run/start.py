@@ -20,12 +20,16 @@ from typing import Any, Literal, NamedTuple
 from healcore.console import counted, first_of
 from healcore.core.errors import error_text
 from healcore.events import Log
-from healcore.events.log import Metrics, metrics_path
+from healcore.events.file_names import metrics_path
+from healcore.events.metrics import MetricsLog
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.hang_guard import HangGuard
+from healcore.runtime.reporting import postmortem
+from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.reporting.trackers import Selection, Trackers
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches import RunBatches
@@ -56,9 +60,6 @@ from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
 from healcore.runtime.store.several import Place, SeveralStores
 from healcore.runtime.store.store import CheckpointStore
-from healcore.runtime.story import postmortem
-from healcore.runtime.story.run_log import RunLog
-from healcore.runtime.story.trackers import Selection, Trackers
 
 _records: dict[Path, RunRecord] = {}
 """The record of the last run of this process in each directory."""
@@ -266,18 +267,19 @@ def _events(given: str | os.PathLike[str] | None, folder: Path | None) -> Log:
 
 def _metrics(
     given: str | os.PathLike[str] | None, log: Log, ranks: Ranks, *, tracked: bool
-) -> Metrics:
+) -> MetricsLog:
     """The table of metrics: the file that the user names, or beside the events with "auto".
 
     Only rank 0 writes it: every rank has the same numbers.
     """
     if ranks.rank or given != "auto":
         path = None if ranks.rank or given is None else Path(given)
-        return Metrics(path, run=log.run, tracked=tracked)
+        return MetricsLog(path, process_id=log.process_id, tracked=tracked)
     path = None
     if log.path and (log.path.is_file() or not log.path.exists()):  # not a pipe or a terminal
         path = metrics_path(log.path)
-    return Metrics(_unlinked(path, "metrics"), run=log.run, automatic=True, tracked=tracked)
+    path = _unlinked(path, "metrics")
+    return MetricsLog(path, process_id=log.process_id, automatic=True, tracked=tracked)
 
 
 def _unlinked(path: Path | None, option: str) -> Path | None:
@@ -321,7 +323,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         store.delete(newest.first_step)  # the program has loaded a checkpoint of its own
         saves, newest = [], None
     if saves and previous is not None:
-        log.run = previous
+        log.history = previous
     _log_start(run, settings, resumes=bool(saves))
     for warning in warnings:
         log.problem(None, warning)
@@ -341,7 +343,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     _log_first_lines(run, settings, changes, resumed=bool(saves))
     if saves and not run.loop.has_trainer:
         _warn_of_snapshot(run, settings, saved)
-    log.trackers.start(run.record.run or log.events.run)
+    log.trackers.start(run.record.run or log.events.process_id)
     run.guard.start()
     run.driver.on_step = run.loop.on_step
     if store.root is not None:
@@ -441,7 +443,7 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
     else:
         if run.known.damage:
             raise _no_usable_checkpoint(run, {})
-        record.run = broadcast(run.ranks, run.log.events.run)
+        record.run = broadcast(run.ranks, run.log.events.process_id)
         record.first_step = data.step
         record.ledger.spent = _spent_before(run)
         saver.begin_attempt(data.step)

@@ -53,18 +53,18 @@ def show(
         while follow and not path.exists():
             time.sleep(POLL_INTERVAL)
         seen = events
-        history = read(path)
-        events = history.events
+        events_file = read(path)
+        events = events_file.events
         # The start of another file: the file that was read before has been replaced.
         if events[:1] == seen[:1]:
             new = events[len(seen) :]
         else:
             new = events
-        printed_run = None
+        printed_process = None
         if seen:
-            printed_run = seen[-1]["run"]
-        _print_events(new, printed_run)
-        damaged = history.problems
+            printed_process = seen[-1]["run"]
+        _print_events(new, printed_process)
+        damaged = events_file.problems
         if follow:
             # The last line of a live run may not be complete yet.
             damaged = [problem for problem in damaged if "torn:" not in problem.problem]
@@ -77,27 +77,27 @@ def show(
             if damaged:
                 raise typer.Exit(DAMAGED)
             raise typer.Exit(OK)
-        run = None
+        history = None
         if events:
-            run = runs_of(history.runs())[-1]
-        if run is not None and run.end is not None:
-            if run.state is RunState.COMPLETED:
+            history = runs_of(events_file.by_process())[-1]
+        if history is not None and history.end is not None:
+            if history.state is RunState.COMPLETED:
                 raise typer.Exit(OK)
             raise typer.Exit(DAMAGED)
         if gone and not new:
             echo("the process was killed: it wrote no event of its end", err=True)
             raise typer.Exit(DAMAGED)
         # The process may have written its end before it ended.
-        gone = run is not None and run.state is RunState.GONE
+        gone = history is not None and history.state is RunState.GONE
         time.sleep(POLL_INTERVAL)
 
 
-def _print_events(events: list[dict[str, Any]], run: str | None) -> None:
-    """Prints events after an event of `run`, with a line where another run begins."""
+def _print_events(events: list[dict[str, Any]], process: str | None) -> None:
+    """Prints events after an event of `process`, with a line where another process begins."""
     for event in events:
-        if event["run"] != run:
-            run = event["run"]
-            echo(f"run {run}")
+        if event["run"] != process:
+            process = event["run"]
+            echo(f"run {process}")
         echo(_line(event))
 
 
@@ -138,11 +138,11 @@ def report(
     ] = None,
 ) -> None:
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
-    from healcore.events.log import stem
+    from healcore.events.file_names import stem
     from healcore.tools.report import run_report
     from healcore.tools.report.page import render
 
-    reports: list[run_report.RunReport] = []
+    reports: list[run_report.PageReport] = []
     files: list[Path] = []
     for path in events:
         try:
@@ -154,8 +154,8 @@ def report(
     if not files:
         raise typer.Exit(CANNOT_RUN)
     problems: list[str] = []
-    for run in reports:
-        problems += run.notes
+    for each in reports:
+        problems += each.notes
     for problem in problems[:MAX_PRINTED]:
         echo(problem, err=True)
     page = out or files[0].with_name(f"{stem(files[0])}.report.html")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # local imports, so that other commands start fast
 
     from healcore.policy import Policy
     from healcore.tools.replay import Summary
-    from healcore.tools.report.run_report import RunReport
+    from healcore.tools.report.run_report import PageReport
     from healcore.tools.traces import Trace
 
 OK, PARTIAL = 0, 1
@@ -148,7 +148,7 @@ def _replay(
         else:
             problems.append(f"{failure.path}: {failure.problem}")
     summaries: list[Summary] = []
-    reports: list[RunReport] = []
+    reports: list[PageReport] = []
     lines: list[str] = []
     for trace, name in itertools.product(opened, policies):
         try:

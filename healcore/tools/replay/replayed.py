@@ -22,12 +22,14 @@ from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
 from healcore.core.numerics import shortest_decimal
 from healcore.history import Curves, Incident, Mode
+from healcore.history.counts import count_incidents
 from healcore.history.curves import thinned
-from healcore.history.run import MOST_ALARMS, RunAttempt, count_incidents
+from healcore.history.incidents import MOST_ALARMS
+from healcore.history.run_history import RunAttempt
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
 from healcore.tools.replay.judging import judge_trace
-from healcore.tools.report.run_report import MAX_LINES, RunReport
+from healcore.tools.report.run_report import MAX_LINES, PageReport
 from healcore.tools.traces.columns import JUDGED
 from healcore.tools.traces.trace import Trace
 
@@ -196,7 +198,7 @@ class Replay:
             summary[name] = value
         yield _line(summary)
 
-    def report(self) -> RunReport:
+    def report(self) -> PageReport:
         """Builds the report of the replay.
 
         Returns:
@@ -219,7 +221,7 @@ class Replay:
         if len(alarms) > len(shown):
             more = f"the plot marks the first {len(shown)}"
             notes.append(f"{len(alarms):,} alarms outside of incidents: {more}")
-        return RunReport(
+        return PageReport(
             title=summary.trace,
             mode=Mode.REPLAY,
             policy_name=summary.policy,

@@ -19,14 +19,14 @@ from healcore.adapter_registry import require
 from healcore.console import counted
 from healcore.events.schema import flag_names, lr_text, sentence
 from healcore.history import Curves, Incident, Mode
-from healcore.runtime.story.diagnosis import incident_cause_text
-from healcore.tools.report.run_report import RunReport, short_names
+from healcore.runtime.reporting.faults_found import incident_cause_text
+from healcore.tools.report.run_report import PageReport, short_names
 
 _MAX_DRAWN = 12
 """Limit of runs with a figure."""
 
 
-def render(reports: Sequence[RunReport]) -> str:
+def render(reports: Sequence[PageReport]) -> str:
     """Renders reports as a self-contained HTML page.
 
         reports = read_reports("runs/7")
@@ -56,9 +56,15 @@ def render(reports: Sequence[RunReport]) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     # Functions for the template, which escapes every text.
-    environment.globals |= {"batches": _batches, "outcome": outcome, "rate_changes": rate_changes}
-    environment.globals |= {"incident_cause_text": incident_cause_text}
-    environment.globals |= {"step_range": _step_range, "losses": _losses, "counted": counted}
+    environment.globals |= {
+        "batches": _batches,
+        "counted": counted,
+        "incident_cause_text": incident_cause_text,
+        "losses": _losses,
+        "rate_changes": rate_changes,
+        "response_text": response_text,
+        "step_range": _step_range,
+    }
     template = resources.files("healcore.tools.report").joinpath("page.html")
     figures: list[dict[str, str]] = []  # kind of figure -> SVG, empty for a run without curves
     for report in reports[:_MAX_DRAWN]:
@@ -130,7 +136,7 @@ def rate_changes(incident: Incident) -> str:
     return "; ".join(filter(None, changes))
 
 
-def outcome(incident: Incident) -> str:
+def response_text(incident: Incident) -> str:
     """Describes what was done about an incident.
 
     Args:
@@ -214,7 +220,7 @@ class _Mark(NamedTuple):
     to: float | None = None  # step from which the run continued
 
 
-def draw(report: RunReport, width: float) -> str:
+def draw(report: PageReport, width: float) -> str:
     """Draws a run as an SVG element.
 
     The style sheet in the element follows the reader's light or dark setting. Equal reports give
@@ -260,7 +266,7 @@ def to_svg(figure: Any) -> str:
     return "<svg" + svg.replace('<style type="text/css">', rules, 1)
 
 
-def plot(figure: Any, report: RunReport, width: float) -> None:
+def plot(figure: Any, report: PageReport, width: float) -> None:
     """Draws a run into a figure: the timeline, and below it a panel for each curve.
 
     Args:
@@ -322,7 +328,7 @@ def plot(figure: Any, report: RunReport, width: float) -> None:
 # -- the timeline ---------------------------------------------------------------------------------
 
 
-def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
+def _timeline(report: PageReport) -> dict[str, list[_Mark]]:
     """Kind of event -> its events, in the order of the rows from the top."""
     rollbacks: list[_Mark] = []
     skips: list[_Mark] = []
@@ -367,7 +373,7 @@ def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
     }
 
 
-def _alarms(report: RunReport) -> list[_Mark]:
+def _alarms(report: PageReport) -> list[_Mark]:
     """The alarms in and outside of incidents, where close alarms of one cause are one mark."""
     marks: list[_Mark] = []
     for step, cause in report.alarms_outside.items():
@@ -453,7 +459,7 @@ def _draw_timeline(
 # -- the curves -----------------------------------------------------------------------------------
 
 
-def _panels(report: RunReport) -> list[tuple[str, np.ndarray, str, float, dict[str, np.ndarray]]]:
+def _panels(report: PageReport) -> list[tuple[str, np.ndarray, str, float, dict[str, np.ndarray]]]:
     """Label, values, colour, height in inches, and dotted lines of each panel."""
     curves = report.curves
     panels: list[Any] = [("loss", curves.loss, _LOSS, 2.2, {})]

@@ -14,14 +14,15 @@ import numpy as np
 from healcore.console import counted, first_lines
 from healcore.core.errors import HealcoreError
 from healcore.events import read
-from healcore.events.log import metrics_path
+from healcore.events.file_names import metrics_path
 from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
-from healcore.history import Counts, Curves, Incident, Mode, Run, RunState, runs_of
+from healcore.history import Counts, Curves, Incident, Mode, RunHistory, RunState, runs_of
+from healcore.history.counts import count_incidents
 from healcore.history.curves import read_metrics, thinned
-from healcore.history.run import RunAttempt, count_incidents
-from healcore.runtime.story import postmortem
-from healcore.runtime.story.diagnosis import STATES
+from healcore.history.run_history import RunAttempt
+from healcore.runtime.reporting import postmortem
+from healcore.runtime.reporting.diagnosis import STATES
 
 MAX_LINES = 20
 """Limit of the lines of one kind that a report lists."""
@@ -38,7 +39,7 @@ class ReportError(HealcoreError, ValueError):
     """
 
 
-class RunReport(NamedTuple):
+class PageReport(NamedTuple):
     """The report on a run or a replay.
 
     `read_reports` builds the report on a run that healcore watched, from its files. A replay builds
@@ -93,7 +94,7 @@ class RunReport(NamedTuple):
         return f"would stop at step {self.stopped_step:.0f}"
 
 
-def short_names(reports: Sequence[RunReport]) -> list[str]:
+def short_names(reports: Sequence[PageReport]) -> list[str]:
     """Shortens the titles of reports, which may be long paths.
 
     Args:
@@ -116,7 +117,7 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
     return names
 
 
-def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
+def read_reports(events: str | os.PathLike[str]) -> list[PageReport]:
     """Reads a report on each run in an events file, or in the only events file of a directory.
 
         reports = read_reports("runs/7")
@@ -136,11 +137,11 @@ def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     """
     path = find_events_file(Path(events))
     try:
-        history = read(path)
+        events_file = read(path)
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
-    damage = [f"line {line}: {problem}" for line, problem in history.problems]
-    if not history.events:
+    damage = [f"line {line}: {problem}" for line, problem in events_file.problems]
+    if not events_file.events:
         reason = "it is empty"
         if damage:
             reason = damage[0]
@@ -149,14 +150,14 @@ def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
             'one JSON object per line, with "schema", "seq", "run" and "kind" (docs/events.md). '
             "For a training log type `healcore probe loss` or `healcore replay --report`"
         )
-    runs = runs_of(history.runs())
+    runs = runs_of(events_file.by_process())
     notes = first_lines(damage, MAX_LINES, f"{path.name}: damaged: ")
     reports = []
-    for run in runs:
-        report = _report_on(path, run)
+    for history in runs:
+        report = _report_on(path, history)
         title = report.title
         if len(runs) > 1:
-            title += f" · {run.processes[0].id}"
+            title += f" · {history.processes[0].id}"
         reports.append(report._replace(title=title, notes=(*notes, *report.notes)))
     return reports
 
@@ -185,58 +186,58 @@ def find_events_file(path: Path) -> Path:
     )
 
 
-def _report_on(path: Path, run: Run) -> RunReport:
+def _report_on(path: Path, history: RunHistory) -> PageReport:
     """Builds the report on one run of the events file `path`."""
-    written, problem = _read_postmortem(path, run.processes[-1].id)
-    run.add_postmortem(written)
-    curves, curve_notes = _read_curves(metrics_path(path), run)
-    start = run.start or EventRecord()
-    state = _state_of(run, written)
+    written, problem = _read_postmortem(path, history.processes[-1].id)
+    history.add_postmortem(written)
+    curves, curve_notes = _read_curves(metrics_path(path), history)
+    start = history.start or EventRecord()
+    state = _state_of(history, written)
     malformed: list[str] = []
-    for event, fields in run.malformed:
+    for event, fields in history.malformed:
         malformed.append(f"event {event.seq} ({event.kind}): {', '.join(fields)}")
     reported: list[str] = []
     for kind in ("save_failed", "damaged", "problem"):
-        for event in run.newest[kind]:
+        for event in history.newest[kind]:
             if event.problem is not None:
                 reported.append(f"step {event.step}: {event.problem}")
     notes = first_lines(malformed, MAX_LINES, "fields of the wrong type, ignored: ")
     if problem:
         notes.append(problem)
     notes += filter(None, curve_notes)
-    if run.lost:
-        lost = counted(run.lost, "event is", "events are")
+    if history.lost:
+        lost = counted(history.lost, "event is", "events are")
         notes.append(f"{lost} lost, because writing to the disk failed.")
     notes += first_lines(reported, MAX_LINES, "reported by the run: ")
     diagnosis = written.get("diagnosis")
     if not isinstance(diagnosis, str):
-        diagnosis = run.processes[-1].diagnosis
+        diagnosis = history.processes[-1].diagnosis
     mode = Mode.HEAL
-    if run.observes:
+    if history.observes:
         mode = Mode.OBSERVE
-    return RunReport(
+    return PageReport(
         title="/".join(path.absolute().parts[-2:]),
         mode=mode,
         policy_name=start.policy or "unknown",
         policy_toml=start.policy_toml or "",
         fingerprint=start.fingerprint or "",
         curves=curves,
-        incidents=tuple(run.incidents),
-        counts=run.counts()._replace(incidents=count_incidents(run.incidents).incidents),
-        facts=_facts(run, state, written),
+        incidents=tuple(history.incidents),
+        counts=history.counts()._replace(incidents=count_incidents(history.incidents).incidents),
+        facts=_facts(history, state, written),
         state=state,
         notes=tuple(notes),
-        attempts=tuple(run.attempts),
-        alarms_outside=run.alarms_outside,
-        assessments=tuple(run.newest["assessment"]),
+        attempts=tuple(history.attempts),
+        alarms_outside=history.alarms_outside,
+        assessments=tuple(history.newest["assessment"]),
         diagnosis=diagnosis,
     )
 
 
-def _read_curves(path: Path, run: Run) -> tuple[Curves, list[str]]:
+def _read_curves(path: Path, history: RunHistory) -> tuple[Curves, list[str]]:
     """The curves of a run, and notes."""
     try:
-        rows, damage = read_metrics(path, [process.id for process in run.processes])
+        rows, damage = read_metrics(path, [process.id for process in history.processes])
     except FileNotFoundError:
         return _NO_CURVES, [_WITHOUT_METRICS]
     except OSError as error:
@@ -247,9 +248,9 @@ def _read_curves(path: Path, run: Run) -> tuple[Curves, list[str]]:
     return thinned(rows), notes
 
 
-def _read_postmortem(events: Path, run: str) -> tuple[dict[str, Any], str]:
+def _read_postmortem(events: Path, process: str) -> tuple[dict[str, Any], str]:
     """The postmortem next to an events file or {}, and a problem or an empty string."""
-    path = postmortem.path_for(events, run)
+    path = postmortem.path_for(events, process)
     try:
         written = postmortem.read(path)
     except FileNotFoundError:
@@ -261,27 +262,27 @@ def _read_postmortem(events: Path, run: str) -> tuple[dict[str, Any], str]:
     return written, ""
 
 
-def _state_of(run: Run, written: dict[str, Any]) -> RunState:
+def _state_of(history: RunHistory, written: dict[str, Any]) -> RunState:
     """The state by the events or, after a kill, by the postmortem of the next process."""
-    if run.end is not None or not written:
-        return run.state
+    if history.end is not None or not written:
+        return history.state
     ending = written.get("ending")
     if ending in set(RunState):
         return RunState(ending)
     return RunState.ENDED
 
 
-def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]:
+def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dict[str, str]:
     """Lists the facts of a run for its page, without unknown values.
 
     The postmortem `written` has the facts that a killed process could not write as events.
     """
-    start = run.start or EventRecord()
+    start = history.start or EventRecord()
     versions = start.environment or {}
     first: EventRecord | None = None
     step_at_end = written.get("step")
     seconds: list[float] = []
-    for process in run.processes:
+    for process in history.processes:
         if first is None:
             first = process.start
         if process.end:
@@ -293,14 +294,17 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         # A damaged event may have any number of seconds.
         duration = timedelta(seconds=round(max(min(sum(seconds), 1e9), 0)))
     faults: list[str] = []
-    for event in run.newest["fault"]:
+    for event in history.newest["fault"]:
         faults.append(f"step {event.step}: {sentence(event).removeprefix('fault: ')}")
     framework = (start.framework, versions.get(start.framework or ""))
-    last_good = run.last_good
+    last_good = history.last_good
     if last_good is None:
         last_good = written.get("last_good")
+    steps_lost = 0
+    for rollback in history.rollbacks:
+        steps_lost += rollback.steps_lost or 0
     settings: list[str] = []
-    for name, value in run.settings.items():
+    for name, value in history.settings.items():
         if name != "policy":
             settings.append(f"{name} {value}")
     saved_every = None
@@ -311,15 +315,15 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         processes = None
     facts = {
         "Ending": STATES[state],
-        "Run": ", ".join(process.id for process in run.processes),
+        "Run": ", ".join(process.id for process in history.processes),
         "Framework": " ".join(filter(None, framework)),
         "Mode": start.mode,
         "Started": _time_of(first),
-        "Last event": _time_of(run.processes[-1].last),
+        "Last event": _time_of(history.processes[-1].last),
         "Duration": duration,
         "Faults": "; ".join(faults),
         "Step at the end": step_at_end,
-        "Steps not repeated": sum(rollback.steps_lost or 0 for rollback in run.rollbacks) or None,
+        "Steps not repeated": steps_lost or None,
         "Last known-good": last_good,
         "Settings": ", ".join(settings),
         "Saved every": saved_every,

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Alone
-from healcore.runtime.story.run_log import RunLog
 
 
 def bare_run(log: RunLog, driver: Any, *, policy: Any = "default", store: Any = None) -> Run:

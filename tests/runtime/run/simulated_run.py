@@ -13,6 +13,7 @@ from typing import Any
 from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
@@ -32,7 +33,6 @@ from healcore.runtime.store.checkpoints import (
     Restored,
 )
 from healcore.runtime.store.store import CheckpointStore
-from healcore.runtime.story.run_log import RunLog
 from tests.healer.step_records import record
 from tests.healer.training_loops import rules
 from tests.runtime.run.bare_run import bare_run

@@ -14,6 +14,7 @@ from healcore.core.engine import incidents
 from healcore.events import Log
 from healcore.policy import load
 from healcore.runtime.data import BatchId
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE
 from healcore.runtime.run.monitor import IncidentMonitor
@@ -24,7 +25,6 @@ from healcore.runtime.run.run_record import Ledger
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, choose_checkpoints
-from healcore.runtime.story.run_log import RunLog
 from tests.events.sample_events import READINGS
 from tests.healer.step_records import record
 from tests.runtime.run.bare_run import bare_run
@@ -182,7 +182,7 @@ def test_an_incident_that_is_over_has_one_event_and_one_line(monitor, capsys):
     steps(monitor, 30, loss=0.5)
     (line,) = capsys.readouterr().err.splitlines()
     assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
-    (incident,) = monitor.run.log.run.incidents
+    (incident,) = monitor.run.log.history.incidents
     assert incident.over
     assert not monitor.is_unhealthy
 

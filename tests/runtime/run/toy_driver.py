@@ -8,11 +8,11 @@ from typing import Any
 
 from healcore.events import Log
 from healcore.runtime.driver import NumberRange
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.evidence import ObservedBatch, TrainedStep, Verdict
 from healcore.runtime.run.compare.holding import Holding
-from healcore.runtime.story.run_log import RunLog
 from tests.runtime.run.bare_run import bare_run
 
 Loss = Callable[[float, Any], float]

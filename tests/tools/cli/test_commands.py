@@ -93,7 +93,7 @@ def test_events_show_prints_one_line_for_each_event(tmp_path):
         log.write(kind, step=step, **SAMPLES[kind])
     done = healcore_cli("events", "show", str(tmp_path))  # the folder of a run
     first, *lines = done.stdout.splitlines()
-    assert (done.exit_code, first) == (0, f"run {log.run}")
+    assert (done.exit_code, first) == (0, f"run {log.process_id}")
     assert [line.split()[2] for line in lines] == list(SAMPLES)
     assert max(map(len, lines)) < 1000
     assert "to the checkpoint of step 300" in done.stdout
@@ -144,7 +144,7 @@ def test_a_live_run_is_followed_to_its_end(tmp_path):
     path = tmp_path / "healcore.events.jsonl"
     log = Log(path)
     log.write("start", step=None, policy="default", mode="heal", framework="torch")
-    assert process.stdout.readline() == f"run {log.run}\n"
+    assert process.stdout.readline() == f"run {log.process_id}\n"
     assert " start " in process.stdout.readline()
     with path.open("ab") as file:
         file.write(b'{"torn\n')

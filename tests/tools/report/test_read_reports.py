@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 
 from healcore.events.models import EventRecord, EvidenceRecord
 from healcore.history import Counts, Curves, Incident, Mode, RunState
-from healcore.history.run import RunAttempt, count_incidents
+from healcore.history.counts import count_incidents
+from healcore.history.run_history import RunAttempt
 from healcore.policy import load
 from healcore.tools.cli import app
-from healcore.tools.report.page import WIDTHS, draw, outcome, plot, rate_changes, render
-from healcore.tools.report.run_report import ReportError, RunReport, read_reports
+from healcore.tools.report.page import WIDTHS, draw, plot, rate_changes, render, response_text
+from healcore.tools.report.run_report import PageReport, ReportError, read_reports
 from tests.healer import training_loops
 from tests.healer.run_directory import events_of, postmortems
 from tests.healer.training_loops import Faults, broken_at, loop_of
@@ -119,7 +120,7 @@ def test_a_stopped_run_is_reported_as_stopped(stopped):
     assert report.facts["Ending"] == "stopped by the policy"
     assert report.facts["Framework"].startswith("torch ")
     assert "STOP" in report.incidents[-1].action
-    for text in (report.diagnosis, outcome(report.incidents[-1])):
+    for text in (report.diagnosis, response_text(report.incidents[-1])):
         assert "budget of recoveries is exhausted" in text
     (written,) = postmortems(stopped.parent)
     rows = events_of(stopped.with_name("run.metrics.jsonl"))
@@ -148,7 +149,7 @@ def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     counts = report.counts
     assert (counts.skips, counts.rollbacks) == (600, 1)
     assert incident.lr_path[:4] == (1.0, 0.25, 0.0625, 0.015625)
-    assert "only observed" in outcome(incident)
+    assert "only observed" in response_text(incident)
     assert not report.curves.undone().any()
     page = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", render([report])))
     assert "would have skipped 100 steps or more, rolled back, stopped the run" in page
@@ -250,7 +251,7 @@ EVIL = (
 )
 
 
-def hostile() -> RunReport:
+def hostile() -> PageReport:
     """A report in which every text wants to be a script."""
     step = np.arange(50.0)
     case = Incident(
@@ -258,7 +259,7 @@ def hostile() -> RunReport:
         skipped=2, responses=(EventRecord(kind="stop", why=EVIL),),
         evidence=(EvidenceRecord(name=EVIL, grad_norm=1.0),),
     )  # fmt: skip
-    return RunReport(
+    return PageReport(
         title=EVIL, mode=Mode.HEAL, policy_name=EVIL, policy_toml=EVIL, fingerprint=EVIL,
         curves=Curves(step, np.exp(-step / 10), attempt=np.zeros(50, int)),
         incidents=(case,), counts=count_incidents((case,)), facts={EVIL: EVIL},
@@ -283,7 +284,7 @@ def test_every_incident_has_its_row(healed):
     assert page.count('<tr class="incident">') == len(report.incidents)
     for case in report.incidents:
         assert f">#{case.number}</td>" in page
-        assert escape(outcome(case)) in page
+        assert escape(response_text(case)) in page
     # The last text is that of an attempt, undone or not.
     texts = "epoch 0: 250–260 (11 skipped)", "1 → 0.25", "[budget]", report.fingerprint, "completed"
     assert all(each in page for each in (*texts, "from step 0 (start): 1 incident;"))
@@ -328,10 +329,10 @@ def test_nothing_is_loaded_and_texts_cannot_become_elements(healed):
     assert (page.count("<section"), page.count("<svg")) == (2, 4), "two figures in two widths"
 
 
-def empty() -> RunReport:
+def empty() -> PageReport:
     """A run with no event but its start."""
     rows, state = Curves(np.zeros(0), np.zeros(0, np.float32)), RunState.RUNNING
-    return RunReport("nothing", Mode.HEAL, "default", "", "", rows, (), Counts(), {}, state)
+    return PageReport("nothing", Mode.HEAL, "default", "", "", rows, (), Counts(), {}, state)
 
 
 def test_the_programs_of_the_documentation_run(healed, tmp_path, monkeypatch, capsys):

@@ -32,10 +32,10 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from healcore.runtime.driver import Driver
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.ending.exits import EndRequested, exit_for
 from healcore.runtime.run.steps import LAG, StepResult
 from healcore.runtime.store.ranks import Ranks
-from healcore.runtime.story.run_log import RunLog
 
 POLL_INTERVAL_S = 1.0
 """Seconds between two checks for the stop file."""

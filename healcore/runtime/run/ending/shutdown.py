@@ -20,6 +20,10 @@ from healcore.events.models import Ending
 from healcore.events.schema import batch_names
 from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
 from healcore.runtime.faults.nan_checks import nan_variables
+from healcore.runtime.reporting import postmortem
+from healcore.runtime.reporting.diagnosis import AFTER_A_KILL, advice, last_line, lasting_text
+from healcore.runtime.reporting.nonfinite_steps import likely_cause_text
+from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.run.ending.exits import (
     AlreadyCompleted,
     EndRequested,
@@ -30,15 +34,6 @@ from healcore.runtime.run.ending.exits import (
     Terminated,
 )
 from healcore.runtime.store.checkpoints import StoreError
-from healcore.runtime.story import postmortem
-from healcore.runtime.story.diagnosis import (
-    AFTER_A_KILL,
-    RunEnd,
-    advice,
-    last_line,
-    lasting_text,
-    likely_cause_text,
-)
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -472,26 +467,26 @@ class Shutdown:
             exception = self._exception_text(error)
             trace = with_short_arrays("".join(traceback.format_exception(error)))
         fault = self.fault or Fault(Cause(0), "")
-        end = self.run.recovery.run_end(
+        outcome = self.run.recovery.outcome(
             ending, why, exception=exception, fault=fault.cause, hint=fault.hint
         )
         events = self.run.log.events
         is_complete = self.run.loop.is_complete and ending == Ending.COMPLETED  # has its postmortem
         if events.path is not None and not is_complete:
-            problem = postmortem.write(events.path, end, trace=trace, lost=events.lost)
+            problem = postmortem.write(events.path, outcome, trace=trace, lost=events.lost)
             if problem:
                 self.run.log.warning(problem)
         self.run.log.event(
             "end",
-            step=end.step,
-            ending=end.ending,
-            incidents=end.counts.incidents,
-            rollbacks=end.counts.rollbacks,
-            last_good=end.last_good,
-            steps_lost=end.steps_lost or None,
+            step=outcome.step,
+            ending=outcome.ending,
+            incidents=outcome.counts.incidents,
+            rollbacks=outcome.counts.rollbacks,
+            last_good=outcome.last_good,
+            steps_lost=outcome.steps_lost or None,
         )
         if not is_complete:  # otherwise the first line has said so
-            self._log_last_line(end)
+            self._log_last_line(outcome)
 
     def _exception_text(self, error: BaseException) -> str:
         """The text of the exception that ends the run, for the postmortem.
@@ -508,14 +503,14 @@ class Shutdown:
             text += f"then {AFTER_A_KILL}"
         return text
 
-    def _log_last_line(self, end: RunEnd) -> None:
+    def _log_last_line(self, outcome: RunOutcome) -> None:
         """Logs how the run has ended.
 
         An exception or a stop is logged as an error. The line names the newest checkpoint on disk.
         A warning follows if an alarm such as a plateau lasts at the end.
 
         Args:
-            end: the facts of the end, which the postmortem has too.
+            outcome: how the run has ended, as in the postmortem.
         """
         ending = self.ending
         newest = None  # the newest checkpoint on disk
@@ -525,16 +520,16 @@ class Shutdown:
         data = self.run.data
         if ending == Ending.COMPLETED and data.had_completed and data.resumed_here:
             self.run.log.warning(
-                f"completed earlier, at step {end.step}: nothing was trained, and the state is the "
-                "saved state; an empty directory begins a new run"
+                f"completed earlier, at step {outcome.step}: nothing was trained, and the state is "
+                "the saved state; an empty directory begins a new run"
             )
         elif ending in (Ending.EXCEPTION, Ending.STOPPED):
-            self.run.log.error(last_line(end, newest))
+            self.run.log.error(last_line(outcome, newest))
         else:
-            self.run.log.info(last_line(end, newest))
-        if end.lasting:
-            hints = " ".join(advice(end.lasting))
-            self.run.log.warning(f"the run is not healthy: {lasting_text(end)}. {hints}")
+            self.run.log.info(last_line(outcome, newest))
+        if outcome.lasting:
+            hints = " ".join(advice(outcome.lasting))
+            self.run.log.warning(f"the run is not healthy: {lasting_text(outcome)}. {hints}")
 
 
 def _incomplete_run_error(run: Run) -> BaseException | None:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 
 from healcore.core.decision import StepRecord
 from healcore.runtime.driver import Rates
+from healcore.runtime.reporting.nonfinite_steps import IN_A_ROW
 from healcore.runtime.run.compare.evidence import TrainedStep
 from healcore.runtime.run.engine_states import lr_states
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast
-from healcore.runtime.story.diagnosis import IN_A_ROW
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 from healcore.console import first_of
 from healcore.core.decision import NONFINITE, Action
+from healcore.runtime.reporting.nonfinite_steps import (
+    FROM_START,
+    IN_A_ROW,
+    nonfinite_streak_text,
+)
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.story import diagnosis
-from healcore.runtime.story.diagnosis import FROM_START, IN_A_ROW
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -133,7 +136,7 @@ class NonfiniteState:
             return
         weights, record = self.run.driver.nonfinite_weights(), monitor.nonfinite_record
         if record is not None and (is_due or weights):
-            why = diagnosis.nonfinite_streak_text(record, streak, weights, from_start)
+            why = nonfinite_streak_text(record, streak, weights, from_start)
             self.run.recovery.stop(why)
 
     def roll_back_if_saved(self, *, at_end: bool = False) -> RollbackRecord | None:

@@ -27,6 +27,8 @@ from healcore.core.decision import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
 from healcore.events.schema import flag_names
 from healcore.runtime.data.loader_registry import EPOCH_LOST
+from healcore.runtime.reporting.diagnosis import explain
+from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
@@ -38,8 +40,6 @@ from healcore.runtime.store.checkpoints import (
     StateMismatch,
     StoreError,
 )
-from healcore.runtime.story import diagnosis
-from healcore.runtime.story.diagnosis import RunEnd
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -354,10 +354,10 @@ class Recovery:
         Args:
             resumed: step of the checkpoint from which this process has resumed.
         """
-        log, rollbacks = self.run.log.run, self.run.ledger.rollbacks
-        if not rollbacks or len(log.processes) <= 1 or self.run.ranks.rank != 0:
+        history, rollbacks = self.run.log.history, self.run.ledger.rollbacks
+        if not rollbacks or len(history.processes) <= 1 or self.run.ranks.rank != 0:
             return
-        reported = max((each.number or 0 for each in log.rollbacks), default=0)
+        reported = max((each.number or 0 for each in history.rollbacks), default=0)
         done = rollbacks[-1]
         if done.number > reported and done.target == resumed:
             report_rollback(self.run, done)
@@ -379,21 +379,21 @@ class Recovery:
             RunStopped: always.
         """
         self.count_last_steps()
-        end = self.run_end(Ending.STOPPED, why, fault=fault)
-        text = diagnosis.explain(end)
-        good = end.last_good
+        outcome = self.outcome(Ending.STOPPED, why, fault=fault)
+        text = explain(outcome)
+        good = outcome.last_good
         self.run.log.event(
-            "stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=fault or None
+            "stop", step=outcome.step, why=why, diagnosis=text, checkpoint=good, cause=fault or None
         )
         raise RunStopped(text, why, good) from error
 
-    def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
+    def outcome(self, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
         """How the run ends, for its diagnosis, its postmortem and its report.
 
         Args:
             ending: the kind of end.
             why: the reason of a stop, or the signal.
-            **fields: more fields of `RunEnd`, such as the exception.
+            **fields: more fields of `RunOutcome`, such as the exception.
         """
         monitor = self.run.monitor
         good = self.run.known.last_good_step
@@ -406,8 +406,8 @@ class Recovery:
         probation = None
         if self.run.store.trainer_save is None:  # else no checkpoint becomes known-good
             probation = self.run.policy.rollback.probation
-        return RunEnd(
-            self.run.log.run,
+        return RunOutcome(
+            self.run.log.history,
             ending,
             self.run.data.step,
             monitor.counts(),

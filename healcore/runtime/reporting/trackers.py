@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from healcore.adapter_registry import MissingExtraError
 from healcore.core.decision import StepRecord
-from healcore.events.log import COMPARED, NUMBERS
+from healcore.events.metrics import COMPARED, NUMBERS
 from healcore.events.models import validate
 from healcore.events.process import Process
 from healcore.events.schema import ENVELOPE, Trait, flag_names, has, sentence

@@ -14,14 +14,17 @@ from typing import Any
 from healcore import console, regular_file
 from healcore.core.decision import LASTING, Cause
 from healcore.events import log
-from healcore.events.log import COMPARED, stem
+from healcore.events.file_names import process_path, stem
+from healcore.events.json_lines import to_json
+from healcore.events.metrics import COMPARED
 from healcore.events.models import Ending, EventRecord
-from healcore.history import Run, runs_of
+from healcore.history import RunHistory, runs_of
+from healcore.history.counts import by_name
 from healcore.history.curves import read_last_rows
-from healcore.history.run import by_name
 from healcore.runtime.faults.failures import causes_of
+from healcore.runtime.reporting.diagnosis import explain
+from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.store import files
-from healcore.runtime.story.diagnosis import RunEnd, explain
 
 SCHEMA = 2
 
@@ -39,30 +42,12 @@ def path_for(events: str | os.PathLike[str], run: str) -> Path:
     Returns:
         `run.postmortem.<run id>.json` in the same directory.
     """
-    return path_of(events, run, "postmortem", ".json")
-
-
-def path_of(events: str | os.PathLike[str], run: str, kind: str, suffix: str = "") -> Path:
-    """A file of a run next to its events.
-
-    Args:
-        events: the events file, `run.events.jsonl`.
-        run: id of the process, which another program may have chosen: characters that do not belong
-            into a file name are replaced.
-        kind: what the file has, such as "postmortem".
-        suffix: end of the name, such as ".json".
-
-    Returns:
-        `run.<kind>.<run id><suffix>` in the same directory.
-    """
-    path = Path(events)
-    safe_run = re.sub(r"[^\w.-]", "_", run)
-    return path.with_name(f"{stem(path)}.{kind}.{safe_run}{suffix}")
+    return process_path(events, run, "postmortem", ".json")
 
 
 def write(
     events: Path,
-    end: RunEnd,
+    outcome: RunOutcome,
     *,
     trace: str | None = None,
     certain: bool = True,
@@ -75,8 +60,8 @@ def write(
 
     Args:
         events: the events file of the run.
-        end: how the run has ended.
-        trace: the exception with its traceback, or None for the line in `end`.
+        outcome: how the run has ended.
+        trace: the exception with its traceback, or None for the line in `outcome`.
         certain: False if the run may still be running, on a machine that cannot be asked.
         stacks: stacks of a hanging run, see `EventRecord.stacks`.
         lost: number of events that could not be written, or None for the number in the events.
@@ -84,12 +69,12 @@ def write(
     Returns:
         A sentence about the error, or None if the postmortem was written.
     """
-    run = end.run
-    counts = end.counts
-    process = run.processes[-1]
+    history = outcome.history
+    counts = outcome.counts
+    process = history.processes[-1]
     start = process.start or EventRecord()
     last = process.last or EventRecord()
-    if end.ending == Ending.KILLED:  # by the events alone: this process is another one
+    if outcome.ending == Ending.KILLED:  # by the events alone: this process is another one
         ended = last.time or ""
         seconds = process.seconds
     else:
@@ -102,21 +87,21 @@ def write(
     fields: dict[str, Any] = {
         "schema": SCHEMA,
         "run": process.id,
-        "ending": end.ending,
-        "step": end.step,
-        "cause": end.cause | end.lasting | end.fault & Cause.HANG,
+        "ending": outcome.ending,
+        "step": outcome.step,
+        "cause": outcome.cause | outcome.lasting | outcome.fault & Cause.HANG,
         "incidents": counts.incidents,
-        **by_name(observes=run.observes, clips=counts.clips or 0, skips=counts.skips),
-        "metrics": end.metrics,
-        "rollbacks": [_rollback(event) for event in run.rollbacks],
-        "steps_lost": end.steps_lost,
-        "lr_scale": end.lr_scale,
-        "last_good": end.last_good,
-        "last_good_path": end.last_good_path,
-        "exception": trace or end.exception,
+        **by_name(observes=history.observes, clips=counts.clips or 0, skips=counts.skips),
+        "metrics": outcome.metrics,
+        "rollbacks": [_rollback(event) for event in history.rollbacks],
+        "steps_lost": outcome.steps_lost,
+        "lr_scale": outcome.lr_scale,
+        "last_good": outcome.last_good,
+        "last_good_path": outcome.last_good_path,
+        "exception": trace or outcome.exception,
         "ended": ended,
         "seconds": seconds,
-        "lost_events": run.lost if lost is None else lost,
+        "lost_events": history.lost if lost is None else lost,
         "process": process.identity(),
         "environment": start.environment or {},
         "certain": certain,
@@ -124,8 +109,8 @@ def write(
     }
     path = path_for(events, process.id)
     try:
-        fields["diagnosis"] = explain(end)
-        text = json.dumps(log.to_json(fields), indent=2)
+        fields["diagnosis"] = explain(outcome)
+        text = json.dumps(to_json(fields), indent=2)
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, f"{text}\n".encode("ascii"))
     except Exception as error:
@@ -195,7 +180,7 @@ def same_end_before(events: Path, step: int, kind: str) -> str:
 # -- a killed run ---------------------------------------------------------------------------------
 
 
-def read_last_run(events: Path) -> Run | None:
+def read_last_run(events: Path) -> RunHistory | None:
     """Reads the run whose process began last in an events file.
 
     Never raises, because the next run starts also if the file of the last run is damaged.
@@ -204,12 +189,12 @@ def read_last_run(events: Path) -> Run | None:
         events: the events file, which need not exist.
 
     Returns:
-        The run, or None without one.
+        What happened in the run, or None without a run.
     """
     try:
         if not events.is_file():
             return None
-        runs = runs_of(log.read(events).runs())
+        runs = runs_of(log.read(events).by_process())
     except Exception as error:
         console.warning(f"the last run in {events} cannot be read: {error!r}")
         return None
@@ -218,7 +203,7 @@ def read_last_run(events: Path) -> Run | None:
     return runs[-1]
 
 
-def write_for_killed(events: Path, run: Run, metrics: Path | None = None) -> bool:
+def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = None) -> bool:
     """Writes the postmortem of a run that was killed.
 
     A killed process writes nothing at its end. So the next process calls this function before it
@@ -227,15 +212,15 @@ def write_for_killed(events: Path, run: Run, metrics: Path | None = None) -> boo
 
     Args:
         events: the events file.
-        run: the last run in the file, from `read_last_run`.
+        history: the last run in the file, from `read_last_run`.
         metrics: the metrics file, or None without one.
 
     Returns:
         True if a postmortem was written. False if the run has ended in another way, or if its
         process is still running.
     """
-    process = run.processes[-1].identity()
-    if run.end is not None or process is None:
+    process = history.processes[-1].identity()
+    if history.end is not None or process is None:
         return False
     gone = process.gone()
     if gone is False:
@@ -243,43 +228,43 @@ def write_for_killed(events: Path, run: Run, metrics: Path | None = None) -> boo
     why = ""
     if gone is None:
         why = f"it ran on {process.host}, whose processes this host cannot see"
-    rows = _last_rows(metrics, run)
-    step = run.step or 0
+    rows = _last_rows(metrics, history)
+    step = history.step or 0
     for row in rows.values():
         step = max(step, row["step"] + 1)
     steps_lost = 0
     why_lost = ""
-    for rollback in run.rollbacks:
+    for rollback in history.rollbacks:
         if rollback.steps_lost:
             steps_lost += rollback.steps_lost
             why_lost = rollback.why or ""
-    end = RunEnd(
-        run,
+    outcome = RunOutcome(
+        history,
         Ending.KILLED,
         step,
-        run.counts(),
+        history.counts(),
         why=why,
-        lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
-        last_good=run.last_good,
+        lr_scale=1.0 if history.lr_scale is None else history.lr_scale,
+        last_good=history.last_good,
         lasting=_lasting_causes(rows),
         metrics=_last_metrics(rows),
         steps_lost=steps_lost,
         why_lost=why_lost,
     )
-    problem = write(events, end, certain=bool(gone))
+    problem = write(events, outcome, certain=bool(gone))
     if problem is not None:
         console.warning(f"the previous run was killed; {problem}")
     return problem is None
 
 
-def _last_rows(metrics: Path | None, run: Run) -> dict[str, dict[str, Any]]:
+def _last_rows(metrics: Path | None, history: RunHistory) -> dict[str, dict[str, Any]]:
     """Engine -> the last row of a killed run, unless a rollback has undone it. Never raises."""
     try:
         if metrics is None or not metrics.is_file():
             return {}
-        rows = read_last_rows(metrics, run.processes[-1].id)
+        rows = read_last_rows(metrics, history.processes[-1].id)
         last_rollback = 0.0
-        for event in run.rollbacks:
+        for event in history.rollbacks:
             last_rollback = max(last_rollback, _seconds(event.time))
         standing: dict[str, dict[str, Any]] = {}
         for engine, row in rows.items():

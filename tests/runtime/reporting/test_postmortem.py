@@ -13,17 +13,19 @@ import pytest
 
 from healcore.core.decision import RECORD_FIELDS, Cause, StepRecord
 from healcore.events import Log, read
-from healcore.events.log import Metrics, metrics_path
+from healcore.events.file_names import metrics_path
+from healcore.events.metrics import MetricsLog
 from healcore.events.models import Ending
 from healcore.events.schema import flag_names
-from healcore.history import Run, runs_of
-from healcore.runtime.story import postmortem
-from healcore.runtime.story.diagnosis import RunEnd, advice, explain, last_line
-from healcore.runtime.story.postmortem import path_for
+from healcore.history import RunHistory, runs_of
+from healcore.runtime.reporting import postmortem
+from healcore.runtime.reporting.diagnosis import advice, explain, last_line
+from healcore.runtime.reporting.postmortem import path_for
+from healcore.runtime.reporting.run_outcome import RunOutcome
 from tests.events.sample_events import SAMPLES
 from tests.forked_programs import ROOT
-from tests.history.test_run import START, run_of
-from tests.history.test_run import events as events_of
+from tests.history.test_run_history import START, run_of
+from tests.history.test_run_history import events as events_of
 from tests.runtime.store.disk_faults import read_only, small_disk
 
 # -- the diagnosis for every cause and ending -----------------------------------------------------
@@ -38,9 +40,9 @@ ALARM = {
 }
 
 
-def end_of(ending: str, step: int, *happened: Any, **fields: Any) -> RunEnd:
+def end_of(ending: str, step: int, *happened: Any, **fields: Any) -> RunOutcome:
     run = run_of(*happened)
-    return RunEnd(run, ending, step, run.counts(), **fields)
+    return RunOutcome(run, ending, step, run.counts(), **fields)
 
 
 STOPPED = end_of(
@@ -207,7 +209,7 @@ def of_killed(path: Path, metrics: Path | None = None) -> Any:
 
 
 def test_a_killed_process_has_a_postmortem(events):
-    command = [sys.executable, "-m", "tests.runtime.story.test_postmortem", events]
+    command = [sys.executable, "-m", "tests.runtime.reporting.test_postmortem", events]
     run: Any = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     name = run.stdout.readline().strip()
     assert of_killed(events) is None, "it is still there"
@@ -247,7 +249,7 @@ def test_the_last_step_of_a_killed_run_is_in_its_metrics(events):
     long_ago = {"schema": 1, "kind": "step", "run": name, "step": 412, "loss": 9.0, "time": 1.0}
     file.write_text(f"{json.dumps(long_ago)}\n")  # undone by the rollback from step 413 to 300
     assert of_killed(events, file)["step"] == 350
-    metrics = Metrics(file, run=name)
+    metrics = MetricsLog(file, process_id=name)
     for step in range(300, 372):
         numbers: Any = dict.fromkeys(RECORD_FIELDS, Cause(0)) | {
             "loss": step / 100,
@@ -284,7 +286,7 @@ def log_of_a_run(path: Path, **changes: Any) -> str:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0].update(changes)
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return log.run
+    return log.process_id
 
 
 def test_the_next_start_closes_the_case(events):
@@ -306,7 +308,7 @@ def test_a_process_of_another_host_cannot_be_seen(events):
     assert "elsewhere" in found["diagnosis"]
 
 
-def processes(*happened: tuple[Any, ...]) -> Run:
+def processes(*happened: tuple[Any, ...]) -> RunHistory:
     """The last run of some processes, whose events follow each other."""
     each = {str(number): events_of(*of, run=str(number)) for number, of in enumerate(happened)}
     return runs_of(each)[-1]

@@ -9,12 +9,12 @@ from healcore import console
 from healcore.console import Console
 from healcore.core.decision import Cause, StepRecord, names
 from healcore.events import Log
-from healcore.events.log import Metrics
+from healcore.events.metrics import MetricsLog
 from healcore.events.models import EventRecord
-from healcore.history import Run
+from healcore.history import RunHistory
 from healcore.runtime.faults.failures import Fault
+from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run_options import Hooks
-from healcore.runtime.story.trackers import Trackers
 
 
 @dataclass(eq=False)
@@ -22,21 +22,21 @@ class RunLog:
     """Events, metrics and console lines of one rank.
 
     Everything that a run reports goes through this object, so that the file, the trackers, the
-    user's hooks and the console tell the same story:
+    user's hooks and the console agree:
 
-        event ──> Log (the file) ──> Run (counts, incidents) ──> trackers ──> hooks
-        records ──> Metrics (the file) ──> trackers
+        event ──> Log (the file) ──> RunHistory (counts, incidents) ──> trackers ──> hooks
+        records ──> MetricsLog (the file) ──> trackers
         info, warning, error ──> console
     """
 
     events: Log
-    metrics: Metrics = field(default_factory=lambda: Metrics(None, run=""))
+    metrics: MetricsLog = field(default_factory=lambda: MetricsLog(None, process_id=""))
     console: Console = "auto"
     silent: bool = False  # whether to drop the lines
     trackers: Trackers = field(default_factory=Trackers)  # receive events and metrics
     hooks: Hooks = field(default_factory=Hooks)  # the user's functions for events
-    run: Run = field(default_factory=Run)
-    """The run by its events, on rank 0 including the events of earlier processes."""
+    history: RunHistory = field(default_factory=RunHistory)
+    """What happened in the run. On rank 0 it includes the events of earlier processes."""
     _advised: set[str] = field(default_factory=set)
     """Advice that a line has given: the last failed call and the exception of the loop are one."""
 
@@ -54,7 +54,7 @@ class RunLog:
             The event as a record.
         """
         event = self.events.write(kind, step=step, **fields)
-        record = self.run.add(event)
+        record = self.history.add(event)
         self.trackers.event(event)
         for problem in self.hooks.on_event(event):
             self.problem(step, problem)

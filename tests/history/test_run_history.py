@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healcore.events.log import Event
-from healcore.history import Mode, Run, RunState, runs_of
+import healcore.events
+import healcore.history
+from healcore.events import EventsFile
+from healcore.events.json_lines import Event
+from healcore.history import Mode, RunHistory, RunState, runs_of
 from healcore.history.curves import _values, thin
-from healcore.runtime.story.diagnosis import STATES
-from healcore.tools.report.page import outcome
+from healcore.runtime.reporting.diagnosis import STATES
+from healcore.tools.report.page import response_text
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
 NAN = {"cause": ["NONFINITE_LOSS"], "skip": True, "incident": 1}
@@ -26,7 +29,7 @@ def events(*happened: tuple[str, int | None, dict[str, Any]], run: str = "a") ->
     ]
 
 
-def run_of(*happened: tuple[str, int | None, dict[str, Any]]) -> Run:
+def run_of(*happened: tuple[str, int | None, dict[str, Any]]) -> RunHistory:
     (run,) = runs_of({"a": events(START, *happened)})
     return run
 
@@ -56,7 +59,7 @@ def test_a_declined_order_is_shown_as_declined():
     assert not case.rolled_back
     assert (case.action, run.counts().rollbacks, run.rollbacks) == (("ROLLBACK", "STOP"), 0, [])
     assert [each.kind for each in case.responses] == ["assessment"]
-    assert outcome(case) == (
+    assert response_text(case) == (
         "skipped 1 step; declined: no evidence that the current weights are worse"
     )
     hook = ("hook", 5, {"hook": "mine", "ordered": ["ROLLBACK"], "action": ["SAVE"]})
@@ -150,3 +153,13 @@ def test_outliers_are_kept(length, limit, places):
 
 def test_a_limit_of_0_is_none_in_force():
     assert np.isnan(_values({"threshold": 0.0})[3])
+
+
+def test_the_old_names_work_and_warn():
+    with pytest.warns(DeprecationWarning, match="write healcore.history.RunHistory"):
+        assert healcore.history.Run is RunHistory
+    with pytest.warns(DeprecationWarning, match="write healcore.events.EventsFile"):
+        assert healcore.events.History is EventsFile
+    file = EventsFile(events(START), [])
+    with pytest.warns(DeprecationWarning, match=r"write by_process\(\)"):
+        assert file.runs() == file.by_process()

@@ -1,4 +1,4 @@
-"""Reads a training run from its events: processes, attempts, incidents and counts."""
+"""`RunHistory`: what happened in a training run, from its events."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from healcore.events.log import Event
-from healcore.events.models import EventRecord, EvidenceRecord, ReadingsRecord, validate
+from healcore.events.json_lines import Event
+from healcore.events.models import Ending, EventRecord, validate
 from healcore.events.process import Process
 from healcore.events.schema import KINDS, Trait, has
+from healcore.history.counts import Counts, count_incidents
+from healcore.history.incidents import Incident, batch_ids
 
-MOST_ALARMS = 100  # limit of alarms with an event: per incident, and in total outside of incidents
 _MAX_OUTSIDE = 1000  # limit of listed alarms outside of incidents
 _MAX_NEWEST = 20  # limit of kept events of a kind: the newest ones
 
@@ -25,229 +26,18 @@ class RunState(enum.StrEnum):
     concludes from a file without that event: a killed process cannot write its own end.
     """
 
-    COMPLETED = "completed"
-    STOPPED = "stopped"
-    EXCEPTION = "exception"
-    SIGNAL = "signal"
-    INTERRUPTED = "interrupted"
-    REQUESTED = "requested"
-    KILLED = "killed"
+    COMPLETED = Ending.COMPLETED
+    STOPPED = Ending.STOPPED
+    EXCEPTION = Ending.EXCEPTION
+    SIGNAL = Ending.SIGNAL
+    INTERRUPTED = Ending.INTERRUPTED
+    REQUESTED = Ending.REQUESTED
+    KILLED = Ending.KILLED
     ENDED = "ended"  # the run ended in a way that this version of healcore does not know
     GONE = "gone"  # the process no longer exists and has written no event `end`
     RUNNING = "running"
     UNKNOWN = "unknown"
     """No event `end`, and whether the process exists is unknown, for example on another host."""
-
-
-class Mode(enum.StrEnum):
-    """Whether the orders of the policy were carried out.
-
-    Reports depend on it: "3 steps were skipped" in mode HEAL is "would have been skipped" in the
-    other modes.
-    """
-
-    HEAL = "heal"  # all orders were carried out
-    OBSERVE = "observe"  # no order was carried out during the run
-    REPLAY = "replay"  # the orders are from a later replay of recorded rows
-
-
-@dataclass
-class Incident:
-    """Alarms with one onset, and what was done about them.
-
-    An incident is a contiguous run of alarms: it begins at the first alarm, its onset, and is over
-    after `incident.quiet_steps` steps without an alarm. One fault that lasts 50 steps is one
-    incident, and spends one attempt of the budget. Its events are added in file order. A rollback
-    for which no detector raised an alarm has an incident too, with number 0.
-    """
-
-    number: int  # from 1, over the whole run; 0 for a rollback without an incident
-    attempt: int
-    onset_step: float
-    step: float  # step of the order, or of the last alarm
-    cause: tuple[str, ...] = ()
-    action: tuple[str, ...] = ()  # orders to the host, carried out only in mode HEAL
-    mode: Mode = Mode.HEAL
-    alarms: int = 0  # alarms with an event
-    skipped: int = 0  # skipped steps
-    clipped: int | None = None  # steps with clipped gradients, or None if not counted
-    declined: bool = False  # the last order was declined for lack of evidence or budget
-    responses: tuple[EventRecord, ...] = ()  # events: rollbacks, hooks, declined, stop
-    lr_path: tuple[float, ...] = ()  # learning-rate multipliers: the first, and after each cut
-    batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of the batches of the first step
-    rows: Sequence[list[int]] = ()  # for each of `batches` its first rows of the dataset, if known
-    skipped_batches: tuple[tuple[int, int], ...] = ()  # (epoch, index), skipped by a rollback
-    evidence: tuple[EvidenceRecord, ...] = ()  # tensors with unusual gradients, the worst first
-    readings: ReadingsRecord | None = None  # readings of the first alarm
-    diagnosis: str = ""  # explanation of the first alarm that has its own, or empty
-    last_step: float | None = None  # step of the last alarm, or None if equal to `step`
-    over: bool = False  # has an event `over`
-    undone: bool = False  # the run rolled back to before the onset
-
-    @property
-    def capped(self) -> bool:
-        """Whether some alarms may have no event, so that `skipped` is a lower bound."""
-        return self.alarms >= MOST_ALARMS
-
-    @property
-    def rolled_back(self) -> bool:
-        """Whether a rollback was carried out, or only ordered if the mode is not HEAL.
-
-        A rollback that was ordered and declined in mode HEAL does not count, because the weights
-        stayed as they were.
-        """
-        if self.mode is Mode.HEAL:
-            return any(event.kind == "rollback" for event in self.responses)
-        return "ROLLBACK" in self.action
-
-    @property
-    def end(self) -> float:
-        """Step of the last alarm or order."""
-        if self.last_step is None:
-            return self.step
-        return self.last_step
-
-    def add(self, event: EventRecord) -> None:
-        """Adds an alarm or order of the incident.
-
-        Causes and actions accumulate. Batches, readings, evidence and diagnosis are those of the
-        first event that has them, because the later alarms are mostly consequences of the first.
-
-        Args:
-            event: an event `alarm` or `order`.
-        """
-        self.step = max(self.step, float(event.step or 0))
-        if event.observed:
-            self.mode = Mode.OBSERVE
-        self.cause = merge_names(self.cause, event.cause or ())
-        self.action = merge_names(self.action, event.action or ())
-        self.batches = self.batches or batch_ids(event)
-        self.rows = self.rows or event.rows or ()
-        if event.kind == "alarm":
-            self.alarms += 1
-            if event.skip:
-                self.skipped += 1
-            self.readings = self.readings or event.readings
-            self.evidence = self.evidence or tuple(event.evidence or ())
-            self.diagnosis = self.diagnosis or event.diagnosis or ""
-
-    def add_response(self, event: EventRecord, *actions: str) -> None:
-        """Adds an event of the response.
-
-        Args:
-            event: what was done: a rollback, a stop, a declined order, or a hook.
-            *actions: names of its actions, such as "ROLLBACK".
-        """
-        self.responses = (*self.responses, event)
-        self.action = merge_names(self.action, actions)
-
-    def decline(self, event: EventRecord) -> None:
-        """Adds the event `assessment` of a declined order.
-
-        A policy may order the same action at each step of an incident. So the event is added only
-        if the response before has another kind or another origin.
-
-        Args:
-            event: the event. Its field `by` says what asked for the order.
-        """
-        self.declined = True
-        if self.responses:
-            last = self.responses[-1]
-            if (last.kind, last.by) == (event.kind, event.by):
-                return
-        self.add_response(event)
-
-    def add_cut(self, event: EventRecord) -> None:
-        """Adds a cut of the learning rate, from an event with the multiplier before and after.
-
-        A rollback that cuts writes two events, `rollback` and `lr`. The second event about the same
-        cut has no effect.
-
-        Args:
-            event: an event `rollback` or `lr`. Without the two multipliers it is no cut.
-        """
-        if event.lr_scale_before is None or event.lr_scale is None:
-            return
-        if not self.lr_path:
-            self.lr_path = (event.lr_scale_before,)
-        if event.lr_scale != self.lr_path[-1]:
-            self.lr_path = (*self.lr_path, event.lr_scale)
-
-
-def merge_names(names: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
-    """Adds names to names, each once.
-
-    Args:
-        names: the names so far, in order.
-        added: further names, of which some may be there already.
-
-    Returns:
-        The union, in order of first occurrence.
-    """
-    return tuple(dict.fromkeys((*names, *added)))
-
-
-def batch_ids(event: EventRecord) -> tuple[tuple[int, int], ...]:
-    """Reads the batches of a step from its event.
-
-    Args:
-        event: any event. Without the field `batches` it names no batch.
-
-    Returns:
-        The (epoch, index) of each batch, in the order in which the step read them.
-    """
-    return tuple((epoch, index) for epoch, index in event.batches or ())
-
-
-class Counts(NamedTuple):
-    """Counts of a run or a replay, for reports and the postmortem.
-
-    None means unknown, which is not 0: clips, for example, are not events, so only the postmortem
-    of a run has their number.
-    """
-
-    incidents: int = 0
-    rollbacks: int = 0  # carried out; without healing, incidents that would be rolled back
-    skips: int = 0  # skipped steps, including undone steps
-    clips: int | None = None  # steps with clipped gradients, or None if unknown
-    alarms: int | None = None  # steps with a cause, or None if unknown
-    lr_cuts: int = 0  # cuts of the learning rate, which only a live run counts
-
-
-def by_name(*, observes: bool, **counts: int) -> dict[str, int]:
-    """Names counts so that a reader cannot take an observed change for a change.
-
-    Args:
-        observes: whether the policy only observes, so that nothing was changed.
-        **counts: name of a change, such as `skips` -> its number.
-
-    Returns:
-        The counts. With `observes` each count is 0, and "observed_skips" has the number of skips
-        that the policy would have made.
-    """
-    if not observes:
-        return counts
-    named = dict.fromkeys(counts, 0)
-    for name, number in counts.items():
-        named[f"observed_{name}"] = number
-    return named
-
-
-def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> Counts:
-    """Counts incidents and their responses.
-
-    Args:
-        incidents: the incidents of one run or replay.
-        **counts: fields of `Counts` that are known from elsewhere, which replace what is counted.
-
-    Returns:
-        The counts. An incident with number 0, which is only a rollback, counts as a rollback only.
-    """
-    return Counts(
-        incidents=sum(incident.number > 0 for incident in incidents),
-        rollbacks=sum(incident.rolled_back for incident in incidents),
-        skips=sum(incident.skipped for incident in incidents),
-    )._replace(**counts)
 
 
 @dataclass
@@ -339,7 +129,7 @@ class RunAttempt(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Run:
+class RunHistory:
     """A training run: its first process, and the processes that resumed from its checkpoints.
 
     A run is built from its events by `add`, one after the other and in file order. So the same code
@@ -347,7 +137,7 @@ class Run:
     method `_on_<kind>`.
 
     Examples:
-        >>> for run in runs_of(healcore.events.read("run.events.jsonl").runs()):
+        >>> for run in runs_of(healcore.events.read("run.events.jsonl").by_process()):
         ...     print(run.state, run.counts().incidents)
     """
 
@@ -415,7 +205,7 @@ class Run:
         """Adds an event.
 
         Args:
-            event: the next event of the run, from `log.parse`.
+            event: the next event of the run, from `healcore.events.log.parse`.
 
         Returns:
             The event without fields of the wrong type.
@@ -632,19 +422,20 @@ def is_continuation(events: Iterable[Event]) -> bool:
     return False
 
 
-def runs_of(processes: Mapping[str, Sequence[Event]]) -> list[Run]:
+def runs_of(processes: Mapping[str, Sequence[Event]]) -> list[RunHistory]:
     """Joins the processes of an events file into training runs.
 
     Args:
-        processes: process id -> its events, from `History.runs`, in the order of their starts.
+        processes: process id -> its events, in the order of the starts. `EventsFile.by_process`
+            returns them.
 
     Returns:
         The runs. A process that resumed belongs to the run before it.
     """
-    runs: list[Run] = []
+    runs: list[RunHistory] = []
     for events in processes.values():
         if not runs or not is_continuation(events):
-            runs.append(Run())
+            runs.append(RunHistory())
         for event in events:
             runs[-1].add(event)
     return runs

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.story import trackers
-from healcore.runtime.story.trackers import select
+from healcore.runtime.reporting import trackers
+from healcore.runtime.reporting.trackers import select
 from tests.healer.run_directory import events_of
 from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
-from tests.runtime.story.read_back import STORED, asked
+from tests.runtime.reporting.read_back import STORED, asked
 
 
 @pytest.fixture

@@ -1,0 +1,171 @@
+"""`MetricsLog`: appends a line per step and engine to the metrics file of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from healcore.core.decision import Cause, StepRecord, names
+from healcore.events.json_lines import append, warn_of_loss
+
+_METRICS_SCHEMA = 1
+
+NUMBERS = ("threshold", "z", "z_loss", "grad_scale", "lr_scale")
+"""Fields of a `StepRecord` that every line has."""
+COMPARED = ("loss_ratio", "eval_loss", "eval_gap")
+"""Fields of a `StepRecord` that are None where they are unknown."""
+_FLUSH_SECONDS = 0.5
+"""Time for which lines are buffered, because a system call per step would be slow."""
+_MAX_BUFFERED = 1000
+_LINES_AT_ONCE = 64
+"""Steps of one dispatch of which each has a line. A line takes longer than a small compiled step,
+so that of more steps a thinned file has 32 to 64 lines per dispatch."""
+_UNTHINNED = 50_000  # steps after which a thinned file doubles the number of steps per line
+_LINE_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+"""Encodes the lines of all steps. `json.dumps` with these options would make one for each line."""
+
+
+@dataclass(eq=False)
+class MetricsLog:
+    """Appends a line per step and engine to the metrics file of a run.
+
+    No method raises. After a rollback or a restart the file continues with a smaller `step`: the
+    new lines replace the lines of the undone steps. Lines are buffered for half a second, because a
+    system call per step would be slow; so a killed process loses up to half a second of lines.
+
+    Attributes:
+        lost: number of lines that could not be written.
+    """
+
+    path: Path | None
+    """The file, or None to write nothing."""
+    process_id: str
+    """The id of this process, as in its events."""
+    automatic: bool = False
+    """Whether healcore has chosen the path. Then links are not followed, as in `append`, and
+    the file is thinned: after 50,000 steps it has only every second step, after 100,000 every
+    fourth, and so on, and all steps with an alarm. It has also fewer steps where one dispatch has
+    64 or more. A line for several steps has the field `every`.
+    The file grows by about 8 MB each time the run gets twice as long."""
+    tracked: bool = False
+    """Whether `write` returns the fields of every step, for the run's trackers."""
+
+    def __post_init__(self) -> None:
+        self.lost = 0
+        self._lines: list[str] = []
+        self._flushed = time.monotonic()
+        self._received: set[tuple[str, str]] = set()
+        """(engine, signal) of each signal that the engine has received so far."""
+
+    def write(
+        self, step: int, record: StepRecord, *, several: bool, steps_at_once: int = 1
+    ) -> dict[str, Any] | None:
+        """Adds a line for a step of one engine.
+
+        Args:
+            step: index of the step in the run.
+            record: the step as the engine judged it.
+            several: whether the run has several engines. Then the line names the engine.
+            steps_at_once: number of steps of the dispatch that the step belongs to.
+
+        Returns:
+            The fields of the line, without its head. None for a step without a line, unless
+            `tracked`, and for a step that was not judged.
+        """
+        if self.path is None and not self.tracked:
+            return None
+        every = self._steps_per_line(step, record, steps_at_once)
+        written = self.path is not None and step % every == 0
+        if not record.judged or not (written or self.tracked):
+            return None
+        try:
+            fields = self._fields(record, several)
+            if written:
+                self._lines.append(self._line(step, every, fields))
+        except Exception:  # from converting a value of the driver; the training continues
+            self.lost += 1
+            fields = None
+        if len(self._lines) >= _MAX_BUFFERED or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
+            self.flush()
+        return fields
+
+    def flush(self) -> None:
+        """Writes the buffered lines. Counts them in `lost` if they cannot be written."""
+        self._flushed = time.monotonic()
+        if self.path is None or not self._lines:
+            return
+        lines = self._lines
+        self._lines = []
+        try:
+            append(self.path, "".join(lines).encode("ascii"), follow_links=not self.automatic)
+        except Exception as error:
+            if not self.lost:
+                warn_of_loss("metrics", self.path, error)
+            self.lost += len(lines)
+
+    def _steps_per_line(self, step: int, record: StepRecord, steps_at_once: int) -> int:
+        """The number of steps that a line represents, a power of two; 1 for an alarm."""
+        if not self.automatic or record.cause:
+            return 1
+        doublings = (step // _UNTHINNED).bit_length()
+        doublings += (steps_at_once // _LINES_AT_ONCE).bit_length()
+        return 1 << doublings
+
+    def _line(self, step: int, every: int, fields: dict[str, Any]) -> str:
+        line: dict[str, Any] = {
+            "schema": _METRICS_SCHEMA,
+            "kind": "step",
+            "run": self.process_id,
+            "time": round(time.time(), 3),
+            "step": step,
+        }
+        if every > 1:
+            line["every"] = every
+        line |= fields
+        return _LINE_ENCODER.encode(line) + "\n"
+
+    def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if several:
+            fields["engine"] = record.engine
+        self._add_signal(fields, record, "loss", Cause.NONFINITE_LOSS)
+        self._add_signal(fields, record, "grad_norm", Cause.NONFINITE_GRAD)
+        for name in (*NUMBERS, *COMPARED):
+            value = getattr(record, name)
+            if value is not None:
+                fields[name] = _number(value)
+        if record.lr not in (0.0, 1.0):  # either means that the rate is unknown
+            fields["lr"] = _number(record.lr)
+        fields["skip"] = record.skip
+        fields["cause"] = names(record.cause)
+        fields["action"] = names(record.action)
+        return fields
+
+    def _add_signal(
+        self, fields: dict[str, Any], record: StepRecord, name: str, nonfinite: Cause
+    ) -> None:
+        """Adds the loss or norm of the step; "nan" replaces the last finite value.
+
+        The engine starts with zeros, so a signal that has always been 0 is not received.
+        """
+        value = getattr(record, name)
+        is_nonfinite = bool(record.cause and record.cause & nonfinite)
+        signal = (record.engine, name)
+        if value != 0 or is_nonfinite:
+            self._received.add(signal)
+        elif signal not in self._received:
+            return
+        if is_nonfinite:
+            fields[name] = "nan"
+        else:
+            fields[name] = _number(value)
+
+
+def _number(value: SupportsFloat) -> float | str:
+    """`to_json` of a number of each step, which is known to be a number."""
+    number = float(value)
+    return number if math.isfinite(number) else str(number)

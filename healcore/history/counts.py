@@ -1,0 +1,59 @@
+"""`Counts`: the numbers of incidents and changes of a run or a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from healcore.history.incidents import Incident
+
+
+class Counts(NamedTuple):
+    """Counts of a run or a replay, for reports and the postmortem.
+
+    None means unknown, which is not 0: clips, for example, are not events, so only the postmortem
+    of a run has their number.
+    """
+
+    incidents: int = 0
+    rollbacks: int = 0  # carried out; without healing, incidents that would be rolled back
+    skips: int = 0  # skipped steps, including undone steps
+    clips: int | None = None  # steps with clipped gradients, or None if unknown
+    alarms: int | None = None  # steps with a cause, or None if unknown
+    lr_cuts: int = 0  # cuts of the learning rate, which only a live run counts
+
+
+def by_name(*, observes: bool, **counts: int) -> dict[str, int]:
+    """Names counts so that a reader cannot take an observed change for a change.
+
+    Args:
+        observes: whether the policy only observes, so that nothing was changed.
+        **counts: name of a change, such as `skips` -> its number.
+
+    Returns:
+        The counts. With `observes` each count is 0, and "observed_skips" has the number of skips
+        that the policy would have made.
+    """
+    if not observes:
+        return counts
+    named = dict.fromkeys(counts, 0)
+    for name, number in counts.items():
+        named[f"observed_{name}"] = number
+    return named
+
+
+def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> Counts:
+    """Counts incidents and their responses.
+
+    Args:
+        incidents: the incidents of one run or replay.
+        **counts: fields of `Counts` that are known from elsewhere, which replace what is counted.
+
+    Returns:
+        The counts. An incident with number 0, which is only a rollback, counts as a rollback only.
+    """
+    return Counts(
+        incidents=sum(incident.number > 0 for incident in incidents),
+        rollbacks=sum(incident.rolled_back for incident in incidents),
+        skips=sum(incident.skipped for incident in incidents),
+    )._replace(**counts)

@@ -1,0 +1,390 @@
+"""Writes the diagnosis of a run's end, live or killed: observations, actions and advice."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from healcore.console import counted, first_of
+from healcore.core.decision import Cause, names
+from healcore.events.models import Ending
+from healcore.events.schema import batch_names, flag_names, readings_text
+from healcore.history import RunState
+from healcore.runtime.faults.failures import FAILURES
+from healcore.runtime.reporting.faults_found import faults_found
+from healcore.runtime.reporting.run_outcome import RunOutcome
+
+_WIDTH = 96
+_SHOWN = 5
+_MOST_FAULTS = 10  # limit of the faults that a diagnosis lists
+
+_FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
+"""Causes of exceptions. A rollback is not a response to them."""
+
+AFTER_A_KILL = (
+    "look for the out-of-memory killer (dmesg), the scheduler's time limit or preemption, and the "
+    "machine's own log"
+)
+"""Advice about a process that was killed."""
+
+STATES = {
+    RunState.COMPLETED: "completed",
+    RunState.STOPPED: "stopped by the policy",
+    RunState.EXCEPTION: "ended by an exception",
+    RunState.SIGNAL: "ended by a signal",
+    RunState.REQUESTED: "ended on request",
+    RunState.INTERRUPTED: "interrupted from the keyboard",
+    RunState.KILLED: "killed",
+    RunState.ENDED: "ended",
+    RunState.GONE: "killed: the process is gone, and there is no end event",
+    RunState.RUNNING: "still running",
+    RunState.UNKNOWN: "unknown: still running, or killed",
+}
+"""State of a run -> clause."""
+
+_REPEATED = (
+    "Rolling back did not help: more of the data is bad than was skipped, the learning rate is too "
+    "high, or the cause is the model, its precision or its optimizer's settings, or is older than "
+    "the checkpoints."
+)
+"""Advice after several rollbacks."""
+
+
+_HEADLINES = {
+    Ending.COMPLETED: "The run is complete {}.",
+    Ending.STOPPED: "healcore stopped the run {}.",
+    Ending.EXCEPTION: "The training loop raised an exception {}",
+    Ending.SIGNAL: "The run was ended from outside {}.",
+    Ending.REQUESTED: "The run was ended on request {}.",
+    Ending.INTERRUPTED: "The run was interrupted from the keyboard {}.",
+    Ending.KILLED: "The process was killed without notice; its last record is {}. It could not "
+    f"record why: {AFTER_A_KILL}.",
+}
+
+
+def explain(outcome: RunOutcome) -> str:
+    """Writes the diagnosis for a person: a headline, then paragraphs with a label.
+
+        The training loop raised an exception at step 412: ValueError: ...
+        Seen: loss spike from step 398 on. At the first alarm: loss 9.1 (limit 4).
+        Faults found:
+          - step 240: nonfinite loss. Skipped 1 step.
+          - steps 398 to 411: loss spike. Skipped 1 step.
+        Tried: skipped 2 steps.
+        Look at:
+          - The loss rose far above its level and stayed high: ...
+        Last known-good: the checkpoint of step 300, in runs/7/step-300.
+
+    Args:
+        outcome: how the run has ended.
+
+    Returns:
+        The text, in lines of at most 96 characters except for paths. Paragraphs about which there
+        is nothing to say are absent.
+    """
+    parts = [_headline(outcome)]
+    for label, sentences in (("Seen", _seen), ("State", _state), ("Tried", _tried)):
+        if label == "Tried":
+            parts += _list_faults(outcome)
+        text = " ".join(sentences(outcome))
+        if text:
+            parts.append(_wrapped(text, first=f"{label}: ", then="  "))
+    if (
+        outcome.ending != Ending.COMPLETED
+        or outcome.open
+        or outcome.nonfinite_saves
+        or outcome.fault
+    ):
+        hints = _hints(outcome)
+        if hints:
+            parts.append("Look at:")
+        for hint in hints:
+            parts.append(_wrapped(hint, first="  - ", then="    "))
+    parts.append(_last_good(outcome))
+    return "\n".join(parts)
+
+
+def _headline(outcome: RunOutcome) -> str:
+    because = outcome.why
+    if outcome.ending == Ending.EXCEPTION:
+        because = outcome.exception
+    at = f"at step {outcome.step}"
+    if because:
+        at += f": {because}"
+    headline = _HEADLINES[Ending(outcome.ending)].format(at)
+    if outcome.ending in (Ending.EXCEPTION, Ending.KILLED):
+        return _wrapped(headline)
+    return headline
+
+
+def _hints(outcome: RunOutcome) -> list[str]:
+    """What to look at: the most special advice first."""
+    hints: list[str] = []
+    cause = outcome.cause
+    if outcome.hint:
+        hints.append(outcome.hint)
+    last = outcome.history.last_incident
+    if last is not None and last.diagnosis:
+        hints.append(last.diagnosis)
+        cause &= ~Cause.NONFINITE_GRAD  # the gradients were finite
+    cause |= outcome.lasting
+    if not outcome.hint:  # a hint is about this exception, the advice about all of the same cause
+        cause |= outcome.fault
+    return hints + advice(cause, rollbacks=len(outcome.history.rollbacks))
+
+
+def _last_good(outcome: RunOutcome) -> str:
+    if outcome.last_good is None:
+        return _wrapped(_no_good_checkpoint(outcome), first="Last known-good: ", then="  ")
+    text = f"Last known-good: the checkpoint of step {outcome.last_good}"
+    if outcome.last_good_path:
+        text += f", in {outcome.last_good_path}"
+    return f"{text}."  # not wrapped: a path stays on one line
+
+
+def _seen(outcome: RunOutcome) -> Iterator[str]:
+    last = outcome.history.last_incident
+    if outcome.lasting:
+        yield f"{lasting_text(outcome)}."
+    total = counted(outcome.counts.incidents, "incident")
+    if last is None:
+        if outcome.counts.incidents:
+            yield f"{total}, all resolved."
+        return
+    text = f"{flag_names(last.cause)} from step {last.onset_step:.0f} on"
+    if last.over or outcome.open is False:
+        text += ", resolved by the end"
+    yield f"{text}."
+    if last.readings is not None:
+        readings = readings_text(last.readings, last.cause)
+        if readings and last.readings.threshold > 0:
+            readings += f" (limit {last.readings.threshold:.3g})"
+        if readings:
+            yield f"At the first alarm: {readings}."
+    if last.evidence:
+        norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in last.evidence]
+        yield f"Unusual gradients: {first_of(norms, _SHOWN)}."
+    if last.batches:
+        yield f"Its data: {first_of(batch_names(last.batches, last.rows), _SHOWN)}."
+    if outcome.counts.incidents > 1:
+        yield f"The run had {total}."
+
+
+def lasting_text(outcome: RunOutcome) -> str:
+    """Describes the lasting causes at the end of a run.
+
+    Args:
+        outcome: how the run has ended; `lasting` is not empty.
+
+    Returns:
+        A clause, for example "plateau at the end, since its first alarm at step 800".
+    """
+    lasting = names(outcome.lasting)
+    text = f"{flag_names(lasting)} at the end"
+    steps = []
+    for step, causes in outcome.history.alarms_outside.items():
+        if not set(causes).isdisjoint(lasting):
+            steps.append(step)
+    if steps:
+        text += f", since its first alarm at step {min(steps):.0f}"
+    return text
+
+
+def _state(outcome: RunOutcome) -> Iterator[str]:
+    if not outcome.nonfinite_saves:
+        return
+    step, arrays = outcome.nonfinite_saves[0]
+    number = len(outcome.nonfinite_saves)
+    saves = (
+        f"the checkpoint of step {step}" if number == 1 else f"{number} checkpoints since {step}"
+    )
+    yield f"NaN or Inf in {first_of(arrays, _SHOWN)}, in {saves}."
+    last_step, _ = outcome.nonfinite_saves[-1]
+    if last_step == outcome.step:
+        yield "The run ends in that state."
+
+
+def _tried(outcome: RunOutcome) -> Iterator[str]:
+    if outcome.history.observes:
+        yield "nothing: the policy only observes."
+        return
+    phrases = interventions(outcome)
+    if outcome.history.rollbacks:
+        phrases.append(f"rolled back {_times(len(outcome.history.rollbacks))}")
+    if outcome.steps_lost:
+        phrases.append(lost_steps_text(outcome))
+    if phrases:
+        yield f"{'; '.join(phrases)}."
+
+
+def _list_faults(outcome: RunOutcome) -> list[str]:
+    """The paragraph about the faults of a run: its lines, or nothing without a fault."""
+    faults = faults_found(outcome.history)
+    if not faults:
+        return []
+    # Of many faults those with a remedy are listed, and the newest ones.
+    important = sorted(faults, key=lambda fault: (fault.has_remedy, fault.first))[-_MOST_FAULTS:]
+    lines = ["Faults found:"]
+    for fault in faults:
+        if fault in important:
+            lines.append(_wrapped(fault.text, first="  - ", then="    "))
+    rest = [fault for fault in faults if fault not in important]
+    if rest:
+        line = f"  - and {len(rest):,} more"
+        if not any(fault.has_remedy for fault in rest):
+            line += ", which changed nothing"
+        lines.append(line)
+    return lines
+
+
+def _times(number: int) -> str:
+    """A number of times as text: "once", "2 times"."""
+    if number == 1:
+        return "once"
+    return f"{number:,} times"
+
+
+def interventions(outcome: RunOutcome) -> list[str]:
+    """Lists what was done in a run, except rollbacks.
+
+    Args:
+        outcome: how the run has ended.
+
+    Returns:
+        A phrase for each kind of intervention, for example "skipped 3 steps". If the policy
+        observes, the phrases say what it would have done.
+    """
+    counts = outcome.counts
+    phrases: list[str] = []
+    if counts.skips:
+        phrases.append(f"skipped {counted(counts.skips, 'step')}")
+    batches = sum(len(event.batches or ()) for event in outcome.history.rollbacks)
+    if batches:
+        phrases.append(f"skipped {counted(batches, 'batch', 'batches')} after a rollback")
+    if counts.clips:
+        phrases.append(f"clipped {counted(counts.clips, 'step')}")
+    if counts.lr_cuts:
+        phrases.append(f"cut the learning rate {_times(counts.lr_cuts)}")
+    for answer, phrase in _ANSWERS.items():
+        number = outcome.history.answers[answer]
+        if number:
+            phrases.append(phrase.format(_times(number)))
+    if outcome.history.declined:
+        rollbacks = counted(outcome.history.declined, "rollback")
+        phrases.append(f"declined {rollbacks} that a rule asked for")
+    if outcome.lr_scale < 1 and not outcome.history.observes:
+        phrases.append(f"learning rate × {outcome.lr_scale:.3g} at the end")
+    return phrases
+
+
+_ANSWERS = {
+    "shrink_microbatch": "split the batch {} when memory ran out",
+    "skip_batch": "skipped an unreadable batch {}",
+    "retry": "repeated a network call {}",
+}
+"""Response to a fault -> phrase with a count."""
+
+
+def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
+    """Collects what a person should look at.
+
+    Args:
+        cause: causes of the trouble.
+        rollbacks: rollbacks of the run. After several of them, another rollback does not help.
+
+    Returns:
+        The diagnosis of each cause, in the order of `FAILURES`.
+    """
+    hints = [row.diagnosis for flag, row in FAILURES.items() if flag in cause]
+    if cause & ~_FAULTS and rollbacks > 1:
+        hints.append(_REPEATED)
+    return hints
+
+
+def _no_good_checkpoint(outcome: RunOutcome) -> str:
+    text = "none" + why_no_good_checkpoint(outcome.step, outcome.probation)
+    if outcome.ending == Ending.COMPLETED:
+        return f"{text}."
+    if outcome.counts.incidents or outcome.nonfinite_saves:
+        return f"{text}; resume from the start, or check a checkpoint by hand."
+    text += "; the run had no incident: the next start resumes from the newest checkpoint on disk"
+    return f"{text}, if any."
+
+
+def why_no_good_checkpoint(step: int, probation: int | None) -> str:
+    """Explains why no checkpoint is known-good.
+
+    Args:
+        step: optimizer steps done.
+        probation: healthy steps after which a checkpoint is known-good, or None if unknown.
+
+    Returns:
+        The reason, as text that begins with a colon, or an empty string if it is unknown. A run
+        that was too short gets a setting that fits its length.
+    """
+    if probation is None:
+        return ""
+    text = f": a checkpoint is known-good after {probation} healthy steps (rollback.probation)"
+    if step > probation:
+        return text
+    text += f", and the run has had {step}"
+    if step < 2:
+        return text
+    return f'{text}. For short runs: rollback={{"probation": {step // 2}}}'
+
+
+def last_line(outcome: RunOutcome, newest: int | None) -> str:
+    """Writes the last line of a run on the console.
+
+    Args:
+        outcome: how the run has ended.
+        newest: step of the newest checkpoint on disk, or None without one.
+
+    Returns:
+        The line, for example "completed after step 500: skipped 1 step; newest known-good
+        checkpoint: step 300".
+    """
+    how = STATES[RunState(outcome.ending)]
+    if outcome.ending == Ending.REQUESTED:
+        how = f"ended by {outcome.why}"
+    elif outcome.ending == Ending.STOPPED:
+        how += f" ({outcome.why})"
+    phrases = interventions(outcome)
+    if outcome.counts.rollbacks:
+        phrases.append(f"rolled back {_times(outcome.counts.rollbacks)}")
+    if outcome.history.observes:
+        phrases = [f"would have {phrase}" for phrase in phrases]
+    text = f"{how} after step {outcome.step}: {', '.join(phrases) or 'no intervention'}"
+    if outcome.steps_lost:
+        text += f"; {lost_steps_text(outcome)}"
+    checkpoints: list[str] = []
+    if newest is not None:
+        checkpoints.append(f"checkpoint {newest} is on disk")
+    if outcome.last_good is not None:
+        checkpoints.append(f"newest known-good checkpoint: step {outcome.last_good}")
+    elif outcome.open or outcome.nonfinite_saves or outcome.ending == Ending.STOPPED:
+        # After a healthy end nobody needs an earlier checkpoint.
+        checkpoints.append("no checkpoint is known-good")
+    if checkpoints:
+        text += f"; {', '.join(checkpoints)}"
+    return text
+
+
+def lost_steps_text(outcome: RunOutcome) -> str:
+    """A clause about the steps that rollbacks have undone and that were not repeated."""
+    total = outcome.step + outcome.steps_lost
+    text = f"{outcome.steps_lost:,} of {total:,} steps were not repeated"
+    if outcome.why_lost:
+        text += f", because {outcome.why_lost}"
+    return text
+
+
+def _wrapped(text: str, *, first: str = "", then: str = "") -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=then,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

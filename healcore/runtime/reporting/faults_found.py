@@ -1,0 +1,129 @@
+"""Lists the faults of a run, with the remedy of each and the steps that it cost."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from healcore.console import counted
+from healcore.events.schema import flag_names, sentence
+from healcore.history import Incident, Mode, RunHistory
+
+_QUIET_STEPS = 10  # alarms of one cause with fewer steps between them are one fault
+
+
+class FaultFound(NamedTuple):
+    """A fault of a run: an incident, alarms that changed nothing, or an exception with an answer.
+
+    Attributes:
+        first: its first step.
+        has_remedy: whether the policy did something about it.
+        text: what it was, the remedy, and the steps that it cost.
+    """
+
+    first: float
+    has_remedy: bool
+    text: str
+
+
+def faults_found(history: RunHistory) -> list[FaultFound]:
+    """Lists the faults of a run with the remedy of each and the steps that it cost.
+
+    Args:
+        history: what happened in the run. It has at most 1,000 alarms outside of incidents, and the
+            newest 20 exceptions.
+
+    Returns:
+        The faults in the order of their first step.
+    """
+    faults: list[FaultFound] = []
+    for incident in history.incidents:
+        where = _steps_text(incident.onset_step, incident.end)
+        remedies = _remedies(incident)
+        undone_by = _undone_by(history, incident.onset_step)
+        if incident.undone and undone_by and not incident.rolled_back:
+            remedies.append(undone_by)
+        remedy = ". ".join(remedies) or "Training continued"
+        text = f"{where}: {incident_cause_text(incident)}. {remedy}."
+        faults.append(FaultFound(incident.onset_step, bool(remedies), text))
+    for first, last, causes in _alarms_outside(history):
+        remedy = _undone_by(history, first) or "No remedy: an alarm alone changes nothing"
+        text = f"{_steps_text(first, last)}: {flag_names(causes)}. {remedy}."
+        faults.append(FaultFound(first, False, text))
+    for event in history.newest["fault"]:
+        if event.answer in (None, "save"):  # the exception ended the run, as the headline says
+            continue
+        step = float(event.step or 0)
+        text = f"{_steps_text(step, step)}: {sentence(event).removeprefix('fault: ')}."
+        faults.append(FaultFound(step, True, text))
+    return sorted(faults, key=lambda fault: fault.first)
+
+
+def _undone_by(history: RunHistory, step: float) -> str:
+    """The rollback that has undone a step, as a sentence without full stop, or an empty string."""
+    for event in history.rollbacks:
+        if event.step is not None and (event.checkpoint or 0) <= step < event.step:
+            return f"Undone by the rollback from step {event.step}"
+    return ""
+
+
+def _alarms_outside(history: RunHistory) -> list[tuple[float, float, tuple[str, ...]]]:
+    """First step, last step and causes of the alarms outside of incidents, close alarms as one."""
+    found: list[tuple[float, float, tuple[str, ...]]] = []
+    for step, causes in sorted(history.alarms_outside.items()):
+        if found:
+            first, last, before = found[-1]
+            if before == causes and step - last <= _QUIET_STEPS:
+                found[-1] = (first, step, causes)
+                continue
+        found.append((step, step, causes))
+    return found
+
+
+def _steps_text(first: float, last: float) -> str:
+    """A range of steps as text: "step 7" or "steps 7 to 12"."""
+    if first == last:
+        return f"step {first:.0f}"
+    return f"steps {first:.0f} to {last:.0f}"
+
+
+_FOUND_BY = {
+    "earlier_weights": "worse weights, found by comparison",
+    "nonfinite_steps": "no finite step any more",
+    "intended_numbers": "a change that the program makes on purpose",
+}
+"""`EventRecord.by` of a rollback without an alarm -> what was wrong."""
+
+
+def incident_cause_text(incident: Incident) -> str:
+    """Describes what was wrong in an incident.
+
+    Args:
+        incident: the incident, or a rollback without an alarm.
+
+    Returns:
+        Its causes, such as "nonfinite loss". Without an alarm, why the run was rolled back.
+    """
+    if incident.cause:
+        return flag_names(incident.cause)
+    if incident.number:
+        return "unknown cause"
+    by = ""
+    for event in incident.responses:
+        by = by or event.by or ""
+    return _FOUND_BY.get(by, "a rollback that a hook ordered")
+
+
+def _remedies(incident: Incident) -> list[str]:
+    """What was done about an incident, as sentences without their full stop."""
+    phrases: list[str] = []
+    if incident.skipped:
+        steps = counted(incident.skipped, "step")
+        if incident.capped:
+            steps += " or more"
+        phrases.append(f"skipped {steps}")
+    for event in incident.responses:
+        if event.kind != "stop":  # the headline has its reason
+            phrases.append(sentence(event))
+    if incident.mode is Mode.OBSERVE:
+        phrases = [f"only observed: {phrase}" for phrase in phrases]
+    return [phrase[:1].upper() + phrase[1:] for phrase in phrases]

@@ -1,0 +1,85 @@
+"""When a run ends that has no finite step, and the texts about steps that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from healcore.console import listed
+from healcore.core.decision import Cause, StepRecord
+
+FROM_START = 100
+"""Steps after which a run ends that has had no finite step."""
+IN_A_ROW = 1_000
+"""Consecutive steps without a finite step after which any other run ends."""
+
+
+def by_optimizer_text(numbers: Sequence[str]) -> str:
+    """Explains a step whose gradients were finite, and whose update was not.
+
+    Args:
+        numbers: settings of the optimizer that may be the reason, from `Driver.suspect_numbers`.
+
+    Returns:
+        The diagnosis for a person.
+    """
+    text = "The optimizer made NaN or Inf of a finite gradient"
+    if numbers:
+        text += f": {listed(numbers)}"
+    return (
+        f"{text}. Look at its learning rate and schedule, and at its numbers in a small dtype: in "
+        "bfloat16 a b2 of 0.999 is 1, in float16 an eps of 1e-8 is 0 "
+        "(optax.inject_hyperparams takes hyperparam_dtype=jnp.float32)."
+    )
+
+
+def nonfinite_streak_text(
+    record: StepRecord, row: int, weights: Sequence[str], from_start: bool
+) -> str:
+    """Describes a run of which many consecutive steps were not finite.
+
+    Args:
+        record: the last of these steps.
+        row: number of these steps.
+        weights: names of the parameters with NaN or Inf, in their order. A skip changes no
+            parameter, so a run without a finite step has the parameters that it was started with.
+        from_start: whether the run has had no finite step at all.
+
+    Returns:
+        A clause with the most likely reason: the weights, the training step, the optimizer, the
+        gradient or the loss.
+    """
+    which = "first" if from_start else "last"
+    since = " since the start" if from_start else ""
+    text = f"none of the {which} {row:,} steps was finite, so nothing was trained"
+    if weights:
+        loaded = "loaded " if from_start else ""
+        return f"{text}: the {loaded}weights are NaN or Inf; the first tensor is {weights[0]}"
+    if not record.taken:
+        return f"{text}: the training step has kept its old state{since}"
+    if record.by_optimizer:
+        return f"{text}: the gradients were finite, and the optimizer made NaN or Inf of them"
+    signal = "loss" if record.cause & Cause.NONFINITE_LOSS else "gradient"
+    text += f": the {signal} is NaN or Inf{since}"
+    for tensor in record.evidence:
+        if not math.isfinite(tensor.grad_norm):
+            text += f"; the first tensor is the gradient of {tensor.name}"
+            break
+    return text + likely_cause_text(record)
+
+
+def likely_cause_text(record: StepRecord | None) -> str:
+    """Says where to look first after many steps whose loss was NaN or Inf.
+
+    Args:
+        record: the newest step that was not finite, or None without such a step.
+
+    Returns:
+        A clause that begins with a semicolon, or an empty string if the loss was finite.
+    """
+    if record is None or not record.cause & Cause.NONFINITE_LOSS:
+        return ""
+    return (
+        "; look first for NaN or Inf in the inputs and labels, then for a division by 0 or a log "
+        "of 0 in the loss"
+    )

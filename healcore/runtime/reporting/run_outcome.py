@@ -1,0 +1,50 @@
+"""`RunOutcome`: how a run has ended, as data for the texts about its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from healcore.core.decision import Cause
+from healcore.history import Counts, RunHistory
+from healcore.runtime.faults.failures import causes_of
+
+
+class RunOutcome(NamedTuple):
+    """How a run has ended, and what is known about it at that time.
+
+    A live run makes it at its end. After a kill the next start makes it from the files, so several
+    fields may be unknown.
+    """
+
+    history: RunHistory  # what happened in the run, from its events
+    ending: str  # one of `Ending`
+    step: int  # optimizer steps done
+    counts: Counts  # counts of the whole run; lower limits if the run was killed
+    why: str = ""  # reason of a stop, or name of the signal
+    exception: str | None = None  # the exception in one line, or None without an exception
+    fault: Cause = Cause(0)  # cause of the exception, or 0 without an exception
+    hint: str = ""  # `Fault.hint` of the exception
+    open: bool | None = None
+    """Whether the last incident was open or the last step unhealthy, or None if unknown."""
+    lasting: Cause = Cause(0)  # lasting causes of the last step, such as a plateau
+    lr_scale: float = 1.0
+    last_good: int | None = None  # step of the newest known-good checkpoint, or None without one
+    last_good_path: str | None = None  # directory of the checkpoint `last_good`
+    probation: int | None = None
+    """Healthy steps after which a checkpoint is known-good, or None if unknown."""
+    nonfinite_saves: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """Step and array names of each checkpoint with disallowed NaN or Inf."""
+    metrics: Mapping[str, float] = MappingProxyType({})  # `Healer.metrics` at the end
+    steps_lost: int = 0
+    """Steps that rollbacks have undone and that were not repeated: the data was not rewound."""
+    why_lost: str = ""  # why the data was not rewound, or empty if no step is lost
+
+    @property
+    def cause(self) -> Cause:
+        """Cause of the last incident, or 0 without an incident."""
+        last = self.history.last_incident
+        if last is None:
+            return Cause(0)
+        return causes_of(last.cause)
