@@ -93,7 +93,15 @@ def _shortened(text: str) -> str:
 
 
 def encoded(value: object) -> tuple[JsonValue, str]:
-    """The JSON value of a field, and its text. A value that cannot be encoded says so instead."""
+    """Converts the value of a field to JSON, and encodes it.
+
+    Args:
+        value: any value.
+
+    Returns:
+        The JSON value and its text. For a value that cannot be converted, both are a short text
+        with the type of the exception.
+    """
     try:
         json_value = to_json(value)
         return json_value, json.dumps(json_value, allow_nan=False, separators=(",", ":"))

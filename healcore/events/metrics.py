@@ -22,11 +22,11 @@ _FLUSH_SECONDS = 0.5
 """Time for which lines are buffered, because a system call per step would be slow."""
 _MAX_BUFFERED = 1000
 _LINES_AT_ONCE = 64
-"""Steps of one dispatch of which each has a line. A line takes longer than a small compiled step,
-so that of more steps a thinned file has 32 to 64 lines per dispatch."""
+"""Number of steps of a dispatch from which a thinned file has 32 to 64 lines per dispatch, because
+a line takes longer than a small compiled step."""
 _UNTHINNED = 50_000  # steps after which a thinned file doubles the number of steps per line
 _LINE_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-"""Encodes the lines of all steps. `json.dumps` with these options would make one for each line."""
+"""Encoder of all lines. `json.dumps` with these options would make a new encoder for each line."""
 
 
 @dataclass(eq=False)
@@ -166,6 +166,8 @@ class MetricsLog:
 
 
 def _number(value: SupportsFloat) -> float | str:
-    """`to_json` of a number of each step, which is known to be a number."""
+    """Converts a number to JSON. Every step needs several, and `to_json` would test the type."""
     number = float(value)
-    return number if math.isfinite(number) else str(number)
+    if math.isfinite(number):
+        return number
+    return str(number)

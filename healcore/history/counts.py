@@ -23,15 +23,15 @@ class Counts(NamedTuple):
     lr_cuts: int = 0  # cuts of the learning rate, which only a live run counts
 
 
-def by_name(*, observes: bool, **counts: int) -> dict[str, int]:
-    """Names counts so that a reader cannot take an observed change for a change.
+def name_changes(*, observes: bool, **counts: int) -> dict[str, int]:
+    """Names counts of changes so that changes that were only observed have a name of their own.
 
     Args:
         observes: whether the policy only observes, so that nothing was changed.
         **counts: name of a change, such as `skips` -> its number.
 
     Returns:
-        The counts. With `observes` each count is 0, and "observed_skips" has the number of skips
+        Name -> number. With `observes`, "skips" is 0, and "observed_skips" is the number of skips
         that the policy would have made.
     """
     if not observes:
@@ -47,7 +47,7 @@ def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> C
 
     Args:
         incidents: the incidents of one run or replay.
-        **counts: fields of `Counts` that are known from elsewhere, which replace what is counted.
+        **counts: fields of `Counts` that are known from elsewhere. They replace the counted ones.
 
     Returns:
         The counts. An incident with number 0, which is only a rollback, counts as a rollback only.

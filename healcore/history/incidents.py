@@ -82,8 +82,8 @@ class Incident:
     def add(self, event: EventRecord) -> None:
         """Adds an alarm or order of the incident.
 
-        Causes and actions accumulate. Batches, readings, evidence and diagnosis are those of the
-        first event that has them, because the later alarms are mostly consequences of the first.
+        Causes and actions accumulate. Batches, readings, evidence and diagnosis are taken from the
+        first event that has them, because later alarms are mostly consequences of the first alarm.
 
         Args:
             event: an event `alarm` or `order`.
@@ -147,11 +147,11 @@ class Incident:
 
 
 def merge_names(names: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
-    """Adds names to names, each once.
+    """Joins names without duplicates.
 
     Args:
         names: the names so far, in order.
-        added: further names, of which some may be there already.
+        added: further names, which may repeat earlier names.
 
     Returns:
         The union, in order of first occurrence.

@@ -109,7 +109,9 @@ class RunProcess:
         gone = process.gone()
         if gone is None:
             return RunState.UNKNOWN
-        return RunState.GONE if gone else RunState.RUNNING
+        if gone:
+            return RunState.GONE
+        return RunState.RUNNING
 
 
 class RunAttempt(NamedTuple):
@@ -165,7 +167,7 @@ class RunHistory:
     lost: int = 0  # events that could not be written
 
     def __post_init__(self) -> None:
-        self._good: set[int] = set()  # steps of the known-good checkpoints in the store
+        self._good_steps: set[int] = set()  # steps of the known-good checkpoints in the store
         self._store: str | None = None
 
     @property
@@ -193,7 +195,21 @@ class RunHistory:
     @property
     def last_good(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
-        return max(self._good, default=None)
+        return max(self._good_steps, default=None)
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that rollbacks have undone and that were not repeated."""
+        return sum(rollback.steps_lost or 0 for rollback in self.rollbacks)
+
+    @property
+    def why_lost(self) -> str:
+        """Why the last of these steps were not repeated, or empty if no step is lost."""
+        why = ""
+        for rollback in self.rollbacks:
+            if rollback.steps_lost:
+                why = rollback.why or ""
+        return why
 
     @property
     def observes(self) -> bool:
@@ -216,11 +232,7 @@ class RunHistory:
         if invalid_fields:
             self.malformed.append((record, invalid_fields))
         if not self.processes or record.run != self.processes[-1].id:
-            origin = "process" if self.attempts else "start"
-            self.attempts.append(RunAttempt(step, origin, self.step))
-            self.processes.append(RunProcess(record.run))
-            self.step = None
-            self.lr_scale = None
+            self._begin_process(record.run, step)
         self.processes[-1].add(record)
         self._track_good(record)
         if kind in KINDS:
@@ -237,6 +249,16 @@ class RunHistory:
         if handler is not None:
             handler(record, step)
         return record
+
+    def _begin_process(self, process: str, step: float) -> None:
+        """Adds a process, and the attempt that it begins."""
+        origin = "start"
+        if self.attempts:
+            origin = "process"
+        self.attempts.append(RunAttempt(step, origin, self.step))
+        self.processes.append(RunProcess(process))
+        self.step = None
+        self.lr_scale = None
 
     def counts(self) -> Counts:
         """Counts incidents, rollbacks, skips and clips so far.
@@ -265,21 +287,21 @@ class RunHistory:
                 setattr(self, name, max(getattr(self, name) or 0, count))
 
     def _track_good(self, event: EventRecord) -> None:
-        """Updates the steps of the known-good checkpoints, which a rollback may abandon."""
+        """Updates the steps of the known-good checkpoints. A rollback abandons the later ones."""
         step = event.checkpoint
         if step is None:
             step = event.step
         if event.kind == "start" and event.store != self._store:
             self._store = event.store
-            self._good.clear()
+            self._good_steps.clear()
         elif event.kind == "good" and step is not None:
-            self._good.add(step)
+            self._good_steps.add(step)
         elif event.kind in ("rollback", "resume") and step is not None:
-            self._good = {good for good in self._good if good <= step}
+            self._good_steps = {good for good in self._good_steps if good <= step}
         elif event.kind == "damaged" and step is not None:
-            self._good.discard(step)
+            self._good_steps.discard(step)
         if event.last_good is not None:
-            self._good.add(event.last_good)
+            self._good_steps.add(event.last_good)
 
     def _undo(self, step: float) -> None:
         """Marks incidents from `step` on as undone."""

@@ -10,7 +10,7 @@ from typing import Any
 from healcore.core.decision import Cause, names
 from healcore.events.json_lines import to_json
 from healcore.events.models import Ending
-from healcore.history.counts import by_name
+from healcore.history.counts import name_changes
 from healcore.runtime.data import BatchId
 from healcore.runtime.reporting.diagnosis import advice, why_no_good_checkpoint
 from healcore.runtime.reporting.postmortem import path_for
@@ -73,13 +73,14 @@ class HealingReport:
             ending: how the run has ended, or None before its end.
             error: the exception that has ended the run, or None.
         """
-        outcome = run.recovery.outcome(Ending.COMPLETED)
+        outcome = run.recovery.outcome(ending or Ending.COMPLETED)
         ledger = run.ledger
         causes: Counter[str] = Counter()
         for incident in ledger.incidents:
             causes.update(names(Cause(incident.cause)))
+        # The engines count clips and cuts too, and have counted steps that the host has not read.
         tallies = [engine["state"]["tally"] for engine in run.driver.engines().values()]
-        changes = by_name(
+        changes = name_changes(
             observes=run.policy.observes,
             skips=outcome.counts.skips,
             clips=sum(int(tally["clips"]) for tally in tallies),
@@ -97,8 +98,10 @@ class HealingReport:
         if isinstance(error, RunStopped):
             diagnosis = error.diagnosis
         ending_text = "running"
+        postmortem = None
         if ending is not None:
             ending_text = ending.value
+            postmortem = _postmortem_of(run)
         return cls(
             policy=run.policy.name,
             ending=ending_text,
@@ -114,7 +117,7 @@ class HealingReport:
             lr_scale=outcome.lr_scale,
             last_good=outcome.last_good,
             probation=outcome.probation,
-            postmortem=_postmortem_of(run) if ending is not None else None,
+            postmortem=postmortem,
             diagnosis=diagnosis,
             advice=hints,
         )

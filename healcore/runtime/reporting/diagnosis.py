@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause, names
@@ -83,25 +83,34 @@ def explain(outcome: RunOutcome) -> str:
         is nothing to say are absent.
     """
     parts = [_headline(outcome)]
-    for label, sentences in (("Seen", _seen), ("State", _state), ("Tried", _tried)):
-        if label == "Tried":
-            parts += _list_faults(outcome)
-        text = " ".join(sentences(outcome))
-        if text:
-            parts.append(_wrapped(text, first=f"{label}: ", then="  "))
-    if (
-        outcome.ending != Ending.COMPLETED
-        or outcome.open
-        or outcome.nonfinite_saves
-        or outcome.fault
-    ):
-        hints = _hints(outcome)
-        if hints:
-            parts.append("Look at:")
-        for hint in hints:
-            parts.append(_wrapped(hint, first="  - ", then="    "))
+    parts += _paragraph("Seen", _seen(outcome))
+    parts += _paragraph("State", _state(outcome))
+    parts += _list_faults(outcome)
+    parts += _paragraph("Tried", _tried(outcome))
+    is_healthy = outcome.ending == Ending.COMPLETED and not outcome.open
+    if not is_healthy or outcome.nonfinite_saves or outcome.fault:
+        parts += _list_hints(outcome)
     parts.append(_last_good(outcome))
     return "\n".join(parts)
+
+
+def _paragraph(label: str, sentences: Iterable[str]) -> list[str]:
+    """A paragraph with a label, or nothing without a sentence."""
+    text = " ".join(sentences)
+    if not text:
+        return []
+    return [_wrapped(text, first=f"{label}: ", then="  ")]
+
+
+def _list_hints(outcome: RunOutcome) -> list[str]:
+    """The paragraph about what to look at: its lines, or nothing without a hint."""
+    hints = _hints(outcome)
+    if not hints:
+        return []
+    lines = ["Look at:"]
+    for hint in hints:
+        lines.append(_wrapped(hint, first="  - ", then="    "))
+    return lines
 
 
 def _headline(outcome: RunOutcome) -> str:
@@ -118,7 +127,7 @@ def _headline(outcome: RunOutcome) -> str:
 
 
 def _hints(outcome: RunOutcome) -> list[str]:
-    """What to look at: the most special advice first."""
+    """What to look at. The advice about this run comes before the advice about its causes."""
     hints: list[str] = []
     cause = outcome.cause
     if outcome.hint:
@@ -195,9 +204,9 @@ def _state(outcome: RunOutcome) -> Iterator[str]:
         return
     step, arrays = outcome.nonfinite_saves[0]
     number = len(outcome.nonfinite_saves)
-    saves = (
-        f"the checkpoint of step {step}" if number == 1 else f"{number} checkpoints since {step}"
-    )
+    saves = f"the checkpoint of step {step}"
+    if number > 1:
+        saves = f"{number} checkpoints since {step}"
     yield f"NaN or Inf in {first_of(arrays, _SHOWN)}, in {saves}."
     last_step, _ = outcome.nonfinite_saves[-1]
     if last_step == outcome.step:
@@ -222,7 +231,7 @@ def _list_faults(outcome: RunOutcome) -> list[str]:
     faults = faults_found(outcome.history)
     if not faults:
         return []
-    # Of many faults those with a remedy are listed, and the newest ones.
+    # If a run has many faults, the list has the faults with a remedy first, then the newest faults.
     important = sorted(faults, key=lambda fault: (fault.has_remedy, fault.first))[-_MOST_FAULTS:]
     lines = ["Faults found:"]
     for fault in faults:

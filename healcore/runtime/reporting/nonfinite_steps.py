@@ -34,13 +34,13 @@ def by_optimizer_text(numbers: Sequence[str]) -> str:
 
 
 def nonfinite_streak_text(
-    record: StepRecord, row: int, weights: Sequence[str], from_start: bool
+    record: StepRecord, steps: int, weights: Sequence[str], from_start: bool
 ) -> str:
-    """Describes a run of which many consecutive steps were not finite.
+    """Describes many consecutive steps that were not finite.
 
     Args:
         record: the last of these steps.
-        row: number of these steps.
+        steps: number of these steps.
         weights: names of the parameters with NaN or Inf, in their order. A skip changes no
             parameter, so a run without a finite step has the parameters that it was started with.
         from_start: whether the run has had no finite step at all.
@@ -49,17 +49,19 @@ def nonfinite_streak_text(
         A clause with the most likely reason: the weights, the training step, the optimizer, the
         gradient or the loss.
     """
-    which = "first" if from_start else "last"
-    since = " since the start" if from_start else ""
-    text = f"none of the {which} {row:,} steps was finite, so nothing was trained"
+    which, since, loaded = "last", "", ""
+    if from_start:
+        which, since, loaded = "first", " since the start", "loaded "
+    text = f"none of the {which} {steps:,} steps was finite, so nothing was trained"
     if weights:
-        loaded = "loaded " if from_start else ""
         return f"{text}: the {loaded}weights are NaN or Inf; the first tensor is {weights[0]}"
     if not record.taken:
         return f"{text}: the training step has kept its old state{since}"
     if record.by_optimizer:
         return f"{text}: the gradients were finite, and the optimizer made NaN or Inf of them"
-    signal = "loss" if record.cause & Cause.NONFINITE_LOSS else "gradient"
+    signal = "gradient"
+    if record.cause & Cause.NONFINITE_LOSS:
+        signal = "loss"
     text += f": the {signal} is NaN or Inf{since}"
     for tensor in record.evidence:
         if not math.isfinite(tensor.grad_norm):

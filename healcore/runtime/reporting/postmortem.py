@@ -19,7 +19,7 @@ from healcore.events.json_lines import to_json
 from healcore.events.metrics import COMPARED
 from healcore.events.models import Ending, EventRecord
 from healcore.history import RunHistory, runs_of
-from healcore.history.counts import by_name
+from healcore.history.counts import name_changes
 from healcore.history.curves import read_last_rows
 from healcore.runtime.faults.failures import causes_of
 from healcore.runtime.reporting.diagnosis import explain
@@ -69,47 +69,9 @@ def write(
     Returns:
         A sentence about the error, or None if the postmortem was written.
     """
-    history = outcome.history
-    counts = outcome.counts
-    process = history.processes[-1]
-    start = process.start or EventRecord()
-    last = process.last or EventRecord()
-    if outcome.ending == Ending.KILLED:  # by the events alone: this process is another one
-        ended = last.time or ""
-        seconds = process.seconds
-    else:
-        ended = log.now()
-        seconds = process.seconds
-        if process.began is not None:
-            seconds = time.monotonic() - process.began
-    if seconds is not None:
-        seconds = round(seconds, 6)
-    fields: dict[str, Any] = {
-        "schema": SCHEMA,
-        "run": process.id,
-        "ending": outcome.ending,
-        "step": outcome.step,
-        "cause": outcome.cause | outcome.lasting | outcome.fault & Cause.HANG,
-        "incidents": counts.incidents,
-        **by_name(observes=history.observes, clips=counts.clips or 0, skips=counts.skips),
-        "metrics": outcome.metrics,
-        "rollbacks": [_rollback(event) for event in history.rollbacks],
-        "steps_lost": outcome.steps_lost,
-        "lr_scale": outcome.lr_scale,
-        "last_good": outcome.last_good,
-        "last_good_path": outcome.last_good_path,
-        "exception": trace or outcome.exception,
-        "ended": ended,
-        "seconds": seconds,
-        "lost_events": history.lost if lost is None else lost,
-        "process": process.identity(),
-        "environment": start.environment or {},
-        "certain": certain,
-        "stacks": list(stacks),
-    }
-    path = path_for(events, process.id)
+    path = path_for(events, outcome.history.processes[-1].id)
     try:
-        fields["diagnosis"] = explain(outcome)
+        fields = _fields(outcome, trace, certain, stacks, lost)
         text = json.dumps(to_json(fields), indent=2)
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, f"{text}\n".encode("ascii"))
@@ -118,15 +80,73 @@ def write(
     return None
 
 
-def _rollback(event: EventRecord) -> dict[str, Any]:
+def _fields(
+    outcome: RunOutcome,
+    trace: str | None,
+    certain: bool,
+    stacks: Sequence[dict[str, Any]],
+    lost: int | None,
+) -> dict[str, Any]:
+    """The fields of the file, see `write`."""
+    history = outcome.history
+    counts = outcome.counts
+    process = history.processes[-1]
+    start = process.start or EventRecord()
+    last = process.last or EventRecord()
+    seconds = process.seconds
+    if outcome.ending == Ending.KILLED:  # the calling process is another process
+        ended = last.time or ""
+    else:
+        ended = log.now()
+        if process.began is not None:
+            seconds = time.monotonic() - process.began
+    if seconds is not None:
+        seconds = round(seconds, 6)
+    lost_events = history.lost
+    if lost is not None:
+        lost_events = lost
+    return {
+        "schema": SCHEMA,
+        "run": process.id,
+        "ending": outcome.ending,
+        "step": outcome.step,
+        "cause": outcome.cause | outcome.lasting | outcome.fault & Cause.HANG,
+        "incidents": counts.incidents,
+        **name_changes(observes=history.observes, clips=counts.clips or 0, skips=counts.skips),
+        "metrics": outcome.metrics,
+        "rollbacks": [_rollback_fields(event) for event in history.rollbacks],
+        "steps_lost": outcome.steps_lost,
+        "lr_scale": outcome.lr_scale,
+        "last_good": outcome.last_good,
+        "last_good_path": outcome.last_good_path,
+        "exception": trace or outcome.exception,
+        "ended": ended,
+        "seconds": seconds,
+        "lost_events": lost_events,
+        "process": process.identity(),
+        "environment": start.environment or {},
+        "certain": certain,
+        "stacks": list(stacks),
+        "diagnosis": explain(outcome),
+    }
+
+
+def _rollback_fields(event: EventRecord) -> dict[str, Any]:
+    """A rollback as an entry of the postmortem's `rollbacks`."""
     step = event.step or 0
+    onset = step
+    if event.onset is not None:
+        onset = event.onset
+    lr_scale = 1.0
+    if event.lr_scale is not None:
+        lr_scale = event.lr_scale
     return {
         "step": step,
-        "onset": step if event.onset is None else event.onset,
+        "onset": onset,
         "target": event.checkpoint,
         "lr": event.lr,
         "lr_limit": event.lr_limit,
-        "lr_scale": 1.0 if event.lr_scale is None else event.lr_scale,
+        "lr_scale": lr_scale,
         "skipped": len(event.batches or ()),
         "repeated": event.steps_repeated or 0,
         "lost": event.steps_lost or 0,
@@ -232,24 +252,21 @@ def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = N
     step = history.step or 0
     for row in rows.values():
         step = max(step, row["step"] + 1)
-    steps_lost = 0
-    why_lost = ""
-    for rollback in history.rollbacks:
-        if rollback.steps_lost:
-            steps_lost += rollback.steps_lost
-            why_lost = rollback.why or ""
+    lr_scale = 1.0
+    if history.lr_scale is not None:
+        lr_scale = history.lr_scale
     outcome = RunOutcome(
         history,
         Ending.KILLED,
         step,
         history.counts(),
         why=why,
-        lr_scale=1.0 if history.lr_scale is None else history.lr_scale,
+        lr_scale=lr_scale,
         last_good=history.last_good,
         lasting=_lasting_causes(rows),
         metrics=_last_metrics(rows),
-        steps_lost=steps_lost,
-        why_lost=why_lost,
+        steps_lost=history.steps_lost,
+        why_lost=history.why_lost,
     )
     problem = write(events, outcome, certain=bool(gone))
     if problem is not None:
@@ -296,7 +313,9 @@ def _last_metrics(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The numbers of the last rows, with the names of `Healer.metrics`."""
     metrics: dict[str, Any] = {}
     for engine, row in rows.items():
-        prefix = f"heal/{engine}/" if engine else "heal/"
+        prefix = "heal/"
+        if engine:
+            prefix = f"heal/{engine}/"
         for name in LAST_NUMBERS:
             if name in row:
                 metrics[f"{prefix}{name}"] = row[name]

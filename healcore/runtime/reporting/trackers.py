@@ -116,7 +116,7 @@ class Trackers:
         self._deliveries = [_Delivery(*selection) for selection in selected]
 
     def start(self, run: str) -> None:
-        """Starts to deliver, also earlier records.
+        """Starts to deliver the records, including the records before the call.
 
         Args:
             run: id of the training run, the same in all its processes.
@@ -131,7 +131,7 @@ class Trackers:
         Args:
             step: index of the step in the run.
             record: the step as one engine judged it.
-            fields: the fields of its line in the metrics file, from `Metrics.write`.
+            fields: the fields of its line in the metrics file, from `MetricsLog.write`.
         """
         if not self._deliveries:
             return

@@ -7,7 +7,7 @@ from typing import Any
 
 from healcore.core.decision import Action, Cause, StepRecord
 from healcore.events.metrics import COMPARED
-from healcore.history.counts import by_name
+from healcore.history.counts import name_changes
 
 COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 """Counts since the run began: keys of an engine's `tally`."""
@@ -144,7 +144,7 @@ class RunMetrics:
             for count in ("rollbacks", "alarms"):
                 numbers[count] = counts[count]
             changes = {count: counts[count] for count in self._changes}
-            numbers |= by_name(observes=self._observes, **changes)
+            numbers |= name_changes(observes=self._observes, **changes)
             for field, number in numbers.items():
                 metrics[f"{prefix}/{field}"] = float(number)
         return metrics

@@ -13,6 +13,7 @@
     values          nested Python values as JSON, and how the structures of two differ
     ranks           exchanges between the processes that write one checkpoint together
     claim           reserves a directory for one run
+    forks           resets objects with locks or threads in forked children
 
 The stores come from the adapters: `healcore.torch.store`, `healcore.jax.store`.
 """

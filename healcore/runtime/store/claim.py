@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from healcore.core.errors import clean
-from healcore.events.process import watch_forks
 from healcore.runtime.store.checkpoints import StoreError
+from healcore.runtime.store.forks import watch_forks
 
 try:
     import fcntl

@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from healcore import console
-from healcore.events.process import watch_forks
 from healcore.runtime.store.checkpoints import SaveFailed, StoreError
+from healcore.runtime.store.forks import watch_forks
 
 
 class Writer:

@@ -296,12 +296,7 @@ def plot(figure: Any, report: PageReport, width: float) -> None:
         axes[1].plot(at, np.full(len(at), 0.95), "x", **style)
     legend: dict[str, Any] = {}
     for axis in axes:
-        for incident in report.incidents[:_MAX_MARKS]:
-            span = incident.onset_step, incident.end
-            colour, label = _BAD, "incident"
-            if not incident.number:
-                colour, label = _RATE, "rolled back"
-            axis.axvspan(*span, color=colour, alpha=0.1, lw=0.8, label=label)
+        _shade_incidents(axis, report.incidents)
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             legend.setdefault(label, handle)
     left, columns = _LEFT - 0.1, 6
@@ -323,6 +318,16 @@ def plot(figure: Any, report: PageReport, width: float) -> None:
     axes[-1].set_xlabel("optimizer step")
     place = {"loc": "upper left", "bbox_to_anchor": (left / width, 1), "borderaxespad": 0.2}
     figure.legend(legend.values(), legend.keys(), frameon=False, ncols=columns, **place)
+
+
+def _shade_incidents(axis: Any, incidents: Sequence[Incident]) -> None:
+    """Shades the steps of each incident, and of each rollback without an incident."""
+    for incident in incidents[:_MAX_MARKS]:
+        colour, label = _BAD, "incident"
+        if not incident.number:
+            colour, label = _RATE, "rolled back"
+        span = incident.onset_step, incident.end
+        axis.axvspan(*span, color=colour, alpha=0.1, lw=0.8, label=label)
 
 
 # -- the timeline ---------------------------------------------------------------------------------
@@ -394,66 +399,99 @@ def _alarms(report: PageReport) -> list[_Mark]:
     return alarms
 
 
+class _Label(NamedTuple):
+    """The text of an event on the timeline, and the room that the event needs with its text."""
+
+    text: str
+    side: str
+    """Horizontal alignment of the text: "left" or "right"."""
+    x: float
+    """Step at which the text is anchored."""
+    offset: float
+    """Distance of the text from `x` in points."""
+    begin: float
+    end: float
+
+
 def _draw_timeline(
     axis: Any, kinds: dict[str, list[_Mark]], limits: tuple[float, float], per_inch: float
 ) -> float:
     """Draws each event with its text in a free row, and an arc from a rollback to its checkpoint.
 
-    The text of an event is to the right of its bar, or to the left where the right edge is near. A
-    row is free if the text does not overlap the last event of the row.
+    A row is free if the text does not overlap the last event of the row.
 
     Returns the height in inches.
     """
     names: dict[str, float] = {}  # name of a kind -> centre of its rows in inches
-    arc = np.linspace(0, np.pi, 33)
     y = 0.0
     for name, marks in kinds.items():
-        ends: list[float] = []  # of each row
+        ends: list[float] = []  # for each row, the end of its last event
         row_height = 0.2
         if any(mark.to is not None for mark in marks):
             row_height = 0.34  # room for the arcs
         for mark in sorted(marks[:_MAX_MARKS], key=operator.attrgetter("first")):
-            first, last = mark.first, mark.last
-            if mark.to is not None:
-                first = min(first, mark.to)
-            size = (len(mark.text) * _CHARACTER + 0.15) * per_inch
-            room_left = first - limits[0]
-            room_right = limits[1] - last
-            is_left = room_right < min(size, room_left)
-            if is_left:
-                room, begin, end = room_left, first - size, last
-                side, at_x, offset = "right", first, -5
+            label = _label_of(mark, limits, per_inch)
+            row = _free_row(ends, label.begin)
+            if row >= _MAX_ROWS:  # the last row has bars without texts, which may overlap
+                row = _MAX_ROWS
+                label = label._replace(text="")
+            if row < len(ends):
+                ends[row] = max(ends[row], label.end)
             else:
-                room, begin, end = room_right, first, last + size
-                side, at_x, offset = "left", last, 5
-            text = mark.text
-            max_characters = int(room / per_inch / _CHARACTER) - 3
-            if len(text) > max_characters + 1:
-                text = f"{text[: max(max_characters, 0)]}…"
-            row = len(ends)
-            for number, end_of_row in enumerate(ends):
-                if end_of_row <= begin:
-                    row = number
-                    break
-            if row >= _MAX_ROWS:
-                row, text = _MAX_ROWS, ""
-            ends[row : row + 1] = [max([end, *ends[row : row + 1]])]
-            y_of_row = y + (row + 1) * row_height - 0.1
-            style = {"color": mark.colour, "clip_on": False}
-            axis.plot(mark[:2], [y_of_row] * 2, lw=5, solid_capstyle="projecting", **style)
-            if mark.to is not None:
-                middle = (mark.first + mark.to) / 2
-                half = (mark.first - mark.to) / 2
-                axis.plot(middle + half * np.cos(arc), y_of_row - 0.2 * np.sin(arc), **style)
-                axis.plot(mark.to, y_of_row, marker=7, ms=6, **style)  # a head that points down
-            place = {"va": "center_baseline", "textcoords": "offset points", "ha": side}
-            axis.annotate(text, (at_x, y_of_row), (offset, 0), **place)
+                ends.append(label.end)
+            _draw_mark(axis, mark, label, y + (row + 1) * row_height - 0.1)
         if marks:
             names[name] = y + row_height * len(ends) / 2
         y += row_height * len(ends)
     axis.set_ylim(y + 0.05, 0)
     axis.set_yticks([*names.values()], [*names])
     return y + 0.05
+
+
+def _label_of(mark: _Mark, limits: tuple[float, float], per_inch: float) -> _Label:
+    """Places the text of an event to the right of its bar, or to the left near the right edge.
+
+    A text that is longer than the room is shortened.
+    """
+    first, last = mark.first, mark.last
+    if mark.to is not None:
+        first = min(first, mark.to)
+    size = (len(mark.text) * _CHARACTER + 0.15) * per_inch
+    room_left = first - limits[0]
+    room_right = limits[1] - last
+    is_left = room_right < min(size, room_left)
+    room = room_right
+    if is_left:
+        room = room_left
+    text = mark.text
+    max_characters = int(room / per_inch / _CHARACTER) - 3
+    if len(text) > max_characters + 1:
+        text = f"{text[: max(max_characters, 0)]}…"
+    if is_left:
+        return _Label(text, "right", x=first, offset=-5, begin=first - size, end=last)
+    return _Label(text, "left", x=last, offset=5, begin=first, end=last + size)
+
+
+def _free_row(ends: Sequence[float], begin: float) -> int:
+    """The first row whose last event ends before `begin`, or the number of rows."""
+    for row, end in enumerate(ends):
+        if end <= begin:
+            return row
+    return len(ends)
+
+
+def _draw_mark(axis: Any, mark: _Mark, label: _Label, y: float) -> None:
+    """Draws the bar of an event, the arc to the step from which the run continued, and the text."""
+    style = {"color": mark.colour, "clip_on": False}
+    axis.plot((mark.first, mark.last), [y] * 2, lw=5, solid_capstyle="projecting", **style)
+    if mark.to is not None:
+        arc = np.linspace(0, np.pi, 33)
+        middle = (mark.first + mark.to) / 2
+        half = (mark.first - mark.to) / 2
+        axis.plot(middle + half * np.cos(arc), y - 0.2 * np.sin(arc), **style)
+        axis.plot(mark.to, y, marker=7, ms=6, **style)  # a head that points down
+    place = {"va": "center_baseline", "textcoords": "offset points", "ha": label.side}
+    axis.annotate(label.text, (label.x, y), (label.offset, 0), **place)
 
 
 # -- the curves -----------------------------------------------------------------------------------

@@ -40,11 +40,12 @@ class ReportError(HealcoreError, ValueError):
 
 
 class PageReport(NamedTuple):
-    """The report on a run or a replay.
+    """What a report page shows of one run or replay.
 
-    `read_reports` builds the report on a run that healcore watched, from its files. A replay builds
-    its own (`Replay.report`). `healcore.tools.report.page.render` shows both. Values that are
-    unknown, for example because an event is lost, are None or empty.
+    `read_reports` builds the report on a run that healcore watched, from the files of the run. A
+    replay builds its own report (`Replay.report`). `healcore.tools.report.page.render` shows both.
+    Values that are unknown, for example because an event is lost, are None or empty. A program
+    reads the `HealingReport` of its own run instead.
     """
 
     title: str
@@ -193,22 +194,11 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
     curves, curve_notes = _read_curves(metrics_path(path), history)
     start = history.start or EventRecord()
     state = _state_of(history, written)
-    malformed: list[str] = []
-    for event, fields in history.malformed:
-        malformed.append(f"event {event.seq} ({event.kind}): {', '.join(fields)}")
-    reported: list[str] = []
-    for kind in ("save_failed", "damaged", "problem"):
-        for event in history.newest[kind]:
-            if event.problem is not None:
-                reported.append(f"step {event.step}: {event.problem}")
-    notes = first_lines(malformed, MAX_LINES, "fields of the wrong type, ignored: ")
+    notes = _notes_on_fields(history)
     if problem:
         notes.append(problem)
-    notes += filter(None, curve_notes)
-    if history.lost:
-        lost = counted(history.lost, "event is", "events are")
-        notes.append(f"{lost} lost, because writing to the disk failed.")
-    notes += first_lines(reported, MAX_LINES, "reported by the run: ")
+    notes += curve_notes
+    notes += _notes_of_run(history)
     diagnosis = written.get("diagnosis")
     if not isinstance(diagnosis, str):
         diagnosis = history.processes[-1].diagnosis
@@ -232,6 +222,28 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
         assessments=tuple(history.newest["assessment"]),
         diagnosis=diagnosis,
     )
+
+
+def _notes_on_fields(history: RunHistory) -> list[str]:
+    """Notes about events with fields of the wrong type."""
+    malformed: list[str] = []
+    for event, fields in history.malformed:
+        malformed.append(f"event {event.seq} ({event.kind}): {', '.join(fields)}")
+    return first_lines(malformed, MAX_LINES, "fields of the wrong type, ignored: ")
+
+
+def _notes_of_run(history: RunHistory) -> list[str]:
+    """Notes about lost events, and about problems that the run itself has reported."""
+    notes: list[str] = []
+    if history.lost:
+        lost = counted(history.lost, "event is", "events are")
+        notes.append(f"{lost} lost, because writing to the disk failed.")
+    reported: list[str] = []
+    for kind in ("save_failed", "damaged", "problem"):
+        for event in history.newest[kind]:
+            if event.problem is not None:
+                reported.append(f"step {event.step}: {event.problem}")
+    return notes + first_lines(reported, MAX_LINES, "reported by the run: ")
 
 
 def _read_curves(path: Path, history: RunHistory) -> tuple[Curves, list[str]]:
@@ -281,18 +293,11 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
     versions = start.environment or {}
     first: EventRecord | None = None
     step_at_end = written.get("step")
-    seconds: list[float] = []
     for process in history.processes:
         if first is None:
             first = process.start
         if process.end:
             step_at_end = process.end.step
-        if process.seconds is not None:
-            seconds.append(process.seconds)
-    duration = None
-    if seconds:
-        # A damaged event may have any number of seconds.
-        duration = timedelta(seconds=round(max(min(sum(seconds), 1e9), 0)))
     faults: list[str] = []
     for event in history.newest["fault"]:
         faults.append(f"step {event.step}: {sentence(event).removeprefix('fault: ')}")
@@ -300,9 +305,6 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
     last_good = history.last_good
     if last_good is None:
         last_good = written.get("last_good")
-    steps_lost = 0
-    for rollback in history.rollbacks:
-        steps_lost += rollback.steps_lost or 0
     settings: list[str] = []
     for name, value in history.settings.items():
         if name != "policy":
@@ -320,10 +322,10 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
         "Mode": start.mode,
         "Started": _time_of(first),
         "Last event": _time_of(history.processes[-1].last),
-        "Duration": duration,
+        "Duration": _duration(history),
         "Faults": "; ".join(faults),
         "Step at the end": step_at_end,
-        "Steps not repeated": steps_lost or None,
+        "Steps not repeated": history.steps_lost or None,
         "Last known-good": last_good,
         "Settings": ", ".join(settings),
         "Saved every": saved_every,
@@ -338,6 +340,18 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
         if value not in (None, ""):
             known[label] = str(value)
     return known
+
+
+def _duration(history: RunHistory) -> timedelta | None:
+    """The sum of the durations of the processes, or None if none is known."""
+    seconds: list[float] = []
+    for process in history.processes:
+        if process.seconds is not None:
+            seconds.append(process.seconds)
+    if not seconds:
+        return None
+    # A damaged event may have any number of seconds.
+    return timedelta(seconds=round(max(min(sum(seconds), 1e9), 0)))
 
 
 def _time_of(event: EventRecord | None) -> str | None:

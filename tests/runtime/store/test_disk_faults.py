@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from healcore.events import process as process_events
-from healcore.runtime.store import files, single_file
+from healcore.runtime.store import files, forks, single_file
 from healcore.runtime.store.checkpoints import CheckpointDamaged, Keep, SaveFailed, StoreError
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.files import ChecksumError, unseal
@@ -450,7 +449,7 @@ def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_thre
     assert process.exitcode == 0
     assert store.steps_on_disk() == []
     # A second may be over on a busy machine, and a save that waits for the fork never ends.
-    monkeypatch.setattr(process_events, "FORK_WAIT", 10.0)
+    monkeypatch.setattr(forks, "FORK_WAIT", 10.0)
     threading.Timer(0.1, gate.set).start()
     multiprocessing.get_context("fork").Process(target=int).start()  # waits, for locks of libc
     assert store.take_failures() == []
@@ -461,7 +460,7 @@ def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_thre
 
 IMPORTED_FIRST = """
 import sys
-import healcore.events.process
+import healcore.runtime.store.forks
 import concurrent.futures.thread
 import pytest
 name = "does_not_wait_for_its_parents_threads"
