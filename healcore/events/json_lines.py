@@ -35,7 +35,7 @@ ParseLine = Callable[[bytes], Event | str]
 def to_json(value: object) -> JsonValue:
     """Converts any value to types that `json` can encode.
 
-    An event may hold whatever a program, a hook or an exception brings along, so no type is an
+    An event may contain values of the program, of a hook or of an exception, so no type is an
     error. Flags become lists of names, named tuples and dataclasses become objects, and sets become
     sorted lists. A 0-d array of NumPy, torch or JAX becomes its number. NaN and Inf become strings
     that `float` reads, because null means "unknown". Values of unknown types become strings too.
@@ -114,8 +114,8 @@ def encoded(value: object) -> tuple[JsonValue, str]:
 def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: bool = True) -> None:
     """Appends whole lines in one call, so that O_APPEND keeps them together.
 
-    Opens the file for each call. So a file that another program rotates, or that a forked process
-    inherits, needs no care. A killed process may have left a torn line at the end of the file; the
+    Opens the file for each call, so another program may rotate the file, and a process may fork. A
+    killed process may have left a torn line at the end of the file; the
     new lines then begin with a newline, so that they are not lost with the torn line.
 
     Args:
@@ -176,9 +176,9 @@ def parse_line(line: bytes) -> Event | str:
 def read_lines(path: str | os.PathLike[str], parse: ParseLine) -> Iterator[tuple[int, Event | str]]:
     """Reads a file line by line, and parses each line that is not empty.
 
-    Longer lines than `MAX_LINE_BYTES` are cut to one byte more, so that `parse` sees that they are
-    too long and the reader never holds more. A line that cannot be parsed and has no newline is
-    reported as torn: its writer was killed, or is still writing it.
+    Reads at most one byte more than `MAX_LINE_BYTES` of a line, so that `parse` sees that the line
+    is too long. A line that cannot be parsed and has no newline is reported as torn: its writer was
+    killed, or is still writing the line.
 
     Args:
         path: the file, to which a process may still write.

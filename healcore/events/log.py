@@ -32,7 +32,7 @@ class Log:
 
     Args:
         path: the file, or None to write nothing. `write` returns its events then too.
-        follow_links: as in `append`.
+        follow_links: as in `json_lines.append`.
 
     Attributes:
         process_id: field `run` of the events, from the start time and a random number.
@@ -74,17 +74,21 @@ class Log:
             seq = self.seq
             self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
             event, line = self._build(seq, kind, step, fields)
-            lost = self.lost
             if self.path is not None:
-                durable = has(kind, Trait.DURABLE)
-                try:
-                    append(self.path, line, durable=durable, follow_links=self.follow_links)
-                    self._reported = lost
-                except Exception as error:
-                    if not self.lost:
-                        warn_of_loss("events", self.path, error)
-                    self.lost += 1
+                self._append(self.path, kind, line)
             return event
+
+    def _append(self, path: Path, kind: str, line: bytes) -> None:
+        """Appends a line to the file, or counts it in `lost`."""
+        lost = self.lost
+        durable = has(kind, Trait.DURABLE)
+        try:
+            append(path, line, durable=durable, follow_links=self.follow_links)
+            self._reported = lost
+        except Exception as error:
+            if not self.lost:
+                warn_of_loss("events", path, error)
+            self.lost += 1
 
     def _build(
         self, seq: int, kind: str, step: int | None, fields: dict[str, object]
@@ -114,7 +118,7 @@ class Log:
         event: Event = {}
         pairs: list[str] = []
         for name, value in values.items():
-            # Each value is encoded by itself, so that one that cannot be encoded loses no other.
+            # Encoded one by one, so that a value that cannot be encoded loses no other value.
             event[name], text = encoded(value)
             pairs.append(f"{json.dumps(name)}:{text}")
         line = f"{{{','.join(pairs)}}}\n"

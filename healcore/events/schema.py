@@ -46,10 +46,14 @@ def readings_text(readings: Readings | ReadingsRecord, causes: Sequence[str]) ->
     """
     clauses = []
     if readings.loss and not math.isnan(readings.loss):  # 0 if the loop passes no loss
-        name = "last finite loss" if "NONFINITE_LOSS" in causes else "loss"
+        name = "loss"
+        if "NONFINITE_LOSS" in causes:
+            name = "last finite loss"
         clauses.append(f"{name} {readings.loss:.4g}")
     if not math.isnan(readings.grad_norm):
-        name = "last finite gradient norm" if "NONFINITE_GRAD" in causes else "gradient norm"
+        name = "gradient norm"
+        if "NONFINITE_GRAD" in causes:
+            name = "last finite gradient norm"
         clauses.append(f"{name} {readings.grad_norm:.4g}")
     return ", ".join(clauses)
 
@@ -183,7 +187,9 @@ def _over(event: EventRecord) -> str:
 
 
 def _order(event: EventRecord) -> str:
-    verb = "would order" if event.observed else "ordered"
+    verb = "ordered"
+    if event.observed:
+        verb = "would order"
     actions = ", ".join(flag_names([action]) for action in event.action or ())
     text = f"{verb}: {actions}"
     if event.cause:
@@ -261,7 +267,9 @@ def _lr(event: EventRecord) -> str:
     after = event.lr_scale
     if not before or not after:
         return "learning rate"
-    verb = "would be " if event.observed else ""
+    verb = ""
+    if event.observed:
+        verb = "would be "
     text = f"learning rate {verb}× {after:.3g}, was × {before:.3g}"
     if event.why:
         text += f": {event.why}"

@@ -27,7 +27,7 @@ class Mode(enum.StrEnum):
 class Incident:
     """Alarms with one onset, and what was done about them.
 
-    An incident is a contiguous run of alarms: it begins at the first alarm, its onset, and is over
+    An incident is a sequence of close alarms: it begins at the first alarm, its onset, and is over
     after `incident.quiet_steps` steps without an alarm. One fault that lasts 50 steps is one
     incident, and spends one attempt of the budget. Its events are added in file order. A rollback
     for which no detector raised an alarm has an incident too, with number 0.

@@ -45,7 +45,7 @@ class RunProcess:
     """One process of a run: how it began, how it ended, and whether it still exists.
 
     A run that was killed and resumed has several processes, which write into the same events file.
-    Each has an id of its own in its events.
+    The events of each process have its id.
     """
 
     id: str
@@ -95,9 +95,9 @@ class RunProcess:
         """Finds out how the process ended, or whether it is still running.
 
         Returns:
-            The state by the event `end`. Without that event a killed process and a running process
-            look the same in the file, so this machine is asked whether the process exists; UNKNOWN
-            if that cannot be known here.
+            The state by the event `end`. Without this event a killed process and a running process
+            look the same in the file. Then the operating system knows whether the process exists.
+            UNKNOWN if the process ran on another machine.
         """
         if self.end is not None:
             if self.end.ending is None:  # an ending of a newer healcore
@@ -132,11 +132,11 @@ class RunAttempt(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class RunHistory:
-    """A training run: its first process, and the processes that resumed from its checkpoints.
+    """What happened in a training run, by the events of its first process and of all restarts.
 
-    A run is built from its events by `add`, one after the other and in file order. So the same code
-    reads a file afterwards (`runs_of`) and follows a live run. What an event changes is in the
-    method `_on_<kind>`.
+    `add` adds the events one by one, in file order. So the same code reads a file afterwards
+    (`runs_of`) and follows a live run (`RunLog`). The method `_on_<kind>` handles the events of a
+    kind.
 
     Examples:
         >>> for run in runs_of(healcore.events.read("run.events.jsonl").by_process()):
@@ -204,7 +204,7 @@ class RunHistory:
 
     @property
     def why_lost(self) -> str:
-        """Why the last of these steps were not repeated, or empty if no step is lost."""
+        """Why the newest lost steps were not repeated, or empty if no step is lost."""
         why = ""
         for rollback in self.rollbacks:
             if rollback.steps_lost:
@@ -281,10 +281,12 @@ class RunHistory:
             written: the JSON object of the postmortem file. Values that are no integers have no
                 effect, because the file may be damaged.
         """
-        for name in ("skips", "clips"):
-            count = written.get(f"observed_{name}", written.get(name))
-            if type(count) is int:
-                setattr(self, name, max(getattr(self, name) or 0, count))
+        skips = written.get("observed_skips", written.get("skips"))
+        if type(skips) is int:
+            self.skips = max(self.skips, skips)
+        clips = written.get("observed_clips", written.get("clips"))
+        if type(clips) is int:
+            self.clips = max(self.clips or 0, clips)
 
     def _track_good(self, event: EventRecord) -> None:
         """Updates the steps of the known-good checkpoints. A rollback abandons the later ones."""
@@ -434,7 +436,7 @@ def is_continuation(events: Iterable[Event]) -> bool:
 
     Returns:
         True if the process says so before its first save or alarm. A process that trains first has
-        begun a run of its own.
+        begun another run.
     """
     for event in events:
         if event["kind"] == "resume" or event.get("resumes") is True:

@@ -32,17 +32,17 @@ LAST_NUMBERS = ("loss", "grad_norm", "threshold", "grad_scale", "lr_scale", *COM
 """Fields of a metrics line that are numbers of its step alone."""
 
 
-def path_for(events: str | os.PathLike[str], run: str) -> Path:
-    """The file of a run's postmortem.
+def path_for(events: str | os.PathLike[str], process: str) -> Path:
+    """The path of the postmortem of a process.
 
     Args:
         events: the events file, `run.events.jsonl`.
-        run: id of the process that ended.
+        process: id of the process that ended.
 
     Returns:
-        `run.postmortem.<run id>.json` in the same directory.
+        `run.postmortem.<process id>.json` in the same directory.
     """
-    return process_path(events, run, "postmortem", ".json")
+    return process_path(events, process, "postmortem", ".json")
 
 
 def write(
@@ -172,8 +172,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 def same_end_before(events: Path, step: int, kind: str) -> str:
     """Finds out whether an earlier process has ended in the same way.
 
-    A run that is started again after an error, and fails at the same step with the same exception,
-    has a fault that another start does not cure.
+    If a run is started again after an error, and fails at the same step with the same exception,
+    another start will not help.
 
     Args:
         events: the events file of the run.
@@ -227,7 +227,7 @@ def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = N
     """Writes the postmortem of a run that was killed.
 
     A killed process writes nothing at its end. So the next process calls this function before it
-    writes its own `start`. Events are rare in a healthy run, so the last step and its numbers come
+    writes its own `start`. A healthy run has few events, so the last step and its numbers are read
     from the metrics file.
 
     Args:
@@ -310,7 +310,7 @@ def _lasting_causes(rows: Mapping[str, Mapping[str, Any]]) -> Cause:
 
 
 def _last_metrics(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers of the last rows, with the names of `Healer.metrics`."""
+    """The numbers of the last rows, by the names of `Healer.metrics`."""
     metrics: dict[str, Any] = {}
     for engine, row in rows.items():
         prefix = "heal/"

@@ -12,10 +12,12 @@ from healcore.runtime.faults.failures import causes_of
 
 
 class RunOutcome(NamedTuple):
-    """How a run has ended, and what is known about it at that time.
+    """How a run has ended, and what is known about the run at its end.
 
-    A live run makes it at its end. After a kill the next start makes it from the files, so several
-    fields may be unknown.
+    The diagnosis, the postmortem, the last line on the console and the `HealingReport` take their
+    facts from here. A live run builds its outcome itself (`Recovery.outcome`). After a kill the
+    next start builds the outcome from the files (`postmortem.write_for_killed`), so several fields
+    may be unknown.
     """
 
     history: RunHistory  # what happened in the run, from its events

@@ -115,14 +115,14 @@ class Trackers:
         self._config: dict[str, Any] = {}
         self._deliveries = [_Delivery(*selection) for selection in selected]
 
-    def start(self, run: str) -> None:
+    def start(self, run_id: str) -> None:
         """Starts to deliver the records, including the records before the call.
 
         Args:
-            run: id of the training run, the same in all its processes.
+            run_id: id of the training run, the same in all its processes.
         """
         for delivery in self._deliveries:
-            delivery.queue.appendleft(("start", TrackedRun(run, self._config)))
+            delivery.queue.appendleft(("start", TrackedRun(run_id, self._config)))
             delivery.start()
 
     def metrics(self, step: int, record: StepRecord, fields: Mapping[str, Any]) -> None:
@@ -138,7 +138,10 @@ class Trackers:
         prefix = "heal/"
         if "engine" in fields:  # the run has several optimizers
             prefix = f"heal/{fields['engine']}/"
-        values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
+        values: dict[str, float] = {}
+        for name in _FIELDS:
+            if name in fields:
+                values[f"{prefix}{name}"] = float(fields[name])
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
         self._send("metrics", step, values)

@@ -388,7 +388,7 @@ class Recovery:
         raise RunStopped(text, why, good) from error
 
     def outcome(self, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
-        """How the run ends, for its diagnosis, its postmortem and its report.
+        """Collects how the run ends, for its diagnosis, its postmortem and its report.
 
         Args:
             ending: the kind of end.
