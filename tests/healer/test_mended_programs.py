@@ -149,3 +149,20 @@ def test_a_break_before_the_first_save_of_the_mended_program(tmp_path):
     new_process()
     loop = run_mended("torch", tmp_path)
     assert same(loop.weights(), plain("torch").weights())
+
+
+@pytest.mark.slow  # a run without finite steps stops after 1,000 of them
+def test_a_dead_run_is_as_if_it_had_not_died(tmp_path):
+    """The weights stay finite, and three attempts to bring the run back have not helped."""
+    steps = 1200
+    broken = loop_of("torch", Faults(always=range(40, steps)))
+    with pytest.raises(RunStopped):
+        train(broken, "default", range(steps), store=tmp_path, save_every=10)
+    assert len(events(tmp_path, "rollback")) == 3
+    new_process()
+    mended = loop_of("torch")
+    train(mended, "default", range(steps), store=tmp_path, save_every=10)
+    undisturbed = loop_of("torch")  # made here: it sets the seed
+    train(undisturbed, "default", range(steps), save_every=10)
+    assert same(mended.weights(), undisturbed.weights())
+    assert "3 rollbacks" in events(tmp_path, "resume")[0]["why"]
