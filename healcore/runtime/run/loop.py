@@ -143,6 +143,7 @@ class Loop:
             RunStopped, Terminated, EndRequested: as in `Healer.batches`, if epochs are steps.
         """
         loaders = self.run.loaders
+        loaders.total_epochs = total
         self.own_count_error = ""
         if self.phase is LoopPhase.COMPLETED:
             loaders.pass_over_completed()
@@ -481,7 +482,8 @@ class Loop:
         """Rolls back at the end of the data if the last steps require it.
 
         Without this, the final weights would keep the damage of the last steps, because no later
-        step shows it.
+        step shows it. If the run is known to have more epochs, their steps show it, so a suspicion
+        waits for them. Weights that are not finite do not wait: the program may evaluate them.
 
         Args:
             loader: the loader that has ended, or None for a loop that reads its own batches.
@@ -498,7 +500,7 @@ class Loop:
             return True
         nonfinite = self.run.nonfinite
         verdict = None
-        if of_training:
+        if of_training and not self.run.loaders.has_more_epochs:
             verdict = self.run.comparisons.decide_at_end(self.run.data.step)
         if verdict is not None and self._note_rollback(self.run.better_weights.carry_out(verdict)):
             return True

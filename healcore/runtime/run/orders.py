@@ -109,6 +109,9 @@ class RollbackRecord(Order):
     """Upper limit of the rate, or None without a limit or if unknown."""
     lr_scale: float = 1.0
     """The multiplier at `target`: 1 where the schedule is below the limit."""
+    undone: bool = False
+    """Whether the trouble has stopped the run all the same. The next start undoes the rollback, and
+    later decisions do not count the rollback."""
 
     @property
     def checkpoint(self) -> int:

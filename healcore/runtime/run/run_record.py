@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
 from healcore.runtime.run.batch_parts import PartGrowth
 from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
@@ -188,6 +189,11 @@ class Ledger:
         last.over = False
         return last
 
+    @property
+    def in_force(self) -> list[RollbackRecord]:
+        """The rollbacks that no start has undone after a stop, oldest first."""
+        return [each for each in self.rollbacks if not each.undone]
+
     def same_trouble(self, onset: int, within: int = 0) -> list[RollbackRecord]:
         """Returns the earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
@@ -200,7 +206,7 @@ class Ledger:
             within: number of steps by which the onset may be later.
         """
         found: list[RollbackRecord] = []
-        for rollback in self.rollbacks:
+        for rollback in self.in_force:
             if not rollback.attempt and onset <= rollback.step + within:
                 found.append(rollback)
         return found
@@ -275,6 +281,26 @@ class Ledger:
         vars(self).update(vars(saved))
         self._rewind(step, None)
 
+    def without_trials(self, trials: Trials, saved: Ledger) -> Ledger:
+        """The ledger after a stop: the rollbacks for the trouble of the stop count no longer.
+
+        Incidents, skips and the rollbacks themselves stay in the counts of the run.
+
+        Args:
+            trials: what the rollbacks have changed.
+            saved: the ledger in the checkpoint that the run resumes from.
+        """
+        rollbacks = self.rollbacks[: trials.first]
+        for each in self.rollbacks[trials.first :]:
+            rollbacks.append(replace(each.outline(), undone=True))
+        return replace(
+            self,
+            rollbacks=rollbacks,
+            accepted=trials.accepted,
+            accepted_until=trials.accepted_until,
+            untrained=saved.untrained,
+        )
+
     def _rewind(self, step: int, saved: Ledger | None) -> None:
         """Continues at a step, and closes the incident that was open."""
         self.next_step = step
@@ -287,6 +313,37 @@ class Ledger:
             self.incidents[-1].number_in_engine = -1
         if saved is not None:
             self.untrained = saved.untrained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """What was in force before the rollbacks for one trouble, the newest trouble of the run.
+
+    A remedy is a trial. If the trouble stops the run all the same, the program itself causes the
+    trouble, and its author mends the program. The mended program must not keep the limited rate and
+    the skipped batches of these trials. So the next start undoes them: it resumes from the oldest
+    checkpoint that the trials have restored, with these values.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    first: NonNegativeInt
+    """Number of rollbacks before the first rollback for this trouble."""
+    oldest: NonNegativeInt
+    """Step of the oldest checkpoint that was restored. Its arrays are from before the trials."""
+    engines: dict[str, dict[str, Any]]
+    """Name of an engine -> its limits and budgets, see `engine_states.limits_and_budgets`."""
+    skipped: dict[str, list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]]]
+    """Number of a loader -> ids of the batches that the loader skips."""
+    held: Held
+    """What is held in its healthy range."""
+    silent_until: int = 0
+    """Step before which weights are not compared."""
+    accepted: int = 0
+    """See `Ledger`."""
+    accepted_until: int = 0
+    """See `Ledger`."""
+    failed: bool = False
+    """Whether the trouble has stopped the run, so that the next start undoes the trials."""
 
 
 class StructureChange(NamedTuple):
@@ -343,6 +400,8 @@ class RunRecord:
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
     param_groups: dict[str, list[list[str]]] = field(default_factory=dict)
     """Optimizer -> names of the parameters of each group, after a change; else empty."""
+    trials: Trials | None = None
+    """What the rollbacks for the newest trouble have changed, or None without a rollback."""
 
     # -- at the step of the checkpoint
     step: NonNegativeInt = 0
@@ -392,7 +451,23 @@ class RunRecord:
         Args:
             step: step of the checkpoint that is restored.
         """
-        return bool(self.ledger.rollbacks) and self.ledger.rollbacks[-1].target >= step
+        rollbacks = self.ledger.in_force
+        return bool(rollbacks) and rollbacks[-1].target >= step
+
+    def trials_for(self, onset: int, probation: int) -> Trials | None:
+        """The trials so far for the trouble that begins at a step, or None if it is a new trouble.
+
+        The last trouble was healed, so that a later trouble is another one, if `probation` steps
+        have passed since the step at which its last rollback began.
+
+        Args:
+            onset: step at which the trouble begins.
+            probation: healthy steps after which a checkpoint is known-good.
+        """
+        rollbacks = self.ledger.in_force
+        if self.trials is None or not rollbacks or onset > rollbacks[-1].step + probation:
+            return None
+        return self.trials
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record as JSON-safe values, with the version `SCHEMA` of its format.

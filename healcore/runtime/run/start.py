@@ -43,7 +43,7 @@ from healcore.runtime.run.ending.requests import EndRequests, StopFile
 from healcore.runtime.run.loop import Loop, LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.restore.restorer import Restorer, failed_trials
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.dead_run import DeadRun
@@ -482,10 +482,14 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         raise _no_usable_checkpoint(run, wrong) from error
     completed = newest is not None and newest.completed and newest.step == step
     run.data.resume(step, generators, completed=completed)
-    run.log.event("resume", step=step, checkpoint=step)
+    trials = failed_trials(newest)
+    if trials is None:
+        run.log.event("resume", step=step, checkpoint=step)
+    else:
+        _report_undone(run, len(run.ledger.rollbacks) - trials.first, step)
     run.recovery.report_before_kill(step)
     for saved in saves:
-        if saved.status == "abandoned":
+        if saved.status == "abandoned" or trials is not None:
             wrong.pop(saved.step, None)
     wrong |= _damage(run)
     lost = {at: wrong[at] for at in sorted(wrong) if at > step}
@@ -496,6 +500,28 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
             f"the run resumes at step {step}: {steps} lost up to checkpoint {max(lost)}, and "
             f"trained again, because checkpoints newer than {step} cannot be used: {which}"
         )
+
+
+def _report_undone(run: Run, count: int, step: int) -> None:
+    """Reports a start after a stop, which has undone the trials for the trouble of the stop.
+
+    Writes the record of the checkpoint without them, so that no later start undoes them again.
+
+    Args:
+        run: the run.
+        count: number of rollbacks that are undone.
+        step: step of the checkpoint from which the run resumes.
+    """
+    rollbacks = counted(count, "rollback")
+    why = f"the run had stopped after {rollbacks} for the same trouble, so what they had changed "
+    why += "(learning rate, skipped batches, held values) is undone"
+    run.log.event("resume", step=step, checkpoint=step, why=why)
+    run.log.info(f"step {step}: {why}")
+    try:
+        run.saver.replace_record(step)
+    except (StoreError, OSError) as error:
+        problem = f"the record without them could not be written: {error}; a restart before the "
+        run.log.problem(step, f"{problem}next save undoes them again")
 
 
 def _damage(run: Run) -> dict[int, str]:

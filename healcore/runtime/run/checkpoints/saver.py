@@ -447,6 +447,9 @@ class Deleter:
             return
         self._known_good_up_to = record.known_good_up_to
         stay = store.ring.protected | self.run.known.newer_than_start
+        trials = record.trials_for(record.ledger.next_step, self.run.policy.rollback.probation)
+        if trials is not None:  # a start after a stop resumes from it
+            stay = {*stay, trials.oldest}
         choose = partial(_choose, store, record.attempt_history, step, self._last_target())
 
         def delete() -> None:

@@ -105,7 +105,7 @@ class BetterWeights:
         )
         ledger = self.run.ledger
         past = [each for each in ledger.same_trouble(verdict.onset) if each.trial]
-        last_trial = max((each.step for each in ledger.rollbacks if each.trial), default=0)
+        last_trial = max((each.step for each in ledger.in_force if each.trial), default=0)
         if not past and last_trial > ledger.accepted_until:
             ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
@@ -293,14 +293,14 @@ class BetterWeights:
         if not self.run.loaders.can_rewind:
             return []
         first = None
-        for each in ledger.rollbacks:
+        for each in ledger.in_force:
             if each.held is not None and any(name in names for name in each.held.numbers):
                 first = each
                 break
         if first is None:
             return []
         trials = ledger.same_trouble(first.onset)
-        if trials[-1] != ledger.rollbacks[-1] or not all(each.trial for each in trials):
+        if trials[-1] != ledger.in_force[-1] or not all(each.trial for each in trials):
             return []
         return trials
 

@@ -147,7 +147,7 @@ class NonfiniteState:
         the result depends on the steps only.
 
         Args:
-            at_end: whether the data have ended. Then weights that are not finite are saved first,
+            at_end: whether an epoch has ended. Then weights that are not finite are saved first,
                 so that this check sees them.
 
         Returns:

@@ -139,7 +139,7 @@ class Recovery:
         elif needs_evidence:
             return self._decline(order, "nothing", self._missing_evidence(order))
         if order.action & Action.STOP:
-            self.stop(self._stop_reason(order))
+            self.stop(self._stop_reason(order), onset=order.onset)
         if not order.action & Action.ROLLBACK:
             return None
         if is_damaged:
@@ -197,7 +197,8 @@ class Recovery:
             return self.roll_back(order)
         if not needs_evidence or not self.run.nonfinite.weights_are_finite():
             rollbacks = counted(count, "rollback has", "rollbacks have")
-            self.stop(f"{rollbacks} been made within {counted(reach, 'step')} of the run")
+            why = f"{rollbacks} been made within {counted(reach, 'step')} of the run"
+            self.stop(why, onset=order.onset)
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
 
     def _needs_evidence(self, order: Order) -> bool:
@@ -293,7 +294,7 @@ class Recovery:
             done = self.run.restorer.restore(order, self._lost_steps)
         except StoreError as error:
             if not _may_continue(order, error):
-                self.stop(str(error))
+                self.stop(str(error), onset=order.onset)
             self._report_impossible(order, error)
             self.run.ledger.skips -= skips
             for late in unread:
@@ -354,7 +355,7 @@ class Recovery:
         Args:
             resumed: step of the checkpoint from which this process has resumed.
         """
-        history, rollbacks = self.run.log.history, self.run.ledger.rollbacks
+        history, rollbacks = self.run.log.history, self.run.ledger.in_force
         if not rollbacks or len(history.processes) <= 1 or self.run.ranks.rank != 0:
             return
         reported = max((each.number or 0 for each in history.rollbacks), default=0)
@@ -367,17 +368,25 @@ class Recovery:
         why: str,
         error: BaseException | None = None,
         fault: Cause = Cause(0),  # noqa: B008 -- immutable
+        onset: int | None = None,
     ) -> NoReturn:
         """Stops the run with a diagnosis.
+
+        The trials for the trouble of the stop have failed, so the next start undoes them.
 
         Args:
             why: the reason, as a clause.
             error: the exception that is the reason, or None. It becomes the cause of RunStopped.
             fault: what kind of failure `error` is, or no flags without `error`.
+            onset: step at which the trouble begins, or None for the last unhealthy steps.
 
         Raises:
             RunStopped: always.
         """
+        if error is None:
+            if onset is None:
+                onset = self.run.ledger.first_consecutive(self.run.ledger.next_step - 1)
+            self._mark_failed_trials(onset)
         self.count_last_steps()
         outcome = self.outcome(Ending.STOPPED, why, fault=fault)
         text = explain(outcome)
@@ -386,6 +395,18 @@ class Recovery:
             "stop", step=outcome.step, why=why, diagnosis=text, checkpoint=good, cause=fault or None
         )
         raise RunStopped(text, why, good) from error
+
+    def _mark_failed_trials(self, onset: int) -> None:
+        """Marks the trials for the trouble that begins at `onset` as failed. Collective."""
+        trials = self.run.record.trials_for(onset, self.run.policy.rollback.probation)
+        if trials is None or self.run.store.trainer_save is not None:
+            return
+        try:
+            self.run.saver.wait()
+            self.run.stored.mark_failed(trials)
+        except (StoreError, OSError) as error:
+            problem = f"the stop could not be written: {error}; a restart begins with the limits"
+            self.run.log.problem(self.run.data.step, f"{problem} and the skipped batches of today")
 
     def outcome(self, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
         """Collects how the run ends, for its diagnosis, its postmortem and its report.
