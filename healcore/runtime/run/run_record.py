@@ -58,6 +58,8 @@ class IncidentRecord:
     """Whether its event `over` was written."""
     number_in_engine: int = 0
     """The engine's number of this incident, or -1 if the engine's count has restarted since."""
+    engine: str = ""
+    """Name of the optimizer with the first alarm, or "" in a checkpoint of an older version."""
 
     @property
     def only_skips(self) -> bool:
@@ -135,6 +137,7 @@ class Ledger:
         judged = is_open = skip = False
         all_skip = True
         cause = 0
+        engine = ""  # of the first alarm
         for record in records:
             judged |= record.judged
             is_open |= record.incident_open
@@ -143,6 +146,8 @@ class Ledger:
             # An alert alone (a clipped gradient spike) opens no incident.
             if record.incident_open or record.skip:
                 cause |= int(record.cause) & opening
+                if cause and not engine:
+                    engine = record.engine
         if not judged:
             if not records[0].taken:
                 self.unhealthy.append(index)
@@ -163,6 +168,7 @@ class Ledger:
             return None
         self.unhealthy.append(index)
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
+        incident.engine = incident.engine or engine
         incident.add(index, cause)
         incident.skips += skip
         self.skips += skip
