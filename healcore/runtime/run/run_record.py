@@ -343,6 +343,11 @@ class RunRecord:
     """Number of times that memory ran out with parts smaller than all parts before."""
     part_growth: PartGrowth = field(default_factory=PartGrowth)
     """When larger parts are tried again."""
+    evaluation_limit: Annotated[int, Field(ge=1)] | None = None
+    """Largest number of samples that the `loss_fn` evaluates at a time in a comparison of weights,
+    or None for no limit besides `part_limit`."""
+    evaluation_growth: PartGrowth = field(default_factory=PartGrowth)
+    """When the `loss_fn` tries larger parts again."""
     passes: NonNegativeInt = 0
     """Largest number of calls of `batches` in a process of the run."""
     changes: list[StructureChange] = field(default_factory=list)
