@@ -486,7 +486,7 @@ class Run:
             self._good.add(step)
         elif event.kind in ("rollback", "resume") and step is not None:
             self._good = {good for good in self._good if good <= step}
-        elif event.kind == "damaged" and step is not None:
+        elif event.kind == "damaged" and step is not None and not event.other_copy:
             self._good.discard(step)
         if event.last_good is not None:
             self._good.add(event.last_good)
