@@ -129,6 +129,7 @@ def test_a_checkpoint_stays_known_good_while_one_copy_is_intact(tmp_path):
     assert all(each["other_copy"] for each in found)
     (run,) = runs_of(read(local / "healcore.events.jsonl").runs())
     assert run.last_good == last_good
+    assert last_good is not None
     assert last_good > 30
     (postmortem,) = postmortems(local)
     assert postmortem["last_good"] == last_good

@@ -1,5 +1,7 @@
 """Loaders that cannot be rewound, that raise, or that report wrong positions."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
@@ -80,10 +82,11 @@ def test_fast_forward(kind):
 def test_fast_forward_names_the_sampler_that_the_loader_has():
     earlier = Cursor(range(4))
     take(earlier, 2)
-    sampler = DistributedSampler(range(8), 2, 0)
-    with_sampler = Cursor(DataLoader(range(8), sampler=sampler)).fast_forward(earlier.position())
+    rows: Any = range(8)
+    sampler = DistributedSampler(rows, 2, 0)
+    with_sampler = Cursor(DataLoader(rows, sampler=sampler)).fast_forward(earlier.position())
     assert "its DistributedSampler gives the same batches again" in with_sampler
-    without = Cursor(DataLoader(range(8))).fast_forward(earlier.position())
+    without = Cursor(DataLoader(rows)).fast_forward(earlier.position())
     assert "DistributedSampler" not in without
     assert "a loader that shuffles by itself may give different batches" in without
 
