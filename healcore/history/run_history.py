@@ -300,7 +300,7 @@ class RunHistory:
             self._good_steps.add(step)
         elif event.kind in ("rollback", "resume") and step is not None:
             self._good_steps = {good for good in self._good_steps if good <= step}
-        elif event.kind == "damaged" and step is not None:
+        elif event.kind == "damaged" and step is not None and not event.other_copy:
             self._good_steps.discard(step)
         if event.last_good is not None:
             self._good_steps.add(event.last_good)

@@ -148,6 +148,9 @@ def _check_keywords(overrides: _Table, source: str) -> None:
         rule = "an option of the function that you call, or a key of a policy"
         write = f"the option as the function has it, or one of {', '.join(keys)}"
         candidates = _keys_with_table(name)
+        similar = most_similar(name, list(keys))
+        if similar and not candidates:
+            write = f"did you mean {similar!r}?"
         if candidates:
             write = f"{' or '.join(candidates)}, as {_as_keyword(candidates[0])} in Python"
         raise _error(source, "", rule, write, key=name)

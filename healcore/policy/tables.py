@@ -270,7 +270,8 @@ class _Reader:
                 others = [f'"{kind}"' for kind, other in kinds.items() if name in keys_of(other)]
                 if others:
                     write += f"; kind = {' or '.join(others)} has {name}"
-            elif similar:
+                    similar = None
+            if similar:
                 write = f"did you mean {similar!r}?"
             self._add_problem((*path, str(name)), data[name], rule, write)
 

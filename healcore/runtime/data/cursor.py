@@ -342,10 +342,13 @@ class Cursor(BatchStream):
         if self.next_id != goal:
             return f"epoch {goal.epoch} has fewer than {goal.index} batches: continues after it"
         batches = counted(goal.index - first, "batch", "batches")
+        order = "a loader that shuffles by itself may give different batches"
+        sampler = self._epoch.sampler_epochs.sampler_name
+        if sampler:
+            order = f"its {sampler} gives the same batches again"
         return (
-            f"read {batches} and dropped them, up to batch {goal.index} of epoch {goal.epoch}; a "
-            "DistributedSampler gives the same batches again, a loader that shuffles by itself may "
-            "give different batches"
+            f"read {batches} and dropped them, up to batch {goal.index} of epoch {goal.epoch}; "
+            f"{order}"
         )
 
 

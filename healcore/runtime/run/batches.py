@@ -258,7 +258,12 @@ class RunBatches:
         Returns:
             The retries. They log each attempt, and a signal ends their waits.
         """
-        return Retries(name, self.run.policy, self._report_attempt, self._stop_signals.sleep)
+        return Retries(name, self.run.policy, self._report_attempt, self._wait)
+
+    def _wait(self, seconds: float) -> None:
+        """Waits for the next attempt at a call, which is no hang, unless a signal ends the wait."""
+        with self.run.guard.excluding_wait():
+            self._stop_signals.sleep(seconds)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
         """Logs an attempt that has failed, or the success after failures."""

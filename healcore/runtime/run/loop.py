@@ -294,6 +294,8 @@ class Loop:
                 begun.leave_by_break()
                 if self.run.data.step > self._yielded_step and not begun.trains:
                     begun.pending_ids = []  # an evaluation: no step uses its batches
+                if self.reached_end and not begun.trains:  # an evaluation after the training
+                    self.in_body = in_outer_body
                 raise
             finally:
                 begun.end_use()

@@ -59,6 +59,8 @@ class IncidentRecord:
     """Whether its event `over` was written."""
     number_in_engine: int = 0
     """The engine's number of this incident, or -1 if the engine's count has restarted since."""
+    engine: str = ""
+    """Name of the optimizer with the first alarm, or "" in a checkpoint of an older version."""
 
     @property
     def only_skips(self) -> bool:
@@ -136,6 +138,7 @@ class Ledger:
         judged = is_open = skip = False
         all_skip = True
         cause = 0
+        engine = ""  # of the first alarm
         for record in records:
             judged |= record.judged
             is_open |= record.incident_open
@@ -144,6 +147,8 @@ class Ledger:
             # An alert alone (a clipped gradient spike) opens no incident.
             if record.incident_open or record.skip:
                 cause |= int(record.cause) & opening
+                if cause and not engine:
+                    engine = record.engine
         if not judged:
             if not records[0].taken:
                 self.unhealthy.append(index)
@@ -164,6 +169,7 @@ class Ledger:
             return None
         self.unhealthy.append(index)
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
+        incident.engine = incident.engine or engine
         incident.add(index, cause)
         incident.skips += skip
         self.skips += skip
@@ -394,6 +400,11 @@ class RunRecord:
     """Number of times that memory ran out with parts smaller than all parts before."""
     part_growth: PartGrowth = field(default_factory=PartGrowth)
     """When larger parts are tried again."""
+    evaluation_limit: Annotated[int, Field(ge=1)] | None = None
+    """Largest number of samples that the `loss_fn` evaluates at a time in a comparison of weights,
+    or None for no limit besides `part_limit`."""
+    evaluation_growth: PartGrowth = field(default_factory=PartGrowth)
+    """When the `loss_fn` tries larger parts again."""
     passes: NonNegativeInt = 0
     """Largest number of calls of `batches` in a process of the run."""
     changes: list[StructureChange] = field(default_factory=list)

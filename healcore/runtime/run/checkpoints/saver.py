@@ -265,7 +265,7 @@ class Saver:
             if isinstance(error, SaveFailed):
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
-                self.run.known.report_damage(error)
+                self.run.known.report_damage(error, other_copy=True)
                 self.run.log.warning(f"{error}; another copy was used")
             else:
                 self.run.log.problem(self.run.data.step, str(error))

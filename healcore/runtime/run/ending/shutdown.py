@@ -246,8 +246,8 @@ class Shutdown:
             return self.run.end_requests.ends_together or self.run.ranks.world == 1
         if self.run.ranks.world > 1:
             what = (
-                "another rank has not ended its loop (give every rank as many batches, as torch's "
-                "DistributedSampler does, and leave the loop at the same step on all ranks)"
+                "another rank has not ended its loop (give every rank as many batches, and leave "
+                "the loop at the same step on all ranks)"
             )
             self.raised = self._collect(what, partial(self.run.ranks.gather, None))
         return self.raised is None
@@ -401,6 +401,9 @@ class Shutdown:
         problem = f"the loop raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
             self.memory_text = f". {self.run.out_of_memory.profile()}"
+            advice = self.run.out_of_memory.advice()
+            if advice and not self.run.loop.has_trainer:
+                self.memory_text += f". {advice}"
             problem += self.memory_text
         self.run.log.fault(self.run.data.step, fault, problem, answer=answer)
         if why_not:

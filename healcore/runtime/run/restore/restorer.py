@@ -115,6 +115,7 @@ class Restorer:
         self.run.comparisons.on_rollback(done.target)
         self.run.record.monitor.on_rollback(done.target)
         self.run.record.part_growth.on_rollback(done.target)
+        self.run.record.evaluation_growth.on_rollback(done.target)
         self._forget_changes(since=done.target)
         saver.begin_attempt(done.target)
         self._commit_rollback(done)
@@ -386,6 +387,7 @@ class Restorer:
         if trials is not None:
             record.trials = None
         record.part_growth.on_rollback(own.step)
+        record.evaluation_growth.on_rollback(own.step)
         self._forget_changes(since=own.step)
         self.run.driver.structure_changes()  # those of the restart itself
         self.run.saver.begin_attempt(own.step)

@@ -77,7 +77,12 @@ class Recovery:
         self.run.data.step += self.run.reader.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in step.records]
         step = step._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
-        self.run.log.records(step.index, step.records, steps_at_once=step.steps_at_once)
+        self.run.log.records(
+            step.index,
+            step.records,
+            several=self.run.monitor.metrics.has_several_engines,
+            steps_at_once=step.steps_at_once,
+        )
         self.run.dead_run.trained_rates.add(step.records)
         order = self.run.monitor.process(step)
         if self.run.monitor.state.nonfinite_streak == 1:
@@ -341,7 +346,8 @@ class Recovery:
         """
         for step in self.run.reader.read_all():
             self.run.data.step += self.run.reader.take_count_correction()
-            self.run.log.records(step.index, step.records)
+            several = self.run.monitor.metrics.has_several_engines
+            self.run.log.records(step.index, step.records, several=several)
             self.run.monitor.metrics.add(step.records)
             if any(each.skip for each in step.records):
                 self.run.ledger.skips += 1
