@@ -20,6 +20,7 @@ from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
 from healcore.jax.driver.leaf_forms import as_live
 from healcore.jax.driver.live_state import array_of, live_state_of
 from healcore.jax.driver.step_reader import (
+    LINE,
     BlockRecords,
     Dispatch,
     StepReader,
@@ -576,10 +577,9 @@ def _counters_in(states: Iterable[HealState]) -> list[Any]:
     return [array_of(state.heal_engine) for state in states]
 
 
-_LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (
     "this state was computed from an older state than healer.state, which a rollback, a resume or "
-    f"expect_change() has replaced. Write `{_LINE}`, so that each step starts from "
+    f"expect_change() has replaced. Write `{LINE}`, so that each step starts from "
     "healer.state. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
 )

@@ -44,6 +44,8 @@ from healcore.runtime.store.ranks import Ranks
 
 Result = TypeVar("Result")
 
+LINE = "state = healer.update(step(healer.state, batch))"
+"""The line of a training loop that starts each step from the current state, for messages."""
 _SEEN = [RECORD_FIELDS.index("loss"), RECORD_FIELDS.index("grad_norm")]
 """Indices in a record that no edit of the Healer changes."""
 
@@ -471,10 +473,11 @@ def _check_continues(engine: EngineEntry, old: HostView, new: HostView) -> None:
     """Raises HealStateError unless the dispatch continued from the state of the dispatch before."""
     if new.step < old.step or (new.step == old.step and _has_changed(old, new)):
         raise HealStateError(
-            f'the optimizer state of "{engine.name}" was reset, with step {new.step} after '
-            f"step {old.step}: tx.init(params) within the loop loses the moments, "
-            "the detectors and the budgets. Call it once, before the Healer. To reset only the "
-            "moments: with_heal_state(without_heal_state(tx.init(params)), like=old)"
+            f'the optimizer state of "{engine.name}" does not continue the state of the step '
+            f"before: it has step {new.step}, after step {old.step}. Start each step from "
+            f"healer.state, `{LINE}`, and call tx.init(params) once, before the Healer: within the "
+            "loop it loses the moments, the detectors and the budgets. To reset only the moments: "
+            "with_heal_state(without_heal_state(tx.init(params)), like=old)"
         )
     if new.step - old.step > len(new.ring):
         steps = new.step - old.step
