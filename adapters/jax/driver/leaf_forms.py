@@ -75,11 +75,11 @@ def as_saved(leaf: Leaf) -> Leaf:
     zero = jnp.asarray(type(leaf)())
     if zero.dtype == jnp.bool_:
         return jnp.asarray(leaf)
-    if type(leaf) is float:
-        largest = jnp.finfo(zero.dtype).max
-    else:
+    if type(leaf) is int:
         largest = jnp.iinfo(zero.dtype).max
+    else:
+        largest = float(jnp.finfo(zero.dtype).max)
     # An Inf, for instance by overflow, would make the checkpoint count as bad.
-    if abs(leaf) <= largest:
+    if abs(leaf.real) <= largest and abs(leaf.imag) <= largest:
         return jnp.asarray(leaf)
     return zero

@@ -123,11 +123,13 @@ def test_a_checkpoint_is_restored_with_the_state_that_the_healer_was_given(kind,
 
 def test_python_numbers_come_back_as_they_were():
     extra = {"epoch": 3, "mean": 0.1 + 0.2, "done": True, "far": 2**70, "best": float("inf")}
+    extra |= {"phase": 1 + 2j, "large": complex(1e300, 1), "pole": complex(1, float("inf"))}
     run, driver = driven(plain(**extra))
     store = driver.store(None)
     store.save(0, driver.state())
     assert store.checkpoints()[0].finite
-    driver.update({**run.state, "epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0})
+    other = {"epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0}
+    driver.update({**run.state, **other, "phase": 0j, "large": 0j, "pole": 0j})
     driver.load(store.restore(0, driver.state()).state)
     found = {name: driver.live[name] for name in extra}
     assert found == extra
