@@ -15,7 +15,13 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from healcore.core import numerics
 from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
-from healcore.jax import gradients, heal_state, optimizer_numbers, update_check
+from healcore.jax import (
+    gradients,
+    heal_state,
+    optimizer_constants,
+    optimizer_numbers,
+    update_check,
+)
 from healcore.jax.array_leaves import PyTree, arrays_of, with_arrays
 from healcore.jax.commit import Step, step_or_keep
 from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState
@@ -244,6 +250,7 @@ def protect(
     def init(params: optax.Params) -> ProtectState:
         inner_state = inner.init(params)
         optimizer_numbers.warn_if_rounded(inner.init, params, inner_state)
+        optimizer_constants.remember(inner.update, arrays_of(params), inner_state)
         if scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
         healing = heal_state.init(engine, count_leaves(params), records)

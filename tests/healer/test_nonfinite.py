@@ -91,7 +91,7 @@ def test_an_array_that_no_loss_reads_costs_no_data(at, framework, tmp_path):
 
 
 def test_an_array_that_no_loss_reads_neither_cuts_the_rate_nor_stops_the_run(tmp_path):
-    """Bad batches leave Inf in it, which torch restores itself at a skip. Only these are skipped."""
+    """Bad batches leave Inf in it, which torch restores at a skip. Only these are skipped."""
     policy, bad = policies.load("default", rollback={"probation": 5}), {12, 22, 32, 42, 52}
     loop = with_statistics("jax", policy)
     loop.faults = Faults(always=bad)

@@ -12,7 +12,7 @@ import optax
 
 from healcore.core.engine import Engine
 from healcore.core.numerics import shortest_decimal
-from healcore.jax import heal_state
+from healcore.jax import heal_state, optimizer_constants
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver import engines as engine_states
 from healcore.jax.driver import held_numbers
@@ -401,7 +401,7 @@ class JaxDriver(Driver):
 
         Returns:
             Name -> value that JSON can hold: the hyperparameters of optax.inject_hyperparams, the
-            dtypes of the weights, and a digest of the weights.
+            constants of the optimizers, the dtypes of the weights, and a digest of the weights.
         """
         injected = jax.device_get(injected_hyperparameters(self._live.read()))
         names = [path.rpartition("['")[2].removesuffix("']") for path in injected]
@@ -411,12 +411,29 @@ class JaxDriver(Driver):
         for name, value in zip(names, injected.values(), strict=True):
             # 0.001 instead of 0.0010000000474974513.
             found[name] = json_setting(shortest_decimal(value))
+        found |= self._optimizer_constants()
         dtypes = {str(jnp.result_type(leaf)) for leaf in self._weights.arrays().values()}
         digest = self._weights.digest()
         if any(engine["state"]["step"] for engine in self.engines().values()):
             digest += STEPPED
         found["precision"] = ", ".join(sorted(dtypes))
         found[WEIGHTS] = digest
+        return found
+
+    def _optimizer_constants(self) -> dict[str, list[float]]:
+        """Setting -> the constants of a protected optimizer, such as its learning rate.
+
+        Another version of optax may compute the same update with other constants, so its number is
+        part of the name: only settings of the same name are compared.
+        """
+        tree = self._live.read()
+        found = {}
+        for entry in self._engines:
+            owner = node_at(tree, entry.path[:-1])
+            if isinstance(owner, ProtectState):
+                constants = optimizer_constants.constants_of(owner.inner_state)
+                if constants:
+                    found[f"constants of {entry.name} (optax {optax.__version__})"] = constants
         return found
 
     def learning_rates(self) -> dict[str, float | None]:
