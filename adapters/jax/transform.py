@@ -201,6 +201,9 @@ def protect(
     with ``externally_skipped=True`` (for instance an fp16 overflow) is skipped in every mode, and
     neither learnt nor counted.
 
+    Do not wrap the result in `optax.apply_if_finite`: it would hide the steps that `protect` skips,
+    with their `change_expected` and `eval_loss`.
+
     Args:
         inner: any optax transformation that keeps the structure, shapes and dtypes of its state.
             With an `optax.MultiSteps` inside, each micro-batch is judged separately, and a skipped

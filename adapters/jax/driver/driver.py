@@ -74,6 +74,8 @@ class JaxDriver(Driver):
         self._not_finite = set(self.nonfinite_weights())
         """Parameters that were not finite at the start."""
         self.warnings: list[str] = []
+        if any(nodes(HealState, guard) for _, guard in nodes(optax.ApplyIfFiniteState, tree)):
+            self.warnings.append(_GUARDED)
         self.on_step: Callable[[], None] = lambda: None
         steps = nodes(optax.MultiStepsState, tree)
         accumulates = any(nodes(HealState, state) for _, state in steps)
@@ -599,6 +601,11 @@ _STALE = (
     f"expect_change() has replaced. Write `{LINE}`, so that each step starts from "
     "healer.state. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
+)
+_GUARDED = (
+    "optax.apply_if_finite around protect hides each step with NaN or Inf in its gradients: "
+    "healcore does not judge this step, and its change_expected and eval_loss are lost. protect "
+    "skips such steps itself: remove optax.apply_if_finite"
 )
 _TEXT_CHANGED = (
     "state{} is a text that the program has changed, and a checkpoint holds only arrays and "
