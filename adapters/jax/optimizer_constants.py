@@ -70,7 +70,7 @@ def constants_of(state: PyTree) -> list[float]:
 
 
 def _constants(traced: ClosedJaxpr) -> Iterator[float]:
-    """The floating constants of a jaxpr and of those in it, with repeats."""
+    """The floating constants of a jaxpr and of the jaxprs in it, with repeats."""
     for array in traced.consts:
         if np.size(array) <= _MAX_SIZE:
             yield from _floats(array)

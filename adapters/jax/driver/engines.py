@@ -1,7 +1,7 @@
 """The engines of a run: finds their states in a train state, and replaces them.
 
 A program passes its whole train state to the Healer, and each optimizer in the state that contains
-`protect`, `heal` or `heal_zclip` has an engine. The files beside this one do the rest:
+`protect`, `heal` or `heal_zclip` has an engine. The other files of this folder do the rest:
 
     engine_tensors.py    which tensors an engine judges, and their names
     step_reader.py       what the engines have decided, read after each dispatch
@@ -89,7 +89,7 @@ def find_engines(
     items = [_item_of(path) for path in states]
     optimizers = [_optimizer_of(path) for path in states]
     # In a chain with an engine, averages of updates have the structure of the parameters.
-    in_chains = [path for path, _ in nodes(_is_beside_engine, tree)]
+    in_chains = [path for path, _ in nodes(_has_no_engine, tree)]
     not_parameters = [*optimizers, *in_chains]
     # The parameters of an engine inside a mask or partition may be no subtree.
     masked = (optax.MaskedState, optax.transforms.PartitionState)
@@ -244,6 +244,6 @@ def edit_numbers(states: Sequence[HealState]) -> list[int]:
     return [int(rows[0, engine_rows.EDIT]) for rows in arrays]
 
 
-def _is_beside_engine(node: PyTree) -> bool:
+def _has_no_engine(node: PyTree) -> bool:
     """Whether a node is the state of an optimizer and contains no engine."""
     return heal_state.is_optax_state(node) and not nodes(HealState, node)
