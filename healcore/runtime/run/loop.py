@@ -27,6 +27,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Action, names
+from healcore.core.errors import HealcoreError
 from healcore.runtime.data.loader_registry import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
@@ -94,6 +95,8 @@ class Loop:
             Loops may be nested; it is False again after the body of the outermost loop.
         own_count_error: error of a loop that counts steps itself, after a checkpoint has replaced
             its snapshot, or an empty string.
+        reading_error: error of the program that the reading of a step has shown, such as a step
+            from an older state in JAX, or None. Nothing is saved after it.
     """
 
     def __init__(self, run: Run, *, has_trainer: bool) -> None:
@@ -105,6 +108,7 @@ class Loop:
         self.reached_end = False
         self.in_body = False
         self.own_count_error = ""
+        self.reading_error: HealcoreError | None = None
         self._has_generators = False
         """Whether the random states of the checkpoint were restored for the loop that runs."""
         self._update_rolled_back = False
@@ -533,7 +537,11 @@ class Loop:
         run = self.run
         while run.reader.has_due(every=every):
             run.guard.watch()  # reading waits for the device
-            step = run.reader.read_next()
+            try:
+                step = run.reader.read_next()
+            except HealcoreError as error:
+                self.reading_error = error
+                raise
             run.guard.pause()
             order = run.recovery.process(step)
             run.end_requests.note_mark(step)

@@ -48,6 +48,9 @@ class Order:
     """Whether a hook, the check of the state or better weights gave the order, not the engine."""
     arrays: tuple[str, ...] = ()
     """Names of the arrays with NaN or Inf, if a save led to the order."""
+    untrained: bool = False
+    """Whether healthy steps have followed NaN or Inf in `arrays`, so that the run does not train on
+    them. Such an order limits no rate, and it never stops the run."""
     better_step: int | None = None
     """Step of the better earlier weights to restore, or None."""
     lr_at_fault: Mapping[str, float] | None = None

@@ -193,18 +193,33 @@ class Recovery:
         # refund it, and rollbacks by a hook do not use it.
         policy, ledger = self.run.policy.budget, self.run.ledger
         reach = max(policy.refund_after, 1)
-        count = len(ledger.same_trouble(order.onset, reach))
+        count = len(self._spent_on(order, reach))
         if order.onset <= self.run.record.first_step + reach:
             count += ledger.spent  # by a run in another framework, whose engine was ported
         budget = max(policy.recoveries, 1)
         if count < budget:
-            order = replace(self._with_depth_and_limit(order), is_last=count + 1 == budget)
-            return self.roll_back(order)
+            is_last = count + 1 == budget and not order.untrained
+            return self.roll_back(replace(self._with_depth_and_limit(order), is_last=is_last))
+        if order.untrained:
+            self._report_impossible(order, NoGoodCheckpoint("the budget of rollbacks is exhausted"))
+            return None
         if not needs_evidence or not self.run.nonfinite.weights_are_finite():
             rollbacks = counted(count, "rollback has", "rollbacks have")
             why = f"{rollbacks} been made within {counted(reach, 'step')} of the run"
             self.stop(why, onset=order.onset)
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
+
+    def _spent_on(self, order: Order, within: int) -> list[RollbackRecord]:
+        """The earlier rollbacks that count for an order.
+
+        A rollback for arrays that the run does not train on says nothing about a later trouble.
+
+        Args:
+            order: the order.
+            within: see `Ledger.same_trouble`.
+        """
+        past = self.run.ledger.same_trouble(order.onset, within)
+        return [each for each in past if order.untrained or not each.untrained]
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether an order needs evidence. An order `by_host` and a rule that stops need none."""
@@ -251,11 +266,11 @@ class Recovery:
 
         The rate is limited if an earlier rollback for the same trouble has not helped.
         """
-        past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
+        past = self._spent_on(order, self.run.policy.rollback.region)
         if not order.by_host:
             rollback = self.run.policy.engine.config.rollback
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
-        if self.run.policy.may_limit_lr and past:
+        if self.run.policy.may_limit_lr and past and not order.untrained:
             return replace(order, lr_at_fault={})
         return order
 
