@@ -217,8 +217,8 @@ class StepRecord(NamedTuple):
     """z-score of the norm in the clipping rule."""
     z_loss: Float
     """Score of the loss-spike detector."""
-    lr: Float = 0.0
-    """The program's learning rate at the step; 0 or 1 if unknown."""
+    lr: Float | None = None
+    """The program's learning rate at the step, or None if it is unknown."""
     engine: str = ""
     """Name of the optimizer in the run's state; each optimizer has its own engine."""
     evidence: tuple[SuspectGradient, ...] = ()
@@ -239,6 +239,17 @@ class StepRecord(NamedTuple):
     """Evaluation loss since the last step, or None."""
     eval_gap: float | None = None
     """`eval_loss` minus the mean of recent healthy losses, or None."""
+
+    @property
+    def trained_rate(self) -> float | None:
+        """The learning rate with which the step has trained: `lr` times `lr_scale`.
+
+        None if the rate is unknown, or if the step has trained nothing: it was not judged, was
+        skipped, or had a rate of 0.
+        """
+        if not self.judged or self.skip or not self.lr:
+            return None
+        return float(self.lr) * float(self.lr_scale)
 
     @property
     def decision(self) -> Decision:
@@ -297,13 +308,18 @@ def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
     """Makes a record of Python values, which the host reads for every step.
 
     Args:
-        values: 16 scalars in the order of `RECORD_FIELDS`.
+        values: 16 scalars in the order of `RECORD_FIELDS`. The last one is the learning rate, and a
+            negative rate is unknown.
         engine: name of the optimizer in the run's state.
 
     Returns:
         The record. Evidence and comparisons are empty: the host adds them.
     """
     step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:RECORD_INTS])
+    *floats, rate = map(float, values[RECORD_INTS:])
+    lr: float | None = None
+    if rate >= 0:
+        lr = rate
     return StepRecord(
         step,
         onset,
@@ -313,7 +329,8 @@ def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
         Cause(cause) if cause else _NO_CAUSE,
         depth,
         bool(skip),
-        *map(float, values[RECORD_INTS:]),
+        *floats,
+        lr=lr,
         engine=engine,
     )
 

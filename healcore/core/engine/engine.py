@@ -28,6 +28,7 @@ from healcore.core.engine import incidents
 from healcore.core.engine.judge import judge
 from healcore.core.engine.state import (
     SCHEMA,
+    UNKNOWN_RATE,
     WITHHELD,
     EngineConfig,
     EngineState,
@@ -36,6 +37,7 @@ from healcore.core.engine.state import (
     init,
     plain,
     record_numbers,
+    with_unknown_rate,
 )
 from healcore.core.numerics import map_leaves, select
 from healcore.core.signals import Signals
@@ -435,7 +437,8 @@ class Engine:
 
         Returns:
             `{"schema": SCHEMA, "policy": fingerprint, "clip": name, "detectors": [names],
-            "groups": n, "state": {...}}`, from which `from_dict` restores the state on any machine.
+            "groups": n, "unknown_rate": -1.0, "state": {...}}`, from which `from_dict` restores the
+            state on any machine.
         """
         scale = state.last.decision.group_scale
         groups = 0
@@ -447,6 +450,7 @@ class Engine:
             "clip": self._clip_name,
             "detectors": [name for name, _ in self.config.detectors],
             "groups": groups,
+            "unknown_rate": UNKNOWN_RATE,
             "state": plain(state),
         }
 
@@ -486,7 +490,15 @@ class Engine:
         count = data.get("groups")
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
             raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
-        return from_plain(self.init(groups=count), data.get("state"), "state")
+        state = from_plain(self.init(groups=count), data.get("state"), "state")
+        if "unknown_rate" not in data:  # an older state
+            return with_unknown_rate(state, reads_rate=self.scales_lr)
+        if data["unknown_rate"] != UNKNOWN_RATE:
+            raise StateError(
+                f"unknown_rate must be {UNKNOWN_RATE}, got {data['unknown_rate']!r:.80}: the saved "
+                "state is damaged, or a newer release wrote it"
+            )
+        return state
 
 
 def _neutral(decision: Decision, when: Flag, lr_scale: Float, *, xp: ArrayNamespace) -> Decision:

@@ -26,6 +26,7 @@ from healcore.core import numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.decision import NONFINITE, Action
 from healcore.core.engine.state import (
+    UNKNOWN_RATE,
     BudgetState,
     EngineConfig,
     EngineState,
@@ -354,30 +355,46 @@ def update_rate(
     A cut multiplies the multiplier in force. In an open incident the multiplier stays, except that
     the ceiling lowers it if the schedule rises. If no rule cuts, the host alone limits the rate. A
     refund, after long health, raises the limit. `rate` is the schedule's learning rate at this
-    step, or None for a constant rate of 1. At a rate of 0 no multiplier is wrong: it stays.
+    step, or None if it is unknown, which counts as a constant rate of 1. At a rate of 0 no
+    multiplier is wrong: it stays.
     """
     if orders.cut is None and not may_limit_rate(config):
         return state
-    known_rate = _known_rate(rate, state, xp=xp)
+    stored_rate = _stored_rate(rate, state, xp=xp)
+    known_rate = xp.abs(stored_rate)  # 1 for `UNKNOWN_RATE`
+    has_rate = known_rate > 0
+    continues = _continues_schedule(state, known_rate, has_rate, xp=xp)
     raised = xp.quotient(state.rate_at_cut, config.factor)
     rate_at_cut = xp.minimum(xp.where(orders.refund, raised, state.rate_at_cut), _MAX_RATE)
     state = state._replace(rate_at_cut=rate_at_cut)
     if orders.cut is not None:
-        return _cut_hold_ramp(config, state, orders.cut, orders.healthy, is_open, known_rate, xp=xp)
-    peak = xp.where(_keeps_peak(state, known_rate), state.peak, known_rate)
+        new = _cut_hold_ramp(
+            config,
+            state,
+            orders.cut,
+            orders.healthy,
+            is_open,
+            known_rate,
+            has_rate,
+            continues,
+            xp=xp,
+        )
+        return new._replace(rate=stored_rate)
+    peak = xp.where(continues, xp.maximum(state.peak, known_rate), known_rate)
     scale = numerics.flush(_top_multiplier(config, rate_at_cut, peak, xp=xp), xp=xp)
-    scale = xp.where(known_rate > 0, scale, state.scale)
-    return state._replace(scale=scale, peak=peak, rate=known_rate)
+    scale = xp.where(has_rate, scale, state.scale)
+    return state._replace(scale=scale, peak=peak, rate=stored_rate)
 
 
-def _keeps_peak(state: LrState, rate: Float) -> Flag:
-    """Whether the peak stays, as at a rate of 0.
+def _continues_schedule(state: LrState, rate: Float, has_rate: Flag, *, xp: ArrayNamespace) -> Flag:
+    """Whether the rate belongs to the schedule of the last step, as a rate of 0 always does.
 
     A sudden fall of the rate begins another schedule with a new peak, and so does the first rate
     after a rate of 0.
     """
-    same_schedule = (state.rate > 0) & (rate >= RESTART_RATIO * state.rate)
-    return (rate <= 0) | (same_schedule & (state.peak > rate))
+    before = xp.abs(state.rate)  # 1 for `UNKNOWN_RATE`
+    continues = (before > 0) & (rate >= RESTART_RATIO * before)
+    return has_rate <= continues  # ~has_rate | continues, in one operation
 
 
 def _cut_hold_ramp(
@@ -387,10 +404,12 @@ def _cut_hold_ramp(
     healthy: Flag,
     is_open: Flag,
     rate: Float,
+    has_rate: Flag,
+    continues_schedule: Flag,
     *,
     xp: ArrayNamespace,
 ) -> LrState:
-    """`update_rate` for a policy that cuts the rate, with a known rate.
+    """`update_rate` for a policy that cuts the rate. `LrState.rate` stays for the caller to set.
 
     multiplier
     1 or the ceiling  ------.                   .------
@@ -399,8 +418,6 @@ def _cut_hold_ramp(
     after the cut           '-------------
                            cut     hold     ramp        healthy steps
     """
-    keeps_peak = _keeps_peak(state, rate)
-    has_rate = rate > 0
     # At a rate of 0 a cut is computed as if the rate were 1.
     divisor = xp.where(has_rate, rate, 1.0)
     advances = healthy & ~cut
@@ -412,7 +429,7 @@ def _cut_hold_ramp(
     rate_at_cut = xp.where(cut, xp.product(state.scale, divisor), state.rate_at_cut)
     hold = xp.where(cut, config.hold_steps, state.hold)
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
-    peak = xp.where(keeps_peak & ~cut, state.peak, rate)
+    peak = xp.where(continues_schedule & ~cut, xp.maximum(state.peak, rate), rate)
 
     holding = hold > 0
     ramp = numerics.decremented(ramp + (holding | ~advances), xp=xp)
@@ -430,7 +447,7 @@ def _cut_hold_ramp(
     scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
     scale = xp.where(has_rate, scale, state.scale)
     scale = numerics.flush(xp.where(cut, cut_scale, scale), xp=xp)
-    return LrState(scale, rate_after_cut, rate_at_cut, peak, rate, hold, ramp)
+    return LrState(scale, rate_after_cut, rate_at_cut, peak, state.rate, hold, ramp)
 
 
 def limited_rate(
@@ -442,11 +459,13 @@ def limited_rate(
         config: the policy's table `[lr]`.
         state: the multiplier before.
         limit: upper limit of the learning rate, see `Engine.limit_lr`.
-        rate: the schedule's learning rate, or None for a constant rate of 1.
+        rate: the schedule's learning rate, or None if it is unknown, which counts as a constant
+            rate of 1.
         xp: the array namespace.
     """
-    one = _known_rate(None, state, xp=xp)
-    known_rate = _known_rate(rate, state, xp=xp)
+    one = numerics.zero_like(state.scale) + 1.0
+    stored_rate = _stored_rate(rate, state, xp=xp)
+    known_rate = xp.abs(stored_rate)  # 1 for `UNKNOWN_RATE`
     has_rate = known_rate > 0
     divisor = xp.where(has_rate, known_rate, 1.0)
     limit = xp.where(limit > 0, limit, divisor)
@@ -460,7 +479,7 @@ def limited_rate(
         rate_after_cut=limit,
         rate_at_cut=rate_at_cut,
         peak=known_rate,
-        rate=known_rate,
+        rate=stored_rate,
         hold=zero + config.hold_steps,
         ramp=zero + config.ramp_steps,
     )
@@ -471,16 +490,16 @@ def may_limit_rate(config: LrConfig) -> bool:
     return not (isinstance(config.ceiling, int | float) and config.ceiling <= 0)
 
 
-def _known_rate(rate: Float | None, state: LrState, *, xp: ArrayNamespace) -> Float:
-    """The schedule's rate, 0 for the smallest rates, or 1 for a rate that is unknown or of no use.
+def _stored_rate(rate: Float | None, state: LrState, *, xp: ArrayNamespace) -> Float:
+    """The schedule's rate as a state has it: 0 for the smallest rates, or `UNKNOWN_RATE`.
 
-    Rounding makes the last rates of a schedule that ends with 0 a little larger or smaller than 0.
+    A rate that is NaN, negative or too large is of no use, so it counts as unknown. Rounding makes
+    the last rates of a schedule that ends with 0 a little larger or smaller than 0.
     """
     if rate is None:
-        return numerics.zero_like(state.scale) + 1.0
+        return numerics.zero_like(state.scale) + UNKNOWN_RATE
     usable = (rate >= -numerics.TINY) & (rate < _MAX_RATE)
-    known = xp.where(usable, rate, 1.0)
-    return xp.where(known > numerics.TINY, known, 0.0)
+    return xp.where(usable, xp.where(rate > numerics.TINY, rate, 0.0), UNKNOWN_RATE)
 
 
 def _top_multiplier(

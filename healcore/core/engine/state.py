@@ -22,6 +22,9 @@ from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
 
 WITHHELD = -1.0
 """The limit of the gradient norm while the host withholds all steps."""
+UNKNOWN_RATE = -1.0
+"""The learning rate of a step whose rate is unknown. No schedule has a negative rate, and a state
+has no NaN, so the number cannot be a rate. The multiplier is computed as for a rate of 1."""
 
 
 class RuleConfig(NamedTuple):
@@ -304,7 +307,8 @@ class LrState(NamedTuple):
     peak: Float
     """Highest rate of the schedule since the last cut or sudden fall; 0 = none."""
     rate: Float
-    """The schedule's rate at the last step; 0 = no step, or a rate of 0."""
+    """The schedule's rate at the last step, or `UNKNOWN_RATE`. The rate is unknown before the first
+    step, if the program passes no rate, and if the policy does not read it."""
     hold: Int
     """Remaining steps of the hold."""
     ramp: Int
@@ -408,7 +412,9 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
             np.asarray(config.budget.lr_cuts, np.int32),
             np.zeros((), np.int32),
         ),
-        lr=zeros(LrState)._replace(scale=np.ones((), np.float32)),
+        lr=zeros(LrState)._replace(
+            scale=np.ones((), np.float32), rate=np.full((), UNKNOWN_RATE, np.float32)
+        ),
         norm_limit=np.zeros((), np.float32),
         tally=zeros(Tally),
         last=Telemetry(
@@ -456,6 +462,22 @@ def record_numbers(state: EngineState) -> tuple[Array, ...]:
         last.z_loss,
         state.lr.rate,
     )
+
+
+def with_unknown_rate(state: EngineState, *, reads_rate: bool) -> EngineState:
+    """Marks the learning rate of an older saved state as unknown where it was unknown.
+
+    A state that was saved without the key `unknown_rate` has a rate of 1 if the program passed no
+    rate, and a rate of 0 if the policy had not read it.
+
+    Args:
+        state: the state that was saved, in NumPy.
+        reads_rate: whether the policy reads the rate.
+    """
+    rate, was_read = state.lr.rate, reads_rate and state.step > 0
+    if rate == 1.0 or (rate == 0.0 and not was_read):
+        rate = np.full_like(rate, UNKNOWN_RATE)
+    return state._replace(lr=state.lr._replace(rate=rate))
 
 
 def plain(tree: Any) -> Any:

@@ -283,7 +283,7 @@ class AlarmLog:
         The program may have set another rate since that step, for example the usual rate after a
         step at a wrong one.
         """
-        if record.lr not in (0.0, 1.0):
+        if record.lr is not None:
             return float(record.lr)
         with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
             return self.run.driver.trained_rates().get(record.engine)
