@@ -308,6 +308,7 @@ class NoClip(NamedTuple):
     """No clipping."""
 
     kind = "none"
+    limits_every_step = False
 
 
 class Detect(NamedTuple):
@@ -411,7 +412,7 @@ class Policy:
             once, for all backends.
         """
         clip = None
-        if self.clip.kind != "none":
+        if not isinstance(self.clip, NoClip):
             clip = (self.clip.kind, rounded(self.clip))
         detectors = []
         for name, table in self.detect._asdict().items():

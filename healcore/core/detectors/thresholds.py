@@ -427,10 +427,12 @@ class GradSpikeConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading, as of `LossSpikeConfig.update`.
+            The state after the step, and the reading, as of `LossSpikeConfig.update`, but without
+            the score: a `Telemetry` has the score of the loss only.
         """
         norm = seen.grad_norm
-        return _judge(self, state, norm, seen.finite & (norm > 0), seen.restart, xp=xp)
+        new, reading = _judge(self, state, norm, seen.finite & (norm > 0), seen.restart, xp=xp)
+        return new, reading._replace(z=None)
 
 
 def _judge(

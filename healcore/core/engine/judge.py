@@ -15,8 +15,10 @@ from healcore.core import numerics
 from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Norms, Number
 from healcore.core.clipping import EPSILON, Clip
 from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry
-from healcore.core.engine.incidents import RuleOrders, update_incidents, update_rate
-from healcore.core.engine.state import EngineConfig, EngineState, RuleConfig, RuleState, Tally
+from healcore.core.engine.config import EngineConfig, RuleConfig
+from healcore.core.engine.incidents import RuleOrders, update_incidents
+from healcore.core.engine.learning_rate import update_rate
+from healcore.core.engine.state import EngineState, RuleState, Tally
 from healcore.core.signals import Observed, Signals, observe
 
 ORDERED_ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
@@ -146,7 +148,7 @@ def _run_detectors(
         config: the policy.
         states: the state of each detector.
         seen: the checked signals.
-        may_alarm: false in the grace window, where only `nonfinite` alarms.
+        may_alarm: false in the grace window, where only NaN and Inf are alarms.
         xp: the array namespace.
 
     Returns:
@@ -156,7 +158,7 @@ def _run_detectors(
     for (name, detector), state in zip(config.detectors, states, strict=True):
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
             state, reading = detector.update(state, seen, xp=xp)
-            if name != "nonfinite":
+            if not detector.CAUSE & NONFINITE:
                 alarm = sustained = reading.alarm & may_alarm
                 if reading.sustained is not reading.alarm:
                     sustained = reading.sustained & may_alarm
@@ -304,8 +306,8 @@ def _clip(
     """Runs the clipping rule if the policy has one and the signals have its norms."""
     if config.clip is None:
         return None, None
-    name, rule = config.clip
-    if seen.grad_norm is None or (name == "adagc" and seen.group_norms is None):
+    _, rule = config.clip
+    if seen.grad_norm is None or (rule.per_tensor and seen.group_norms is None):
         return state.clip, None
     return rule.update(state.clip, seen, numerics.and_not(seen.finite, skip), xp=xp)
 
@@ -397,8 +399,9 @@ def _telemetry(
             norm = xp.where(seen.bad_grad, last.grad_norm, seen.grad_norm)
     if clip is not None and ordered.group_scale is None:
         threshold, z = clip.threshold, numerics.flush(clip.z, xp=xp)
-    if "loss_spike" in readings:
-        z_loss = numerics.flush(readings["loss_spike"].z, xp=xp)
+    for reading in readings.values():
+        if reading.z is not None:
+            z_loss = numerics.flush(reading.z, xp=xp)
     if ordered.group_scale is None and last.decision.group_scale is not None:
         ordered = ordered._replace(group_scale=last.decision.group_scale)
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import Action, Cause, StepRecord, names
-from healcore.core.engine.state import RuleConfig
+from healcore.core.engine.config import RuleConfig
 from healcore.events.schema import sentence
 from healcore.history.run import MOST_ALARMS
 from healcore.runtime.faults.failures import Severity, failures_of
