@@ -19,11 +19,10 @@ from healcore.core.clipping import AdaGCConfig, AutoClipConfig, FixedConfig, ZCl
 from healcore.core.decision import NONFINITE, Action, Cause
 from healcore.core.detectors import CAUSES
 from healcore.core.detectors.loss_records import InstabilityConfig, RecordsConfig
+from healcore.core.detectors.spikes import GradSpikeConfig, LossSpikeConfig
 from healcore.core.detectors.thresholds import (
     GradCeilingConfig,
-    GradSpikeConfig,
     LossCeilingConfig,
-    LossSpikeConfig,
     NonFiniteConfig,
     VanishingConfig,
 )

@@ -16,7 +16,7 @@ from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, In
 from healcore.core.clipping import EPSILON, Clip
 from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry
 from healcore.core.engine.config import EngineConfig, RuleConfig
-from healcore.core.engine.incidents import RuleOrders, update_incidents
+from healcore.core.engine.incidents import RecoveryOrders, RuleOrders, update_incidents
 from healcore.core.engine.learning_rate import update_rate
 from healcore.core.engine.state import EngineState, RuleState, Tally
 from healcore.core.signals import Observed, Signals, observe
@@ -91,27 +91,21 @@ def judge(
         skip = skip | (state.norm_limit < 0)  # `WITHHELD` by the host
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
-    wants = RuleOrders(
-        rollback=_any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], no_flag),
-        cut=_any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
-    )
+    wants = _wanted_orders(fired, no_flag)
     incidents, budget, orders = update_incidents(config, state, cause, skip_by_rules, wants, xp=xp)
     lr_state = update_rate(config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp)
-    actions = _actions_ordered_once(config, fired, no_flag, xp=xp)
-    if orders.action is not None:
-        actions.insert(0, orders.action)
+    action = _ordered_actions(config, fired, orders, cause, xp=xp)
     rollback_depth = orders.depth
     if rollback_depth is None:
         # No rule rolls back: the depth of the last step, which is 0.
         rollback_depth = state.last.decision.rollback_depth
     norm_to_limit = signals.grad_norm if limits_norm else None
-    scales = _scales(config, state, skip, clip, norm_to_limit, xp=xp)
-    grad_scale, group_scale, clipped = scales
+    grad_scale, group_scale, clipped = _scales(config, state, skip, clip, norm_to_limit, xp=xp)
     ordered = Decision(
         grad_scale=grad_scale,
         skip=skip,
         lr_scale=lr_state.scale,
-        action=_any(actions, None) if actions else cause & 0,
+        action=action,
         cause=cause,
         rollback_depth=rollback_depth,
         group_scale=group_scale,
@@ -264,20 +258,36 @@ def update_rule(
     return RuleState(run, window, age), Firing(fired, newly_fired)
 
 
-def _actions_ordered_once(
+def _wanted_orders(fired: list[tuple[RuleConfig, Firing]], no_flag: Flag) -> RuleOrders:
+    """Joins the rollbacks and the cuts that the fired rules ask for."""
+    rollbacks = [firing.fired for rule, firing in fired if rule.action & Action.ROLLBACK]
+    cuts = [firing.fired for rule, firing in fired if rule.action & Action.CUT_LR]
+    return RuleOrders(rollback=_any(rollbacks, no_flag), cut=_any(cuts, None))
+
+
+def _ordered_actions(
     config: EngineConfig,
     fired: list[tuple[RuleConfig, Firing]],
-    no_flag: Flag,
+    orders: RecoveryOrders,
+    cause: Int,
     *,
     xp: ArrayNamespace,
-) -> list[Int]:
-    """The actions of `ORDERED_ONCE` that the rules order, as one int32 for each set of them."""
+) -> Int:
+    """The `Action` flags of the step: of the recovery, and the flags of `ORDERED_ONCE`."""
     actions = []
-    for once in dict.fromkeys(rule.action & ORDERED_ONCE for rule in config.rules):
-        newly_fired = [f.newly_fired for rule, f in fired if rule.action & ORDERED_ONCE == once]
-        if once:
-            actions.append(xp.flag(_any(newly_fired, no_flag), once))
-    return actions
+    if orders.action is not None:
+        actions.append(orders.action)
+    # One int32 for each set of flags, and not for each rule.
+    for flags in dict.fromkeys(rule.action & ORDERED_ONCE for rule in config.rules):
+        if flags:
+            newly_fired = []
+            for rule, firing in fired:
+                if rule.action & ORDERED_ONCE == flags:
+                    newly_fired.append(firing.newly_fired)
+            actions.append(xp.flag(_any(newly_fired, None), flags))
+    if not actions:
+        return cause & 0
+    return _any(actions, None)
 
 
 def _limit_skips(
