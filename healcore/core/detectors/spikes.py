@@ -115,8 +115,8 @@ class GradSpikeConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading, as of `LossSpikeConfig.update`, but without
-            the score: a `Telemetry` has the score of the loss only.
+            The state after the step, and the same reading as `LossSpikeConfig.update`, without the
+            score `z`: `Telemetry` has the score of the loss only.
         """
         norm = seen.grad_norm
         new, reading = _judge(self, state, norm, seen.finite & (norm > 0), seen.restart, xp=xp)

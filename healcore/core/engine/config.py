@@ -149,8 +149,8 @@ def config_differences(left: EngineConfig, right: EngineConfig) -> list[str]:
     """Lists the keys in which two policies differ, for the message of a resume with another policy.
 
     Args:
-        left: the one policy, for example of the saved state.
-        right: the other policy.
+        left: a policy, for example the policy of a saved state.
+        right: another policy.
 
     Returns:
         Lines `key: left and right`. The keys are the keys of a policy file, such as `clip.kind` and

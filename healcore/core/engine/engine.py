@@ -77,7 +77,7 @@ class Engine:
         self.per_tensor = False
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
         self.clips_at_fixed_norm = False
-        """Whether the clipping rule is one fixed limit, as of `clip_grad_norm_`."""
+        """Whether the clipping rule is one fixed limit, as in `clip_grad_norm_`."""
         if config.clip is not None:
             self._clip_name, clip = config.clip
             self.per_tensor = clip.per_tensor

@@ -182,5 +182,5 @@ def _top_multiplier(
     share = xp.product(config.ceiling, rate_at_cut)
     # The peak is 0 until the first rate above 0, where the multiplier stays.
     top = xp.quotient(share, xp.where(peak > 0, peak, 1.0))
-    # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
+    # `share` is 0 before the first cut, and for a policy whose ceiling is 0.
     return xp.where(share > 0, xp.minimum(top, 1.0), 1.0)

@@ -129,7 +129,7 @@ class LrState(NamedTuple):
     rate_at_cut: Float
     """Learning rate in force before the last cut. Long health raises it; 0 = never cut."""
     peak: Float
-    """Highest rate of the schedule since the last cut or sudden fall; 0 = none."""
+    """Highest rate of the schedule since the last cut or sudden fall; 0 = no rate yet."""
     rate: Float
     """The schedule's rate at the last step, or `UNKNOWN_RATE`. The rate is unknown before the first
     step, if the program passes no rate, and if the policy does not read it."""
