@@ -32,7 +32,7 @@ from healcore.console import first_of
 from healcore.core import numerics
 from healcore.core.decision import Decision, record_metrics
 from healcore.core.engine import Engine, EngineState, StateError, neutral
-from healcore.core.engine.state import EngineConfig, config_differences
+from healcore.core.engine.config import EngineConfig, config_differences
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.jax import engine_rows

@@ -30,7 +30,7 @@ from healcore.jax.optax_states import check_second_iterates, replicate_over_mesh
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.tree_nodes import map_nodes, nodes
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.loader import check_spelling
+from healcore.policy.overrides import check_spelling
 
 
 def heal(
@@ -611,11 +611,9 @@ def _is_optax_clip(engine: Engine, given: Mapping[str, Any], axes: Axes) -> bool
 
     False with a norm that the caller has reduced over devices, and for parts of gradients.
     """
-    if engine.config.clip is None or engine.mode == "observe":
+    if not engine.clips_at_fixed_norm or engine.mode == "observe":
         return False
-    kind, _ = engine.config.clip
-    is_whole = "grad_norm" not in given and not axes.split
-    return kind == "fixed" and is_whole
+    return "grad_norm" not in given and not axes.split
 
 
 def _clip_as_optax(

@@ -237,7 +237,10 @@ def leaves(tree: Any) -> list[Any]:
     if tree is None:
         return []
     if isinstance(tree, tuple):
-        return [leaf for part in tree for leaf in leaves(part)]
+        found = []
+        for part in tree:
+            found += leaves(part)
+        return found
     return [tree]
 
 

@@ -76,6 +76,22 @@ class PolicyError(HealcoreError, ValueError):
         return "\n".join(lines)
 
 
+def policy_error(
+    source: str, value: str, rule: str, write: str, *, key: str = "", unreadable: bool = False
+) -> PolicyError:
+    """Makes an error with one problem.
+
+    Args:
+        source: see `PolicyError`.
+        value: see `Problem`.
+        rule: see `Problem`.
+        write: see `Problem`.
+        key: see `Problem`.
+        unreadable: see `PolicyError`.
+    """
+    return PolicyError(source, (Problem(key, value, rule, write),), unreadable=unreadable)
+
+
 def show_value(value: object) -> str:
     """Formats a received value nearly as TOML, shortened for a message.
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
-from healcore.policy.loader import check_spelling
+from healcore.policy.overrides import check_spelling
 from healcore.runtime.batch_iterator import Batch, Batches
 from healcore.runtime.data.loader_protocols import Loader
 from healcore.runtime.data.scan_blocks import ScanBlocks

@@ -22,7 +22,7 @@ from healcore.policy import (
     loads,
     preset_text,
 )
-from healcore.policy.loader import parse_overrides
+from healcore.policy.overrides import parse_overrides
 from healcore.policy.tables import keys_of
 from healcore.runtime.healer import hooks_of
 from healcore.runtime.run_options import HostPolicy

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from healcore.core.engine import Engine
+from healcore.core.engine.state import UNKNOWN_RATE
 from healcore.core.numerics import shortest_decimal
 from healcore.jax import heal_state, optimizer_constants
 from healcore.jax.array_leaves import PyTree
@@ -78,7 +79,12 @@ class JaxDriver(Driver):
         self.on_step: Callable[[], None] = lambda: None
         steps = nodes(optax.MultiStepsState, tree)
         accumulates = any(nodes(HealState, state) for _, state in steps)
-        self._reader = StepReader(self._engines, accumulates, self.warnings.append)
+        self._reader = StepReader(
+            self._engines,
+            accumulates,
+            self.warnings.append,
+            reads_rate=self._engine.scales_lr,
+        )
         self._processes = Processes()
         self._block: BlockRecords | None = None
         """The records of a block that `take_dispatch` has not returned."""
@@ -428,7 +434,6 @@ class JaxDriver(Driver):
         """
         tree = self._live.read()
         found = {}
-        reads_rate = self._engine.limits_lr or self._engine.cuts_lr
         for entry, engine in zip(self._engines, self.engines().values(), strict=True):
             owner = node_at(tree, entry.path[:-1])
             injected = []
@@ -438,11 +443,10 @@ class JaxDriver(Driver):
                 found[entry.name] = float(jax.device_get(injected[0]))
                 continue
             received = engine["state"]["lr"]["rate"]
-            # 1.0 if the program has passed no rate, 0.0 also before a step.
-            unread = received == 0.0 and not (reads_rate and engine["state"]["step"])
-            if received == 1.0 or unread:
-                found[entry.name] = None
-            else:
+            # If the engine has not read the rate, an older saved state has a rate of 0.
+            was_read = self._engine.scales_lr and engine["state"]["step"]
+            found[entry.name] = None
+            if was_read and received != UNKNOWN_RATE:
                 found[entry.name] = received
         return found
 

@@ -276,12 +276,19 @@ class StepReader:
         engines: the engines of the run.
         accumulates: whether an optax.MultiSteps hides micro-batches from an engine.
         warn: called with a warning, once.
+        reads_rate: whether the policy reads the learning rate. If not, records have no rate.
     """
 
     def __init__(
-        self, engines: Sequence[EngineEntry], accumulates: bool, warn: Callable[[str], object]
+        self,
+        engines: Sequence[EngineEntry],
+        accumulates: bool,
+        warn: Callable[[str], object],
+        *,
+        reads_rate: bool,
     ) -> None:
         self._engines, self._accumulates, self._warn = engines, accumulates, warn
+        self._reads_rate = reads_rate
         self._has_warned = False
         self._last: Readings
         self._stride: float | None = None
@@ -317,7 +324,7 @@ class StepReader:
         Returns:
             The reader, whose next `dispatch` returns this step.
         """
-        reader = StepReader(engines, self._accumulates, self._warn)
+        reader = StepReader(engines, self._accumulates, self._warn, reads_rate=self._reads_rate)
         reader._stride = self._stride
         steps = max(1, round(self._stride or 1))  # a mean of a block may be a fraction
         [after] = start_read(states)()
@@ -420,7 +427,7 @@ class StepReader:
     ) -> None:
         """Adds an engine's records of the steps after step `first`."""
         for number in range(first, new.step):
-            record = unpack_record(new.record(number + 1), engine.name)
+            record = self._record(engine, new, number + 1)
             if record.step == new.step:  # norms of earlier steps are overwritten
                 if record.cause:
                     usual = self._usual_norms.get(engine.name)
@@ -437,8 +444,16 @@ class StepReader:
             if not any(record.engine == engine.name for record in records):
                 # An engine does not judge steps of other optimizers, or micro-batches of an
                 # optax.MultiSteps around `protect`. The Healer knows the order in the last row.
-                idle = unpack_record(new.record(new.step), engine.name).unjudged()
+                idle = self._record(engine, new, new.step).unjudged()
                 records.append(idle._replace(step=new.step, judged=False))
+
+    def _record(self, engine: EngineEntry, view: HostView, step: int) -> StepRecord:
+        """The record of one step of an engine."""
+        record = unpack_record(view.record(step), engine.name)
+        if not self._reads_rate:
+            # An older saved state then has a rate of 0.
+            record = record._replace(lr=None)
+        return record
 
     def _was_taken(self, changed: bool) -> bool:
         """Whether an update was a step or part of an accumulation; see `_untaken`."""

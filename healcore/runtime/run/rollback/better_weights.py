@@ -72,8 +72,8 @@ class BetterWeights:
         for each in records:
             if each.judged:
                 norms[each.engine] = max(each.grad_norm, norms.get(each.engine, 0.0))
-            if each.judged and not each.skip and each.lr not in (0.0, 1.0):  # else it is unknown
-                rate = float(each.lr) * float(each.lr_scale)
+            rate = each.trained_rate
+            if rate is not None:
                 rates[each.engine] = max(rate, rates.get(each.engine, 0.0))
         return comparisons.observe(
             TrainedStep(step.index, step.contents, norms, rates),

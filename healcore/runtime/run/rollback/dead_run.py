@@ -201,12 +201,11 @@ class TrainedRates:
         """Adds the rates of one step.
 
         Args:
-            records: the records of the step. Skipped updates do not count: they have trained
-                nothing. A record has the rate 0 or 1 where the rate is unknown.
+            records: the records of the step. Updates that have trained nothing do not count.
         """
         for record in records:
-            rate = float(record.lr) * float(record.lr_scale)
-            if record.judged and not record.skip and record.lr not in (0.0, 1.0):
+            rate = record.trained_rate
+            if rate is not None:
                 self._raise(record.engine, rate)
 
     def add_rates(self, rates: Rates) -> None:
