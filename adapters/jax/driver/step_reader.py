@@ -447,7 +447,7 @@ class StepReader:
                 idle = self._record(engine, new, new.step).unjudged()
                 records.append(idle._replace(step=new.step, judged=False))
 
-    def _record(self, engine: EngineEntry, view: HostView, step: int) -> StepRecord:
+    def _record(self, engine: EngineEntry, view: EngineReading, step: int) -> StepRecord:
         """The record of one step of an engine."""
         record = unpack_record(view.record(step), engine.name)
         if not self._reads_rate:
