@@ -13,9 +13,9 @@ What fails before `_begin` leaves nothing behind: the claims are released and th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from healcore.console import counted, first_of
 from healcore.core.errors import error_text
@@ -27,9 +27,10 @@ from healcore.policy.tables import Problem
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.hang_guard import HangGuard
+from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.reporting.trackers import Selection, Trackers
+from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches import RunBatches
@@ -52,7 +53,7 @@ from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.steps import DelayedReader
-from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.files import make_directory
@@ -71,29 +72,6 @@ class StoreNotEmpty(StoreError):
     Either `resume` is False, or the run has completed and is another run than this program's.
     Nothing was trained. The message says which of the two it is, and what to pass instead.
     """
-
-
-class Options(NamedTuple):
-    """The arguments of `Healer`."""
-
-    policy: HostPolicy
-    state: Any
-    """The user's state: a mapping of names to modules and optimizers, or in JAX also a pytree."""
-    store: Place | tuple[Place, ...] | None
-    """Where checkpoints go: one or several directories or stores, or None for host memory."""
-    loss_fn: Callable[..., Any] | None
-    """The loss of a batch, to compare weights, or None to compare nothing."""
-    loss_fn_cost: float
-    """Cost of one call of `loss_fn`, in training steps."""
-    checkpoints: Checkpoints
-    logging: Logging
-    trackers: tuple[Selection, ...]
-    hooks: Hooks
-    resume: bool | Literal["auto"]
-    """Whether to resume: True always, False never, "auto" if the run in the store is this one."""
-    attach: dict[str, Any]
-    """Options of the adapter's `attach`, by name."""
-    stop_file: str | os.PathLike[str] | None
 
 
 def open_run(options: Options) -> Run:
