@@ -13,7 +13,8 @@ A position consists of Python values that any checkpoint can hold. The loader's 
 `runtime.store.values`, because a JAX run may read from a torch loader, and a store of JAX cannot
 save torch tensors.
 
-Which epochs of a loader the user's loop reads, and the last positions in them.
+`EpochRange` says which epochs of a loader the user's loop reads. `PositionHistory` has the last
+positions in them.
 """
 
 from __future__ import annotations
