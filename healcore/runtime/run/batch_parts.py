@@ -36,17 +36,26 @@ class BatchParts:
     Attributes:
         count: what the loss of the newest batch averages over, see `Healer.microbatches`.
         obstacle: why the batches cannot be split, or an empty string.
-        to_split: makes of a batch of the `loss_fn` what is split and counted. Both are the same
-            except in a trainer whose batches have another order of rows.
-        to_evaluate_from: makes of a part of the result of `to_split` a batch of the `loss_fn`.
     """
 
     def __init__(self, record: RunRecord) -> None:
         self._record = record
         self.count: Count = None
         self.obstacle = ""
-        self.to_split: Callable[[Any], Any] = lambda batch: batch
-        self.to_evaluate_from: Callable[[Any], Any] = lambda part: part
+        self._to_split: Callable[[Any], Any] = lambda batch: batch
+        self._to_evaluate_from: Callable[[Any], Any] = lambda part: part
+
+    def split_as(
+        self, to_split: Callable[[Any], Any], to_evaluate_from: Callable[[Any], Any]
+    ) -> None:
+        """Splits batches in another form, for a trainer whose batches have another order of rows.
+
+        Args:
+            to_split: makes of a batch of the `loss_fn` what is split and counted.
+            to_evaluate_from: makes of a part of the result of `to_split` a batch of the `loss_fn`.
+        """
+        self._to_split = to_split
+        self._to_evaluate_from = to_evaluate_from
 
     def number(self, batch: Any) -> int:
         """The number of parts in which a step trains on a batch.
@@ -82,7 +91,7 @@ class BatchParts:
         Returns:
             The parts and their weights, which sum to 1; without parts of weight 0.
         """
-        form = self.to_split(batch)
+        form = self._to_split(batch)
         parts = self._number(form, self._evaluation_limit)
         if parts == 1:
             return [(batch, 1.0)]
@@ -92,7 +101,7 @@ class BatchParts:
         weighted = []
         for piece, weight in zip(pieces, weights, strict=True):
             if weight:
-                weighted.append((self.to_evaluate_from(piece), weight))
+                weighted.append((self._to_evaluate_from(piece), weight))
         return weighted
 
     def evaluation_gains_from(self, batch: Any, limit: int) -> bool:
@@ -102,7 +111,7 @@ class BatchParts:
             batch: a batch of the `loss_fn`.
             limit: largest number of samples in a part during a trial of larger parts.
         """
-        form = self.to_split(batch)
+        form = self._to_split(batch)
         larger = self._number(form, self._limit_with(limit))
         return larger < self._number(form, self._evaluation_limit)
 
@@ -120,7 +129,7 @@ class BatchParts:
         """
         if self.obstacle:
             return 1
-        form = self.to_split(batch)
+        form = self._to_split(batch)
         try:
             samples = count_samples(form)
         except UnsplittableBatch:

@@ -212,7 +212,7 @@ class Loop:
         data = self.run.data
         warm_up = WarmUp(self.run, total, warmup)
         self._has_generators = False
-        self.run.recovery.counts_steps = True
+        self.run.recovery.begin_counted_steps()
         if self.phase is LoopPhase.COMPLETED:
             self.run.loaders.pass_over_completed()
             self.reached_end = True

@@ -187,7 +187,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     """Makes the parts of the run, in the order of the fields of `Run`."""
     policy = options.policy
     store = _open_store(options.store, driver, ranks)
-    store.nonfinite_ok = (*store.nonfinite_ok, *options.checkpoints.nonfinite_ok)
+    store.allow_nonfinite(options.checkpoints.nonfinite_ok)
     end_requests = EndRequests(ranks, driver, StopFile(options.stop_file))
     events = Log(None) if ranks.rank else _events(options.logging.events, store.root)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
@@ -226,11 +226,10 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.better_weights = BetterWeights(run)
     run.dead_run = DeadRun(run)
     run.nonfinite = NonfiniteState(run)
-    run.recovery = Recovery(run)
+    of_trainer = run_settings.trainer_settings(options.state)
+    run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
     run.guard = HangGuard(policy, ranks, log)
     run.out_of_memory = OutOfMemory(run)
-    of_trainer = run_settings.trainer_settings(options.state)
-    run.recovery.ends_by_steps = run_settings.trainer_ends_by_steps(of_trainer)
     run.loop = Loop(run, has_trainer=bool(of_trainer))
     return run
 
@@ -432,10 +431,10 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
     if resume:  # otherwise the first save does it
         if not comparisons.anchors:
             saver.add_anchor()
-        run.store.ring.protected = run.comparisons.steps_needed
+        run.store.protect(run.comparisons.steps_needed)
     else:
         record.nonfinite_ok = saver.nonfinite_in_state()
-        run.store.nonfinite_ok += tuple(record.nonfinite_ok)
+        run.store.allow_nonfinite(record.nonfinite_ok)
         if record.nonfinite_ok:
             shown = first_of(record.nonfinite_ok, 5)
             run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
@@ -446,7 +445,7 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
 def _resume(run: Run, newest: RunRecord | None) -> None:
     """Resumes from the newest usable checkpoint; `newest` is the newest record in the store."""
     if newest is not None:
-        run.store.nonfinite_ok += tuple(newest.nonfinite_ok)
+        run.store.allow_nonfinite(newest.nonfinite_ok)
     saves = (newest or RunRecord()).attempt_history.with_status(run.stored.listed())
     usable = []
     wrong: dict[int, str] = {}  # step -> status, or what is wrong

@@ -82,7 +82,7 @@ class Saver:
     def __init__(self, run: Run, keep: Keep | None) -> None:
         self.run = run
         if run.store.arrays_by_rank:
-            run.data.host.pack_batches = run.comparisons.batches_to_save
+            run.data.host.save_batches(run.comparisons.batches_to_save)
         self.resumes_exactly = run.store.durable and run.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
@@ -202,7 +202,7 @@ class Saver:
         """
         step = self.run.data.step
         self.run.comparisons.add_anchor(step, {*self.run.known.restorable, step})
-        self.run.store.ring.protected = self.run.comparisons.steps_needed
+        self.run.store.protect(self.run.comparisons.steps_needed)
 
     def write(self, step: int, why: SaveReason) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.

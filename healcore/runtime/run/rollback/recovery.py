@@ -50,19 +50,29 @@ class Recovery:
 
     It is the place where a run decides to roll back, to save or to stop. `Restorer` does the
     rollback, and `Loop` calls this class between two steps.
+
+    Args:
+        run: the parts of the run.
+        ends_by_steps: whether a trainer takes a given number of steps, from as many batches as they
+            need.
+
+    Attributes:
+        counts_steps: whether the loop asks for the number of each step, so that a rollback repeats
+            steps also where healcore reads no data for the loop.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, ends_by_steps: bool) -> None:
         self.run = run
         policy, state = run.policy, run.monitor.state
         self._host_rules = HostRules(policy.rules, policy.engine.config, state)
         self.counts_steps = False
-        """Whether the loop asks for the number of each step, so that a rollback repeats steps also
-        where healcore reads no data for the loop."""
-        self.ends_by_steps = False
-        """Whether a trainer takes a given number of steps, from as many batches as they need."""
+        self._ends_by_steps = ends_by_steps
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
+
+    def begin_counted_steps(self) -> None:
+        """Says that a loop begins that asks for the number of each step, see `counts_steps`."""
+        self.counts_steps = True
 
     def process(self, step: StepResult) -> Order | None:
         """Processes a step that was read: logs it, and asks the policy's rules about it.
@@ -346,7 +356,7 @@ class Recovery:
 
         A loop that counts steps takes as many steps as without the rollback, with later data.
         """
-        if not why_not or self.counts_steps or self.ends_by_steps:
+        if not why_not or self.counts_steps or self._ends_by_steps:
             return 0
         end = self.run.data.step
         if why_not == EPOCH_LOST:
