@@ -247,7 +247,7 @@ NOT_CALLED = {"engines/device.py", "healcore/runtime/driver.py"}
 """Files that a walk names as an alternative, or for a protocol."""
 OTHER_WORDS = {"b2", "loadtxt"}
 """Names of other libraries that the code of healcore does not use as identifiers."""
-_QUOTED = re.compile(r"`(?:([\w/]+\.py)(?::([\w.]+))?|((?:\w+\.)?\w+)(?:\(\))?)`")
+QUOTED = re.compile(r"`(?:([\w/]+\.py)(?::([\w.]+))?|((?:\w+\.)?\w+)(?:\(\))?)`")
 
 
 def text_of(heading: str) -> str:
@@ -305,7 +305,7 @@ class Definitions:
 
 def named(heading: str) -> Iterator[tuple[str, str]]:
     """Yields (end of a file's path or "", name or "") of each name in backticks of a walk."""
-    for file, name, alone in _QUOTED.findall(text_of(heading)):
+    for file, name, alone in QUOTED.findall(text_of(heading)):
         if file:
             yield file, name
         else:
