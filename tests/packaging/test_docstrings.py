@@ -78,7 +78,6 @@ OTHER_NAMES = {
 }  # fmt: skip
 """Names in docstrings that are not of this code."""
 KNOWN_MISSING = {
-    "healcore/core/numerics.py: always",
     "healcore/runtime/run/compare/comparisons.py: HeldNumber.before",
     "healcore/runtime/run/compare/comparisons.py: anchors.best_on_average",
     "healcore/runtime/run/compare/comparisons.py: anchors.to_compare",

@@ -35,7 +35,7 @@ class Firing(NamedTuple):
     """Whether a rule fires at one step.
 
     A skip needs the condition at each step (`fired`). An alert at each step of a long fault would
-    be noise, so it needs the beginning only (`fresh`).
+    be noise, so it needs the beginning only (`newly_fired`).
     """
 
     fired: Flag
@@ -240,7 +240,7 @@ def update_rule(
         state: earlier hits.
         hit: whether a cause of the rule is present.
         step: number of the step, which gives its slot in the window.
-        quiet_steps: steps without firing after which the next firing is fresh.
+        quiet_steps: steps without firing after which the next firing counts as newly fired.
         xp: the array namespace.
     """
     run, window, age = state
