@@ -119,7 +119,7 @@ def step() -> Iterator[str]:
 
 
 def rollback() -> Iterator[str]:
-    """The tutorial's run under `default`; the curves are drawn as straight lines."""
+    """The tutorial's run under `default`, as a sketch: the curves are straight lines."""
 
     def at(index: float) -> float:
         return 60 + (index - 290) * 2.5
@@ -130,15 +130,17 @@ def rollback() -> Iterator[str]:
         dashed = ' stroke-dasharray="7 5"' if "again" in kind else ""
         return f'<polyline class="loss {kind}" points="{path}"{dashed}/>'
 
-    signs = ((300, "checkpoint"), (351, "alarm"), (371, "found"), (402, "again"))
-    signs += ((421, "rollback"),)
-    for index, words in signs:
+    signs = ((300, "checkpoint", ""), (351, "alarm", ""), (370, "damage", "found"))
+    signs += ((402, "compare", "again"), (421, "roll", "back"))
+    for index, words, more in signs:
         yield text(at(index), 26, str(index), "title", "middle")
-        yield text(at(index), 44, words, "small", "middle")
-        yield f'<path class="mark" d="M{at(index)} 52 V232 M{at(index)} 258 V352"/>'
-    yield f'<rect class="panel" x="{at(371)}" y="52" width="{at(402) - at(371)}" height="300"/>'
-    for top, words in ((66, "time to"), (82, "recover")):
-        yield text(at(386.5), top, words, "small", "middle")
+        yield text(at(index), 44, words, "small", "middle") + text(
+            at(index), 59, more, "small", "middle"
+        )
+        yield f'<path class="mark" d="M{at(index)} 66 V232 M{at(index)} 258 V352"/>'
+    yield f'<rect class="panel" x="{at(370)}" y="66" width="{at(402) - at(370)}" height="286"/>'
+    for top, words in ((302, "M waits"), (326, "time to"), (341, "recover")):
+        yield text(at(386), top, words, "small", "middle")
 
     yield text(16, 72, "loss", "title")
     for value, words in ((100, "100"), (10, "10"), (1, "1"), (0.1, "0.1")):
@@ -157,9 +159,16 @@ def rollback() -> Iterator[str]:
     for value, words in ((1e4, "10,000"), (100, "100"), (1, "1")):
         yield text(52, 354 - 20 * log10(value), words, "small", "end")
         yield f'<path class="mark" d="M60 {350 - 20 * log10(value)} H422"/>'
-    rises = [(290, 1), (351, 1), (371, 1e4), (371, 100), (402, 100), (421, 1e4)]
+    rises = [(290, 1), (351, 1), (370, 1e4), (370, 100), (402, 100), (421, 1e4)]
     yield line([*rises, (421, 1)], 350, 20, "worse")
     yield text(422, 376, "step", "small", "end")
+    yield text(
+        216,
+        394,
+        "sketch: the steps are those of the run, the curves are simplified",
+        "small",
+        "middle",
+    )
     for index in (300, 350, 400):
         yield text(at(index), 376, str(index), "small", "middle")
 
@@ -168,7 +177,7 @@ def pictures() -> dict[str, str]:
     """File name -> SVG."""
     return {
         "step.svg": svg("A step and the work between two steps", 432, 884, step()),
-        "rollback.svg": svg("A rollback to better weights", 432, 388, rollback()),
+        "rollback.svg": svg("A rollback to better weights, as a sketch", 432, 404, rollback()),
     }
 
 

@@ -1,7 +1,7 @@
 """Draws the pictures of the pages: `python docs/figures.py` runs the programs, for minutes.
 
-tutorial-torch.svg, spike.svg, restart.svg and report.svg, each for screens and for phones, and
-report-example.html. `python docs/figures.py tutorial` draws only the first, in half a minute.
+The pictures tutorial-torch, tutorial-jax, spike, restart and report, each for screens and phones,
+and report-example.html. `python docs/figures.py tutorial` draws only the first two, in a minute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def draw_store(store: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    tutorial_curves.write("torch", str(DOCS / "tutorial-torch.svg"))
+    for framework in ("torch", "jax"):
+        tutorial_curves.write(framework, str(DOCS / f"tutorial-{framework}.svg"))
     if sys.argv[1:] == ["tutorial"]:
         sys.exit()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Draws the picture of README.md and of docs/tutorial.md: the tutorial's losses, in three panels.
+"""Draws the pictures of README.md and of docs/tutorial.md: the tutorial's losses, in three panels.
 
 python examples/tutorial_curves.py torch|jax PICTURE.svg
 
@@ -90,7 +90,8 @@ def draw(healthy, runs, size):
         if not is_wide or axes is panels[0]:
             axes.set_ylabel("training loss")
     panels[0].text(132, 3, "one batch\nhas NaN", color=QUIET, size=8)
-    panels[0].text(410, 40, "rate 100×\ntoo high", color=QUIET, size=8)
+    # The first run is over at the first fault, so the second fault is named where it does harm.
+    panels[1].text(340, 150, "rate 100×\ntoo high", color=QUIET, size=8, ha="right", va="center")
     legend = {}
     for axes in panels:
         legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))

@@ -68,7 +68,10 @@ def train(batches, params, tx, show):
 
 def train_protected(batches, params, tx, show):
     tx = healcore.jax.protect(tx)  # <- healcore
-    return train(batches, params, tx, show)
+    state = train(batches, params, tx, show)
+    skips = healcore.jax.metrics(state[1])["heal/skips"]  # <- healcore
+    print(f"skipped steps: {int(skips)}")
+    return state
 
 
 def train_healed(batches, params, tx, show):

@@ -6,6 +6,7 @@ import signal
 import textwrap
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -163,20 +164,46 @@ def test_an_example_prints_what_its_page_quotes(command, quoted, tmp_path):
         assert masked(printed)[-1] in masked(quoted), "the block lacks the last line"
 
 
+KILLS = re.findall(r"^    python examples/(\S+ --protection healer) --kill-at (\d+)$", PAGE, re.M)
+FINAL = re.compile(r"loss on unseen data (\S+)")
+
+
 @pytest.mark.slow
-def test_a_killed_run_resumes_and_a_completed_one_trains_nothing(tmp_path):
-    (command, resumed), (again, nothing) = [block for block in SESSIONS if block not in FRESH]
-    assert command == again
-    output(f"{command} --kill-at 300", status=-signal.SIGKILL, cwd=tmp_path)
+@pytest.mark.parametrize(("command", "step"), KILLS, ids=[command for command, _ in KILLS])
+def test_a_killed_run_resumes_and_a_completed_one_trains_nothing(command, step, tmp_path):
+    """The commands of section 4 print what the page quotes, and the run ends as if not killed."""
+    resumed, nothing = (
+        quoted for each, quoted in SESSIONS if each == command and (each, quoted) not in FRESH
+    )
+    output(f"{command} --kill-at {step}", status=-signal.SIGKILL, cwd=tmp_path)
     printed = "".join(output(command, cwd=tmp_path))
     check(resumed, printed)
-    assert "to the checkpoint of step" in printed
+    assert re.search(r"resumes from the checkpoint of step \d+", resumed)[0] in printed  # type: ignore
+    assert "to the checkpoint of step 300" in printed
+    (final,) = FINAL.findall(printed)
     check(nothing, "".join(output(command, cwd=tmp_path)))
+    assert FINAL.findall(nothing) == [final], "of the completed run"
 
 
-def test_the_loop_for_your_own_data_skips_a_batch_with_nan(tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command, _ in KILLS])
+def test_a_run_killed_between_the_damage_and_the_rollback_ends_as_well(command, tmp_path):
+    """Which is said below the sessions of section 4."""
+    assert "`--kill-at 390`. The next start resumes at step 300" in PAGE
+    output(f"{command} --kill-at 390", status=-signal.SIGKILL, cwd=tmp_path)
+    printed = "".join(output(command, cwd=tmp_path))
+    assert "resumes from the checkpoint of step 300" in printed
+    assert re.search(r"rolled back from step 4\d\d to the checkpoint of step 300", printed)
+    framework = command.split()[0]
+    (healthy,) = (quoted for each, quoted in FRESH if each == f"{framework} --no-faults")
+    assert float(FINAL.findall(printed)[-1]) == pytest.approx(
+        float(FINAL.findall(healthy)[0]), rel=0.5
+    )
+
+
+def test_the_loop_for_your_own_data_skips_a_batch_with_nan_in_torch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (in_torch,) = PYTHON.findall(OWN_LOOP)
+    in_torch, _ = PYTHON.findall(OWN_LOOP)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     inputs, targets = torch.randn(320, 4), torch.randn(320, 1)
@@ -189,3 +216,39 @@ def test_the_loop_for_your_own_data_skips_a_batch_with_nan(tmp_path, monkeypatch
     }
     exec(in_torch, mine)
     assert "skipped 3 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("framework", ["torch", "JAX"])
+def test_the_line_that_tests_your_own_loop_makes_one_step_skip(
+    framework, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    program = PYTHON.findall(OWN_LOOP)[["torch", "JAX"].index(framework)]
+    line = re.findall(r"^    (if healer\.step == 5: .*)$", OWN_LOOP, re.M)
+    loop = re.search(r"^    for batch in .*\n", program, re.M)
+    assert loop
+    test = line[["torch", "JAX"].index(framework)]
+    program = program.replace(loop[0], f"{loop[0]}        {test}\n")
+    if framework == "torch":
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        mine = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+            "dataset": torch.utils.data.TensorDataset(torch.randn(320, 4), torch.randn(320, 1)),
+        }
+    else:
+        rng = np.random.default_rng(0)
+        mine = {
+            "params": {"w": jnp.ones((4, 1))},
+            "loader": [
+                (rng.standard_normal((32, 4), np.float32), np.ones((32, 1), np.float32))
+            ] * 10,
+            "loss_fn": lambda params, batch: jnp.mean((batch[0] @ params["w"] - batch[1]) ** 2),
+        }  # fmt: skip
+    exec(program, mine)
+    assert "skipped 1 step;" in capsys.readouterr().err
+    if framework == "JAX":
+        assert jnp.isfinite(mine["params"]["w"]).all()
+        assert not jnp.array_equal(mine["params"]["w"], jnp.ones((4, 1)))
