@@ -269,19 +269,20 @@ def with_tabs(text: str) -> str:
     return TABS.sub(tabbed, text)
 
 
+FOLDED = re.compile(r"^<details>.*?</summary>\n(.*?)^</details>\n", flags=re.M | re.S)
 DIFF = re.compile(r"^```diff\n.*?^```\n", flags=re.M | re.S)
 
 
 def home() -> str:
     """README.md as the first page: its links lead to pages of the site, other links are text.
 
-    The whole change has a tab for torch, from README.md, and one for JAX, from docs/jax.md.
+    The two forms of the whole change are tabs. On GitHub the form for JAX is folded.
     """
     text = (ROOT / "README.md").read_text()
-    diffs = {"torch": DIFF.findall(text)[0]}
-    diffs["JAX"] = DIFF.findall((ROOT / "docs" / "jax.md").read_text())[0]
+    text = FOLDED.sub(r"\1", text)
+    diffs = dict(zip(("torch", "JAX"), DIFF.findall(text), strict=True))
     tabs = [f'=== "{name}"\n\n{textwrap.indent(diff, "    ")}' for name, diff in diffs.items()]
-    text = text.replace(diffs["torch"], "\n".join(tabs))
+    text = text.replace(diffs["JAX"], "").replace(diffs["torch"], "\n".join(tabs))
     text = re.sub(r"\[([^]]+)\]\((?!docs/|https?:|#)[^)]+\)", r"\1", text)
     return re.sub(r"""(\]\(|src="|srcset=")docs/""", r"\1", text)
 

@@ -195,8 +195,8 @@ ROOT = DOCS.parent
 
 
 def whole_change(page: str) -> tuple[str, str]:
-    """The program of a page before and after the change that its diff shows."""
-    (diff,) = blocks(page, "diff")
+    """The program of a page before and after the change that its first diff shows."""
+    diff = blocks(page, "diff")[0]
     lines = diff.splitlines(keepends=True)
     assert {line[0] for line in lines} == {" ", "+", "-"}
     before = [line[1:] for line in lines if line[0] != "+"]
@@ -297,6 +297,11 @@ def test_the_lines_that_skip_only():
     scope["optimizer"].step()
     assert torch.equal(weight.detach(), torch.ones(3))
     assert int(scope["heal"].metrics()["heal/skips"]) == 1
+
+
+def test_the_diff_for_jax_is_the_same_on_both_pages():
+    _, in_jax = blocks(PAGE, "diff")
+    assert [in_jax] == blocks("jax.md", "diff")
 
 
 def test_the_whole_change_in_jax(tmp_path, monkeypatch):
