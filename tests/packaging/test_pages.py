@@ -10,12 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import torch
 
 import healcore.torch
+from healcore.jax import protect
 from healcore.policy import Policy, load, loads
 from healcore.torch.trainers import healings_of
 from tests import forked_programs
@@ -61,30 +64,42 @@ def test_the_torch_snippets(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_jax_snippets(tmp_path, monkeypatch):
-    """The first two are one program; each other snippet takes names from the first one only."""
+def test_the_jax_snippets(tmp_path, monkeypatch, capsys):
+    """The first three are one program; each other snippet takes names from the first one only."""
+    flax = pytest.importorskip("flax")
     monkeypatch.chdir(tmp_path)
-    optimizer, loop, nnx, linen, equinox, scan, half = blocks("jax.md")
+    optimizer, skipped, loop, nnx, linen, equinox, scan, half = blocks("jax.md")
     scope: dict[str, Any] = {}
     exec(optimizer, scope)
+    good, bad = scope["loader"][0], jnp.full((32, 8), jnp.nan)
+    exec(skipped, {**scope, "loader": [bad]})
+    assert capsys.readouterr().out == "1 1\n"
     exec(loop, scope)
     healer = scope["healer"]
     assert (healer.step, healer.report().ending) == (50, "completed")
-    good, bad = scope["loader"][0], jnp.full((32, 8), jnp.nan)
 
-    exec(nnx, scope)
-    scope["nnx_step"](scope["model"], scope["optimizer"], good)
-    mean = scope["model"].mean[...]
-    scope["nnx_step"](scope["model"], scope["optimizer"], bad)
+    own = dict(scope)
+    exec(nnx, own)
+    assert (own["healer"].step, own["healer"].report().ending) == (50, "completed")
+    norm = own["norm"]
+    mean = norm.mean[...]
     assert mean.any()
-    assert jnp.array_equal(mean, scope["model"].mean[...])
+    own["nnx_step"](own["model"], own["optimizer"], bad)
+    assert jnp.array_equal(mean, norm.mean[...])
+    closed = flax.nnx.jit(lambda batch: own["loss_of"](own["model"], batch))
+    with pytest.raises(flax.errors.TraceContextError):
+        closed(good)
 
-    exec(linen, scope)
-    first = scope["train_state"]
-    second = scope["linen_step"](first, good)
-    third = scope["linen_step"](second, bad)
-    assert not jnp.array_equal(first.batch_stats["mean"], second.batch_stats["mean"])
-    assert jnp.array_equal(second.batch_stats["mean"], third.batch_stats["mean"])
+    own = dict(scope)
+    exec(linen, own)
+    assert (own["healer"].step, own["healer"].report().ending) == (50, "completed")
+    first, second = own["train_state"], own["healer"].state
+    third = own["linen_step"](second, bad)
+    assert not jnp.array_equal(first.batch_stats["BatchNorm_0"]["mean"], jnp.ones(8))
+    for each in jax.tree.leaves(second.batch_stats):
+        assert jnp.isfinite(each).all()
+    jax.tree.map(np.testing.assert_array_equal, second.batch_stats, third.batch_stats)
+    assert own["trained"] is not first.params
 
     exec(half, scope)
     after, scale = scope["half_step"](scope["state"], good, 2.0**3)
@@ -100,6 +115,21 @@ def test_the_jax_snippets(tmp_path, monkeypatch):
     if find_spec("equinox"):
         exec(equinox, scope)
         scope["train_step"](scope["state"], good)
+
+
+def test_the_rate_that_the_page_names_is_that_of_the_step_also_after_a_skip():
+    found = re.search(r"`(schedule\(opt_state[^`]*)`", text("jax.md"))
+    assert found
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    tx = protect(optax.adamw(schedule))
+    params = {"w": jnp.ones(3)}
+    opt_state = tx.init(params)
+    rates = []
+    for grad in (1.0, jnp.nan, 1.0):
+        rates.append(float(eval(found[1], {"schedule": schedule, "opt_state": opt_state})))
+        grads = {"w": jnp.full(3, grad)}
+        opt_state = tx.update(grads, opt_state, params, value=1.0, learning_rate=rates[-1])[1]
+    assert rates == pytest.approx([1.0, 0.9, 0.9])
 
 
 def test_the_diagrams_are_those_of_the_script():
