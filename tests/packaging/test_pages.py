@@ -1,6 +1,7 @@
 """The programs of README.md and of the pages run, and what the pages name exists."""
 
 import ast
+import itertools
 import re
 import runpy
 import signal
@@ -20,6 +21,7 @@ import torch
 import healcore.torch
 from healcore.jax import protect
 from healcore.policy import Policy, load, loads
+from healcore.runtime.run.rollback.next_trial import MAX_HOLDS, Trial, TroubleFacts, next_trial
 from healcore.torch.trainers import healings_of
 from tests import forked_programs
 
@@ -132,6 +134,35 @@ def test_the_rate_that_the_page_names_is_that_of_the_step_also_after_a_skip():
     assert rates == pytest.approx([1.0, 0.9, 0.9])
 
 
+def test_the_remedies_by_rollback_are_those_of_the_page():
+    """Under `default`, with something unusual each time."""
+    wanted = {}
+    known, unknown = [{"": 0.1}], []
+    for column, first, later in (
+        ("the rate was too high", [{"": 1.0}], known),
+        ("the rate was healthy", known, known),
+        ("the rate is unknown", unknown, unknown),
+    ):
+        tried: list[Trial] = []
+        while Trial.ACCEPT not in tried:
+            rates = later if tried else first
+            most = load("default").config().budget.lr_cuts
+            facts = TroubleFacts(rates, {"": 0.1}, False, unusual=True, may_limit=most)
+            tried.append(next_trial(tried, facts))
+        wanted[column] = [each for each, _ in itertools.groupby(tried)]
+    words = {"limit": Trial.LIMIT_RATE, "change": Trial.REPEAT, "hold": Trial.HOLD}
+    words |= {"accept": Trial.ACCEPT}
+    head, _, *rows = re.search(r"^rollback \| .*\n(?:.+\n)+", text("how-it-decides.md"), re.M)[
+        0
+    ].splitlines()  # type: ignore
+    columns = zip(*([cell.strip() for cell in row.split("|")] for row in rows), strict=True)
+    found = dict(zip(head.split(" | "), columns, strict=True))
+    for column, trials in wanted.items():
+        said = [words[cell.split()[0]] for cell in found[column] if cell]
+        assert [each for each, _ in itertools.groupby(said)] == trials, column
+        assert said.count(Trial.HOLD) == MAX_HOLDS
+
+
 def test_the_diagrams_are_those_of_the_script():
     drawn = runpy.run_path(str(DOCS / "diagrams.py"))["pictures"]()
     assert sorted(drawn) == ["rollback.svg", "step.svg"]
@@ -147,7 +178,12 @@ def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, m
     monkeypatch.chdir(tmp_path / "whole")
     scope: dict[str, object] = {}
     for block in blocks("data-and-resume.md") + blocks("checkpoints.md"):
-        exec(block, scope)
+        if "import jax" in block:
+            in_jax: dict[str, Any] = {}
+            exec(block, in_jax)
+            assert in_jax["healer"].step == 240
+        else:
+            exec(block, scope)
     program = blocks("data-and-resume.md")[0]
     killed = f"import os\n{program}        if healer.step == 151:\n"
     killed += "            healer._run.store.wait()\n            os.kill(os.getpid(), 9)\n"
@@ -157,6 +193,52 @@ def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, m
     found = re.findall(r"^healcore: .*$", run.stderr, flags=re.M)
     quoted = re.findall(r"^    (healcore: .*)$", text("data-and-resume.md"), flags=re.M)
     assert [line.replace(str(tmp_path), "/home/me") for line in found] == quoted
+
+
+def test_a_lost_run_in_torch_continues_from_its_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = snippet("lost-run.md", 'torch.load("ckpt').replace("14_000 - 11_000", "20")
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    Path("ckpt").mkdir()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, "ckpt/11000.pt")
+    new = torch.nn.Linear(3, 1)
+    scope: dict[str, Any] = {
+        "model": new,
+        "optimizer": torch.optim.AdamW(new.parameters()),
+        "loader": [torch.ones(4, 3)] * 8,
+        "loss_fn": lambda batch: new(batch).square().mean(),
+    }
+    exec(program, scope)
+    assert scope["healer"].step == 20
+    steps = [each["step"] for each in scope["optimizer"].state_dict()["state"].values()]
+    assert steps == [21, 21], "1 before the run was lost"
+
+
+@pytest.mark.slow
+def test_a_lost_run_in_jax_continues_from_its_orbax_folder(tmp_path, monkeypatch):
+    orbax = pytest.importorskip("orbax.checkpoint")
+    monkeypatch.chdir(tmp_path)
+    program = snippet("lost-run.md", "StandardCheckpointer").replace("14_000 - 11_000", "20")
+    program = program.replace("/home/me/ckpt", str(tmp_path / "ckpt"))
+    optimizer = optax.adamw(1e-3)
+    params = {"w": jnp.full(3, 2.0)}
+    _, opt_state = optimizer.update({"w": jnp.ones(3)}, optimizer.init(params), params)
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "ckpt/11000", {"params": params, "opt_state": opt_state})
+    scope: dict[str, Any] = {
+        "params": {"w": jnp.zeros(3)},
+        "rate": 1e-3,
+        "loader": [jnp.ones((4, 3))] * 8,
+        "loss_fn": lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
+    }
+    exec(program, scope)
+    assert scope["healer"].step == 20
+    assert scope["opt_state"].inner_state[0].count == 21, "1 before the run was lost"
+    assert float(scope["params"]["w"][0]) == pytest.approx(2.0, abs=0.1)
 
 
 @pytest.mark.slow

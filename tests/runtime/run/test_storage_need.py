@@ -162,13 +162,14 @@ def most_on_disk(keep: Keep, saves: int) -> int:
 def test_the_table_of_the_page_is_computed():
     """With the defaults: a save every 100 steps, probation of 100 steps."""
     keep = default_keep(probation=100, every=100)
-    on_disk = checkpoints_on_disk(keep, compares=False)
-    in_memory = copies_in_memory(IN_MEMORY, compares=False)
-    later = most_on_disk(keep, 100)
-    assert (on_disk, later, in_memory) == (6, 12, 4)
+    counts = [1]
+    for count, kept in ((checkpoints_on_disk, keep), (copies_in_memory, IN_MEMORY)):
+        counts += [count(kept, compares=compares) for compares in (False, True)]
+    assert counts == [1, 6, 9, 4, 7], "as the text below the table says"
+    assert most_on_disk(keep, 100) == 6 + 6, "as the text says of 10,000 steps"
     rows = []
     for number, title in ((1e8, "100 M"), (1e9, "1 B"), (7e9, "7 B")):
         for dtype, size in (("float32", 12), ("bfloat16", 6)):
-            numbers = [size_text(size * number * count) for count in (1, on_disk, later, in_memory)]
+            numbers = [size_text(size * number * count) for count in counts]
             rows.append(" | ".join([title, dtype, *numbers]))
     assert "\n".join(rows) in PAGE.read_text()
