@@ -75,7 +75,7 @@ def test_the_jax_snippets(tmp_path, monkeypatch, capsys):
     exec(optimizer, scope)
     good, bad = scope["loader"][0], jnp.full((32, 8), jnp.nan)
     exec(skipped, {**scope, "loader": [bad]})
-    assert capsys.readouterr().out == "1 1\n"
+    assert capsys.readouterr().out == "1\n1\n"
     exec(loop, scope)
     healer = scope["healer"]
     assert (healer.step, healer.report().ending) == (50, "completed")
