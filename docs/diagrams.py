@@ -159,7 +159,14 @@ def rollback() -> Iterator[str]:
     for value, words in ((1e4, "10,000"), (100, "100"), (1, "1")):
         yield text(52, 354 - 20 * log10(value), words, "small", "end")
         yield f'<path class="mark" d="M60 {350 - 20 * log10(value)} H422"/>'
-    rises = [(290, 1), (351, 1), (370, 1e4), (370, 100), (402, 100), (421, 1e4)]
+    rises: list[tuple[float, float]] = [
+        (290, 1),
+        (351, 1),
+        (370, 1e4),
+        (370, 100),
+        (402, 100),
+        (421, 1e4),
+    ]
     yield line([*rises, (421, 1)], 350, 20, "worse")
     yield text(422, 376, "step", "small", "end")
     yield text(

@@ -152,9 +152,9 @@ def test_the_remedies_by_rollback_are_those_of_the_page():
         wanted[column] = [each for each, _ in itertools.groupby(tried)]
     words = {"limit": Trial.LIMIT_RATE, "change": Trial.REPEAT, "hold": Trial.HOLD}
     words |= {"accept": Trial.ACCEPT}
-    head, _, *rows = re.search(r"^rollback \| .*\n(?:.+\n)+", text("how-it-decides.md"), re.M)[
-        0
-    ].splitlines()  # type: ignore
+    table = re.search(r"^rollback \| .*\n(?:.+\n)+", text("how-it-decides.md"), re.M)
+    assert table
+    head, _, *rows = table[0].splitlines()
     columns = zip(*([cell.strip() for cell in row.split("|")] for row in rows), strict=True)
     found = dict(zip(head.split(" | "), columns, strict=True))
     for column, trials in wanted.items():
