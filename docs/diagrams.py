@@ -5,7 +5,7 @@ The pictures have an opaque background and follow the reader's light or dark set
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import log10
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -124,7 +124,7 @@ def rollback() -> Iterator[str]:
     def at(index: float) -> float:
         return 60 + (index - 290) * 2.5
 
-    def line(points: list[tuple[float, float]], height: float, decade: float, kind: str) -> str:
+    def line(points: Sequence[tuple[float, float]], height: float, decade: float, kind: str) -> str:
         """A curve through (step, value), with a logarithmic axis whose value 1 is at `height`."""
         path = " ".join(f"{at(x):g},{height - decade * log10(y):.1f}" for x, y in points)
         dashed = ' stroke-dasharray="7 5"' if "again" in kind else ""
