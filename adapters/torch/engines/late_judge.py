@@ -105,7 +105,7 @@ class LateJudge:
         self._recent.append(step)
         self._waiting.append(step)
         self._judge(lag=RECORD_LAG)
-        engine = self.host.stepping
+        engine = self.host.step_engine
         skip = torch.zeros((), device=self._device)
         if engine.mode == "observe":
             return StepOrder(skip, self._one, None, self._no_action, grad_divisor=divisor)
@@ -127,7 +127,7 @@ class LateJudge:
     def _test(self, found: Tensor, numbers: Tensor, present: Sequence[str]) -> None:
         """Sets `found` to 1 for a step with NaN or Inf."""
         tested = {"grad_norm"}
-        if self.host.stepping.skips_bad_loss:
+        if self.host.step_engine.skips_bad_loss:
             tested.add("loss")
         places = [place for place, name in enumerate(present) if name in tested]
         # `loss` and `grad_norm` are next to each other in `Signals`, so one slice has both.

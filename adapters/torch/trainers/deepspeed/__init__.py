@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 from healcore.console import Console, checked_console
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
-from healcore.core.signals import Signals
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.loader import check_spelling, resolve, with_limit
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, heal_optimizer, healing_of
 from healcore.torch.engines import StepOrder
+from healcore.torch.grad_scaler import MAX_OVERFLOWS, DroppedSteps, Overflows
 from healcore.torch.healed_step import HealedStep
-from healcore.torch.measurement import MAX_OVERFLOWS, DroppedSteps, Measurer, Overflows, StepNorms
+from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.trainers import patched
 
 DeepSpeedEngine: TypeAlias = Any
@@ -190,7 +190,7 @@ class EngineOptimizer(Optimizer):
             healing.observe(loss)
             return backward(loss, *args, **kwargs)
 
-        changes = healing.healed_step.undo_stack
+        changes = healing.healed_step.replacement.undo_stack
         changes.enter_context(patched(engine, "backward", observed))
         if limit:
             changes.enter_context(patched(engine._config, "gradient_clipping", 0.0))
@@ -335,12 +335,12 @@ class EngineMeasurer(Measurer):
         self.dropped = SkippedByDeepSpeed(engine)
         # Overflows are normal under a dynamic loss scale. Otherwise the gradients are not finite.
         config = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer
-        most = 0
+        max_overflows = 0
         if getattr(config, "dynamic_loss_scale", False):
-            most = MAX_OVERFLOWS
-        self.overflows = Overflows(self.home, most)
+            max_overflows = MAX_OVERFLOWS
+        self.overflows = Overflows(self.home, max_overflows)
 
-    def measure(self, *args: Any, **kwargs: Any) -> Signals:
+    def measure(self, *args: Any, **kwargs: Any) -> Measurement:
         """Measures a step as `Measurer.measure` does, with DeepSpeed's norm under ZeRO.
 
         Args:
@@ -348,7 +348,7 @@ class EngineMeasurer(Measurer):
             **kwargs: as for `Measurer.measure`.
 
         Returns:
-            The signals; `grad_norm` is NaN if DeepSpeed found it not finite.
+            What this rank measures; `grad_norm` is NaN if DeepSpeed found the norm not finite.
         """
         measured = super().measure(*args, **kwargs)
         if not self._sharded:
@@ -358,7 +358,8 @@ class EngineMeasurer(Measurer):
         norm = torch.as_tensor(self._deepspeed._global_grad_norm, dtype=torch.float32)
         norm = gradients.moved(norm, self.home)
         # DeepSpeed sets -1 if the norm is not finite.
-        return measured._replace(grad_norm=norm.masked_fill(norm < 0, math.nan))
+        norm = norm.masked_fill(norm < 0, math.nan)
+        return measured._replace(signals=measured.signals._replace(grad_norm=norm))
 
 
 class EngineStep(HealedStep):
