@@ -257,7 +257,7 @@ def healing_of(optimizer: Optimizer) -> Healing | None:
 
 
 def _no_handle() -> None:
-    """What a copied or unpickled `Healing` becomes."""
+    """Returns None, which a copied or unpickled `Healing` becomes. Warns."""
     warnings.warn(
         "a Healing handle belongs to the optimizer of one process, so its copy is None: call "
         "healcore.torch.attach for the other optimizer, or keep the handle outside of what is "
@@ -475,7 +475,9 @@ class Healing:
 
     def __repr__(self) -> str:
         live = self.live_engine
-        state = f"{live.name} engine" if self.healed_step.attached else "detached"
-        if live.judges_late and self.healed_step.attached:
-            state += ", which judges a step after it was taken"
+        state = "detached"
+        if self.healed_step.attached:
+            state = f"{live.name} engine"
+            if live.judges_late:
+                state += ", which judges a step after it was taken"
         return f"<Healing of {type(self.optimizer).__name__}, {state}>"

@@ -123,7 +123,7 @@ class Accumulation:
         """Notes a step of the optimizer, see `StepListener.stepped`.
 
         The gradients that are still in `.grad` are used from here on, so a save is possible again.
-        The driver is told at the end.
+        At the end the driver is called.
         """
         self._reached = False
         self.stepped = True

@@ -130,12 +130,12 @@ class TorchDriver(Driver):
     ) -> None:
         """Reports a loss. See `Healing.observe`.
 
-        It also notes the `torch.autocast` of the loop, in which comparisons compute their losses.
+        Also notes the `torch.autocast` of the loop, in which comparisons compute their losses.
 
         Args:
             loss: the loss of one (micro-)batch.
             optimizer: the optimizer that this loss trains, as the object or by its name in the
-                state. None: the loss is reported to all optimizers.
+                state; or None for all optimizers.
             weight: weight of this loss in the mean of the step.
 
         Raises:
@@ -481,10 +481,10 @@ class TorchDriver(Driver):
         """The default store of a run. Every rank has to call it.
 
         Args:
-            where: a directory, or None.
+            where: a directory, or None for host memory.
 
         Returns:
-            A `MemoryStore` without a directory, otherwise a `DCPStore` with copies in memory.
+            A `DCPStore` in the directory, with copies in memory; or a `MemoryStore`.
         """
         if where is None:
             return MemoryStore()
@@ -500,6 +500,7 @@ class TorchDriver(Driver):
         return self._ranks
 
     def _new_ranks(self) -> Ranks:
+        """The ranks that step together, with a gloo group of their own."""
         members = self._members
         if len(members) > 1:
             return GlooRanks(members=members)
@@ -565,6 +566,7 @@ class TorchDriver(Driver):
         return max((each.healed_step.all_reduce.ranks.members for each in healings), key=len)
 
     def _healings_of(self, optimizer: str | Optimizer | None) -> list[Healing]:
+        """The handle of an optimizer, given as the object or by its name, or all handles."""
         if optimizer is None:
             return list(self.healings.values())
         for name, healing in self.healings.items():

@@ -132,8 +132,9 @@ class Recorder:
         """Counts the step of the engine's new state as read. Call it after a load. A sync.
 
         Args:
-            replaced_step: step of the state that was replaced. If the new state has the same step,
-                its record may be unread, and is not counted as read. None: it counts as read.
+            replaced_step: step of the state that was replaced, or None if it does not matter. If
+                the new state has the same step, the record of this step may be unread, and does
+                not count as read.
         """
         step = int(self._healing.live_engine.state.step)
         if replaced_step is None or int(replaced_step) != step:

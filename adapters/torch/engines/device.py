@@ -101,9 +101,9 @@ class DeviceEngine(StatefulEngine):
     def judges_late(self) -> bool:
         """Whether steps are judged after they were taken, see `LateJudge`.
 
-        This is so for a policy whose decisions follow from the step alone: from a test for NaN and
-        Inf, and from a fixed clip. The device needs no state for them, so the judgment can follow
-        on the host.
+        True for a policy whose decisions follow from the step alone: from a test for NaN and Inf,
+        and from a fixed clip. The device needs no state for such decisions, so the host can judge
+        later.
         """
         return self._late is not None
 
@@ -111,8 +111,8 @@ class DeviceEngine(StatefulEngine):
     def state(self) -> EngineState:
         """The state after the last step.
 
-        If steps are judged late, the steps so far are judged now. This waits for the device, so it
-        is not for every step.
+        If steps are judged late, all steps so far are judged now. That waits for the device, so do
+        not read the state at every step.
         """
         if self._late is None:
             return self._state

@@ -334,7 +334,9 @@ class HostEngine(StatefulEngine):
             The decision in scalars of NumPy.
         """
         if signals.externally_skipped is not None:
-            externally_skipped = np.True_ if signals.externally_skipped > 0 else None
+            externally_skipped = None
+            if signals.externally_skipped > 0:
+                externally_skipped = np.True_
             signals = signals._replace(externally_skipped=externally_skipped)
         # A recorded step holds for these types only: an absent signal leaves no operation in it.
         key = (self.step_engine, self.groups, *map(type, signals))

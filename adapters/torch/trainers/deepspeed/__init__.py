@@ -160,7 +160,8 @@ class EngineOptimizer(Optimizer):
             AttachError: an option is given, or the policy needs something that this DeepSpeed
                 engine lacks.
         """
-        engine, basic = self._engine, self.optimizer
+        engine = self._engine
+        basic = self.optimizer
         sharded = _is_sharded(engine)
         limit = self.trainer_limit
         if core.mode == "observe":
@@ -274,7 +275,8 @@ class EngineOptimizer(Optimizer):
 
     def _drop_gradients(self) -> None:
         """Drops the gradients as DeepSpeed does after an overflow."""
-        engine, optimizer = self._engine, self._engine.optimizer
+        engine = self._engine
+        optimizer = engine.optimizer
         engine.module.zero_grad()
         optimizer.zero_grad()
         for name in ("averaged_gradients", "all_grad_tensors"):  # ZeRO-1 and ZeRO-2
@@ -382,6 +384,10 @@ class EngineStep(HealedStep):
 
     @torch.no_grad()
     def _judge(self) -> None:
+        """Judges the first group of a step, and enforces the same order in the other groups.
+
+        With ZeRO DeepSpeed calls the optimizer once for each group, with only this group in it.
+        """
         params = gradients.parameters(self.optimizer)
         if not self._sharded or params[0] is self._first:
             super()._judge()
@@ -391,6 +397,7 @@ class EngineStep(HealedStep):
             self.enforcer.enforce(params, self._group_order, self.enforcer.amp_flags()[0])
 
     def _report(self, norms: StepNorms) -> None:
+        """See `HealedStep._report`."""
         if self._sharded:  # a norm of a flat piece belongs to no single parameter
             norms = StepNorms([], [], None)
         super()._report(norms)
@@ -411,7 +418,8 @@ def _check(engine: DeepSpeedEngine) -> None:
             f"heal_engine takes a DeepSpeed engine, got {type(engine).__name__}: pass the first "
             "result of deepspeed.initialize, or use attach(optimizer) without DeepSpeed"
         )
-    stage, zero = engine.zero_optimization_stage(), engine._config.zero_config
+    stage = engine.zero_optimization_stage()
+    zero = engine._config.zero_config
     parallel = getattr(engine.mpu, "get_model_parallel_world_size", lambda: 1)()
     float16 = False
     for owner in (engine, engine.optimizer):
@@ -433,9 +441,9 @@ def _check(engine: DeepSpeedEngine) -> None:
         "with model parallelism each rank has the norm of its part only": parallel > 1,
         "torch_autocast with float16 has a GradScaler per group; use bf16": float16,
     }
-    for reason, applies in obstacles.items():
+    for obstacle, applies in obstacles.items():
         if applies:
-            raise AttachError(f"this DeepSpeed engine cannot be healed: {reason}")
+            raise AttachError(f"this DeepSpeed engine cannot be healed: {obstacle}")
 
 
 def _is_deepspeed_engine(engine: DeepSpeedEngine) -> bool:
