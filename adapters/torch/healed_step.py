@@ -23,7 +23,7 @@ from healcore.torch.loss_mean import one_number
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
-from healcore.torch.step_replacement import StepReplacement
+from healcore.torch.step_replacement import Begun, StepReplacement
 
 
 class StepListener(Protocol):
@@ -183,11 +183,10 @@ class HealedStep:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def _begin(self, args: Any, kwargs: Any) -> tuple[bool, Any, Any, Any]:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun:
         """Evaluates the closure, judges the step, and enforces the order.
 
-        Returns whether the host skips the step, the closure's loss, and the arguments for the
-        original `step`.
+        The result of a skipped step is the closure's loss, or None.
         """
         self._current = _CurrentStep()
         loss = None
@@ -314,8 +313,8 @@ class HealedStep:
         `attach` has healed the optimizer.
 
         Args:
-            listener: hears of each step from now on. To add to the listener that is set now, pass
-                one that passes each call on to it.
+            listener: hears of each step from now on. To keep the current `listener` too, pass a
+                listener that passes each call on to it.
         """
         self.incident_log.drop_unread()
         self.listener = listener
@@ -381,7 +380,8 @@ class HealedStep:
                 params.append(p)
         if not params and len(self.all_reduce.ranks.members) <= 1:
             return
-        self._fit_number(parameters)
+        if len(parameters) != self.live_engine.groups:
+            self._fit_number(parameters)
         measured = self._measure(parameters)
         if measured is None:
             return

@@ -99,6 +99,8 @@ class LossMean:
         """
         if not self.count:
             return None
+        if self.weight == 1.0:  # a single loss, as usual
+            return self._total
         return _quotient(self._total, self.weight)
 
     def last(self) -> Tensor:

@@ -119,12 +119,7 @@ class Measurer:
             What this rank measures. The losses since the last step are used up.
         """
         self.dropped.stepped = True
-        gradients.complete_(parameters)
-        grads: list[Tensor] = []
-        for p in parameters:
-            grad = p.grad
-            if grad is not None:
-                grads.append(grad)
+        grads = gradients.completed(parameters)
         norms, norm, clip_norm = self._norms(parameters, grads, ranks)
         group_norms: Tensor | None = None
         if self.engine.per_tensor or ranks.has_parts:
@@ -228,7 +223,13 @@ class Measurer:
             The signals, with a `grad_norm` of NaN after a bad rate; and the bad rates of groups
             with gradients.
         """
-        if self._has_usual_rates():
+        usual = True
+        for group in self._optimizer.param_groups:
+            rate = group.get("lr")
+            # A finite float, the usual rate, costs no call.
+            if type(rate) is not float or rate - rate != 0:
+                usual = False
+        if usual:
             return signals, ()
         bad: list[float] = []
         for group in self._optimizer.param_groups:
@@ -245,14 +246,6 @@ class Measurer:
             norm = torch.full_like(signals.grad_norm, math.nan)
             signals = signals._replace(grad_norm=norm)
         return signals, tuple(bad)
-
-    def _has_usual_rates(self) -> bool:
-        """Whether the rate of each group is a finite float. Quick, because each step asks."""
-        for group in self._optimizer.param_groups:
-            rate = group.get("lr")
-            if type(rate) is not float or rate - rate != 0:
-                return False
-        return True
 
     def measure_dropped(self, groups: int, *, alone: bool) -> Signals:
         """Measures a step that a GradScaler has dropped, see `DroppedSteps`.

@@ -6,10 +6,14 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
+
+Begun: TypeAlias = tuple[bool, Any, tuple[Any, ...], dict[str, Any]]
+"""Whether to skip the original `step`, the result of a skipped `step`, and the arguments and the
+keywords for the original `step`."""
 
 
 class StepReplacement:
@@ -26,9 +30,7 @@ class StepReplacement:
 
     Args:
         optimizer: the optimizer, without a wrapper.
-        begin: called with the arguments and keywords of `step`. Returns whether to skip the
-            original `step`, the result of a skipped `step`, and the arguments and keywords for the
-            original `step`.
+        begin: called with the arguments and keywords of `step`.
         end: called with whether `step` has finished without an exception, and whether it was
             skipped.
         pre_hook: the pre-hook of the optimizer, which torch calls in every original `step`.
@@ -42,7 +44,7 @@ class StepReplacement:
     def __init__(
         self,
         optimizer: Optimizer,
-        begin: Callable[[Any, Any], tuple[bool, Any, Any, Any]],
+        begin: Callable[[tuple[Any, ...], dict[str, Any]], Begun],
         end: Callable[[bool, bool], None],
         pre_hook: Callable[..., None],
     ) -> None:

@@ -37,20 +37,18 @@ class UnreadRecords:
 
     def take_arrived(self) -> list[StepRecord]:
         """Removes and reads the records that have arrived. Does not wait."""
-        return self._take(self._lag)
+        records: list[StepRecord] = []
+        while len(self._unread) > self._lag:
+            read = self._unread.popleft()
+            records.append(read())
+        return records
 
     def take_all(self) -> list[StepRecord]:
         """Removes and reads all records. Waits for the device."""
-        return self._take(0)
+        records = [read() for read in self._unread]
+        self._unread.clear()
+        return records
 
     def clear(self) -> None:
         """Drops the records without reading them."""
         self._unread.clear()
-
-    def _take(self, rest: int) -> list[StepRecord]:
-        """Removes and reads all records except the newest `rest`."""
-        records: list[StepRecord] = []
-        while len(self._unread) > rest:
-            read = self._unread.popleft()
-            records.append(read())
-        return records
