@@ -1,6 +1,6 @@
 """Prints the sizes of the code that a reader has to hold in the head; asserts nothing.
 
-    python .ci/shape.py [FOLDER ...]
+    python .ci/shape.py [FILE or FOLDER ...]
 
 What is asserted is optimised instead of the code, so that a person reads these numbers: files above
 600 lines, functions above 80, classes that set more than 12 attributes, and how many conditional
@@ -43,7 +43,7 @@ class Shape:
         """Counts one file."""
         text = path.read_text()
         tree = ast.parse(text)
-        name = path.relative_to(ROOT)
+        name = path.resolve().relative_to(ROOT)
         lines = text.splitlines()
         self.files += 1
         self.lines += len(lines)
@@ -86,11 +86,18 @@ class Shape:
                 f"{self.conditionals * per_100:.2f} conditional expressions, "
                 f"{self.comprehensions * per_100:.2f} comprehensions and "
                 f"{self.any_types * per_100:.2f} `Any` in 100 lines of code",
-                f"public docstrings: median {statistics.median(self.docstrings):g} lines, "
-                f"mean {statistics.mean(self.docstrings):.1f}",
+                self._docstring_lengths(),
                 *sorted(self.large, reverse=True),
             ]
         )
+
+    def _docstring_lengths(self) -> str:
+        """The lengths of public docstrings, of which a small file may have none."""
+        if not self.docstrings:
+            return "public docstrings: none"
+        median = statistics.median(self.docstrings)
+        mean = statistics.mean(self.docstrings)
+        return f"public docstrings: median {median:g} lines, mean {mean:.1f}"
 
 
 def lines_of_docstring(node: ast.AST) -> Iterator[int]:
@@ -110,11 +117,21 @@ def attributes_set_by(node: ast.ClassDef) -> Iterator[str]:
             yield each.attr
 
 
-def main(folders: list[str]) -> None:
-    """Prints the shape of some folders, by default of the product."""
+def files_in(path: Path) -> list[Path]:
+    """The Python files in a folder, or the file itself. Raises SystemExit for any other path."""
+    if path.is_dir():
+        return sorted(path.rglob("*.py"))
+    if path.suffix == ".py" and path.is_file():
+        return [path]
+    raise SystemExit(f"a file or folder of Python code, not {path}: python .ci/shape.py healcore")
+
+
+def main(paths: list[str]) -> None:
+    """Prints the shape of some files and folders, by default of the product."""
+    chosen = [Path(each) for each in paths] or [ROOT / each for each in FOLDERS]
     shape = Shape()
-    for folder in folders or FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+    for each in chosen:
+        for path in files_in(each):
             shape.add(path)
     print(shape.report())
 

@@ -30,7 +30,7 @@ def is_number(leaf: Leaf) -> bool:
     Args:
         leaf: a leaf of any pytree.
     """
-    return type(leaf) in (bool, int, float)
+    return type(leaf) in (bool, int, float, complex)
 
 
 def is_array(leaf: Leaf) -> bool:

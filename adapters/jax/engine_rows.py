@@ -67,7 +67,7 @@ CHANGE_EXPECTED = _TALLY + len(Tally._fields)
 """Column of `EngineState.change_expected`, the first of the other integers."""
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """The places of the leaves of one policy's EngineState in a HealState.
 
     The index of a leaf is its place in ``jax.tree.leaves(state)``. The layout follows from the
@@ -86,14 +86,14 @@ class Layout(NamedTuple):
     """Indices of the arrays with elements."""
 
     @classmethod
-    def of(cls, engine: Engine, groups: int | None) -> Layout:
+    def of(cls, engine: Engine, groups: int | None) -> RowLayout:
         """The layout for `groups` tensors of a per-tensor policy, or None."""
         if engine.fingerprint is None:  # its numbers may be traced, and must not be kept
             return cls._make_of(engine, groups)
         return _known_layout(engine, groups)
 
     @classmethod
-    def _make_of(cls, engine: Engine, groups: int | None) -> Layout:
+    def _make_of(cls, engine: Engine, groups: int | None) -> RowLayout:
         """See `of`."""
         leaves, structure = jax.tree.flatten(engine.init(groups=groups or 0))
         places: EngineState = structure.unflatten(range(len(leaves)))
@@ -176,9 +176,9 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _known_layout(engine: Engine, groups: int | None) -> Layout:
-    """See `Layout.of`. A run reads the same engine at each save."""
-    return Layout._make_of(engine, groups)
+def _known_layout(engine: Engine, groups: int | None) -> RowLayout:
+    """See `RowLayout.of`. A run reads the same engine at each save."""
+    return RowLayout._make_of(engine, groups)
 
 
 def current_row(rows: Any) -> Any:

@@ -158,7 +158,8 @@ def clip_as_optax(
         max_norm: the limit.
         factor: the engine's factor, float32 0-d. Used in place of optax's clip where `is_limited`,
             and where optax's norm of float16 gradients overflows: optax would clip these to 0.
-        is_limited: whether the engine has a lower limit besides, bool 0-d; None if it never has.
+        is_limited: whether a rollback has set a lower limit, bool 0-d. None if the policy has no
+            such limit.
 
     Returns:
         The clipped gradients, in their dtypes.

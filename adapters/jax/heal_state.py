@@ -32,12 +32,12 @@ from healcore.console import first_of
 from healcore.core import numerics
 from healcore.core.decision import Decision, record_metrics
 from healcore.core.engine import Engine, EngineState, StateError, neutral
-from healcore.core.engine.state import EngineConfig, config_differences
+from healcore.core.engine.config import EngineConfig, config_differences
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.jax import engine_rows
 from healcore.jax.array_leaves import PyTree
-from healcore.jax.engine_rows import Layout
+from healcore.jax.engine_rows import RowLayout
 from healcore.jax.gradients import compiled, is_gradient
 from healcore.jax.namespace import JAX
 from healcore.jax.one_kernel import is_one_kernel, one_kernel
@@ -151,7 +151,7 @@ def init(engine: Engine, leaves: int, records: int) -> HealState:
     if engine.per_tensor:
         groups = leaves
     first = engine.init(groups=groups or 0)
-    layout = Layout.of(engine, groups)
+    layout = RowLayout.of(engine, groups)
     decision = neutral(groups=groups)
     row = layout.pack([*_halves(engine.fingerprint), 0, 0], first, decision, np)
     group_scale = decision.group_scale
@@ -241,7 +241,7 @@ def _judge_row(
         leaves.append(leaf)
     config = structure.unflatten(leaves)
     engine = Engine(config, limits_norm=limits_norm)
-    layout = Layout.of(engine, groups)
+    layout = RowLayout.of(engine, groups)
     new, decision = engine.step(layout.unpack(row, windows), signals, xp=JAX)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
@@ -285,7 +285,7 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
     else:
         rows, windows = jax.device_get((rows, windows))
         row = rows[0]
-    return Layout.of(engine, _groups(state)).unpack(row, windows)
+    return RowLayout.of(engine, _groups(state)).unpack(row, windows)
 
 
 def has_norm_limit(engine: Engine, state: HealState) -> Any:
@@ -301,7 +301,7 @@ def has_norm_limit(engine: Engine, state: HealState) -> Any:
     Returns:
         bool 0-d, traced if the state is.
     """
-    layout = Layout.of(engine, _groups(state))
+    layout = RowLayout.of(engine, _groups(state))
     places: EngineState = layout.structure.unflatten(range(len(layout.leaves)))
     bits = state.heal_engine[0, layout.column(places.norm_limit)]
     return lax.bitcast_convert_type(bits, jnp.float32) != 0
@@ -331,7 +331,7 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
             f"the saved state is of {len(saved)} tensors, and this optimizer's state is of "
             f"{groups}: it belongs to a model with other tensors; start from a fresh state"
         )
-    layout = Layout.of(engine, groups)
+    layout = RowLayout.of(engine, groups)
     decision = neutral(groups=groups)
     row = layout.pack([0, 0, 0, new.last.loss != 0], new, decision, np)
     rows = state.heal_engine
@@ -427,7 +427,7 @@ def _check(engine: Engine, state: Any) -> None:
     """
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
-    layout = Layout.of(engine, _groups(state))
+    layout = RowLayout.of(engine, _groups(state))
     sizes = [layout.width]
     for i in layout.windows:
         sizes.append(layout.leaves[i].shape[-1])

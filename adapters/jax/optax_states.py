@@ -156,7 +156,7 @@ def moments_obstacle(tree: PyTree, engines: Iterable[tuple[Any, ...]]) -> str:
 
     Args:
         tree: a run's state.
-        engines: path of each HealState in it. The optimizers beside these are looked at.
+        engines: path of each HealState in it. Only the optimizers next to them are checked.
 
     Returns:
         The reason names the first leaf that `reset_moments` would not reset.

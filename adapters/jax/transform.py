@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -15,7 +16,13 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from healcore.core import numerics
 from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
-from healcore.jax import gradients, heal_state, optimizer_numbers, update_check
+from healcore.jax import (
+    gradients,
+    heal_state,
+    optimizer_constants,
+    optimizer_numbers,
+    update_check,
+)
 from healcore.jax.array_leaves import PyTree, arrays_of, with_arrays
 from healcore.jax.commit import Step, step_or_keep
 from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState
@@ -23,7 +30,7 @@ from healcore.jax.optax_states import check_second_iterates, replicate_over_mesh
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.tree_nodes import map_nodes, nodes
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.loader import check_spelling
+from healcore.policy.overrides import check_spelling
 
 
 def heal(
@@ -195,6 +202,9 @@ def protect(
     with ``externally_skipped=True`` (for instance an fp16 overflow) is skipped in every mode, and
     neither learnt nor counted.
 
+    Do not wrap the result in `optax.apply_if_finite`: it would hide the steps that `protect` skips,
+    with their `change_expected` and `eval_loss`.
+
     Args:
         inner: any optax transformation that keeps the structure, shapes and dtypes of its state.
             With an `optax.MultiSteps` inside, each micro-batch is judged separately, and a skipped
@@ -235,99 +245,192 @@ def protect(
     _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
-    heals = engine.mode != "observe"
-    scales_lr = heals and engine.scales_lr
     inner = optax.with_extra_args_support(inner)
-    accepted_keywords = _keywords_of(inner.update)
-    unread_if_eager: dict[Any, list[bool]] = {}
+    protection = _Protection(inner, engine, axes, records, _keywords_of(inner.update))
+    return optax.GradientTransformationExtraArgs(protection.init, protection.update)
 
-    def init(params: optax.Params) -> ProtectState:
-        inner_state = inner.init(params)
-        optimizer_numbers.warn_if_rounded(inner.init, params, inner_state)
-        if scales_lr:
+
+class _Call(NamedTuple):
+    """The arguments of one call of `update`, as the optimizer and the engine need them."""
+
+    step: Step
+    """The optimizer's own step, with the keywords of the call."""
+    updates: PyTree
+    """The gradients."""
+    state: ProtectState
+    params: PyTree
+    """The arrays of the parameters, without functions and other static leaves."""
+    has_static: bool
+    """Whether the program's parameters have static leaves, as an Equinox module has."""
+    given: dict[str, Any]
+    """The keywords for healcore, such as `value`."""
+    keywords: dict[str, Any]
+    """The keywords for the optimizer."""
+
+    @property
+    def inputs(self) -> tuple[PyTree, PyTree, PyTree]:
+        """The arguments of `step`."""
+        return self.updates, self.state.inner_state, self.params
+
+
+class _Measured(NamedTuple):
+    """What `_Protection` measures before the engine judges a step."""
+
+    unread: list[bool]
+    """Whether the optimizer ignores each gradient, as the gradient of a frozen parameter."""
+    read: PyTree
+    """The gradients that the optimizer does not ignore."""
+    numbers: Any
+    """`HealState.heal_numbers` after this step."""
+    held: optimizer_numbers.HeldNumbers | None
+    """The numbers of the optimizer that this step replaces, or None for no replacement."""
+    bad_update: Any
+    """Whether the optimizer would make NaN of finite gradients, bool 0-d, or None if unknown."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Protection:
+    """The transformation that `protect` returns: an optimizer with an engine.
+
+    `update` measures, judges and enforces. All of this is traced into the program's step.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    engine: Engine
+    axes: Axes
+    records: int
+    accepted_keywords: frozenset[str] | None
+    """The keywords that the optimizer takes, or None for any keyword."""
+    unread_if_eager: dict[Any, list[bool]] = field(default_factory=dict)
+    """See `gradients.find_unread`."""
+
+    @property
+    def heals(self) -> bool:
+        """Whether decisions are enforced. Observe mode only records them."""
+        return self.engine.mode != "observe"
+
+    @property
+    def scales_lr(self) -> bool:
+        """Whether the updates are multiplied by the policy's learning-rate multiplier."""
+        return self.heals and self.engine.scales_lr
+
+    def init(self, params: optax.Params) -> ProtectState:
+        """Makes the state of the optimizer and the healing state."""
+        inner_state = self.inner.init(params)
+        optimizer_numbers.warn_if_rounded(self.inner.init, params, inner_state)
+        optimizer_constants.remember(self.inner.update, arrays_of(params), inner_state)
+        if self.scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
-        healing = heal_state.init(engine, count_leaves(params), records)
+        healing = heal_state.init(self.engine, count_leaves(params), self.records)
         healing = healing._replace(heal_numbers=optimizer_numbers.init(inner_state))
         resets = None
-        if engine.resets_moments:
+        if self.engine.resets_moments:
             resets = jnp.zeros((), jnp.bool_)
-        state = ProtectState(healing, resets, inner_state)
-        return replicate_over_mesh(params, state)
+        return replicate_over_mesh(params, ProtectState(healing, resets, inner_state))
 
     def update(
-        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
+        self,
+        updates: optax.Updates,
+        state: PyTree,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, ProtectState]:
+        """Judges a step, and takes or skips it."""
         if not isinstance(state, ProtectState):
             raise heal_state.no_heal_state_error(state)
+        call = self._call(updates, state, params, extra_args)
+        measured = self._measure(call)
+        # Called here, because its warning names the line that called `update`.
+        signals, leaf_norms = make_signals(
+            self.engine, measured.read, call.given, self.axes, measured.bad_update
+        )
+        before = state.heal._replace(heal_numbers=None)
+        healing, decision = heal_state.step(self.engine, before, signals, leaf_norms)
+        updates, inner_state = self._enforce(call, measured, healing, decision)
+        resets = state.heal_reset_moments
+        if resets is not None:
+            resets = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
+        healing = healing._replace(heal_numbers=measured.numbers)
+        return updates, ProtectState(healing, resets, inner_state)
+
+    def _call(
+        self, updates: PyTree, state: ProtectState, params: PyTree, extra_args: dict[str, Any]
+    ) -> _Call:
+        """Separates the keywords, and the arrays of the parameters from their static leaves."""
         given, others = split_keywords(extra_args)
         keywords = given | others
-        if accepted_keywords is not None:
-            keywords = _only(accepted_keywords, keywords)
-        whole = params
-        params = arrays_of(params)
+        accepted = self.accepted_keywords
+        if accepted is not None:
+            keywords = {name: value for name, value in keywords.items() if name in accepted}
+        arrays = arrays_of(params)
 
-        def optimizer_step(updates: PyTree, state: PyTree, arrays: PyTree) -> tuple[Any, Any]:
-            return inner.update(updates, state, with_arrays(whole, arrays), **keywords)
+        def step(updates: PyTree, state: PyTree, arrays: PyTree) -> tuple[Any, Any]:
+            return self.inner.update(updates, state, with_arrays(params, arrays), **keywords)
 
-        # Measure: the gradients that the optimizer reads, its numbers, and whether it would make
-        # NaN of finite gradients.
-        inputs = updates, state.inner_state, params
-        unread = gradients.find_unread(unread_if_eager, optimizer_step, *inputs)
-        if engine.limits_lr and "learning_rate" not in given:
-            given |= _injected_rate(optimizer_step, *inputs)
-        read = gradients.without_unread(updates, unread)
-        numbers = state.heal.heal_numbers
+        return _Call(step, updates, state, arrays, params is not arrays, given, keywords)
+
+    def _measure(self, call: _Call) -> _Measured:
+        """Finds the gradients that the optimizer reads, and what its numbers would do with them.
+
+        Adds the learning rate to `call.given` if the engine needs it and the state has it.
+        """
+        unread = gradients.find_unread(self.unread_if_eager, call.step, *call.inputs)
+        if self.engine.limits_lr and "learning_rate" not in call.given:
+            call.given.update(_injected_rate(call.step, *call.inputs))
+        read = gradients.without_unread(call.updates, unread)
+        numbers = call.state.heal.heal_numbers
         held = None
         if numbers is not None:
-            numbers, held = optimizer_numbers.step(numbers, state.inner_state)
+            numbers, held = optimizer_numbers.step(numbers, call.state.inner_state)
         bad_update = None
-        if heals:
-            given_state = state.inner_state
-            if held is not None:
-                given_state = optimizer_numbers.with_held(given_state, held)
-            # The first is the same function at every call, so that eager code compiles it once.
-            checked_step: Any = inner.update
-            checked_keywords = keywords
-            if whole is not params:
-                checked_step = optimizer_step
-                checked_keywords = {}
-            bad_update = update_check.makes_nonfinite(
-                checked_step, checked_keywords, updates, given_state, params
-            )
-        signals = make_signals(engine, read, given, axes, bad_update)
+        if self.heals:
+            bad_update = self._makes_nonfinite(call, held)
+        else:
+            held = None
+        return _Measured(unread, read, numbers, held, bad_update)
 
-        # Judge: the engine sees the signals only.
-        judged = state.heal._replace(heal_numbers=None)
-        healed, decision = heal_state.step(engine, judged, *signals)
+    def _makes_nonfinite(self, call: _Call, held: optimizer_numbers.HeldNumbers | None) -> Any:
+        """Whether the optimizer would make NaN of finite gradients, see `update_check`."""
+        state = call.state.inner_state
+        if held is not None:
+            state = optimizer_numbers.with_held(state, held)
+        if call.has_static:
+            return update_check.makes_nonfinite(call.step, {}, call.updates, state, call.params)
+        # `inner.update` is the same function at every call, so that eager code compiles it once.
+        return update_check.makes_nonfinite(
+            self.inner.update, call.keywords, call.updates, state, call.params
+        )
 
-        # Enforce: clip the gradients, then take the optimizer's step or keep its state.
-        resets = state.heal_reset_moments
-        scales_inside = scales_lr and bool(nodes(ScaleByHealLrState, state.inner_state))
+    def _enforce(
+        self, call: _Call, measured: _Measured, healing: HealState, decision: Decision
+    ) -> tuple[Any, Any]:
+        """Clips the gradients, then takes the optimizer's step or keeps its state.
+
+        Returns:
+            The updates and the new state of the optimizer.
+        """
+        scales_inside = self.scales_lr and bool(nodes(ScaleByHealLrState, call.state.inner_state))
         inside_scale = None
         if scales_inside:
             inside_scale = decision.lr_scale
-        if not heals:
-            held = None
-        step = _changed_step(optimizer_step, resets, inside_scale, held)
-        if heals or "externally_skipped" in given:
-            finite = gradients.finite_unread(updates, unread)
-            if _is_optax_clip(engine, given, axes):
-                updates = _clip_as_optax(engine, decision, healed, finite, read)
-            else:
-                updates = _enforce(engine, decision, finite)
-            scales = scales_lr and not scales_inside
-            inputs = updates, state.inner_state, params
-            updates, inner_state = _step_or_skip(
-                step, decision, *inputs, scales_lr=scales, keeps_bad=heals
-            )
+        resets = call.state.heal_reset_moments
+        step = _changed_step(call.step, resets, inside_scale, measured.held)
+        if not self.heals and "externally_skipped" not in call.given:
+            return step(*call.inputs)
+        finite = gradients.finite_unread(call.updates, measured.unread)
+        if _is_optax_clip(self.engine, call.given, self.axes):
+            updates = _clip_as_optax(self.engine, decision, healing, finite, measured.read)
         else:
-            updates, inner_state = step(*inputs)
-        if resets is not None:
-            resets = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
-        healed = healed._replace(heal_numbers=numbers)
-        return updates, ProtectState(healed, resets, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+            updates = _clip(self.engine, decision, finite)
+        return _step_or_skip(
+            step,
+            decision,
+            updates,
+            call.state.inner_state,
+            call.params,
+            scales_lr=self.scales_lr and not scales_inside,
+            keeps_bad=self.heals,
+        )
 
 
 def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
@@ -439,11 +542,6 @@ def _injected_rate(
     return {"learning_rate": rates[0]}
 
 
-def _only(accepted: frozenset[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords with the accepted names."""
-    return {name: value for name, value in keywords.items() if name in accepted}
-
-
 def injected_hyperparameters(tree: PyTree) -> dict[str, jax.Array]:
     """Finds the hyperparameters in the states of `optax.inject_hyperparams`.
 
@@ -496,7 +594,7 @@ def _transformation(
         if _is_optax_clip(engine, given, axes):
             updates = _clip_as_optax(engine, decision, state, updates, updates)
         else:
-            updates = _enforce(engine, decision, updates)
+            updates = _clip(engine, decision, updates)
         return gradients.fill_where(updates, decision.skip, 0.0), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -513,11 +611,9 @@ def _is_optax_clip(engine: Engine, given: Mapping[str, Any], axes: Axes) -> bool
 
     False with a norm that the caller has reduced over devices, and for parts of gradients.
     """
-    if engine.config.clip is None or engine.mode == "observe":
+    if not engine.clips_at_fixed_norm or engine.mode == "observe":
         return False
-    kind, _ = engine.config.clip
-    is_whole = "grad_norm" not in given and not axes.split
-    return kind == "fixed" and is_whole
+    return "grad_norm" not in given and not axes.split
 
 
 def _clip_as_optax(
@@ -534,14 +630,14 @@ def _clip_as_optax(
     return gradients.clip_as_optax(updates, measured, max_norm, decision.grad_scale, is_limited)
 
 
-def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:
+def _clip(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:
     """Scales the gradients by the decision. Returns them unchanged in observe mode.
 
     Without clipping the factor is 1 until a limit of the norm is set in the state, whose value is
     not known while tracing. The optimizer then receives the same gradients. Measured on a CPU in
     float32: `heal` keeps every bit of SGD with and without momentum, and `protect` every bit that
     it has without the limit. A moving average (Adam, Lion) is a sum of two products, of which LLVM
-    contracts one, and its last bits differ from those without healcore, with or without the limit.
+    contracts one, so its last bits differ from a run without healcore, with or without the limit.
 
     Rejected: `lax.cond`, which keeps more bits, but writes all gradients once more (16 MB of
     gradients with adamw: 14.2 ms a step against 13.0 ms).

@@ -17,7 +17,7 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.core.signals import SignalError
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.loader import check_spelling
+from healcore.policy.overrides import check_spelling
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import DeviceEngine, HostEngine

@@ -2,7 +2,13 @@
 
 A rule is a NamedTuple of numbers, which may be arrays. `init(groups=n)` returns the state as NumPy
 arrays. `update(state, seen, learn, *, xp)` judges a norm against the state, then learns the norm
-where `learn` holds (the step is not skipped). It returns the new state and a `Clip`.
+where `learn` holds (the step is not skipped). It returns the new state and a `Clip`. Attributes of
+the class say what the engine and the adapters have to know about a rule:
+
+    attribute           fixed  zclip  autoclip  adagc
+    per_tensor          no     no     no        yes     judges `group_norms`, one per tensor
+    is_fixed            yes    no     no        no      `max_norm` is the whole rule; learns nothing
+    limits_every_step   yes    yes    yes       no      no step is above `max_norm`, where it is set
 """
 
 from __future__ import annotations
@@ -81,6 +87,7 @@ class FixedConfig(NamedTuple):
     """Largest gradient norm that is not clipped; above 0."""
 
     kind = "fixed"
+    per_tensor, is_fixed, limits_every_step = False, True, True
     init = zero_init(FixedState)
 
     def update(
@@ -153,6 +160,7 @@ class ZClipConfig(NamedTuple):
     """When repeatedly clipped norms become the new level."""
 
     kind = "zclip"
+    per_tensor, is_fixed, limits_every_step = False, False, True
     init = zero_init(ZClipState)
 
     def update(
@@ -301,6 +309,7 @@ class AutoClipConfig(NamedTuple):
     """Additional absolute limit, or None."""
 
     kind = "autoclip"
+    per_tensor, is_fixed, limits_every_step = False, False, True
 
     def init(self, *, groups: int = 0) -> AutoClipState:
         """Makes an empty histogram.
@@ -413,6 +422,7 @@ class AdaGCConfig(NamedTuple):
     """When repeatedly clipped norms become the new level of a tensor."""
 
     kind = "adagc"
+    per_tensor, is_fixed, limits_every_step = True, False, False
 
     def init(self, *, groups: int = 0) -> AdaGCState:
         """Makes the state at the start of the warm-up.

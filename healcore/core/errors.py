@@ -1,4 +1,4 @@
-"""Base class of all exceptions that healcore raises, the errors of its adapters, and their texts.
+"""`HealcoreError`, errors that several adapters raise, and texts that are safe for a terminal.
 
 Messages may quote names from untrusted files, whose escape sequences a terminal would execute: they
 set the window's title, hide a line or write to the clipboard. A direction override shows the text
@@ -54,6 +54,8 @@ class RanksDisagreeError(HealcoreError, RuntimeError):
     """
 
 
+# -- texts that are safe for a terminal --------------------------------------------------------
+
 _NUMBERS = re.compile(r"\[[\[\]\s\d.,+\-einafNIF]{80,}\]")
 """A printed array, such as `[[-0.2883], [nan]]`, that is longer than a line."""
 
@@ -103,15 +105,19 @@ def clean_json(text: str) -> str:
 def _clean(text: str, keep: str, escape: Callable[[str], str]) -> str:
     if text.isascii() and text.isprintable():
         return text
-    spaces = {char for char in text if unicodedata.category(char) == "Zs"}
-    return "".join(
-        char if char.isprintable() or char in spaces or char in keep else escape(char)
-        for char in text
-    )
+    cleaned = []
+    for char in text:
+        if char.isprintable() or char in keep or unicodedata.category(char) == "Zs":
+            cleaned.append(char)
+        else:
+            cleaned.append(escape(char))
+    return "".join(cleaned)
 
 
 def _escape(char: str) -> str:
     code = ord(char)
     if code < 0x80:  # includes \t and \n
         return char.encode("unicode_escape").decode()
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    return f"\\U{code:08x}"

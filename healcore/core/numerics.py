@@ -11,7 +11,7 @@ these rules. The namespace `xp` is an `ArrayNamespace`.
 * XLA flushes subnormals to zero; NumPy and torch keep them. Signals below `TINY` and state
   below `FLUSH` are therefore set to zero.
 * ``where`` between two Python numbers has a different dtype in each backend: pass an array.
-* A constant in the shape of an array is made of the array: `zero_like`, `never`, `always`.
+* A constant in the shape of an array is made of the array: `zero_like`, `false_like`, `true_like`.
 * torch's CPU ``sqrt`` may be one ulp off. Comparisons square instead, and the torch namespace
   rounds a root correctly.
 """
@@ -237,7 +237,10 @@ def leaves(tree: Any) -> list[Any]:
     if tree is None:
         return []
     if isinstance(tree, tuple):
-        return [leaf for part in tree for leaf in leaves(part)]
+        found = []
+        for part in tree:
+            found += leaves(part)
+        return found
     return [tree]
 
 

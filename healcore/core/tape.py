@@ -363,32 +363,49 @@ class Tape(ArrayNamespace):
     def _operations(self, result: Any) -> tuple[list[str], str]:
         """Writes the operations on which a result depends, and the result as an expression.
 
-        First it counts, from the last line to the first one, how often each value is used. A value
-        that is used once is written where it is used, in parentheses, unless these would be nested
-        deeper than `_MAX_DEPTH`. Python evaluates it in the same order as before.
+        A value that is used once is written where it is used, in parentheses, unless these would be
+        nested deeper than `_MAX_DEPTH`. Python evaluates it in the same order as before.
         """
         template, places = self._written(result)
-        uses = [0] * len(self._lines)
-        for name in places:
-            uses[name] += 1
-        for place in reversed(range(len(self._lines))):
-            text, names = self._lines[place]
-            if uses[place]:
-                for number, name in enumerate(names):
-                    if name[0] == "v":
-                        uses[int(name[1:])] += max(1, text.count(f"{{{number}}}"))
-        body, inlined = [], {}
+        uses = self._count_uses(places)
+        body: list[str] = []
+        inlined: dict[str, tuple[str, int]] = {}  # name -> its expression, and the depth of that
         for place, (text, names) in enumerate(self._lines):
             if not text or not uses[place]:
                 continue
-            parts = [inlined.pop(name, (name, 0)) for name in names]
-            line = text.format(*(part for part, _ in parts))
-            depth = 1 + max((deep for _, deep in parts), default=0)
+            parts, depth = [], 1
+            for name in names:
+                part, part_depth = inlined.pop(name, (name, 0))
+                parts.append(part)
+                depth = max(depth, 1 + part_depth)
+            line = text.format(*parts)
             if uses[place] == 1 and depth < _MAX_DEPTH:
                 inlined[f"v{place}"] = (f"({line})", depth)
             else:
                 body.append(f"v{place} = {line}")
-        return body, template.format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in places))
+        results = []
+        for place in places:
+            expression, _ = inlined.get(f"v{place}", (f"v{place}", 0))
+            results.append(expression)
+        return body, template.format(*results)
+
+    def _count_uses(self, places: list[int]) -> list[int]:
+        """How often each line is used by the result, directly or in another line that is used.
+
+        Args:
+            places: the lines in the result.
+        """
+        uses = [0] * len(self._lines)
+        for place in places:
+            uses[place] += 1
+        # A line uses earlier lines only. So the uses of a line are known when it is reached.
+        for place in reversed(range(len(self._lines))):
+            text, names = self._lines[place]
+            if uses[place]:
+                for number, name in enumerate(names):
+                    if name.startswith("v"):
+                        uses[int(name[1:])] += max(1, text.count(f"{{{number}}}"))
+        return uses
 
     def _compiled(self, arguments: list[str], lines: list[str]) -> Callable[..., Any]:
         """Compiles a function of these parameters with these lines as its body."""
@@ -410,11 +427,16 @@ class Tape(ArrayNamespace):
             return "{}", [tree.place]
         if not isinstance(tree, tuple):
             return self._constant(tree), []
-        parts = [self._written(part) for part in tree]
-        inner = "(" + "".join(f"{text}, " for text, _ in parts) + ")"
+        inner = ""
+        all_places: list[int] = []
+        for part in tree:
+            text, places = self._written(part)
+            inner += f"{text}, "
+            all_places += places
+        inner = f"({inner})"
         if hasattr(tree, "_fields"):
             inner = f"new({self._constant(type(tree))}, {inner})"
-        return inner, [place for _, places in parts for place in places]
+        return inner, all_places
 
     def _new(self, text: str, names: tuple[str, ...], sample: Any) -> RecordedValue:
         """Adds a line, and returns the placeholder of its value."""

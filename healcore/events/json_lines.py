@@ -47,6 +47,8 @@ def to_json(value: object) -> JsonValue:
         The JSON value. A string has at most 10,000 characters of the value's text.
 
     Examples:
+        >>> import math
+        >>> from healcore.core.decision import Cause
         >>> to_json({"cause": Cause.LOSS_SPIKE, "loss": math.nan})
         {'cause': ['LOSS_SPIKE'], 'loss': 'nan'}
     """

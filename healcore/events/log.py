@@ -179,6 +179,10 @@ class EventsFile(NamedTuple):
 def read(path: str | os.PathLike[str]) -> EventsFile:
     """Reads an events file, to which a process may still write.
 
+        file = read("run.events.jsonl")
+        for event in file.events:
+            print(event["step"], event["kind"])
+
     Skips and lists damaged lines, such as an incomplete last line. Uses about 30 bytes of memory
     per byte of the file.
 
@@ -190,11 +194,6 @@ def read(path: str | os.PathLike[str]) -> EventsFile:
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
-
-    Examples:
-        >>> file = read("run.events.jsonl")
-        >>> for event in file.events:
-        ...     print(event["step"], event["kind"])
     """
     file = EventsFile([], [])
     for number, event in read_lines(path, parse):

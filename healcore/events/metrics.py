@@ -138,7 +138,7 @@ class MetricsLog:
             value = getattr(record, name)
             if value is not None:
                 fields[name] = _number(value)
-        if record.lr not in (0.0, 1.0):  # either means that the rate is unknown
+        if record.lr is not None:
             fields["lr"] = _number(record.lr)
         fields["skip"] = record.skip
         fields["cause"] = names(record.cause)

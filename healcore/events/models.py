@@ -166,6 +166,7 @@ class EventRecord(_EventsModel):
     checkpoint: NonNegativeInt = _maybe(
         "Step of the restored checkpoint, or of the checkpoint that the event reports."
     )
+    other_copy: Boolean = _maybe("true: another copy of the damaged checkpoint was intact.")
     steps_repeated: PositiveInt = _maybe("Undone steps that the run repeats after the rollback.")
     steps_lost: PositiveInt = _maybe(
         "Undone steps that the run does not repeat, because the data was not rewound: of the "

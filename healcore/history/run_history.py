@@ -134,13 +134,12 @@ class RunAttempt(NamedTuple):
 class RunHistory:
     """What happened in a training run, by the events of its first process and of all restarts.
 
+        for run in runs_of(healcore.events.read("run.events.jsonl").by_process()):
+            print(run.state, run.counts().incidents)
+
     `add` adds the events one by one, in file order. So the same code reads a file afterwards
     (`runs_of`) and follows a live run (`RunLog`). The method `_on_<kind>` handles the events of a
     kind.
-
-    Examples:
-        >>> for run in runs_of(healcore.events.read("run.events.jsonl").by_process()):
-        ...     print(run.state, run.counts().incidents)
     """
 
     processes: list[RunProcess] = field(default_factory=list)
@@ -300,7 +299,7 @@ class RunHistory:
             self._good_steps.add(step)
         elif event.kind in ("rollback", "resume") and step is not None:
             self._good_steps = {good for good in self._good_steps if good <= step}
-        elif event.kind == "damaged" and step is not None:
+        elif event.kind == "damaged" and step is not None and not event.other_copy:
             self._good_steps.discard(step)
         if event.last_good is not None:
             self._good_steps.add(event.last_good)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from healcore.policy.document import SCHEMA, Difference, Policy, diff, dumps, fingerprint, to_dict
 from healcore.policy.loader import (
-    Overrides,
     PolicyLike,
     PolicySource,
     engine_of,
@@ -22,6 +21,7 @@ from healcore.policy.loader import (
     preset_text,
     recipe_names,
 )
+from healcore.policy.overrides import Overrides
 from healcore.policy.tables import PolicyError, Problem
 
 __all__ = [

@@ -19,11 +19,10 @@ from healcore.core.clipping import AdaGCConfig, AutoClipConfig, FixedConfig, ZCl
 from healcore.core.decision import NONFINITE, Action, Cause
 from healcore.core.detectors import CAUSES
 from healcore.core.detectors.loss_records import InstabilityConfig, RecordsConfig
+from healcore.core.detectors.spikes import GradSpikeConfig, LossSpikeConfig
 from healcore.core.detectors.thresholds import (
     GradCeilingConfig,
-    GradSpikeConfig,
     LossCeilingConfig,
-    LossSpikeConfig,
     NonFiniteConfig,
     VanishingConfig,
 )
@@ -308,6 +307,7 @@ class NoClip(NamedTuple):
     """No clipping."""
 
     kind = "none"
+    limits_every_step = False
 
 
 class Detect(NamedTuple):
@@ -411,7 +411,7 @@ class Policy:
             once, for all backends.
         """
         clip = None
-        if self.clip.kind != "none":
+        if not isinstance(self.clip, NoClip):
             clip = (self.clip.kind, rounded(self.clip))
         detectors = []
         for name, table in self.detect._asdict().items():

@@ -76,6 +76,22 @@ class PolicyError(HealcoreError, ValueError):
         return "\n".join(lines)
 
 
+def policy_error(
+    source: str, value: str, rule: str, write: str, *, key: str = "", unreadable: bool = False
+) -> PolicyError:
+    """Makes an error with one problem.
+
+    Args:
+        source: see `PolicyError`.
+        value: see `Problem`.
+        rule: see `Problem`.
+        write: see `Problem`.
+        key: see `Problem`.
+        unreadable: see `PolicyError`.
+    """
+    return PolicyError(source, (Problem(key, value, rule, write),), unreadable=unreadable)
+
+
 def show_value(value: object) -> str:
     """Formats a received value nearly as TOML, shortened for a message.
 
@@ -270,7 +286,8 @@ class _Reader:
                 others = [f'"{kind}"' for kind, other in kinds.items() if name in keys_of(other)]
                 if others:
                     write += f"; kind = {' or '.join(others)} has {name}"
-            elif similar:
+                    similar = None
+            if similar:
                 write = f"did you mean {similar!r}?"
             self._add_problem((*path, str(name)), data[name], rule, write)
 

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from healcore import console
 from healcore.core.decision import Cause, names
@@ -106,6 +108,24 @@ class HangGuard:
         self.watch()
         if not self._rule.between_steps:
             self._counting_since = 0.0
+
+    @contextmanager
+    def excluding_wait(self) -> Iterator[None]:
+        """A context whose time does not count: healcore waits on purpose, as a server has asked.
+
+        The step after the wait has its full limit again. A wait in a thread of the program, for
+        example in an upload, leaves the time of the training thread as it is.
+        """
+        since = self._counting_since
+        if not since or threading.get_ident() != self._training_thread:
+            yield
+            return
+        counted_s = time.monotonic() - since
+        self._counting_since = 0.0
+        try:
+            yield
+        finally:
+            self._counting_since = time.monotonic() - counted_s
 
     def on_step(self) -> None:
         """Called by the driver after an optimizer step."""

@@ -11,14 +11,16 @@ from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
-from healcore.policy.loader import check_spelling
+from healcore.policy.overrides import check_spelling
 from healcore.runtime.batch_iterator import Batch, Batches
 from healcore.runtime.data.loader_protocols import Loader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
+from healcore.runtime.healer_options import Options
 from healcore.runtime.healing_report import HealingReport
+from healcore.runtime.optional_driver import OptionalMethods
 from healcore.runtime.reporting.trackers import select
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.evidence import FORWARD_PASS
@@ -26,7 +28,7 @@ from healcore.runtime.run.compare.loss_function import loss_of
 from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.run import Run
-from healcore.runtime.run.start import Options, open_run
+from healcore.runtime.run.start import open_run
 from healcore.runtime.run_hooks import RunHooks
 from healcore.runtime.run_options import (
     CHECKPOINTS,
@@ -36,7 +38,6 @@ from healcore.runtime.run_options import (
     Hooks,
     HostPolicy,
     Logging,
-    check_arguments,
 )
 from healcore.runtime.store.several import Places, checked_places
 
@@ -48,24 +49,6 @@ class HealerError(HealcoreError, RuntimeError):
 
     The message says what to call instead, such as `tx.update(..., value=loss)` in JAX.
     """
-
-
-class HealerOptions(Overrides, total=False):
-    """The keyword arguments of `Healer` except `policy` and `state`, to pass them on.
-
-    The docstring of `Healer` explains each of them, and `Overrides` the values of the policy.
-    """
-
-    store: Places
-    loss_fn: Callable[..., Any] | None
-    loss_fn_cost: float
-    checkpoints: Checkpoints
-    logging: Logging
-    trackers: object
-    hooks: Hooks
-    resume: bool | Literal["auto"]
-    attach: Mapping[str, Any] | None
-    stop_file: str | os.PathLike[str] | None
 
 
 class Healer(Generic[State]):
@@ -86,6 +69,20 @@ class Healer(Generic[State]):
         with Healer(state=state, store="checkpoints", loss_fn=compare) as healer:
             for batch in healer.batches(loader):
                 state = healer.update(train_step(healer.state, batch))
+
+    Your loop decides which methods it calls:
+
+    your loop | in torch | in JAX
+    ---|---|---
+    reads batches from a loader | `batches`, `loss` | `batches`, `update`
+    has an outer loop over epochs | `epochs`, then `batches(loader, epoch=epoch)` | as in torch
+    counts steps, reads its own batches | `steps`, `loss` | `steps`, `update`
+    has its own condition, as in `while` | `loss`, then `after_step` | `update`
+    is compiled as a whole | (no such loop) | `scan`
+
+    In torch, a loop that computes the loss itself calls `observe(loss)` instead of `loss(batch)`,
+    and each of these loops may split its batches by `microbatches`. In JAX the loss is `value=loss`
+    of `tx.update`.
 
     Args:
         policy: name of a preset, path of a TOML file, a `healcore.policy.Policy`, an Engine or an
@@ -156,22 +153,12 @@ class Healer(Generic[State]):
         **overrides: Unpack[Overrides],
     ) -> None:
         check_spelling(overrides, Healer)
-        places = checked_places(store)
-        check_arguments(
-            loss_fn=loss_fn,
-            loss_fn_cost=loss_fn_cost,
-            resume=resume,
-            stop_file=stop_file,
-            checkpoints=checkpoints,
-            logging=logging,
-            hooks=hooks,
-        )
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
             state=state,
-            store=places,
+            store=checked_places(store),
             loss_fn=loss_fn,
-            loss_fn_cost=float(loss_fn_cost),
+            loss_fn_cost=loss_fn_cost,
             checkpoints=checkpoints,
             logging=logging,
             trackers=select(trackers),
@@ -181,6 +168,7 @@ class Healer(Generic[State]):
             stop_file=stop_file,
         )
         self._begun_run: Run | None = None
+        self._optional = OptionalMethods()
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._pid = 0
@@ -207,6 +195,7 @@ class Healer(Generic[State]):
         if self._begun_run is not None:
             raise HealerError("a Healer is opened once: create another one")
         self._begun_run = open_run(self._options)
+        self._optional = OptionalMethods.of(self._begun_run.driver)
         self._pid = os.getpid()
         return self
 
@@ -350,21 +339,12 @@ class Healer(Generic[State]):
     ) -> Batches[Batch]:
         """An iterator over the loader's batches that does the work between two steps.
 
-        After a rollback a loader that can be rewound (lists, torch's `DataLoader`, `state_dict` and
-        `load_state_dict`, `get_state` and `set_state`) continues from the checkpoint and skips the
-        bad batches. Any other loader continues at its current position. A generator, a `zip` or
-        another stream can be rewound if you pass a function that makes it:
+            for batch in healer.batches(loader):
+                healer.loss(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
-            for batch in healer.batches(lambda: zip(images, texts)):
-                ...
-
-        After a rollback and after a restart the function is called again, and what it returns is
-        moved to the position, by its `load_state_dict` or by dropping batches. The function must
-        make the same stream at each call. If the order changes from epoch to epoch, the function
-        can take it from `healer.epoch`. Call `batches` once per
-        epoch within `for epoch in ...`. After a `break` before the last batch, the next start
-        trains the remaining batches. With `epochs=None`, or a loader without a length, a `break`
-        completes the run.
+        Within `for epoch in healer.epochs(n)`, call `batches(loader, epoch=epoch)` once per epoch.
 
         Args:
             loader: any iterable of batches, or a function without arguments that makes one for
@@ -384,6 +364,24 @@ class Healer(Generic[State]):
             RunStopped: the policy ends the run.
             Terminated: SIGTERM was received; the current step is finished and the run saved.
             EndRequested: the stop file exists; the current step is finished and the run saved.
+
+        Rewinding:
+            After a rollback a loader that can be rewound (lists, torch's `DataLoader`, `state_dict`
+            and `load_state_dict`, `get_state` and `set_state`) continues from the checkpoint and
+            skips the bad batches. Any other loader continues at its current position. A generator,
+            a `zip` or another stream can be rewound if you pass a function that makes it:
+
+                for batch in healer.batches(lambda: zip(images, texts)):
+                    ...
+
+            After a rollback and after a restart the function is called again, and what it returns
+            is moved to the position, by its `load_state_dict` or by dropping batches. The function
+            must make the same stream at each call. If the order changes from epoch to epoch, the
+            function can take it from `healer.epoch`.
+
+        Ending early:
+            After a `break` before the last batch, the next start trains the remaining batches. With
+            `epochs=None`, or a loader without a length, a `break` completes the run.
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise ValueError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
@@ -497,15 +495,14 @@ class Healer(Generic[State]):
                 itself; status 1.
         """
         run = self._live
-        observe = getattr(run.driver, "observe", None)
+        losses = self._optional.losses
         if eval_loss is not None:
-            observe_eval = getattr(run.driver, "observe_eval", None)
-            if observe_eval:
-                observe_eval(eval_loss, optimizer)
+            if losses is not None:
+                losses.observe_eval(eval_loss, optimizer)
             run.monitor.metrics.eval_loss = float(eval_loss)
         if loss is None:
             return
-        if observe is None:
+        if losses is None:
             raise HealerError(
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
@@ -518,7 +515,7 @@ class Healer(Generic[State]):
         if batch is not None and run.data.add_observed(batch, weight):
             run.comparisons.loss_function.gives_loss = True
         run.guard.resume()  # a hang between the loss and the optimizer's step counts
-        observe(loss, optimizer, weight=weight)
+        losses.observe(loss, optimizer, weight=weight)
 
     def update(self, state: State | None = None, *, batch: object = None) -> State:
         """JAX: takes the state after a step and does the work between two steps.
@@ -538,12 +535,13 @@ class Healer(Generic[State]):
                 state before the last rollback or `expect_change`.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        update = getattr(self._live.driver, "update", None)
-        if update is None:
+        run = self._live
+        states = self._optional.states
+        if states is None:
             raise HealerError("update is for the other framework: in torch the state is in place")
         if batch is not None:
-            self._live.data.add_observed(batch, 1.0)
-        self._live.loop.update(partial(update, state))
+            run.data.add_observed(batch, 1.0)
+        run.loop.update(partial(states.update, state))
         return self.state
 
     def scan(
@@ -594,16 +592,17 @@ class Healer(Generic[State]):
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
         blocks = ScanBlocks(steps, every)
-        begin = getattr(self._live.driver, "begin_scan", None)
-        if begin is None:
+        run = self._live
+        loops = self._optional.loops
+        if loops is None:
             raise HealerError("scan is for the other framework: in torch no loop is compiled")
-        if self._live.driver.state_is_in_place:
+        if run.driver.state_is_in_place:
             raise HealerError(
                 "scan takes a pytree as state, and nnx objects are changed in place: split them, "
                 "graphdef, state = nnx.split((model, optimizer)), and merge them in `update`"
             )
-        scan = begin(update, state, donate=donate)
-        self._live.loop.scan(blocks, scan.run)
+        scan = loops.begin_scan(update, state, donate=donate)
+        run.loop.scan(blocks, scan.run)
         return self.state, scan.outputs()
 
     @property

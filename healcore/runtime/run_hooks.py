@@ -206,8 +206,7 @@ class RunHooks:
             RunStopped: a single sample does not fit, or the budget is exhausted.
         """
         run = self._run
-        run.batch_parts.to_split = to_split
-        run.batch_parts.to_evaluate_from = to_inputs
+        run.batch_parts.split_as(to_split, to_inputs)
         return run.out_of_memory.parts(
             to_split(inputs), count=count, split_obstacle=split_obstacle, last_resort=last_resort
         )

@@ -6,7 +6,6 @@ Exceptions of hooks are logged.
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from healcore.core.engine import Engine, RuleConfig
 from healcore.core.errors import error_text
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.document import Budget, Hang, Incident, Retry, Rollback, SkipBatch
-from healcore.policy.loader import resolve, with_limit
+from healcore.policy.loader import resolve
+from healcore.policy.variants import with_limit
 from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.store.checkpoints import Keep
 
@@ -372,35 +372,3 @@ class Logging:
 
 CHECKPOINTS, LOGGING, NO_HOOKS = Checkpoints(), Logging(), Hooks()
 """Defaults of the groups."""
-
-
-def check_arguments(
-    *,
-    loss_fn: Any,
-    loss_fn_cost: Any,
-    resume: Any,
-    stop_file: Any,
-    checkpoints: Any,
-    logging: Any,
-    hooks: Any,
-) -> None:
-    """Checks arguments of a `Healer`, which explains them. The policy and the store check theirs.
-
-    Raises:
-        ValueError: an argument has another type or is out of its range.
-    """
-    if loss_fn is not None and not callable(loss_fn):
-        given = type(loss_fn).__name__
-        raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")
-    if not (isinstance(loss_fn_cost, int | float) and 0 < loss_fn_cost < math.inf):
-        raise ValueError(
-            "loss_fn_cost is the cost of one call of loss_fn in training steps, a number above "
-            f"0 such as 0.33, not {loss_fn_cost!r}"
-        )
-    if resume not in (True, False, "auto"):
-        raise ValueError(f'resume is "auto", True or False, not {resume!r}')
-    check_path("stop_file", stop_file)
-    for given, kind in ((checkpoints, Checkpoints), (logging, Logging), (hooks, Hooks)):
-        if not isinstance(given, kind):
-            name = kind.__name__
-            raise ValueError(f"{name.lower()} is a healcore.{name}(...), not {given!r}")

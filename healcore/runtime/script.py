@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from healcore.policy import PolicyLike
-from healcore.runtime.healer import Healer, HealerOptions, State
+from healcore.runtime.healer import Healer, State
+from healcore.runtime.healer_options import HealerOptions
 from healcore.runtime.run.ending import exits
 
 _started: list[Healer[Any]] = []

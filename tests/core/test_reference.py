@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.core import baseline, clipping, numerics
-from healcore.core.detectors import loss_records, thresholds, trends, windows
-from healcore.core.engine import incidents, judge
+from healcore.core.detectors import loss_records, noise, spikes, thresholds, trends, windows
+from healcore.core.engine import incidents, judge, learning_rate
 from healcore.core.signals import Signals
 from tests.core import fuzz, oracle, policies
 from tests.core.random_policies import BOUNDED, engine_configs
@@ -208,8 +208,10 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     trends: ("zclip", "tame"),
     loss_records: ("records", "instability"),
     thresholds: ("zclip", "tame", "limits", "ceilings"),
+    spikes: ("zclip", "tame"),
+    noise: ("zclip", "tame"),
     windows: ("limits", "windows", "averages"),
-    **dict.fromkeys([judge, incidents], ("zclip", "adagc")),
+    **dict.fromkeys([judge, incidents, learning_rate], ("zclip", "adagc")),
 }
 """The modules to break, and the policies that must notice."""
 

@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from healcore.core.decision import host_record
 from healcore.core.engine import Engine, StateError
+from healcore.core.engine.state import record_numbers
 from healcore.core.numerics import leaves, map_leaves
+from healcore.core.signals import Signals
 from healcore.core.tape import NotRecordable, to_program
+from healcore.policy import engine_of
 from tests.core import fuzz, policies
 
 
@@ -139,3 +143,47 @@ def test_no_random_damage_gets_through_or_crashes():
         if value != place and not number and path != ["policy"]:
             with pytest.raises(StateError):
                 engine.from_dict(broken(data, *path, value=value))
+
+
+@pytest.mark.parametrize(
+    ("preset", "given", "read"),
+    [
+        ("default", None, None),
+        ("default", np.nan, None),
+        ("default", 0.0, 0.0),
+        ("default", 0.3, pytest.approx(0.3)),
+        ("default", 1.0, 1.0),
+        ("zclip", 1.0, None),  # no rule reads the rate
+    ],
+)
+def test_a_record_has_the_rate_of_its_step_or_none(preset, given, read):
+    engine = engine_of(preset)
+    rate = None if given is None else np.float32(given)
+    signals = Signals(loss=np.float32(1), grad_norm=np.float32(1), learning_rate=rate)
+    assert host_record(record_numbers(engine.init())).lr is None
+    state, _ = engine.step(engine.init(), signals, xp=np)
+    saved = engine.from_dict(json.loads(json.dumps(engine.to_dict(state))))
+    for each in (state, saved):
+        assert host_record(record_numbers(each)).lr == read
+
+
+@pytest.mark.parametrize(
+    ("preset", "steps", "rate", "read"),
+    [
+        ("default", 0, 0.0, None),
+        ("default", 5, 0.0, 0.0),
+        ("default", 5, 1.0, None),
+        ("default", 5, 0.25, 0.25),
+        ("zclip", 5, 0.0, None),
+    ],
+)
+def test_the_rate_in_an_older_state_means_the_same(preset, steps, rate, read):
+    """Without the key `unknown_rate`, 1 is an unknown rate, and 0 a rate that nothing has read."""
+    engine = engine_of(preset)
+    saved = engine.to_dict(engine.init())
+    del saved["unknown_rate"]
+    saved["state"]["step"] = steps
+    saved["state"]["lr"]["rate"] = rate
+    state = engine.from_dict(saved)
+    assert host_record(record_numbers(state)).lr == read
+    assert engine.from_dict(engine.to_dict(state)).lr == state.lr

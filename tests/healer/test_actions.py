@@ -112,6 +112,37 @@ def test_two_optimizers_are_one_run(tmp_path):
     assert alarm["engine"] == "opt_b"
 
 
+def test_the_end_of_an_incident_has_the_numbers_of_its_optimizer(tmp_path):
+    """The actor has the alarm, and steps only at even steps. `q` steps at every step."""
+    model = torch.nn.Linear(1, 1)
+    names = ("q", "actor")
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-9) for name in names}
+    names_seen: list[set[str]] = []
+    with Healer(SKIPS, state={"model": model, **optimizers}, store=tmp_path) as healer:
+        for step in healer.batches(range(60)):
+            for name, optimizer in optimizers.items():
+                if name == "actor" and step % 2:
+                    continue
+                wanted = 1.0 if name == "q" else 2.0
+                if name == "actor" and step == 30:
+                    wanted = float("nan")
+                loss = (model(torch.ones(1)) * 0).sum() + wanted
+                healer.observe(loss, name)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            names_seen.append({name.split("/")[1] for name in healer.metrics()})
+    (over,) = events(tmp_path, "over")
+    assert over["onset"] == 30
+    assert (over["engine"], over["readings"]["loss"]) == ("actor", 2.0)
+    rows = [json.loads(line) for line in (tmp_path / "healcore.metrics.jsonl").open()]
+    assert [row["engine"] for row in rows[:3]] == ["q", "actor", "q"]
+    assert {(row["engine"], row["loss"]) for row in rows if row["step"] != 30} == {
+        ("q", 1.0), ("actor", 2.0),
+    }  # fmt: skip
+    assert set().union(*names_seen) == {"q", "actor"}, "no name without the optimizer"
+
+
 def test_used_where_it_cannot_be():
     loop = loop_of("torch")
     healer = Healer(rules(), state=loop.state)

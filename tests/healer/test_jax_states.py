@@ -1,6 +1,8 @@
 """Whole runs in JAX that are easy to get wrong: a state in a variable, accumulation."""
 
+import os
 import re
+import signal
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 from flax import nnx
 
 from healcore import Healer
+from healcore.errors import Terminated
 from healcore.jax import HealStateError, protect
 from tests.healer.run_directory import events
 from tests.healer.training_loops import EVERY_5, rules
@@ -65,6 +68,25 @@ def test_a_stale_state_is_refused_in_the_next_update(tmp_path):
     assert [each["ending"] for each in events(tmp_path, "end")] == ["exception"]
 
 
+@pytest.mark.parametrize("taken", [4, 5], ids=["at the end", "one step later"])
+def test_a_step_from_an_older_state_is_not_saved(taken, tmp_path):
+    """The host reads a step later: as an exception of the loop, or after the loop has ended."""
+
+    def loop(healer: Any, run: Any, numbers: Any) -> None:
+        older = None
+        for number in numbers:
+            before = healer.state
+            if number == 3:
+                before = older
+            older = jax.tree.map(jnp.copy, before)
+            healer.update(step(run, before, number))
+
+    with pytest.raises(HealStateError, match=r"does not continue.*from healer\.state"):
+        healed(loop, tmp_path, range(taken))
+    assert [each["step"] for each in events(tmp_path, "save")] == [0]
+    assert [each["ending"] for each in events(tmp_path, "end")] == ["exception"]
+
+
 def test_a_loop_without_batches_is_healed(tmp_path):
     """`update` does all that `batches` and `after_step` do between two steps."""
 
@@ -113,6 +135,20 @@ def nnx_run(rngs: Any, store: Any, steps: int) -> float:
             grads = nnx.grad(lambda model, x=x: (model(x) ** 2).mean())(model)
             optimizer.update(model, grads, value=jnp.float32(1.0))
     return float(model.kernel[...].sum())
+
+
+def test_a_request_to_end_does_not_save_a_step_from_an_older_state(tmp_path):
+    def loop(healer: Any, run: Any, numbers: Any) -> None:
+        older = jax.tree.map(jnp.copy, healer.state)
+        healer.update(step(run, healer.state, 0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        healer.update(step(run, older, 1))
+
+    with pytest.raises(Terminated):
+        healed(loop, tmp_path)
+    assert [each["step"] for each in events(tmp_path, "save")] == [0]
+    (problem,) = events(tmp_path, "problem")
+    assert "does not continue the state of the step before" in problem["problem"]
 
 
 @pytest.mark.slow

@@ -125,3 +125,33 @@ for number in healer.batches(range(20)):
     assert [each["ending"] for each in events(tmp_path, "end")] == ["requested", "completed"]
     lines = capsys.readouterr().err
     assert "resumes from the checkpoint of step 7" in lines, lines
+
+
+@pytest.mark.parametrize("loop", ["steps", "epochs"])
+def test_a_break_in_a_final_evaluation_is_no_early_end(loop, tmp_path):
+    """The evaluation only reads, after the loop that trains has ended."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = {"model": model, "optimizer": optimizer}
+
+    def train_step() -> None:
+        model(torch.ones(4, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate() -> None:
+        for _ in healer.batches([1, 2, 3]):
+            break
+
+    with healcore.Healer(state=state, store=tmp_path) as healer:
+        for step in getattr(healer, loop)(4):
+            train_step()
+            if step == 2:
+                evaluate()
+        assert not healer.has_left_loop_early
+        evaluate()
+        assert not healer.has_left_loop_early
+        for _ in healer.steps(8):
+            train_step()
+            break
+        assert healer.has_left_loop_early, "a loop that trains on"

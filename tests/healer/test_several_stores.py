@@ -1,19 +1,22 @@
 """A list of stores: each checkpoint is in all directories, and a restart needs one intact copy."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from healcore import Healer, Keep
+from healcore import Checkpoints, Healer, Keep
 from healcore.errors import StoreError
+from healcore.events import read
+from healcore.history import runs_of
 from healcore.jax import OrbaxStore
 from healcore.runtime.run.ending.exits import LastStateNotSaved
 from healcore.runtime.store import manifest
 from healcore.runtime.store.manifest import scan
 from healcore.torch.store import DCPStore, MemoryStore
-from tests.healer.run_directory import events, flip_a_bit, new_process
+from tests.healer.run_directory import events, flip_a_bit, new_process, postmortems
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
     Faults,
@@ -103,6 +106,33 @@ def test_both_copies_of_a_checkpoint_are_damaged_so_the_next_older_one_is_restor
     again = loop_of("torch")
     train(again, rules(), range(STEPS), store=places(tmp_path))
     assert again.faults.order[0] == 15
+
+
+def test_a_checkpoint_stays_known_good_while_one_copy_is_intact(tmp_path):
+    """Each copy in the first directory is damaged as soon as it is written."""
+    local, shared = places(tmp_path)
+    damaged: set[Path] = set()
+    loop = loop_of("torch")
+    options: Any = {"store": [local, shared], "checkpoints": Checkpoints(every=5)}
+    with suppress(ZeroDivisionError), Healer(rules(), state=loop.state, **options) as healer:
+        for number in healer.batches(range(60)):
+            loop.step(healer, number)
+            healer._run.store.wait()
+            for folder in {each.folder for each in scan(local).complete.values()} - damaged:
+                flip_a_bit(folder, 1)
+                damaged.add(folder)
+            if number == 50:
+                last_good = healer._run.known.last_good_step
+                raise ZeroDivisionError
+    found = events(local, "damaged")
+    assert found
+    assert all(each["other_copy"] for each in found)
+    (run,) = runs_of(read(local / "healcore.events.jsonl").runs())
+    assert run.last_good == last_good
+    assert last_good is not None
+    assert last_good > 30
+    (postmortem,) = postmortems(local)
+    assert postmortem["last_good"] == last_good
 
 
 class FailingDisk:

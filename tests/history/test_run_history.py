@@ -50,6 +50,14 @@ def test_an_incident_with_its_rollback():
     assert (run.step, len(run.rollbacks), run.skips) == (3, 1, 2)
 
 
+def test_a_checkpoint_is_known_good_while_a_copy_is_intact():
+    problem = {"problem": "the checkpoint of step 2 is damaged"}
+    good, older = ("good", 2, {}), ("good", 1, {})
+    one_of_two = ("damaged", 2, {**problem, "other_copy": True})
+    assert run_of(older, good, one_of_two).last_good == 2
+    assert run_of(older, good, one_of_two, ("damaged", 2, problem)).last_good == 1
+
+
 def test_a_declined_order_is_shown_as_declined():
     order = {"incident": 1, "cause": ["NONFINITE_LOSS"], "action": ["ROLLBACK", "STOP"]}
     declined = {"onset": 4, "cause": ["NONFINITE_LOSS"], "verdict": "unknown", "by": "nothing"}

@@ -1,6 +1,7 @@
 """The public names and errors; each has a page of the API reference, and `nav` has every page."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -15,6 +16,8 @@ import yaml
 
 import healcore
 import mkdocs_hooks as hooks
+from healcore.policy import Overrides
+from healcore.runtime.healer_options import HealerOptions, Options
 
 DOCS = Path(__file__).parents[2] / "docs"
 SURFACE = {
@@ -173,3 +176,12 @@ def test_the_reference_shows_defaults_as_values():
     }
     assert hooks.value_of("healcore.jax.transform", "RECORDS") == "64"
     assert hooks.value_of("healcore.jax.transform", "NO_SUCH_NAME") is None
+
+
+def test_the_arguments_of_a_healer_are_the_same_in_its_three_lists():
+    """The signature for the reference, the keywords of `start`, and the checked options."""
+    signature = inspect.signature(healcore.Healer)
+    arguments = set(signature.parameters) - {"overrides"}
+    keywords = set(HealerOptions.__annotations__) - set(Overrides.__annotations__)
+    options = {each.name for each in dataclasses.fields(Options)}
+    assert arguments == options == keywords | {"policy", "state"}

@@ -22,7 +22,7 @@ from healcore.policy import (
     loads,
     preset_text,
 )
-from healcore.policy.loader import parse_overrides
+from healcore.policy.overrides import parse_overrides
 from healcore.policy.tables import keys_of
 from healcore.runtime.healer import hooks_of
 from healcore.runtime.run_options import HostPolicy
@@ -81,7 +81,10 @@ def test_the_command_line_merges_into_the_own_tables_of_a_policy():
     ("name", "pair", "lines"),
     [
         ("fixed-clip", "clip.z_threshold=3", 'one of kind, max_norm; kind = "zclip" has z_thresh'),
-        ("zclip", "clip.zthreshold=3", "one of kind, z_threshold, ema_decay, warmup_steps, target"),
+        ("zclip", "clip.limit=3", "one of kind, z_threshold, ema_decay, warmup_steps, target"),
+        ("zclip", "clip.zthreshold=3", "did you mean 'z_threshold'?"),
+        ("zclip", "clipp.max_norm=3", "did you mean 'clip'?"),
+        ("zclip", "max_skps=3", "did you mean 'max_skips'?"),
         ("zclip", "zclip_z_threshold=3", 'clip.z_threshold, as clip={"z_threshold": ...} in Pyth'),
         (
             "zclip",
@@ -214,6 +217,12 @@ def test_a_keyword_that_resembles_no_argument_is_an_error_of_the_policy(wrong):
     for take in (by_healer, by_attach, by_protect):
         with pytest.raises(PolicyError, match=wrong):
             take("default", **{wrong: None})
+
+
+def test_a_misspelled_key_is_told_the_key():
+    for take in (by_healer, by_start, by_attach, by_protect):
+        with pytest.raises(PolicyError, match=r"clipp\n.*\n.*did you mean 'clip'\?"):
+            take("default", clipp={"max_norm": 1.0})
 
 
 HEAD = 'schema = 1\nname = "x"\n'

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import urllib.error
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import healcore
 from healcore.core.decision import Cause
 from healcore.events import read
 from healcore.runtime import hang_guard
@@ -33,16 +35,23 @@ pytestmark = pytest.mark.slow  # several processes that wait for their limits
 
 BOUND_S = 1200
 """After which a test fails. How long it takes depends on what else runs, and is not asserted."""
-RUNS = {"python": 1, "slow": 1, "preset": 1, "healthy": 1, "sleeps": 2, "stopped": 3}
+RUNS = {
+    "python": 1, "slow": 1, "preset": 1, "healthy": 1, "waits": 1, "sleeps": 2, "stopped": 3,
+}  # fmt: skip
 """How the process or rank 1 hangs, or that it only takes long -> number of ranks."""
 HANGS_AT = 5
 LIMIT = 1.0
 """Seconds that a step may take."""
 HEALTHY = 4.0
 """The same in a healthy run, whose steps a busy machine may delay."""
-OPTIONS: dict[str, dict[str, Any]] = {"slow": {"mode": "observe"}, "preset": {}}
+HANG_RULE = {"to": ["hang"], "do": ["stop"]}
+ENDS = {"respond": [HANG_RULE]}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "slow": {"mode": "observe"},
+    "preset": {},
+    "waits": {"respond": [HANG_RULE, {"to": ["network"], "do": ["retry"]}]},
+}
 """What differs from a policy that ends a process that hangs."""
-ENDS = {"respond": [{"to": ["hang"], "do": ["stop"]}]}
 
 
 def hang(how: str, folder: Path) -> None:
@@ -58,10 +67,24 @@ def hang(how: str, folder: Path) -> None:
         pass
 
 
+def asks_a_server(healer: Healer[Any], limit: float) -> None:
+    """Calls a server that has a limit of its rate, and asks for a wait of several time-outs."""
+    answers = [429, 200]
+
+    def call() -> None:
+        status = answers.pop(0)
+        if status != 200:
+            headers: Any = {"Retry-After": str(round(4 * limit))}
+            raise urllib.error.HTTPError("http://server", status, "too many", headers, None)
+
+    healcore.retrying(call, healer)()
+    assert not answers
+
+
 def train(how: str, folder: Path, rank: int) -> None:
     """Trains 10 steps; at step HANGS_AT it does what `how` says."""
     faulthandler.dump_traceback_later(1000, exit=True)
-    limit, world = HEALTHY if how == "healthy" else LIMIT, RUNS[how]
+    limit, world = HEALTHY if how in ("healthy", "waits") else LIMIT, RUNS[how]
     if world > 1:
         hang_guard._REPORT_TIMEOUT_S = 600.0
         at = f"file://{folder}.rendezvous"
@@ -76,6 +99,8 @@ def train(how: str, folder: Path, rank: int) -> None:
             time.sleep(0.05)
             if number == 0 and how == "healthy":
                 time.sleep(1.5 * HEALTHY)  # the first step, which compiles
+            if number == HANGS_AT and how == "waits":
+                asks_a_server(healer, limit)
             if number == HANGS_AT and (world == 1 or rank == 1):
                 hang(how, folder)
             loss = model(torch.ones(1, 2)).square().mean()
@@ -171,6 +196,12 @@ def test_what_does_not_end_a_run(how, answer, runs):
 def test_a_long_first_step_and_a_long_evaluation_are_no_hang(runs):
     assert runs.ended["healthy"] == [0]
     assert runs.faults("healthy") == []
+
+
+def test_a_wait_that_a_server_asks_for_is_no_hang(runs):
+    assert runs.ended["waits"] == [0]
+    (fault,) = runs.faults("waits")
+    assert (fault["cause"], fault["wait_s"]) == (["NETWORK"], 4 * HEALTHY)
 
 
 LEFT = """

@@ -1,7 +1,9 @@
 """The live state of a JAX run, its engines, and the records of its steps.
 
 driver            `JaxDriver`, which the Healer calls
-live_state        the live state as a tree of arrays, and as items of a checkpoint
+program_state     the program's state as a tree of arrays, and as items of a checkpoint
+edits             edits of the state by the Healer, from which the next step has to start
+processes         the processes of a run, and their votes
 leaf_forms        a leaf in the live state, and in a checkpoint
 weights           the weights in the state: copies, losses with earlier ones
 engines           the engines in the state

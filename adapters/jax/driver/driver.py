@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from healcore.core.engine import Engine
+from healcore.core.engine.state import UNKNOWN_RATE
 from healcore.core.numerics import shortest_decimal
-from healcore.jax import heal_state
+from healcore.jax import heal_state, optimizer_constants
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver import engines as engine_states
 from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
-from healcore.jax.driver.leaf_forms import as_live
-from healcore.jax.driver.live_state import array_of, live_state_of
+from healcore.jax.driver.edits import Edits
+from healcore.jax.driver.leaf_forms import to_live_leaf
+from healcore.jax.driver.processes import Processes
+from healcore.jax.driver.program_state import array_of, program_state_of
 from healcore.jax.driver.step_reader import (
+    LINE,
     BlockRecords,
     Dispatch,
     StepReader,
@@ -27,7 +31,7 @@ from healcore.jax.driver.step_reader import (
     differ,
 )
 from healcore.jax.driver.weights import JaxWeights, transferring
-from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
+from healcore.jax.heal_state import HealState, HealStateError, with_change_expected
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.transform import ProtectState, injected_hyperparameters, injected_rates
@@ -35,11 +39,8 @@ from healcore.jax.tree_nodes import node_at, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, json_setting
 from healcore.runtime.store.checkpoints import IN_MEMORY, StateMismatch
-from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
-
-if TYPE_CHECKING:
-    from healcore.jax.store.coordination import VoteMarks
 
 
 class JaxDriver(Driver):
@@ -64,7 +65,7 @@ class JaxDriver(Driver):
     @transferring
     def __init__(self, state: PyTree, policy: PolicyLike = "default") -> None:
         self._engine: Engine = engine_of(policy)
-        self._live = live_state_of(state)
+        self._live = program_state_of(state)
         tree = self._live.read()
         self._engines = engine_states.find_engines(tree, self._live.trained, self._engine)
         self._set_weights()
@@ -73,25 +74,24 @@ class JaxDriver(Driver):
         self._not_finite = set(self.nonfinite_weights())
         """Parameters that were not finite at the start."""
         self.warnings: list[str] = []
+        if any(nodes(HealState, guard) for _, guard in nodes(optax.ApplyIfFiniteState, tree)):
+            self.warnings.append(_GUARDED)
         self.on_step: Callable[[], None] = lambda: None
         steps = nodes(optax.MultiStepsState, tree)
         accumulates = any(nodes(HealState, state) for _, state in steps)
-        self._reader = StepReader(self._engines, accumulates, self.warnings.append)
-        self._marks: VoteMarks | None = None
-        """The votes of a program of several processes, created by `ranks`."""
-        self._ranks: Ranks | None = None
+        self._reader = StepReader(
+            self._engines,
+            accumulates,
+            self.warnings.append,
+            reads_rate=self._engine.scales_lr,
+        )
+        self._processes = Processes()
         self._block: BlockRecords | None = None
         """The records of a block that `take_dispatch` has not returned."""
-        self._scans: dict[Any, CompiledBlocks] = {}
-        """Update of `Healer.scan` -> its compiled blocks, to compile each update once."""
-        self._given = jax.tree.leaves(state)
-        """The leaves of the state that the program has passed, to recognize it."""
+        self._scans = _ScanPrograms(jax.tree.leaves(state))
         self.window = SummedGradients(self._counters)
         self._remember_step()
-        self._edit = max(engine_states.edit_numbers(self._states()))
-        """Number of the last edit of the state, by a rollback, `expect_change`, ..."""
-        self._edit_is_new = False
-        """Whether no `update` since the last edit has continued from the edited state."""
+        self._edits = Edits(self._states())
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -131,11 +131,8 @@ class JaxDriver(Driver):
         before, self._live.state = self._live.state, state
         try:
             self._check_structure()
-            if self._edit_is_new:  # one sync, in the first update after an edit
-                edits = engine_states.edit_numbers(self._states())
-                self._edit_is_new = any(edit != self._edit for edit in edits)
-                if self._edit_is_new:
-                    raise HealStateError(_STALE)
+            if self._edits.is_stale(self._states):
+                raise HealStateError(_STALE)
         except HealStateError:
             self._live.state = before
             raise
@@ -157,7 +154,7 @@ class JaxDriver(Driver):
     def _continue_with_new_structure(self) -> bool:
         """Makes a state of another structure the state of the run, if it is a whole state."""
         try:
-            live = live_state_of(self._live.state)
+            live = program_state_of(self._live.state)
             tree = live.read()
             engines = engine_states.find_engines(tree, live.trained, self._engine)
         except HealStateError:
@@ -174,8 +171,7 @@ class JaxDriver(Driver):
         self._set_weights()
         states = self._states()
         self._reader = self._reader.continues(engines, states)
-        self._edit = max(engine_states.edit_numbers(states))
-        self._edit_is_new = False
+        self._edits = Edits(states)
         return True
 
     def _set_weights(self) -> None:
@@ -209,9 +205,7 @@ class JaxDriver(Driver):
         if not differ(counters, self._last_counters):
             return None
         self._last_counters = counters
-        votes: Callable[[], bool] = _no_vote
-        if self._marks is not None:
-            votes = self._marks.begin_dispatch()
+        votes = self._processes.begin_dispatch()
         block = self._block
         self._block = None
         return self._reader.dispatch(states, votes, block)
@@ -230,17 +224,12 @@ class JaxDriver(Driver):
         Raises:
             HealStateError: `state` is neither the state of the Healer nor one computed from it.
         """
-        leaves = jax.tree.leaves(state)
-        is_first = len(leaves) == len(self._given) and not differ(leaves, self._given)
-        if state is not self._live.state and not is_first:
+        if state is not self._live.state and not self._scans.is_first(state):
             self._set_state(state)
             self._last_counters = self._counters()  # this is no step
-        key = id(update), jax.tree.structure(self._live.state), donate
-        if key not in self._scans:
-            paths = [entry.path for entry in self._engines]
-            # Keeps `update`, and so its id.
-            self._scans[key] = CompiledBlocks(update, paths, donate=donate)
-        return Scan(self, self._scans[key])
+        structure = jax.tree.structure(self._live.state)
+        paths = [entry.path for entry in self._engines]
+        return Scan(self, self._scans.compiled(update, structure, paths, donate=donate))
 
     def take_block(self, state: PyTree, records: BlockRecords) -> None:
         """Sets the state after a block of `Healer.scan`.
@@ -261,8 +250,7 @@ class JaxDriver(Driver):
         A process that has received a signal to end may not end alone: the others would wait for it
         in the next collective. Signal handlers call this method too.
         """
-        assert self._marks is not None, "only called with several processes"
-        self._marks.request()
+        self._processes.request_vote()
 
     @transferring
     def expect_change(self) -> None:
@@ -278,10 +266,10 @@ class JaxDriver(Driver):
     def state(self) -> dict[str, Any]:
         """Returns the live state to save, without healing states. Copies nothing.
 
-        Warns of texts in the state that the program has changed, see `LiveState.changed_texts`.
+        Warns of texts in the state that the program has changed, see `ProgramState.changed_texts`.
 
         Returns:
-            Name of an item -> tree, see `LiveState.items`.
+            Name of an item -> tree, see `ProgramState.items`.
 
         Raises:
             StateMismatch: the program has changed the structure of nnx objects in place.
@@ -400,7 +388,7 @@ class JaxDriver(Driver):
 
         Returns:
             Name -> value that JSON can hold: the hyperparameters of optax.inject_hyperparams, the
-            dtypes of the weights, and a digest of the weights.
+            constants of the optimizers, the dtypes of the weights, and a digest of the weights.
         """
         injected = jax.device_get(injected_hyperparameters(self._live.read()))
         names = [path.rpartition("['")[2].removesuffix("']") for path in injected]
@@ -410,12 +398,29 @@ class JaxDriver(Driver):
         for name, value in zip(names, injected.values(), strict=True):
             # 0.001 instead of 0.0010000000474974513.
             found[name] = json_setting(shortest_decimal(value))
+        found |= self._optimizer_constants()
         dtypes = {str(jnp.result_type(leaf)) for leaf in self._weights.arrays().values()}
         digest = self._weights.digest()
         if any(engine["state"]["step"] for engine in self.engines().values()):
             digest += STEPPED
         found["precision"] = ", ".join(sorted(dtypes))
         found[WEIGHTS] = digest
+        return found
+
+    def _optimizer_constants(self) -> dict[str, list[float]]:
+        """Setting -> the constants of a protected optimizer, such as its learning rate.
+
+        Another version of optax may compute the same update with other constants, so its number is
+        part of the name: only settings of the same name are compared.
+        """
+        tree = self._live.read()
+        found = {}
+        for entry in self._engines:
+            owner = node_at(tree, entry.path[:-1])
+            if isinstance(owner, ProtectState):
+                constants = optimizer_constants.constants_of(owner.inner_state)
+                if constants:
+                    found[f"constants of {entry.name} (optax {optax.__version__})"] = constants
         return found
 
     def learning_rates(self) -> dict[str, float | None]:
@@ -429,7 +434,6 @@ class JaxDriver(Driver):
         """
         tree = self._live.read()
         found = {}
-        reads_rate = self._engine.limits_lr or self._engine.cuts_lr
         for entry, engine in zip(self._engines, self.engines().values(), strict=True):
             owner = node_at(tree, entry.path[:-1])
             injected = []
@@ -439,11 +443,10 @@ class JaxDriver(Driver):
                 found[entry.name] = float(jax.device_get(injected[0]))
                 continue
             received = engine["state"]["lr"]["rate"]
-            # 1.0 if the program has passed no rate, 0.0 also before a step.
-            unread = received == 0.0 and not (reads_rate and engine["state"]["step"])
-            if received == 1.0 or unread:
-                found[entry.name] = None
-            else:
+            # If the engine has not read the rate, an older saved state has a rate of 0.
+            was_read = self._engine.scales_lr and engine["state"]["step"]
+            found[entry.name] = None
+            if was_read and received != UNKNOWN_RATE:
                 found[entry.name] = received
         return found
 
@@ -501,24 +504,14 @@ class JaxDriver(Driver):
         All processes make the first call together, at the same position in the program: each call
         of it makes new keys for the exchange.
         """
-        if self._ranks is None:
-            self._ranks = Alone()
-            if jax.process_count() > 1:
-                from healcore.jax.store.coordination import (  # loads Orbax
-                    CoordinatedRanks,
-                    VoteMarks,
-                )
-
-                self._ranks, self._marks = CoordinatedRanks(), VoteMarks()
-        return self._ranks
+        return self._processes.ranks()
 
     def close(self) -> None:
         """Ends the thread of the votes, at the end of a run.
 
         The optimizer itself has no hooks to remove: the program's step contains healcore's.
         """
-        if self._marks is not None:
-            self._marks.close()
+        self._processes.close()
 
     def _states(self) -> list[HealState]:
         """The HealState of each engine in the live state. Leaves may be nnx Variables."""
@@ -537,9 +530,7 @@ class JaxDriver(Driver):
         """Makes `tree` the live state, from which the next step has to start. It counts no step."""
         all_taken = self._all_taken()
         if not self._live.in_place:
-            self._edit += 1
-            self._edit_is_new = True
-            tree = engine_states.map_states(lambda state: with_edit(state, self._edit), tree)
+            tree = self._edits.mark(tree)
         self._live.write(tree)
         if all_taken:  # otherwise `take_dispatch` still has to return the step before the edit
             self._last_counters = self._counters()
@@ -551,14 +542,37 @@ class JaxDriver(Driver):
         self._last_counters = self._counters()
 
 
-def _no_vote() -> bool:
-    """The votes on a dispatch of one process, which asks nobody."""
-    return False
+class _ScanPrograms:
+    """The compiled loops of `Healer.scan`, to compile each update once.
+
+    Args:
+        given: the leaves of the state that the program has passed to the Healer.
+    """
+
+    def __init__(self, given: list[Any]) -> None:
+        self._given = given
+        self.programs: dict[Any, CompiledBlocks] = {}
+        """Identity of an update, structure of its state, and `donate` -> its blocks."""
+
+    def is_first(self, state: PyTree) -> bool:
+        """Whether a state is the one that the program has passed to the Healer."""
+        leaves = jax.tree.leaves(state)
+        return len(leaves) == len(self._given) and not differ(leaves, self._given)
+
+    def compiled(
+        self, update: Update, structure: Any, paths: list[Any], *, donate: bool
+    ) -> CompiledBlocks:
+        """Returns the blocks of an update, which are compiled when they are first called."""
+        key = id(update), structure, donate
+        if key not in self.programs:
+            # Keeps `update`, and so its id.
+            self.programs[key] = CompiledBlocks(update, paths, donate=donate)
+        return self.programs[key]
 
 
 def _zeros_of(leaf: jax.Array) -> Any:
     """Zeros in the form of a live leaf."""
-    return as_live(jnp.zeros_like(leaf), leaf)
+    return to_live_leaf(jnp.zeros_like(leaf), leaf)
 
 
 def _bytes_on_one_device(leaves: Iterable[Any]) -> int:
@@ -576,12 +590,16 @@ def _counters_in(states: Iterable[HealState]) -> list[Any]:
     return [array_of(state.heal_engine) for state in states]
 
 
-_LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (
     "this state was computed from an older state than healer.state, which a rollback, a resume or "
-    f"expect_change() has replaced. Write `{_LINE}`, so that each step starts from "
+    f"expect_change() has replaced. Write `{LINE}`, so that each step starts from "
     "healer.state. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
+)
+_GUARDED = (
+    "optax.apply_if_finite around protect hides each step with NaN or Inf in its gradients: "
+    "healcore does not judge this step, and its change_expected and eval_loss are lost. protect "
+    "skips such steps itself: remove optax.apply_if_finite"
 )
 _TEXT_CHANGED = (
     "state{} is a text that the program has changed, and a checkpoint holds only arrays and "

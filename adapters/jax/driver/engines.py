@@ -1,7 +1,7 @@
 """The engines of a run: finds their states in a train state, and replaces them.
 
 A program passes its whole train state to the Healer, and each optimizer in the state that contains
-`protect`, `heal` or `heal_zclip` has an engine. The files beside this one do the rest:
+`protect`, `heal` or `heal_zclip` has an engine. The other files of this folder do the rest:
 
     engine_tensors.py    which tensors an engine judges, and their names
     step_reader.py       what the engines have decided, read after each dispatch
@@ -28,8 +28,8 @@ from healcore.jax.driver.engine_tensors import (
     key_name,
     tensor_names,
 )
-from healcore.jax.driver.leaf_forms import as_live
-from healcore.jax.driver.live_state import array_of
+from healcore.jax.driver.leaf_forms import to_live_leaf
+from healcore.jax.driver.program_state import array_of
 from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import check_second_iterates
@@ -65,7 +65,7 @@ def find_engines(
     Called at the start of a run, and when the program has changed the structure of the state.
 
     Args:
-        tree: the live state, as `LiveState.read` returns it.
+        tree: the live state, as `ProgramState.read` returns it.
         trained: maps an item's name to a tree with the parameters that the item's optimizer trains.
         engine: the engine of the run's policy.
 
@@ -89,7 +89,7 @@ def find_engines(
     items = [_item_of(path) for path in states]
     optimizers = [_optimizer_of(path) for path in states]
     # In a chain with an engine, averages of updates have the structure of the parameters.
-    in_chains = [path for path, _ in nodes(_is_beside_engine, tree)]
+    in_chains = [path for path, _ in nodes(_has_no_engine, tree)]
     not_parameters = [*optimizers, *in_chains]
     # The parameters of an engine inside a mask or partition may be no subtree.
     masked = (optax.MaskedState, optax.transforms.PartitionState)
@@ -199,7 +199,7 @@ def with_engines(
     for name, state in states.items():
         live = node_at(tree, paths[name])
         packed = heal_state.with_engine_state(engine, live, state)
-        new[paths[name]] = jax.tree.map(as_live, packed, live)
+        new[paths[name]] = jax.tree.map(to_live_leaf, packed, live)
     scales = {float(state.lr.scale) for state in states.values()}
     scale = None
     if len(scales) == 1 and engine.mode != "observe":
@@ -210,7 +210,7 @@ def with_engines(
 
     def replaced(path: Path, node: PyTree) -> PyTree:
         if scale is not None and isinstance(node, ScaleByHealLrState):
-            return ScaleByHealLrState(as_live(np.float32(scale), node.heal_lr_scale))
+            return ScaleByHealLrState(to_live_leaf(np.float32(scale), node.heal_lr_scale))
         return new.get(path, node)
 
     return jax.tree_util.tree_map_with_path(replaced, tree, is_leaf=is_healing)
@@ -229,7 +229,7 @@ def map_states(change: Callable[[HealState], HealState], tree: PyTree) -> PyTree
     """
 
     def changed(live: HealState) -> HealState:
-        return jax.tree.map(as_live, change(live), live)
+        return jax.tree.map(to_live_leaf, change(live), live)
 
     return map_nodes(HealState, changed, tree)
 
@@ -244,6 +244,6 @@ def edit_numbers(states: Sequence[HealState]) -> list[int]:
     return [int(rows[0, engine_rows.EDIT]) for rows in arrays]
 
 
-def _is_beside_engine(node: PyTree) -> bool:
+def _has_no_engine(node: PyTree) -> bool:
     """Whether a node is the state of an optimizer and contains no engine."""
     return heal_state.is_optax_state(node) and not nodes(HealState, node)

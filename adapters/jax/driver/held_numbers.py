@@ -18,7 +18,7 @@ from healcore.jax import optimizer_numbers
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver.engine_tensors import Path, key_name
 from healcore.jax.driver.engines import EngineEntry
-from healcore.jax.driver.leaf_forms import as_live
+from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.heal_state import HealState
 from healcore.jax.transform import ProtectState
 from healcore.jax.tree_nodes import node_at
@@ -112,7 +112,7 @@ def with_held_numbers(
     def with_numbers(path: Path, node: PyTree) -> PyTree:
         if path not in new:
             return node
-        return node._replace(heal_numbers=as_live(new[path], node.heal_numbers))
+        return node._replace(heal_numbers=to_live_leaf(new[path], node.heal_numbers))
 
     return jax.tree_util.tree_map_with_path(with_numbers, tree, is_leaf=is_heal_state)
 

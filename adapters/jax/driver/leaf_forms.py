@@ -13,7 +13,7 @@ import numpy as np
 from healcore.jax.array_leaves import Leaf, is_number
 
 
-def as_live(new: Leaf, live: Leaf) -> Leaf:
+def to_live_leaf(new: Leaf, live: Leaf) -> Leaf:
     """Converts a restored leaf to the form of the live leaf: a number, or a donatable array.
 
     An array of another weak type or placement would compile the step again, and one that is not
@@ -29,7 +29,7 @@ def as_live(new: Leaf, live: Leaf) -> Leaf:
     """
     dtype = getattr(new, "dtype", None)
     if is_number(live):
-        if dtype in (None, as_saved(live).dtype):
+        if dtype in (None, to_saved_leaf(live).dtype):
             return type(live)(np.asarray(new).item())
         return jnp.asarray(new)
     if not isinstance(live, jax.Array):
@@ -61,11 +61,11 @@ def _put_like(new: Leaf, live: jax.Array) -> jax.Array:
     return jax.device_put(new, live.sharding)
 
 
-def as_saved(leaf: Leaf) -> Leaf:
+def to_saved_leaf(leaf: Leaf) -> Leaf:
     """Converts a Python number to an array for a checkpoint, as `jit` does.
 
     A TrainState's `step` is a number at the start and an array after the first compiled step, and
-    both must have the same form. `SideState` keeps the number.
+    both must have the same form. `ExactLeaves` keeps the number.
 
     Args:
         leaf: a leaf of the live state. Anything but a number is returned as it is.
@@ -75,11 +75,11 @@ def as_saved(leaf: Leaf) -> Leaf:
     zero = jnp.asarray(type(leaf)())
     if zero.dtype == jnp.bool_:
         return jnp.asarray(leaf)
-    if type(leaf) is float:
-        largest = jnp.finfo(zero.dtype).max
-    else:
+    if type(leaf) is int:
         largest = jnp.iinfo(zero.dtype).max
+    else:
+        largest = float(jnp.finfo(zero.dtype).max)
     # An Inf, for instance by overflow, would make the checkpoint count as bad.
-    if abs(leaf) <= largest:
+    if abs(leaf.real) <= largest and abs(leaf.imag) <= largest:
         return jnp.asarray(leaf)
     return zero

@@ -38,20 +38,22 @@ from healcore.core.decision import (
 )
 from healcore.jax import engine_rows
 from healcore.jax.driver.engines import EngineEntry
-from healcore.jax.driver.live_state import array_of
+from healcore.jax.driver.program_state import array_of
 from healcore.jax.heal_state import HealState, HealStateError
 from healcore.runtime.store.ranks import Ranks
 
 Result = TypeVar("Result")
 
+LINE = "state = healer.update(step(healer.state, batch))"
+"""The line of a training loop that starts each step from the current state, for messages."""
 _SEEN = [RECORD_FIELDS.index("loss"), RECORD_FIELDS.index("grad_norm")]
 """Indices in a record that no edit of the Healer changes."""
 
 
-class HostView(NamedTuple):
+class EngineReading(NamedTuple):
     """The part of one engine's state that the host reads.
 
-    Two views, before and after a dispatch, show which steps the dispatch has had.
+    Two readings, before and after a dispatch, show which steps the dispatch has had.
     """
 
     step: int
@@ -77,11 +79,11 @@ class HostView(NamedTuple):
         return engine_rows.record(row)
 
 
-Views = Callable[[], list[list[HostView]]]
-"""Waits for the copy, and returns each engine's `HostView` after each update of a dispatch."""
+Readings = Callable[[], list[list[EngineReading]]]
+"""Waits for the copy, and returns each engine's `EngineReading` after each update of a dispatch."""
 
 
-class _Once(Generic[Result]):
+class _CachedResult(Generic[Result]):
     """A function without arguments that is computed at the first call.
 
     `functools.cache` would copy the names of each function, in every step.
@@ -98,8 +100,8 @@ class _Once(Generic[Result]):
         return self._result
 
 
-def start_read(states: Sequence[HealState]) -> Views:
-    """Begins to copy each engine's `HostView` after one update.
+def start_read(states: Sequence[HealState]) -> Readings:
+    """Begins to copy each engine's `EngineReading` after one update.
 
     The driver calls this function after each dispatch. The next dispatch may then donate the
     states: the copy no longer needs their arrays.
@@ -112,7 +114,7 @@ def start_read(states: Sequence[HealState]) -> Views:
 
     Returns:
         A function that waits for the copy and returns a list with one entry, because a dispatch
-        without a block is one update: the `HostView` of each engine.
+        without a block is one update: the `EngineReading` of each engine.
     """
     arrays = []
     for state in states:
@@ -120,7 +122,7 @@ def start_read(states: Sequence[HealState]) -> Views:
     if _are_ready(arrays):
         engines = []
         for rows, norms in arrays:
-            engines.append(_host_view(np.array(rows), np.array(norms)))
+            engines.append(_reading_of(np.array(rows), np.array(norms)))
         return lambda: [engines]
     shapes = []
     for rows, norms in arrays:
@@ -128,18 +130,18 @@ def start_read(states: Sequence[HealState]) -> Views:
     copied = _pack(arrays)
     copied.copy_to_host_async()
 
-    def read() -> list[list[HostView]]:
+    def read() -> list[list[EngineReading]]:
         packed = np.asarray(copied)
         results = []
         for shape, tensors in shapes:
             end = math.prod(shape)
             rows = packed[:end].reshape(shape)
             norms = packed[end : end + tensors].view(np.float32)
-            results.append(_host_view(rows, norms))
+            results.append(_reading_of(rows, norms))
             packed = packed[end + tensors :]
         return [results]
 
-    return _Once(read)
+    return _CachedResult(read)
 
 
 def _are_ready(arrays: list[tuple[Any, Any]]) -> bool:
@@ -153,13 +155,13 @@ def _are_ready(arrays: list[tuple[Any, Any]]) -> bool:
     return True
 
 
-def _host_view(rows: np.ndarray, norms: np.ndarray) -> HostView:
-    """The view of a `HealState.heal_engine` and of the norms of its tensors."""
-    return HostView(int(engine_rows.steps_judged(rows)), rows[1:], norms)
+def _reading_of(rows: np.ndarray, norms: np.ndarray) -> EngineReading:
+    """The reading of a `HealState.heal_engine` and of the norms of its tensors."""
+    return EngineReading(int(engine_rows.steps_judged(rows)), rows[1:], norms)
 
 
 class EngineRecords(NamedTuple):
-    """The arrays of one engine's `HostView`, with a first axis over the updates of a block.
+    """The arrays of one engine's `EngineReading`, with a first axis over the updates of a block.
 
     The ring of a state holds the records of one update only. A block has any number of updates, so
     the compiled block returns these arrays for each of its updates.
@@ -197,30 +199,30 @@ def block_records(states: Sequence[HealState]) -> BlockRecords:
     return found
 
 
-def start_read_of_block(records: BlockRecords) -> Views:
-    """Begins to copy each engine's `HostView` after each update of a block.
+def start_read_of_block(records: BlockRecords) -> Readings:
+    """Begins to copy each engine's `EngineReading` after each update of a block.
 
     Args:
         records: what the compiled block has returned.
 
     Returns:
-        A function that waits for the copies and returns the views, oldest update first.
+        A function that waits for the copies and returns the readings, oldest update first.
     """
     for array in jax.tree.leaves(records):
         array.copy_to_host_async()
 
-    def read() -> list[list[HostView]]:
+    def read() -> list[list[EngineReading]]:
         engines = [EngineRecords(*map(np.asarray, engine)) for engine in records]
-        views = []
+        readings = []
         for i in range(len(engines[0].step)):
             of_update = []
             for engine in engines:
                 step = int(engine.step[i])
-                of_update.append(HostView(step, engine.rows[i], engine.norms[i]))
-            views.append(of_update)
-        return views
+                of_update.append(EngineReading(step, engine.rows[i], engine.norms[i]))
+            readings.append(of_update)
+        return readings
 
-    return _Once(read)
+    return _CachedResult(read)
 
 
 @jax.jit
@@ -274,14 +276,21 @@ class StepReader:
         engines: the engines of the run.
         accumulates: whether an optax.MultiSteps hides micro-batches from an engine.
         warn: called with a warning, once.
+        reads_rate: whether the policy reads the learning rate. If not, records have no rate.
     """
 
     def __init__(
-        self, engines: Sequence[EngineEntry], accumulates: bool, warn: Callable[[str], object]
+        self,
+        engines: Sequence[EngineEntry],
+        accumulates: bool,
+        warn: Callable[[str], object],
+        *,
+        reads_rate: bool,
     ) -> None:
         self._engines, self._accumulates, self._warn = engines, accumulates, warn
+        self._reads_rate = reads_rate
         self._has_warned = False
-        self._last: Views
+        self._last: Readings
         self._stride: float | None = None
         """Number of steps of one update, or None if unknown."""
         self._usual_norms: dict[str, np.ndarray] = {}
@@ -315,13 +324,13 @@ class StepReader:
         Returns:
             The reader, whose next `dispatch` returns this step.
         """
-        reader = StepReader(engines, self._accumulates, self._warn)
+        reader = StepReader(engines, self._accumulates, self._warn, reads_rate=self._reads_rate)
         reader._stride = self._stride
         steps = max(1, round(self._stride or 1))  # a mean of a block may be a fraction
         [after] = start_read(states)()
         before = []
-        for view in after:
-            before.append(view._replace(step=max(view.step - steps, 0)))
+        for reading in after:
+            before.append(reading._replace(step=max(reading.step - steps, 0)))
         reader._last = lambda: [before]
         return reader
 
@@ -355,14 +364,16 @@ class StepReader:
             updates = len(block[0].rows)
             steps = self._steps_of_block
         self._last = after
-        read = _Once(lambda: steps(before()[-1], after()))
+        read = _CachedResult(lambda: steps(before()[-1], after()))
         if self._stride is None:
             self._stride = len(read()) / updates
         return Dispatch(read, max(1, round(self._stride * updates)), votes)
 
-    def _steps(self, before: list[HostView], views: list[list[HostView]]) -> list[list[StepRecord]]:
+    def _steps(
+        self, before: list[EngineReading], readings: list[list[EngineReading]]
+    ) -> list[list[StepRecord]]:
         """The records of each step of a dispatch of one update, at least one step."""
-        [after] = views
+        [after] = readings
         steps, changed = self._steps_of_update(before, after)
         self._stride = len(steps)
         if not self._was_taken(changed):
@@ -370,7 +381,7 @@ class StepReader:
         return steps
 
     def _steps_of_block(
-        self, before: list[HostView], views: list[list[HostView]]
+        self, before: list[EngineReading], readings: list[list[EngineReading]]
     ) -> list[list[StepRecord]]:
         """The records of each step of a block of `Healer.scan`, at least one step.
 
@@ -379,18 +390,18 @@ class StepReader:
         """
         steps: list[list[StepRecord]] = []
         earlier = before
-        for after in views:
+        for after in readings:
             of_update, changed = self._steps_of_update(earlier, after)
             if changed:
                 steps += of_update
             earlier = after
         if not steps:
-            return self._steps_of_update(before, views[-1])[0]
-        self._stride = len(steps) / len(views)
+            return self._steps_of_update(before, readings[-1])[0]
+        self._stride = len(steps) / len(readings)
         return steps
 
     def _steps_of_update(
-        self, before: list[HostView], after: list[HostView]
+        self, before: list[EngineReading], after: list[EngineReading]
     ) -> tuple[list[list[StepRecord]], bool]:
         """The records of each step between two reads, at least one; and whether a state changed.
 
@@ -412,11 +423,11 @@ class StepReader:
         return steps, changed
 
     def _add(
-        self, engine: EngineEntry, first: int, new: HostView, steps: list[list[StepRecord]]
+        self, engine: EngineEntry, first: int, new: EngineReading, steps: list[list[StepRecord]]
     ) -> None:
         """Adds an engine's records of the steps after step `first`."""
         for number in range(first, new.step):
-            record = unpack_record(new.record(number + 1), engine.name)
+            record = self._record(engine, new, number + 1)
             if record.step == new.step:  # norms of earlier steps are overwritten
                 if record.cause:
                     usual = self._usual_norms.get(engine.name)
@@ -433,8 +444,16 @@ class StepReader:
             if not any(record.engine == engine.name for record in records):
                 # An engine does not judge steps of other optimizers, or micro-batches of an
                 # optax.MultiSteps around `protect`. The Healer knows the order in the last row.
-                idle = unpack_record(new.record(new.step), engine.name).unjudged()
+                idle = self._record(engine, new, new.step).unjudged()
                 records.append(idle._replace(step=new.step, judged=False))
+
+    def _record(self, engine: EngineEntry, view: EngineReading, step: int) -> StepRecord:
+        """The record of one step of an engine."""
+        record = unpack_record(view.record(step), engine.name)
+        if not self._reads_rate:
+            # An older saved state then has a rate of 0.
+            record = record._replace(lr=None)
+        return record
 
     def _was_taken(self, changed: bool) -> bool:
         """Whether an update was a step or part of an accumulation; see `_untaken`."""
@@ -458,7 +477,7 @@ _UNTAKEN = (
 )
 
 
-def _count(before: Sequence[HostView], after: Sequence[HostView]) -> int:
+def _count(before: Sequence[EngineReading], after: Sequence[EngineReading]) -> int:
     """Smallest number of steps that an engine has judged, at least 1."""
     counts = []
     for old, new in zip(before, after, strict=True):
@@ -467,14 +486,15 @@ def _count(before: Sequence[HostView], after: Sequence[HostView]) -> int:
     return min(counts, default=1)
 
 
-def _check_continues(engine: EngineEntry, old: HostView, new: HostView) -> None:
+def _check_continues(engine: EngineEntry, old: EngineReading, new: EngineReading) -> None:
     """Raises HealStateError unless the dispatch continued from the state of the dispatch before."""
     if new.step < old.step or (new.step == old.step and _has_changed(old, new)):
         raise HealStateError(
-            f'the optimizer state of "{engine.name}" was reset, with step {new.step} after '
-            f"step {old.step}: tx.init(params) within the loop loses the moments, "
-            "the detectors and the budgets. Call it once, before the Healer. To reset only the "
-            "moments: with_heal_state(without_heal_state(tx.init(params)), like=old)"
+            f'the optimizer state of "{engine.name}" does not continue the state of the step '
+            f"before: it has step {new.step}, after step {old.step}. Start each step from "
+            f"healer.state, `{LINE}`, and call tx.init(params) once, before the Healer: within the "
+            "loop it loses the moments, the detectors and the budgets. To reset only the moments: "
+            "with_heal_state(without_heal_state(tx.init(params)), like=old)"
         )
     if new.step - old.step > len(new.ring):
         steps = new.step - old.step
@@ -484,7 +504,7 @@ def _check_continues(engine: EngineEntry, old: HostView, new: HostView) -> None:
         )
 
 
-def _has_changed(old: HostView, new: HostView) -> bool:
+def _has_changed(old: EngineReading, new: EngineReading) -> bool:
     """Whether the record of the newest step differs, in what no edit of the Healer changes.
 
     A step that is not judged, or that the caller skips, does not change the record.

@@ -19,7 +19,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.jax.array_leaves import Leaf, PyTree
-from healcore.jax.driver.live_state import LiveState
+from healcore.jax.driver.program_state import ProgramState
 from healcore.jax.heal_state import is_optax_state
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.transform import ProtectState
@@ -50,7 +50,7 @@ class JaxWeights:
             engine, all floating arrays count as parameters.
     """
 
-    def __init__(self, live: LiveState, candidates: Sequence[Sequence[Part]]) -> None:
+    def __init__(self, live: ProgramState, candidates: Sequence[Sequence[Part]]) -> None:
         self._live = live
         known: Sequence[Sequence[Part]] = []
         if all(candidates):
@@ -203,7 +203,7 @@ class JaxWeights:
         return {path: leaf for path, leaf in weights.items() if not self._is_average(path)}
 
 
-def _owners(live: LiveState, parameters: Collection[str]) -> dict[str, frozenset[str]]:
+def _owners(live: ProgramState, parameters: Collection[str]) -> dict[str, frozenset[str]]:
     """Path of each floating array of batch statistics -> paths of the parameters it belongs to.
 
     These are the parameters in the nearest enclosing part of the state that has any. Empty if the

@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
+from healcore.jax.driver.program_state import SIDE_STATE, program_state_of
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.store import files, manifest, single_file, values
 from healcore.runtime.store.checkpoints import (
@@ -69,7 +69,7 @@ class _JaxStore(CheckpointStore):
         items = isinstance(like, Mapping) and SIDE_STATE in like  # the Healer's own call
         if items or not self._is_of_healer(step):
             return super().restore(step, like)
-        live = live_state_of(like)
+        live = program_state_of(like)
         restored = super().restore(step, live.items())
         return restored._replace(state=live.copy_with(live.restored(restored.state)))
 

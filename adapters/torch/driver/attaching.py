@@ -7,7 +7,7 @@ from typing import Any
 
 from healcore.console import first_of
 from healcore.core.engine import Engine
-from healcore.core.engine.state import config_differences
+from healcore.core.engine.config import config_differences
 from healcore.core.errors import AttachError
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing, attach, healing_of

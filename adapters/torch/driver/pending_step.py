@@ -41,8 +41,10 @@ class PendingEntry(NamedTuple):
     """The gradient norms of the step."""
     marks: AsyncCopy | None
     """See `SignalAllReduce.last_marks`. None for one rank alone."""
-    lr: float
-    """Largest rate of the groups; 0.0 without a rate, or if all rates are tensors."""
+    lr: float | None
+    """Largest rate of the groups, or None without a rate, or if all rates are tensors."""
+    engine_reads_rate: bool
+    """Whether the engine has read the rate of this step, tensors included."""
 
 
 class PendingEntries:
@@ -157,7 +159,8 @@ class Recorder:
             record=step.live_engine.pending_record(self.name),
             norms=norms,
             marks=step.all_reduce.last_marks,
-            lr=max(rates, default=0.0),
+            lr=max(rates, default=None),
+            engine_reads_rate=step.live_engine.step_engine.limits_lr,
         )
         self._pending.append(entry)
 
@@ -178,7 +181,9 @@ class Recorder:
             # A GradScaler has skipped this step: the state has the previous step's record.
             return record.unjudged()
         self._last_step = record.step
-        if record.lr in (0.0, 1.0):  # the engine reads the rate only if the host has limited it
+        # The engine reads the rate only if the host has limited it. Otherwise the record has the
+        # rate of an earlier step, or none.
+        if record.lr is None or not entry.engine_reads_rate:
             record = record._replace(lr=entry.lr)
         has_seen_loss = any(healing.has_seen_loss for healing in self._healings.values())
         self._warnings += self._missing_loss.add(has_seen_loss=has_seen_loss)

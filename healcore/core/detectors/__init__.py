@@ -11,11 +11,10 @@ from typing import Any
 
 from healcore.core.decision import NONFINITE, Cause
 from healcore.core.detectors.loss_records import InstabilityConfig, RecordsConfig
+from healcore.core.detectors.spikes import GradSpikeConfig, LossSpikeConfig
 from healcore.core.detectors.thresholds import (
     GradCeilingConfig,
-    GradSpikeConfig,
     LossCeilingConfig,
-    LossSpikeConfig,
     NonFiniteConfig,
     VanishingConfig,
 )

@@ -24,7 +24,7 @@ from typing import Annotated, NamedTuple
 from healcore.core import numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.decision import Cause, Reading
-from healcore.core.detectors.thresholds import (
+from healcore.core.detectors.noise import (
     NOISE_WINDOW,
     SMALL_NOISE,
     NoiseState,

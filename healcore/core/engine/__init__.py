@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from healcore.core.engine.engine import Engine
-from healcore.core.engine.state import (
+from healcore.core.engine.config import (
     BudgetConfig,
     EngineConfig,
-    EngineState,
     IncidentConfig,
     LrConfig,
     RollbackConfig,
     RuleConfig,
-    StateError,
-    Tally,
-    neutral,
 )
+from healcore.core.engine.engine import Engine
+from healcore.core.engine.state import EngineState, StateError, Tally, neutral
 
 __all__ = [
     "BudgetConfig",

@@ -24,18 +24,21 @@ from healcore.core.decision import (
     record_metrics,
 )
 from healcore.core.detectors import DETECTORS, FROM_EVALUATIONS
-from healcore.core.engine import incidents
+from healcore.core.engine import learning_rate
+from healcore.core.engine.config import EngineConfig, may_limit_rate
+from healcore.core.engine.incidents import RecoveryOrders
 from healcore.core.engine.judge import judge
 from healcore.core.engine.state import (
     SCHEMA,
+    UNKNOWN_RATE,
     WITHHELD,
-    EngineConfig,
     EngineState,
     StateError,
     from_plain,
     init,
     plain,
     record_numbers,
+    with_unknown_rate,
 )
 from healcore.core.numerics import map_leaves, select
 from healcore.core.signals import Signals
@@ -71,16 +74,20 @@ class Engine:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
         self.config, self.mode = config, config.mode
         self._clip_name: str | None = None
-        if config.clip is not None:
-            self._clip_name = config.clip[0]
-        self.per_tensor = self._clip_name == "adagc"
+        self.per_tensor = False
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
+        self.clips_at_fixed_norm = False
+        """Whether the clipping rule is one fixed limit, as in `clip_grad_norm_`."""
+        if config.clip is not None:
+            self._clip_name, clip = config.clip
+            self.per_tensor = clip.per_tensor
+            self.clips_at_fixed_norm = clip.is_fixed
         self.limits_norm = limits_norm
         """Whether `step` applies `EngineState.norm_limit`."""
         # Attributes, because Dynamo cannot trace the lock of Python 3.11's `cached_property`.
         self.cuts_lr = any(rule.action & Action.CUT_LR for rule in config.rules)
         """Whether a rule can cut the learning rate."""
-        self.limits_lr = incidents.may_limit_rate(config.lr)
+        self.limits_lr = may_limit_rate(config.lr)
         """Whether the rate may get a limit (`limit_lr`): this needs `Signals.learning_rate`."""
         self.scales_lr = self.cuts_lr or self.limits_lr
         """Whether `Decision.lr_scale` can differ from 1."""
@@ -112,7 +119,7 @@ class Engine:
                 rule.causes & ~int(NONFINITE) or rule.sustained or rule.within or not is_immediate
             ):
                 return False
-        clips_by_state = self.config.clip is not None and self.config.clip[0] != "fixed"
+        clips_by_state = self.config.clip is not None and not self.clips_at_fixed_norm
         return not (clips_by_state or self.scales_lr or self.limits_norm)
 
     @cached_property
@@ -136,9 +143,9 @@ class Engine:
             names.add("grad_norm")
         if self.per_tensor:
             names.add("group_norms")
-        for name, detector in self.config.detectors:
+        for _, detector in self.config.detectors:
             names |= detector.NEEDS
-            if name == "nonfinite":
+            if detector.CAUSE & NONFINITE:  # needs neither, and judges each of them
                 names |= {"loss", "grad_norm"}
         return frozenset(names)
 
@@ -343,7 +350,7 @@ class Engine:
         if not self.cuts_lr:  # the limit itself is in force, without a hold and a ramp
             config = config._replace(hold_steps=0, ramp_steps=0)
         limited = state._replace(
-            lr=incidents.limited_rate(config, state.lr, limit, rate, xp=namespace),
+            lr=learning_rate.limited_rate(config, state.lr, limit, rate, xp=namespace),
             budget=budget._replace(lr_cuts=budget.lr_cuts - 1),
             tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
         )
@@ -411,8 +418,8 @@ class Engine:
         """
         xp = as_namespace(xp)
         never = state.step < 0
-        orders = incidents.RecoveryOrders(~never, never, never if self.cuts_lr else None)
-        rescaled = incidents.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
+        orders = RecoveryOrders(~never, never, never if self.cuts_lr else None)
+        rescaled = learning_rate.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
     def metrics(self, state: EngineState) -> dict[str, Any]:
@@ -435,7 +442,8 @@ class Engine:
 
         Returns:
             `{"schema": SCHEMA, "policy": fingerprint, "clip": name, "detectors": [names],
-            "groups": n, "state": {...}}`, from which `from_dict` restores the state on any machine.
+            "groups": n, "unknown_rate": -1.0, "state": {...}}`, from which `from_dict` restores the
+            state on any machine.
         """
         scale = state.last.decision.group_scale
         groups = 0
@@ -447,6 +455,7 @@ class Engine:
             "clip": self._clip_name,
             "detectors": [name for name, _ in self.config.detectors],
             "groups": groups,
+            "unknown_rate": UNKNOWN_RATE,
             "state": plain(state),
         }
 
@@ -486,7 +495,15 @@ class Engine:
         count = data.get("groups")
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
             raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
-        return from_plain(self.init(groups=count), data.get("state"), "state")
+        state = from_plain(self.init(groups=count), data.get("state"), "state")
+        if "unknown_rate" not in data:  # an older state
+            return with_unknown_rate(state, reads_rate=self.scales_lr)
+        if data["unknown_rate"] != UNKNOWN_RATE:
+            raise StateError(
+                f"unknown_rate must be {UNKNOWN_RATE}, got {data['unknown_rate']!r:.80}: the saved "
+                "state is damaged, or a newer release wrote it"
+            )
+        return state
 
 
 def _neutral(decision: Decision, when: Flag, lr_scale: Float, *, xp: ArrayNamespace) -> Decision:

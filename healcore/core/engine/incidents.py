@@ -1,4 +1,4 @@
-"""Incidents, the recovery that they order, its budget, and the learning-rate multiplier.
+"""Incidents, the recovery that they order, and its budget.
 
 An incident is a run of alarms with one onset. It uses one recovery, however long it lasts. Recovery
 escalates (a deeper rollback, another cut) in two cases: alarms continue for `patience` steps after
@@ -7,15 +7,22 @@ an order, or another incident begins in the same region.
 A skipped non-finite step has changed nothing. Unless it orders a rollback or a cut, it neither
 begins nor prolongs an incident in which the model may get worse.
 
+An example with `quiet_steps = 3` and `patience = 4`, whose rule rolls back (R):
+
+    step           1    2    3    4    5    6    7    8    9   10   11   12
+    alarm          .    x    x    .    x    x    x    x    .    .    .    .
+    order          .    R    .    .    .    .    .    R    .    .    .    .
+    alarms since R -    0    1    1    2    3    4    0    0    0    0    0
+    quiet          0    0    0    1    0    0    0    0    1    2    3    0
+    open           no   yes  yes  yes  yes  yes  yes  yes  yes  yes  no   no
+
+The first alarm orders a rollback at once. The next four alarms order nothing. The alarm after them
+orders again, because the first rollback has not helped. Three steps without an alarm end the
+incident.
+
 When the recoveries are exhausted, a non-finite step stops the run. Otherwise the run continues,
 clipped, with an alert. If the loss still grows at a small fraction of the learning rate after
 several rollbacks, it more likely grows by design than because of the updates.
-
-A cut of the rate is followed by a hold, and by a ramp back towards the schedule. With
-`LrConfig.ceiling` above 0 the ramp ends at `ceiling` times the rate that broke the run. If the
-schedule's rate is known, this limit is absolute: the schedule keeps its shape, scaled so that its
-highest rate since the cut equals the limit. Only long health raises the limit, each time by the
-inverse factor of one cut.
 """
 
 from __future__ import annotations
@@ -23,16 +30,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from healcore.core import numerics
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.array_namespace import ArrayNamespace, Flag, Int, Number
 from healcore.core.decision import NONFINITE, Action
-from healcore.core.engine.state import (
-    BudgetState,
-    EngineConfig,
-    EngineState,
-    IncidentState,
-    LrConfig,
-    LrState,
-)
+from healcore.core.engine.config import EngineConfig, may_limit_rate
+from healcore.core.engine.state import BudgetState, EngineState, IncidentState
 
 _NONFINITE = int(NONFINITE)
 _RECOVERS = int(Action.ROLLBACK | Action.CUT_LR)
@@ -332,163 +333,3 @@ def _refund_limits(
 def _count_alarm(since: Int, alarm: Flag) -> Int:
     """Counts an alarm since an order; -1 (no order yet) stays."""
     return since + (alarm & (since >= 0))
-
-
-# -- the learning-rate multiplier ------------------------------------------------------------------
-
-_MAX_RATE = 1e12  # limit of `LrState.rate_at_cut`, above the rate of any schedule
-RESTART_RATIO = 0.5  # a rate below this share of the last step's rate begins another schedule
-
-
-def update_rate(
-    config: LrConfig,
-    state: LrState,
-    orders: RecoveryOrders,
-    is_open: Flag,
-    rate: Float | None,
-    *,
-    xp: ArrayNamespace,
-) -> LrState:
-    """Updates the multiplier by one step; only healthy steps count for hold and ramp.
-
-    A cut multiplies the multiplier in force. In an open incident the multiplier stays, except that
-    the ceiling lowers it if the schedule rises. If no rule cuts, the host alone limits the rate. A
-    refund, after long health, raises the limit. `rate` is the schedule's learning rate at this
-    step, or None for a constant rate of 1. At a rate of 0 no multiplier is wrong: it stays.
-    """
-    if orders.cut is None and not may_limit_rate(config):
-        return state
-    known_rate = _known_rate(rate, state, xp=xp)
-    raised = xp.quotient(state.rate_at_cut, config.factor)
-    rate_at_cut = xp.minimum(xp.where(orders.refund, raised, state.rate_at_cut), _MAX_RATE)
-    state = state._replace(rate_at_cut=rate_at_cut)
-    if orders.cut is not None:
-        return _cut_hold_ramp(config, state, orders.cut, orders.healthy, is_open, known_rate, xp=xp)
-    peak = xp.where(_keeps_peak(state, known_rate), state.peak, known_rate)
-    scale = numerics.flush(_top_multiplier(config, rate_at_cut, peak, xp=xp), xp=xp)
-    scale = xp.where(known_rate > 0, scale, state.scale)
-    return state._replace(scale=scale, peak=peak, rate=known_rate)
-
-
-def _keeps_peak(state: LrState, rate: Float) -> Flag:
-    """Whether the peak stays, as at a rate of 0.
-
-    A sudden fall of the rate begins another schedule with a new peak, and so does the first rate
-    after a rate of 0.
-    """
-    same_schedule = (state.rate > 0) & (rate >= RESTART_RATIO * state.rate)
-    return (rate <= 0) | (same_schedule & (state.peak > rate))
-
-
-def _cut_hold_ramp(
-    config: LrConfig,
-    state: LrState,
-    cut: Flag,
-    healthy: Flag,
-    is_open: Flag,
-    rate: Float,
-    *,
-    xp: ArrayNamespace,
-) -> LrState:
-    """`update_rate` for a policy that cuts the rate, with a known rate.
-
-    multiplier
-    1 or the ceiling  ------.                   .------
-                            |                 /
-                            |              /
-    after the cut           '-------------
-                           cut     hold     ramp        healthy steps
-    """
-    keeps_peak = _keeps_peak(state, rate)
-    has_rate = rate > 0
-    # At a rate of 0 a cut is computed as if the rate were 1.
-    divisor = xp.where(has_rate, rate, 1.0)
-    advances = healthy & ~cut
-    cut_scale = xp.maximum(config.factor * state.scale, config.floor)
-    # A floor above the multiplier does not raise the multiplier.
-    cut_scale = xp.minimum(cut_scale, state.scale)
-    after_cut = xp.product(cut_scale, divisor)
-    rate_after_cut = xp.where(cut, after_cut, state.rate_after_cut)
-    rate_at_cut = xp.where(cut, xp.product(state.scale, divisor), state.rate_at_cut)
-    hold = xp.where(cut, config.hold_steps, state.hold)
-    ramp = xp.where(cut, config.ramp_steps, state.ramp)
-    peak = xp.where(keeps_peak & ~cut, state.peak, rate)
-
-    holding = hold > 0
-    ramp = numerics.decremented(ramp + (holding | ~advances), xp=xp)
-    hold = xp.where(advances & holding, hold - 1, hold)
-    top = 1.0
-    if may_limit_rate(config):
-        top = _top_multiplier(config, rate_at_cut, peak, xp=xp)
-    bottom = xp.minimum(xp.quotient(rate_after_cut, divisor), top)
-    # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
-    # the same float32 from Python's double and from an array.
-    part = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
-    ramp_share = numerics.as_float(config.ramp_steps - ramp, xp=xp) * part
-    ramped = bottom + xp.product(top - bottom, ramp_share)
-    scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
-    scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
-    scale = xp.where(has_rate, scale, state.scale)
-    scale = numerics.flush(xp.where(cut, cut_scale, scale), xp=xp)
-    return LrState(scale, rate_after_cut, rate_at_cut, peak, rate, hold, ramp)
-
-
-def limited_rate(
-    config: LrConfig, state: LrState, limit: Float, rate: Float | None, *, xp: ArrayNamespace
-) -> LrState:
-    """The multiplier after the host has limited the rate to `limit`, as after a cut to this rate.
-
-    Args:
-        config: the policy's table `[lr]`.
-        state: the multiplier before.
-        limit: upper limit of the learning rate, see `Engine.limit_lr`.
-        rate: the schedule's learning rate, or None for a constant rate of 1.
-        xp: the array namespace.
-    """
-    one = _known_rate(None, state, xp=xp)
-    known_rate = _known_rate(rate, state, xp=xp)
-    has_rate = known_rate > 0
-    divisor = xp.where(has_rate, known_rate, 1.0)
-    limit = xp.where(limit > 0, limit, divisor)
-    scale = xp.minimum(xp.quotient(limit, divisor), state.scale)
-    scale = xp.where(has_rate, scale, state.scale)
-    share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
-    rate_at_cut = xp.minimum(xp.quotient(limit, share), _MAX_RATE)
-    zero = numerics.zero_like(state.hold)
-    return LrState(
-        scale=numerics.flush(scale, xp=xp),
-        rate_after_cut=limit,
-        rate_at_cut=rate_at_cut,
-        peak=known_rate,
-        rate=known_rate,
-        hold=zero + config.hold_steps,
-        ramp=zero + config.ramp_steps,
-    )
-
-
-def may_limit_rate(config: LrConfig) -> bool:
-    """Whether the rate can have an absolute limit; static, so an array of ceilings counts."""
-    return not (isinstance(config.ceiling, int | float) and config.ceiling <= 0)
-
-
-def _known_rate(rate: Float | None, state: LrState, *, xp: ArrayNamespace) -> Float:
-    """The schedule's rate, 0 for the smallest rates, or 1 for a rate that is unknown or of no use.
-
-    Rounding makes the last rates of a schedule that ends with 0 a little larger or smaller than 0.
-    """
-    if rate is None:
-        return numerics.zero_like(state.scale) + 1.0
-    usable = (rate >= -numerics.TINY) & (rate < _MAX_RATE)
-    known = xp.where(usable, rate, 1.0)
-    return xp.where(known > numerics.TINY, known, 0.0)
-
-
-def _top_multiplier(
-    config: LrConfig, rate_at_cut: Float, peak: Float, *, xp: ArrayNamespace
-) -> Float:
-    """The multiplier at which the schedule's peak is the ceiling's share of `rate_at_cut`."""
-    share = xp.product(config.ceiling, rate_at_cut)
-    # The peak is 0 until the first rate above 0, where the multiplier stays.
-    top = xp.quotient(share, xp.where(peak > 0, peak, 1.0))
-    # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
-    return xp.where(share > 0, xp.minimum(top, 1.0), 1.0)

@@ -15,8 +15,10 @@ from healcore.core import numerics
 from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Norms, Number
 from healcore.core.clipping import EPSILON, Clip
 from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry
-from healcore.core.engine.incidents import RuleOrders, update_incidents, update_rate
-from healcore.core.engine.state import EngineConfig, EngineState, RuleConfig, RuleState, Tally
+from healcore.core.engine.config import EngineConfig, RuleConfig
+from healcore.core.engine.incidents import RecoveryOrders, RuleOrders, update_incidents
+from healcore.core.engine.learning_rate import update_rate
+from healcore.core.engine.state import EngineState, RuleState, Tally
 from healcore.core.signals import Observed, Signals, observe
 
 ORDERED_ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
@@ -33,7 +35,7 @@ class Firing(NamedTuple):
     """Whether a rule fires at one step.
 
     A skip needs the condition at each step (`fired`). An alert at each step of a long fault would
-    be noise, so it needs the beginning only (`fresh`).
+    be noise, so it needs the beginning only (`newly_fired`).
     """
 
     fired: Flag
@@ -89,27 +91,21 @@ def judge(
         skip = skip | (state.norm_limit < 0)  # `WITHHELD` by the host
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
-    wants = RuleOrders(
-        rollback=_any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], no_flag),
-        cut=_any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
-    )
+    wants = _wanted_orders(fired, no_flag)
     incidents, budget, orders = update_incidents(config, state, cause, skip_by_rules, wants, xp=xp)
     lr_state = update_rate(config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp)
-    actions = _actions_ordered_once(config, fired, no_flag, xp=xp)
-    if orders.action is not None:
-        actions.insert(0, orders.action)
+    action = _ordered_actions(config, fired, orders, cause, xp=xp)
     rollback_depth = orders.depth
     if rollback_depth is None:
         # No rule rolls back: the depth of the last step, which is 0.
         rollback_depth = state.last.decision.rollback_depth
     norm_to_limit = signals.grad_norm if limits_norm else None
-    scales = _scales(config, state, skip, clip, norm_to_limit, xp=xp)
-    grad_scale, group_scale, clipped = scales
+    grad_scale, group_scale, clipped = _scales(config, state, skip, clip, norm_to_limit, xp=xp)
     ordered = Decision(
         grad_scale=grad_scale,
         skip=skip,
         lr_scale=lr_state.scale,
-        action=_any(actions, None) if actions else cause & 0,
+        action=action,
         cause=cause,
         rollback_depth=rollback_depth,
         group_scale=group_scale,
@@ -146,7 +142,7 @@ def _run_detectors(
         config: the policy.
         states: the state of each detector.
         seen: the checked signals.
-        may_alarm: false in the grace window, where only `nonfinite` alarms.
+        may_alarm: false in the grace window, where only NaN and Inf are alarms.
         xp: the array namespace.
 
     Returns:
@@ -156,7 +152,7 @@ def _run_detectors(
     for (name, detector), state in zip(config.detectors, states, strict=True):
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
             state, reading = detector.update(state, seen, xp=xp)
-            if name != "nonfinite":
+            if not detector.CAUSE & NONFINITE:
                 alarm = sustained = reading.alarm & may_alarm
                 if reading.sustained is not reading.alarm:
                     sustained = reading.sustained & may_alarm
@@ -244,7 +240,7 @@ def update_rule(
         state: earlier hits.
         hit: whether a cause of the rule is present.
         step: number of the step, which gives its slot in the window.
-        quiet_steps: steps without firing after which the next firing is fresh.
+        quiet_steps: steps without firing after which the next firing counts as newly fired.
         xp: the array namespace.
     """
     run, window, age = state
@@ -262,20 +258,36 @@ def update_rule(
     return RuleState(run, window, age), Firing(fired, newly_fired)
 
 
-def _actions_ordered_once(
+def _wanted_orders(fired: list[tuple[RuleConfig, Firing]], no_flag: Flag) -> RuleOrders:
+    """Joins the rollbacks and the cuts that the fired rules ask for."""
+    rollbacks = [firing.fired for rule, firing in fired if rule.action & Action.ROLLBACK]
+    cuts = [firing.fired for rule, firing in fired if rule.action & Action.CUT_LR]
+    return RuleOrders(rollback=_any(rollbacks, no_flag), cut=_any(cuts, None))
+
+
+def _ordered_actions(
     config: EngineConfig,
     fired: list[tuple[RuleConfig, Firing]],
-    no_flag: Flag,
+    orders: RecoveryOrders,
+    cause: Int,
     *,
     xp: ArrayNamespace,
-) -> list[Int]:
-    """The actions of `ORDERED_ONCE` that the rules order, as one int32 for each set of them."""
+) -> Int:
+    """The `Action` flags of the step: of the recovery, and the flags of `ORDERED_ONCE`."""
     actions = []
-    for once in dict.fromkeys(rule.action & ORDERED_ONCE for rule in config.rules):
-        newly_fired = [f.newly_fired for rule, f in fired if rule.action & ORDERED_ONCE == once]
-        if once:
-            actions.append(xp.flag(_any(newly_fired, no_flag), once))
-    return actions
+    if orders.action is not None:
+        actions.append(orders.action)
+    # One int32 for each set of flags, and not for each rule.
+    for flags in dict.fromkeys(rule.action & ORDERED_ONCE for rule in config.rules):
+        if flags:
+            newly_fired = []
+            for rule, firing in fired:
+                if rule.action & ORDERED_ONCE == flags:
+                    newly_fired.append(firing.newly_fired)
+            actions.append(xp.flag(_any(newly_fired, None), flags))
+    if not actions:
+        return cause & 0
+    return _any(actions, None)
 
 
 def _limit_skips(
@@ -304,8 +316,8 @@ def _clip(
     """Runs the clipping rule if the policy has one and the signals have its norms."""
     if config.clip is None:
         return None, None
-    name, rule = config.clip
-    if seen.grad_norm is None or (name == "adagc" and seen.group_norms is None):
+    _, rule = config.clip
+    if seen.grad_norm is None or (rule.per_tensor and seen.group_norms is None):
         return state.clip, None
     return rule.update(state.clip, seen, numerics.and_not(seen.finite, skip), xp=xp)
 
@@ -397,8 +409,9 @@ def _telemetry(
             norm = xp.where(seen.bad_grad, last.grad_norm, seen.grad_norm)
     if clip is not None and ordered.group_scale is None:
         threshold, z = clip.threshold, numerics.flush(clip.z, xp=xp)
-    if "loss_spike" in readings:
-        z_loss = numerics.flush(readings["loss_spike"].z, xp=xp)
+    for reading in readings.values():
+        if reading.z is not None:
+            z_loss = numerics.flush(reading.z, xp=xp)
     if ordered.group_scale is None and last.decision.group_scale is not None:
         ordered = ordered._replace(group_scale=last.decision.group_scale)
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)

@@ -1,206 +1,33 @@
-"""Configuration of the engine, which `healcore.policy` makes from a TOML file, and its state.
+"""`EngineState`: everything that the engine knows about a run, and how it is saved.
 
-Fields of the configuration that are marked static are Python values. All others may be arrays, so
-that one vmapped scan runs thousands of variants. The state is a fixed-size pytree of NumPy, JAX or
-torch arrays. Its saved form is nested dicts of Python numbers, bools and lists, which `json.dumps`
-accepts. It moves a state between frameworks, processes and machines. A float32 is saved exactly,
-because its repr as a double is exact.
+The state is a fixed-size pytree of NumPy, JAX or torch arrays. Its saved form is nested dicts of
+Python numbers, bools and lists, which `json.dumps` accepts. The saved form moves a state between
+frameworks, processes and machines. A float32 is saved exactly, because its repr as a double is
+exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.array_namespace import Array, Flag, Float, Int, Number
+from healcore.core.array_namespace import Array, Flag, Float, Int
 from healcore.core.decision import Decision, Telemetry
+from healcore.core.engine.config import EngineConfig, RuleConfig
 from healcore.core.errors import HealcoreError
 from healcore.core.numerics import map_leaves, zeros
-from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
-
-WITHHELD = -1.0
-"""The limit of the gradient norm while the host withholds all steps."""
-
-
-class RuleConfig(NamedTuple):
-    """One `[[respond]]` entry: the causes, the actions, and the condition.
-
-    A step with one of the causes is a hit. The condition says how many hits are needed until the
-    actions are ordered: one, several in a row, or several within a window.
-    """
-
-    causes: int
-    """`Cause` flags that are hits of the rule. Static."""
-    skip: bool = False
-    """Skip the step. Static."""
-    action: int = 0
-    """`Action` flags it orders. Static."""
-    sustained: bool = False
-    """Only sustained alarms are hits. Static."""
-    consecutive: Number = 1
-    """Hits in a row from which the rule fires."""
-    count: Number = 0
-    """Hits within the last `within` steps from which the rule fires; 0 = no such condition."""
-    within: int = 0
-    """Length of the window for `count`, in steps. Static."""
-
-
-class IncidentConfig(NamedTuple):
-    """Where one incident ends and the next begins.
-
-    The budget and the escalation count incidents, not alarms. So one fault that raises thirty
-    alarms costs one rollback.
-    """
-
-    quiet_steps: Steps = 20
-    """Steps without an alarm that close an incident."""
-    patience: Steps = 50
-    """Alarms, within one incident, after which the policy repeats its rollback or its cut. The
-    repeated rollback goes further back if `deepen` is above 0."""
-
-
-class RollbackConfig(NamedTuple):
-    """Which checkpoint a rollback restores.
-
-    A second rollback in the same region goes further back, because the checkpoint of the first one
-    was evidently damaged already, or too close to the cause.
-    """
-
-    depth: Number = 1
-    """Known-good checkpoint that the first rollback restores; 1 = newest."""
-    deepen: Number = 1
-    """Increase of the depth per further rollback in the same region."""
-    region: Number = 500
-    """Distance in steps below which two onsets are in the same region."""
-
-
-class LrConfig(NamedTuple):
-    """Cuts of the learning rate, and the ramp after a cut.
-
-        multiplier  1 ─────┐ cut                 ┌───── 1, or the ceiling
-                           │                 ╱
-        factor             └──────────────╱
-                             hold_steps    ramp_steps
-
-    Only healthy steps count for the hold and the ramp. A further cut begins at the multiplier that
-    is in force.
-    """
-
-    factor: Fraction = 0.5
-    """Factor of one cut, in (0, 1)."""
-    floor: Annotated[Number, number(above=0, most=1)] = 0.1
-    """Lower limit of the multiplier."""
-    hold_steps: StepsOrZero = 100
-    """Healthy steps at the cut rate before the ramp."""
-    ramp_steps: StepsOrZero = 200
-    """Healthy steps of the linear ramp to exactly 1.0, or to the ceiling."""
-    ceiling: Annotated[Number, number(least=0, most=1)] = 0.0
-    """Where the ramp ends, as a fraction of the rate at which the run was cut. When the run has
-    been healthy for long, the limit rises by 1 / `factor`. With 0 the ramp ends at the full
-    schedule, even if that rate broke the run."""
-    reset_moments: OnOff = False
-    """A cut also resets the optimizer's moments and the counters of their bias correction.
-    Static."""
-
-    AT_MOST = (("floor", "factor"),)
-
-
-class BudgetConfig(NamedTuple):
-    """How often a run may recover.
-
-    Without a budget, a run that diverges at the same step after each rollback would repeat this
-    part for ever. Long health refunds what was spent.
-    """
-
-    recoveries: Number = 3
-    """Rollbacks. When exhausted, NaN and Inf (with `confirm`: in the weights) stop the run."""
-    lr_cuts: Number = 4
-    """Cuts of the learning rate."""
-    refund_after: Number = 1000
-    """Steps without an incident that refund one rollback and one cut."""
-
-
-class EngineConfig(NamedTuple):
-    """A whole policy in the form that the engine runs.
-
-    `healcore.policy.Policy.config` is one, made from a policy file. It has no names of files and no
-    settings of the host. All its numbers are rounded to float32.
-    """
-
-    mode: str = "heal"
-    """`heal`, or `observe`, which judges everything and changes nothing. Static."""
-    clip: tuple[str, Any] | None = None
-    """(name in `clipping.RULES`, its config), or None."""
-    detectors: tuple[tuple[str, Any], ...] = ()
-    """(name in `detectors.DETECTORS`, its config), in the order in which they run."""
-    rules: tuple[RuleConfig, ...] = ()
-    """What each cause leads to, in the order of the policy file."""
-    incident: IncidentConfig = IncidentConfig()
-    """The policy's rule for where one incident ends and the next begins."""
-    rollback: RollbackConfig = RollbackConfig()
-    """Which checkpoint a rollback restores."""
-    lr: LrConfig = LrConfig()
-    """Cuts of the learning rate."""
-    budget: BudgetConfig = BudgetConfig()
-    """How often a run may recover."""
-    max_skips: Number = 10
-    """Limit of consecutive finite steps skipped; a step without an alarm resets it."""
-    grace_steps: Number = 50
-    """Steps after an expected change in which only non-finite values are alarms."""
-
-
-def config_differences(left: EngineConfig, right: EngineConfig) -> list[str]:
-    """Lists the keys in which two policies differ, for the message of a resume with another policy.
-
-    Args:
-        left: the one policy, for example of the saved state.
-        right: the other policy.
-
-    Returns:
-        Lines `key: left and right`. The keys are the keys of a policy file, such as `clip.kind` and
-        `lr.factor`. A table that only one policy has is named without its keys:
-        `detect.plateau: absent and present`.
-    """
-    ours, theirs = _tables(left), _tables(right)
-    if ours["clip"]["kind"] != theirs["clip"]["kind"]:  # the kinds have other keys
-        ours["clip"], theirs["clip"] = ({"kind": each["clip"]["kind"]} for each in (ours, theirs))
-    found = []
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if name not in ours or name not in theirs:
-            absent, present = "absent", "present"
-            pair = (present, absent) if name in ours else (absent, present)
-            found.append(f"{name}: {pair[0]} and {pair[1]}")
-            continue
-        for key, value in ours[name].items():
-            # As text, because `==` of arrays is an array.
-            before, here = _shown(value), _shown(theirs[name].get(key))
-            if before != here:
-                found.append(f"{name}.{key}: {before} and {here}".removeprefix("."))
-    return found
-
-
-def _tables(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """The tables of a policy file; keys outside of a table are under the name ""."""
-    single = ("mode", "max_skips", "grace_steps")
-    tables: dict[str, dict[str, Any]] = {"": {name: getattr(config, name) for name in single}}
-    kind, clip = config.clip or ("none", None)
-    tables["clip"] = {"kind": kind} | ({} if clip is None else clip._asdict())
-    tables |= {f"detect.{name}": detector._asdict() for name, detector in config.detectors}
-    tables |= {f"respond[{i}]": rule._asdict() for i, rule in enumerate(config.rules)}
-    for name in ("incident", "rollback", "lr", "budget"):
-        tables[name] = getattr(config, name)._asdict()
-    return tables
-
-
-def _shown(value: Float) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else repr(value).strip("'")
-
 
 SCHEMA = 10  # version of the saved form
 
 _NEVER = 1 << 30
+
+WITHHELD = -1.0
+"""The limit of the gradient norm while the host withholds all steps."""
+UNKNOWN_RATE = -1.0
+"""The learning rate of a step whose rate is unknown. No schedule has a negative rate, and a state
+has no NaN, so the number cannot be a rate. The multiplier is computed as for a rate of 1."""
 
 
 class StateError(HealcoreError, ValueError):
@@ -302,9 +129,10 @@ class LrState(NamedTuple):
     rate_at_cut: Float
     """Learning rate in force before the last cut. Long health raises it; 0 = never cut."""
     peak: Float
-    """Highest rate of the schedule since the last cut or sudden fall; 0 = none."""
+    """Highest rate of the schedule since the last cut or sudden fall; 0 = no rate yet."""
     rate: Float
-    """The schedule's rate at the last step; 0 = no step, or a rate of 0."""
+    """The schedule's rate at the last step, or `UNKNOWN_RATE`. The rate is unknown before the first
+    step, if the program passes no rate, and if the policy does not read it."""
     hold: Int
     """Remaining steps of the hold."""
     ramp: Int
@@ -391,14 +219,21 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
     Returns:
         The state as NumPy arrays. No two leaves share an array, because JAX may donate them.
     """
-    kind, clip = config.clip or (None, None)
+    clip: Any = None
+    clip_state: Any = None
+    if config.clip is not None:
+        _, clip = config.clip
+        clip_state = clip.init(groups=groups)
+    group_scales = None
+    if clip is not None and clip.per_tensor:
+        group_scales = groups
     orders = ("onset", "alarms_since_rollback", "alarms_since_cut", "last_onset")
     none_yet = {name: np.full((), -1, np.int32) for name in orders}
     state = EngineState(
         step=np.zeros((), np.int32),
         change_expected=np.zeros((), bool),
         grace=np.zeros((), np.int32),
-        clip=None if clip is None else clip.init(groups=groups),
+        clip=clip_state,
         detectors=tuple(detector.init() for _, detector in config.detectors),
         rules=tuple(init_rule(rule) for rule in config.rules),
         skips=np.zeros((), np.int32),
@@ -408,11 +243,13 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
             np.asarray(config.budget.lr_cuts, np.int32),
             np.zeros((), np.int32),
         ),
-        lr=zeros(LrState)._replace(scale=np.ones((), np.float32)),
+        lr=zeros(LrState)._replace(
+            scale=np.ones((), np.float32), rate=np.full((), UNKNOWN_RATE, np.float32)
+        ),
         norm_limit=np.zeros((), np.float32),
         tally=zeros(Tally),
         last=Telemetry(
-            neutral(groups=groups if kind == "adagc" else None),
+            neutral(groups=group_scales),
             *(np.zeros((), np.float32) for _ in range(5)),
         ),
     )
@@ -456,6 +293,22 @@ def record_numbers(state: EngineState) -> tuple[Array, ...]:
         last.z_loss,
         state.lr.rate,
     )
+
+
+def with_unknown_rate(state: EngineState, *, reads_rate: bool) -> EngineState:
+    """Marks the learning rate of an older saved state as unknown where it was unknown.
+
+    A state that was saved without the key `unknown_rate` has a rate of 1 if the program passed no
+    rate, and a rate of 0 if the policy had not read it.
+
+    Args:
+        state: the state that was saved, in NumPy.
+        reads_rate: whether the policy reads the rate.
+    """
+    rate, was_read = state.lr.rate, reads_rate and state.step > 0
+    if rate == 1.0 or (rate == 0.0 and not was_read):
+        rate = np.full_like(rate, UNKNOWN_RATE)
+    return state._replace(lr=state.lr._replace(rate=rate))
 
 
 def plain(tree: Any) -> Any:

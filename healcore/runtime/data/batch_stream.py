@@ -34,6 +34,10 @@ PutBack = Callable[[], object]
 """Sets the random states of an earlier moment."""
 
 
+Inform = Callable[[str], object]
+"""Takes a line for the log about the progress of a long read."""
+
+
 class BatchStream:
     """Reads a loader, epoch after epoch. Nothing is read ahead.
 
@@ -73,7 +77,7 @@ class BatchStream:
         self.last_id: BatchId | None = None
         self.limit: Callable[[int], int] | None = None
         self.unreadable: BatchId | None = None
-        self.inform: Callable[[str], object] = lambda line: None
+        self.inform: Inform = lambda line: None
         self.put_back_random_states: PutBack | None = None
         self._range = EpochRange()
         self._history = PositionHistory()

@@ -13,7 +13,7 @@ from typing import Any
 
 from healcore.console import counted
 from healcore.core.errors import error_text
-from healcore.runtime.data.batch_stream import BatchStream
+from healcore.runtime.data.batch_stream import BatchStream, Inform
 from healcore.runtime.data.loader_epoch import EpochPhase, ReadRetries
 from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader, Loader
 from healcore.runtime.data.positions import (
@@ -342,10 +342,13 @@ class Cursor(BatchStream):
         if self.next_id != goal:
             return f"epoch {goal.epoch} has fewer than {goal.index} batches: continues after it"
         batches = counted(goal.index - first, "batch", "batches")
+        order = "a loader that shuffles by itself may give different batches"
+        sampler = self._epoch.sampler_epochs.sampler_name
+        if sampler:
+            order = f"its {sampler} gives the same batches again"
         return (
-            f"read {batches} and dropped them, up to batch {goal.index} of epoch {goal.epoch}; a "
-            "DistributedSampler gives the same batches again, a loader that shuffles by itself may "
-            "give different batches"
+            f"read {batches} and dropped them, up to batch {goal.index} of epoch {goal.epoch}; "
+            f"{order}"
         )
 
 
@@ -388,12 +391,15 @@ class RunLoader(Cursor):
         skipped_batch_ids: ids of the batches to skip. The registry keeps this set too.
         limit: takes the number of an epoch and returns its largest number of batches, or None.
         retries: the attempts to read a batch after failures in the network, or None for one.
+        inform: called with lines about the progress of a long read, or None.
+        first_epoch: the epoch of the program's loop in which the loader is first used.
+        order: number of loaders that were first used before it in that epoch.
 
     Attributes:
         number: number of the loader, in the order of first use.
         start: the position before the first batch, for checkpoints older than the first use.
-        first_epoch: the epoch of the program's loop in which the loader was first used.
-        order: number of loaders that were first used before it in that epoch.
+        first_epoch: as given.
+        order: as given.
         exhausted_before: whether an earlier process has read all epochs.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
         use: what the loop does with the last batch.
@@ -410,15 +416,21 @@ class RunLoader(Cursor):
         epochs: int | None,
         skipped_batch_ids: set[BatchId],
         limit: Callable[[int], int] | None,
-        retries: ReadRetries | None = None,
+        *,
+        retries: ReadRetries | None,
+        inform: Inform | None,
+        first_epoch: int,
+        order: int,
     ) -> None:
         super().__init__(loader, epochs=epochs, retries=retries)
+        if inform is not None:
+            self.inform = inform
         self.number = number
         self.limit = limit
         self.skipped_batch_ids = skipped_batch_ids
         self.start: SavedPosition = self.position()
-        self.first_epoch = 0
-        self.order = 0
+        self.first_epoch = first_epoch
+        self.order = order
         self.exhausted_before = False
         self.in_loop = True
         self.use = BatchUse.WAITING

@@ -21,6 +21,7 @@ from healcore.runtime.data.loader_protocols import (
     samplers_of,
 )
 from healcore.runtime.data.positions import (
+    GLOBAL_ROWS,
     BatchId,
     Division,
     Position,
@@ -59,7 +60,7 @@ def division(loader: AnyLoader) -> Division | None:
         replicas = getattr(sampler, "num_replicas", None)
         distributed = sampler is not batch_sampler and hasattr(sampler, "set_epoch")
         if distributed and type(rows) is int and type(replicas) is int:
-            return ["rows of a global batch", rows * replicas]
+            return [GLOBAL_ROWS, rows * replicas]
         if is_type(sampler, "torch.utils.data", "SequentialSampler") and hasattr(loader, "__len__"):
             return ["batches", len(loader)]
     return None
@@ -88,6 +89,13 @@ class SamplerEpochs:
         if is_replayable(loader) and without_fabric(loader) is not loader:
             self._fabric = loader
         self._numbers: dict[int, int] = {}
+
+    @property
+    def sampler_name(self) -> str:
+        """Type of an object with `set_epoch`, or an empty string for a loader without one."""
+        if not self._owners:
+            return ""
+        return type(self._owners[-1]).__name__
 
     def begin(self, epoch: int, *, by_user: bool) -> None:
         """Sets the epoch's number, or reads it if the user's loop began the epoch.

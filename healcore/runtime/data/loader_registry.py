@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from healcore.runtime.data.batch_stream import Inform
 from healcore.runtime.data.cursor import RunLoader
 from healcore.runtime.data.loader_epoch import ReadRetries
 from healcore.runtime.data.loader_protocols import AnyLoader
@@ -46,19 +47,21 @@ class LoaderRegistry(EpochLoop):
     and each loader takes over its own at its first use (`begin`). A rollback moves the loaders of
     the steps back, and marks batches to skip (`rewind`).
 
+    Args:
+        inform: called with lines about the progress of a long read, or None.
+        retries: the attempts to read a batch after failures in the network, or None for one.
+
     Attributes:
         notices: sentences for the log; the Healer clears them.
-        inform: called with lines about the progress of a long read.
-        retries: the attempts to read a batch after failures in the network, or None for one.
         last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, inform: Inform | None = None, retries: ReadRetries | None = None) -> None:
         super().__init__()
         self.notices: list[str] = []
-        self.inform: Callable[[str], object] = lambda line: None
-        self.retries: ReadRetries | None = None
+        self._inform = inform
+        self._retries = retries
         self.last_trained: RunLoader | None = None
         self._loaders: list[RunLoader] = []
         """The loaders in the order of their last use."""
@@ -251,10 +254,17 @@ class LoaderRegistry(EpochLoop):
         number = self._number_in(epoch)
         if epoch is not None:
             self._take_over_return(number, epoch)
-        new = RunLoader(number, loader, epochs, self._skipped[number], limit, self.retries)
-        new.inform = self.inform
-        new.first_epoch = epoch or 0
-        new.order = self._new_in_epoch
+        new = RunLoader(
+            number,
+            loader,
+            epochs,
+            self._skipped[number],
+            limit,
+            retries=self._retries,
+            inform=self._inform,
+            first_epoch=epoch or 0,
+            order=self._new_in_epoch,
+        )
         self._new_in_epoch += 1
         new.exhausted_before = self._earlier.has_ended(number)
         self._next_number = number + 1

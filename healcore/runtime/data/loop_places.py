@@ -76,6 +76,7 @@ class EpochLoop:
             passes of the loaders that were rewound have no further batch.
         crossed: epoch that a loop was in when the last rewind has led it into an earlier epoch, to
             which it does not return, or None.
+        total_epochs: number of the epoch at which a loop over `Healer.epochs` ends.
         changed_in: epoch in which the program has last changed the structure of its model, or -1. A
             loop over `Healer.epochs` returns to later epochs only.
     """
@@ -86,6 +87,7 @@ class EpochLoop:
         self.can_return = False
         self.returns_to: int | None = None
         self.crossed: int | None = None
+        self.total_epochs = 0
         self.changed_in = -1
         self._returned: Mapping[str, Any] = {}
         """The positions of the last return, as long as its epoch runs; otherwise empty."""
@@ -103,6 +105,16 @@ class EpochLoop:
         if epoch != self._returned.get(EPOCH):  # the positions are of that epoch only
             self._returned = {}
         self._new_in_epoch = 0
+
+    @property
+    def has_more_epochs(self) -> bool:
+        """Whether another epoch follows the current epoch of a loop over `Healer.epochs`.
+
+        The end of a loader is the end of a pass then, and not of the run. False if the number of
+        epochs is unknown, as in the program's own `for epoch in range(n)`: any end of a loader may
+        be the end of the run.
+        """
+        return self.can_return and self.next_epoch + 1 < self.total_epochs
 
     def _begin_return(self, position: Mapping[str, Any]) -> None:
         """Makes the loop return to the epoch of a position."""

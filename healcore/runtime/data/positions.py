@@ -13,7 +13,8 @@ A position consists of Python values that any checkpoint can hold. The loader's 
 `runtime.store.values`, because a JAX run may read from a torch loader, and a store of JAX cannot
 save torch tensors.
 
-Which epochs of a loader the user's loop reads, and the last positions in them.
+`EpochRange` says which epochs of a loader the user's loop reads. `PositionHistory` has the last
+positions in them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _STATE_PATH = ("the loader's state",)
 SavedPosition = dict[str, Any]
 """A position as JSON-safe values, see `encode_position`."""
 Division = list[Any]
-"""What has to stay equal for another number of ranks, see `torch_loader.division`."""
+"""What has to stay equal for another number of ranks, see `loader_epoch.division`."""
+GLOBAL_ROWS = "rows of a global batch"
+"""Kind of the division of a loader whose sampler divides the data among the ranks."""
 
 
 class DataError(HealcoreError, RuntimeError):
@@ -205,11 +208,12 @@ def check_division(value: Mapping[str, Any], division: Division | None, loader: 
         if division is not None:
             now = f"{division[1]} {division[0]}"
         problem = f"the loader had {before[1]} {before[0]}, and {loader} has {now}"
+    advice = "pass a list of global batches and let every rank take its rows"
+    if before is not None and before[0] == GLOBAL_ROWS:
+        advice = f"keep (batch size) x (number of ranks), or {advice}"
     raise DataError(
         f"the position in the data was saved by {ranks} ranks, and with this number of ranks batch "
-        f"{value['index']} has other rows: {problem}. Start the run with {ranks} ranks, or keep "
-        "the global batch: with a DistributedSampler keep (batch size) x (number of ranks), or "
-        "pass a list of global batches and let every rank take its rows"
+        f"{value['index']} has other rows: {problem}. Start the run with {ranks} ranks, or {advice}"
     )
 
 

@@ -49,17 +49,16 @@ class MicrobatchError(HealcoreError, RuntimeError):
 class Microbatch(Generic[Batch]):
     """A part of a batch: a context manager for its forward and backward pass.
 
+        for batch in healer.batches(loader):
+            for part in healer.microbatches(batch):
+                with part:
+                    loss = healer.loss(part.batch)
+                    (loss * part.weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
     If memory runs out within the block, the block ends without the exception, and the loop gets the
     batches since the last optimizer step again, in smaller parts.
-
-    Examples:
-        >>> for batch in healer.batches(loader):
-        ...     for part in healer.microbatches(batch):
-        ...         with part:
-        ...             loss = healer.loss(part.batch)
-        ...             (loss * part.weight).backward()
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
 
     Attributes:
         batch: the samples of the part, in the structure of the whole batch.
@@ -161,6 +160,7 @@ def split(batch: Any, parts: int) -> list[Any]:
         UnsplittableBatch: as for `count_samples`.
 
     Examples:
+        >>> import numpy as np
         >>> split({"ids": np.arange(5), "scale": 2.0}, 2)
         [{'ids': array([0, 1]), 'scale': 2.0}, {'ids': array([2, 3, 4]), 'scale': 2.0}]
     """

@@ -33,6 +33,8 @@ _MAX_ITEMS = 16  # items of a container to look at
 def nan_variables(error: BaseException) -> list[str]:
     """Finds variables with NaN in the functions that an exception has left.
 
+        nan_variables(error)  # ["value", "loss"]
+
     Looks at numbers, tensors and arrays, also within a batch (a list, tuple or mapping). Waits for
     the device.
 
@@ -42,9 +44,6 @@ def nan_variables(error: BaseException) -> list[str]:
     Returns:
         The names, innermost function first, names of the program before names of libraries. Empty
         for an exception that no check for NaN raises.
-
-    Examples:
-        >>> nan_variables(error)  # ["value", "loss"]
     """
     if isinstance(error, OTHER_TYPES):
         return []

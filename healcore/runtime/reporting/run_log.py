@@ -119,15 +119,17 @@ class RunLog:
         else:
             self.warning(f"step {step}: {problem}")
 
-    def records(self, index: int, records: list[StepRecord], *, steps_at_once: int = 1) -> None:
+    def records(
+        self, index: int, records: list[StepRecord], *, several: bool, steps_at_once: int = 1
+    ) -> None:
         """Writes the metrics of one step.
 
         Args:
             index: index of the step in the run.
-            records: the step as each engine judged it, one record per optimizer.
+            records: the step as each engine judged it, one record per optimizer that stepped.
+            several: whether the run has several optimizers. Then each line names its engine.
             steps_at_once: number of steps of the dispatch that the step belongs to.
         """
-        several = len(records) > 1
         for record in records:
             fields = self.metrics.write(index, record, several=several, steps_at_once=steps_at_once)
             if fields is not None:

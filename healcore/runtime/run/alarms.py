@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import Action, Cause, StepRecord, names
-from healcore.core.engine.state import RuleConfig
+from healcore.core.engine.config import RuleConfig
 from healcore.events.schema import sentence
 from healcore.history.incidents import MOST_ALARMS
 from healcore.runtime.faults.failures import Severity, failures_of
@@ -283,7 +283,7 @@ class AlarmLog:
         The program may have set another rate since that step, for example the usual rate after a
         step at a wrong one.
         """
-        if record.lr not in (0.0, 1.0):
+        if record.lr is not None:
             return float(record.lr)
         with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
             return self.run.driver.trained_rates().get(record.engine)

@@ -36,20 +36,26 @@ class BatchParts:
     Attributes:
         count: what the loss of the newest batch averages over, see `Healer.microbatches`.
         obstacle: why the batches cannot be split, or an empty string.
-        to_split: makes of a batch of the `loss_fn` what is split and counted. Both are the same
-            except in a trainer whose batches have another order of rows.
-        to_evaluate_from: makes of a part of the result of `to_split` a batch of the `loss_fn`.
-        largest_evaluated: samples at most in a part that the `loss_fn` evaluates, or None for no
-            limit besides the limit of the steps.
     """
 
     def __init__(self, record: RunRecord) -> None:
         self._record = record
         self.count: Count = None
         self.obstacle = ""
-        self.to_split: Callable[[Any], Any] = lambda batch: batch
-        self.to_evaluate_from: Callable[[Any], Any] = lambda part: part
-        self.largest_evaluated: int | None = None
+        self._to_split: Callable[[Any], Any] = lambda batch: batch
+        self._to_evaluate_from: Callable[[Any], Any] = lambda part: part
+
+    def split_as(
+        self, to_split: Callable[[Any], Any], to_evaluate_from: Callable[[Any], Any]
+    ) -> None:
+        """Splits batches in another form, for a trainer whose batches have another order of rows.
+
+        Args:
+            to_split: makes of a batch of the `loss_fn` what is split and counted.
+            to_evaluate_from: makes of a part of the result of `to_split` a batch of the `loss_fn`.
+        """
+        self._to_split = to_split
+        self._to_evaluate_from = to_evaluate_from
 
     def number(self, batch: Any) -> int:
         """The number of parts in which a step trains on a batch.
@@ -85,7 +91,7 @@ class BatchParts:
         Returns:
             The parts and their weights, which sum to 1; without parts of weight 0.
         """
-        form = self.to_split(batch)
+        form = self._to_split(batch)
         parts = self._number(form, self._evaluation_limit)
         if parts == 1:
             return [(batch, 1.0)]
@@ -95,8 +101,19 @@ class BatchParts:
         weighted = []
         for piece, weight in zip(pieces, weights, strict=True):
             if weight:
-                weighted.append((self.to_evaluate_from(piece), weight))
+                weighted.append((self._to_evaluate_from(piece), weight))
         return weighted
+
+    def evaluation_gains_from(self, batch: Any, limit: int) -> bool:
+        """Whether the `loss_fn` would evaluate a batch in fewer parts of up to `limit` samples.
+
+        Args:
+            batch: a batch of the `loss_fn`.
+            limit: largest number of samples in a part during a trial of larger parts.
+        """
+        form = self._to_split(batch)
+        larger = self._number(form, self._limit_with(limit))
+        return larger < self._number(form, self._evaluation_limit)
 
     def size_to_evaluate(self, batch: Any) -> int:
         """Number of samples in the largest part of `to_evaluate`.
@@ -112,7 +129,7 @@ class BatchParts:
         """
         if self.obstacle:
             return 1
-        form = self.to_split(batch)
+        form = self._to_split(batch)
         try:
             samples = count_samples(form)
         except UnsplittableBatch:
@@ -122,7 +139,11 @@ class BatchParts:
     @property
     def _evaluation_limit(self) -> int | None:
         """Samples at most in a part that the `loss_fn` evaluates, or None for no limit."""
-        of_steps, of_evaluations = self._record.part_limit, self.largest_evaluated
+        return self._limit_with(self._record.evaluation_limit)
+
+    def _limit_with(self, of_evaluations: int | None) -> int | None:
+        """The smaller of the limit of the steps and a limit of evaluations. None: no limit."""
+        of_steps = self._record.part_limit
         if of_steps is None:
             return of_evaluations
         if of_evaluations is None:
@@ -156,6 +177,9 @@ _Size = Annotated[int, Field(ge=1)]
 @dataclass
 class PartGrowth:
     """When larger parts are tried, and what happens if they do not fit.
+
+    The parts of steps and the parts of comparisons each have a `PartGrowth`. The text describes
+    steps. A comparison that does not fit is evaluated again, and costs no step.
 
     Memory may run out in one step of thousands, because of one long sequence or of another program
     on the device. Parts that stay small after such a step cost time until the end of the run. So

@@ -58,17 +58,17 @@ class RunBatches:
     """
 
     def __init__(self, run: Run, stop_signals: SignalWatch, *, keeps_batches: bool) -> None:
-        self.loaders = LoaderRegistry()
-        self.loaders.inform = run.log.info
+        self.run = run
+        self._stop_signals = stop_signals
+        retries = None
+        if "retry" in run.policy.answers(Cause.NETWORK):
+            retries = self.retries("reading a batch")
+        self.loaders = LoaderRegistry(inform=run.log.info, retries=retries)
         self.host = HostState(self.loaders.position)
         self.step = self.steps_taken = 0
         self.had_completed = False
         self.passes = 0
         self.last_read: RunLoader | None = None
-        self.run = run
-        self._stop_signals = stop_signals
-        if "retry" in run.policy.answers(Cause.NETWORK):
-            self.loaders.retries = self.retries("reading a batch")
         self._reader = BatchReader(run, stop_signals)
         self._keeps_batches = keeps_batches
         self._loop_names_batches = False
@@ -258,7 +258,12 @@ class RunBatches:
         Returns:
             The retries. They log each attempt, and a signal ends their waits.
         """
-        return Retries(name, self.run.policy, self._report_attempt, self._stop_signals.sleep)
+        return Retries(name, self.run.policy, self._report_attempt, self._wait)
+
+    def _wait(self, seconds: float) -> None:
+        """Waits for the next attempt at a call, which is no hang, unless a signal ends the wait."""
+        with self.run.guard.excluding_wait():
+            self._stop_signals.sleep(seconds)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
         """Logs an attempt that has failed, or the success after failures."""

@@ -8,6 +8,7 @@ states, and the driver loads them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -115,6 +116,43 @@ def with_lr_states(engines: Engines, before: Mapping[str, LrState]) -> Engines:
     for name, each in engines.items():
         state = each["state"]
         changed[name] = {**each, "state": {**state, "lr": before.get(name, state["lr"])}}
+    return changed
+
+
+_LIMITS_AND_BUDGETS = ("incident", "budget", "lr", "norm_limit")
+"""The parts of an engine state that a rollback keeps, see `Engine.on_rollback`."""
+
+
+def limits_and_budgets(engines: Engines) -> dict[str, dict[str, Any]]:
+    """The parts of engine states in which rollbacks leave a trace, to undo the rollbacks later.
+
+    Args:
+        engines: engine name -> its state, as `Driver.engines` returns it.
+
+    Returns:
+        Engine name -> name of a part -> a copy of the part.
+    """
+    parts = {}
+    for name, each in engines.items():
+        parts[name] = {part: deepcopy(each["state"][part]) for part in _LIMITS_AND_BUDGETS}
+    return parts
+
+
+def with_limits_and_budgets(
+    engines: Engines, before: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Engine states with earlier limits and budgets: the rollbacks since then are undone.
+
+    Args:
+        engines: states, by engine name.
+        before: result of `limits_and_budgets`. An engine without an entry stays as it is.
+
+    Returns:
+        The states.
+    """
+    changed = {}
+    for name, each in engines.items():
+        changed[name] = {**each, "state": {**each["state"], **before.get(name, {})}}
     return changed
 
 

@@ -49,10 +49,6 @@ class HostState:
         after_step()          batches are read, numbers are drawn       exception
         ---- kept --------------------------------------------------    with before_batches(...):
                                                                             state_dict(): the kept
-
-    Attributes:
-        pack_batches: returns the batches that comparisons may evaluate, or None for no batches; see
-            `Comparisons.batches_to_save`.
     """
 
     per_rank = True
@@ -65,7 +61,7 @@ class HostState:
             position: returns the positions of the loaders, which may draw random numbers.
         """
         self._position = position
-        self.pack_batches: Callable[[], PackedValues | None] = lambda: None
+        self._pack_batches: Callable[[], PackedValues | None] = lambda: None
         self._after_step: dict[str, Any] | None = None
         """Random states after the last step, or None if no step was taken."""
         self._earlier: dict[str, Any] | None = None
@@ -73,6 +69,14 @@ class HostState:
         self._texts: dict[str, tuple[Any, str]] = {}
         """Name of a random state -> the state that was saved last, and its text."""
         self.begin_pass()
+
+    def save_batches(self, pack: Callable[[], PackedValues | None]) -> None:
+        """Adds the batches that comparisons may evaluate to what `state_dict` returns.
+
+        Args:
+            pack: returns these batches, or None for no batches; see `Comparisons.batches_to_save`.
+        """
+        self._pack_batches = pack
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the random states of Python, NumPy and torch, and the positions of the loaders.
@@ -143,7 +147,7 @@ class HostState:
             content[name] = self._text_of(name, state)
         content["data"] = data
         content["batches"] = None
-        batches = self.pack_batches()
+        batches = self._pack_batches()
         if batches is not None:
             content["batches"] = batches.state()
         return content

@@ -27,6 +27,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Action, names
+from healcore.core.errors import HealcoreError
 from healcore.runtime.data.loader_registry import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
@@ -94,6 +95,8 @@ class Loop:
             Loops may be nested; it is False again after the body of the outermost loop.
         own_count_error: error of a loop that counts steps itself, after a checkpoint has replaced
             its snapshot, or an empty string.
+        reading_error: error of the program that the reading of a step has shown, such as a step
+            from an older state in JAX, or None. Nothing is saved after it.
     """
 
     def __init__(self, run: Run, *, has_trainer: bool) -> None:
@@ -105,6 +108,7 @@ class Loop:
         self.reached_end = False
         self.in_body = False
         self.own_count_error = ""
+        self.reading_error: HealcoreError | None = None
         self._has_generators = False
         """Whether the random states of the checkpoint were restored for the loop that runs."""
         self._update_rolled_back = False
@@ -143,6 +147,7 @@ class Loop:
             RunStopped, Terminated, EndRequested: as in `Healer.batches`, if epochs are steps.
         """
         loaders = self.run.loaders
+        loaders.total_epochs = total
         self.own_count_error = ""
         if self.phase is LoopPhase.COMPLETED:
             loaders.pass_over_completed()
@@ -207,7 +212,7 @@ class Loop:
         data = self.run.data
         warm_up = WarmUp(self.run, total, warmup)
         self._has_generators = False
-        self.run.recovery.counts_steps = True
+        self.run.recovery.begin_counted_steps()
         if self.phase is LoopPhase.COMPLETED:
             self.run.loaders.pass_over_completed()
             self.reached_end = True
@@ -293,6 +298,8 @@ class Loop:
                 begun.leave_by_break()
                 if self.run.data.step > self._yielded_step and not begun.trains:
                     begun.pending_ids = []  # an evaluation: no step uses its batches
+                if self.reached_end and not begun.trains:  # an evaluation after the training
+                    self.in_body = in_outer_body
                 raise
             finally:
                 begun.end_use()
@@ -481,7 +488,8 @@ class Loop:
         """Rolls back at the end of the data if the last steps require it.
 
         Without this, the final weights would keep the damage of the last steps, because no later
-        step shows it.
+        step shows it. If the run is known to have more epochs, their steps show it, so a suspicion
+        waits for them. Weights that are not finite do not wait: the program may evaluate them.
 
         Args:
             loader: the loader that has ended, or None for a loop that reads its own batches.
@@ -498,7 +506,7 @@ class Loop:
             return True
         nonfinite = self.run.nonfinite
         verdict = None
-        if of_training:
+        if of_training and not self.run.loaders.has_more_epochs:
             verdict = self.run.comparisons.decide_at_end(self.run.data.step)
         if verdict is not None and self._note_rollback(self.run.better_weights.carry_out(verdict)):
             return True
@@ -529,7 +537,11 @@ class Loop:
         run = self.run
         while run.reader.has_due(every=every):
             run.guard.watch()  # reading waits for the device
-            step = run.reader.read_next()
+            try:
+                step = run.reader.read_next()
+            except HealcoreError as error:
+                self.reading_error = error
+                raise
             run.guard.pause()
             order = run.recovery.process(step)
             run.end_requests.note_mark(step)

@@ -87,7 +87,7 @@ class RunMetrics:
         eval_gap = None
         if eval_loss is not None and mean != 0:
             eval_gap = eval_loss - mean
-        return record.compared(loss_ratio=loss_ratio, eval_loss=eval_loss, eval_gap=eval_gap)
+        return record.with_ratios(loss_ratio=loss_ratio, eval_loss=eval_loss, eval_gap=eval_gap)
 
     def add(self, records: Iterable[StepRecord]) -> None:
         """Adds the records of one step.
@@ -111,6 +111,19 @@ class RunMetrics:
                 record = record._replace(eval_loss=last.eval_loss, eval_gap=last.eval_gap)
             self._last[record.engine] = record
 
+    @property
+    def has_several_engines(self) -> bool:
+        """Whether the run has several engines, also if only one of them takes the current step."""
+        return len(self._counts) > 1
+
+    def newest(self, engine: str) -> StepRecord | None:
+        """Returns the newest record of an engine, or None if no record was read.
+
+        Args:
+            engine: name of the optimizer.
+        """
+        return self._last.get(engine)
+
     def total(self, count: str) -> int:
         """Returns the sum of a count over all engines.
 
@@ -130,9 +143,9 @@ class RunMetrics:
         """
         metrics: dict[str, float] = {}
         for name, record in self._last.items():
-            prefix = f"heal/{name}"
-            if len(self._last) == 1:
-                prefix = "heal"
+            prefix = "heal"
+            if self.has_several_engines:
+                prefix = f"heal/{name}"
             counts = self._counts[name]
             numbers: dict[str, float] = {}
             for field in (*_LAST, *COMPARED):

@@ -320,14 +320,17 @@ class IncidentMonitor:
         self._unclosed = []
         for incident in quiet:
             incident.reported_over = True
+            # The optimizer of the incident may have taken no step now.
+            record = self.metrics.newest(incident.engine) or step.records[0]
             event = self.run.log.event(
                 "over",
                 step=step.index,
                 incident=incident.number,
                 onset=incident.onset,
                 last=incident.last,
+                engine=record.engine,
                 cause=Cause(incident.cause),
-                readings=step.records[0].readings,
+                readings=record.readings,
             )
             if is_logged(incident.number):
                 self.run.log.info(f"step {step.index}: {sentence(event)}")

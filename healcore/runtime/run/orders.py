@@ -48,6 +48,9 @@ class Order:
     """Whether a hook, the check of the state or better weights gave the order, not the engine."""
     arrays: tuple[str, ...] = ()
     """Names of the arrays with NaN or Inf, if a save led to the order."""
+    untrained: bool = False
+    """Whether healthy steps have followed NaN or Inf in `arrays`, so that the run does not train on
+    them. Such an order limits no rate, and it never stops the run."""
     better_step: int | None = None
     """Step of the better earlier weights to restore, or None."""
     lr_at_fault: Mapping[str, float] | None = None
@@ -109,6 +112,9 @@ class RollbackRecord(Order):
     """Upper limit of the rate, or None without a limit or if unknown."""
     lr_scale: float = 1.0
     """The multiplier at `target`: 1 where the schedule is below the limit."""
+    undone: bool = False
+    """Whether the trouble has stopped the run all the same. The next start undoes the rollback, and
+    later decisions do not count the rollback."""
 
     @property
     def checkpoint(self) -> int:

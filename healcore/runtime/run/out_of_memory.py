@@ -81,6 +81,8 @@ class OutOfMemory:
         self.part: Microbatch[Any] | None = None
         self._batches: list[tuple[Any, Count]] = []
         """The batches of the window so far, with their `count`."""
+        self._was_used = False
+        """Whether the loop has asked for the parts of a batch."""
         self._split_obstacle = ""
         """Reason why the run's batches cannot be split, or an empty string."""
         self._repeat_obstacle = ""
@@ -121,6 +123,7 @@ class OutOfMemory:
             MicrobatchError: the loop has not entered a part.
             RunStopped: no smaller part fits, or the policy's budget is exhausted.
         """
+        self._was_used = True
         self._last_resort = last_resort
         self.run.batch_parts.count = count
         self.run.batch_parts.obstacle = split_obstacle
@@ -151,6 +154,18 @@ class OutOfMemory:
                 self.run.data.forget_parts()
         finally:
             self.part = None
+
+    def advice(self) -> str:
+        """What a loop without `healer.microbatches` may write, or an empty string.
+
+        Empty also for a policy that would not repeat the step in smaller parts.
+        """
+        if self._was_used or self.run.policy.observes or "shrink_microbatch" not in self._answers:
+            return ""
+        return (
+            "If a batch has several samples, write `for part in healer.microbatches(batch)` around "
+            "the forward and the backward pass: healcore then repeats the step in smaller parts"
+        )
 
     def profile(self) -> str:
         """Writes the memory profiles next to the events.

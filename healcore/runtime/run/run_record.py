@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
 from healcore.runtime.run.batch_parts import PartGrowth
 from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
@@ -58,6 +59,8 @@ class IncidentRecord:
     """Whether its event `over` was written."""
     number_in_engine: int = 0
     """The engine's number of this incident, or -1 if the engine's count has restarted since."""
+    engine: str = ""
+    """Name of the optimizer with the first alarm, or "" in a checkpoint of an older version."""
 
     @property
     def only_skips(self) -> bool:
@@ -135,6 +138,7 @@ class Ledger:
         judged = is_open = skip = False
         all_skip = True
         cause = 0
+        engine = ""  # of the first alarm
         for record in records:
             judged |= record.judged
             is_open |= record.incident_open
@@ -143,6 +147,8 @@ class Ledger:
             # An alert alone (a clipped gradient spike) opens no incident.
             if record.incident_open or record.skip:
                 cause |= int(record.cause) & opening
+                if cause and not engine:
+                    engine = record.engine
         if not judged:
             if not records[0].taken:
                 self.unhealthy.append(index)
@@ -163,6 +169,7 @@ class Ledger:
             return None
         self.unhealthy.append(index)
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
+        incident.engine = incident.engine or engine
         incident.add(index, cause)
         incident.skips += skip
         self.skips += skip
@@ -188,6 +195,11 @@ class Ledger:
         last.over = False
         return last
 
+    @property
+    def in_force(self) -> list[RollbackRecord]:
+        """The rollbacks that no start has undone after a stop, oldest first."""
+        return [each for each in self.rollbacks if not each.undone]
+
     def same_trouble(self, onset: int, within: int = 0) -> list[RollbackRecord]:
         """Returns the earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
@@ -200,7 +212,7 @@ class Ledger:
             within: number of steps by which the onset may be later.
         """
         found: list[RollbackRecord] = []
-        for rollback in self.rollbacks:
+        for rollback in self.in_force:
             if not rollback.attempt and onset <= rollback.step + within:
                 found.append(rollback)
         return found
@@ -275,6 +287,26 @@ class Ledger:
         vars(self).update(vars(saved))
         self._rewind(step, None)
 
+    def without_trials(self, trials: Trials, saved: Ledger) -> Ledger:
+        """The ledger after a stop: the rollbacks for the trouble of the stop count no longer.
+
+        Incidents, skips and the rollbacks themselves stay in the counts of the run.
+
+        Args:
+            trials: what the rollbacks have changed.
+            saved: the ledger in the checkpoint that the run resumes from.
+        """
+        rollbacks = self.rollbacks[: trials.first]
+        for each in self.rollbacks[trials.first :]:
+            rollbacks.append(replace(each.outline(), undone=True))
+        return replace(
+            self,
+            rollbacks=rollbacks,
+            accepted=trials.accepted,
+            accepted_until=trials.accepted_until,
+            untrained=saved.untrained,
+        )
+
     def _rewind(self, step: int, saved: Ledger | None) -> None:
         """Continues at a step, and closes the incident that was open."""
         self.next_step = step
@@ -287,6 +319,37 @@ class Ledger:
             self.incidents[-1].number_in_engine = -1
         if saved is not None:
             self.untrained = saved.untrained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """What was in force before the rollbacks for one trouble, the newest trouble of the run.
+
+    A remedy is a trial. If the trouble stops the run all the same, the program itself causes the
+    trouble, and its author mends the program. The mended program must not keep the limited rate and
+    the skipped batches of these trials. So the next start undoes them: it resumes from the oldest
+    checkpoint that the trials have restored, with these values.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    first: NonNegativeInt
+    """Number of rollbacks before the first rollback for this trouble."""
+    oldest: NonNegativeInt
+    """Step of the oldest checkpoint that was restored. Its arrays are from before the trials."""
+    engines: dict[str, dict[str, Any]]
+    """Name of an engine -> its limits and budgets, see `engine_states.limits_and_budgets`."""
+    skipped: dict[str, list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]]]
+    """Number of a loader -> ids of the batches that the loader skips."""
+    held: Held
+    """What is held in its healthy range."""
+    silent_until: int = 0
+    """Step before which weights are not compared."""
+    accepted: int = 0
+    """See `Ledger`."""
+    accepted_until: int = 0
+    """See `Ledger`."""
+    failed: bool = False
+    """Whether the trouble has stopped the run, so that the next start undoes the trials."""
 
 
 class StructureChange(NamedTuple):
@@ -337,12 +400,19 @@ class RunRecord:
     """Number of times that memory ran out with parts smaller than all parts before."""
     part_growth: PartGrowth = field(default_factory=PartGrowth)
     """When larger parts are tried again."""
+    evaluation_limit: Annotated[int, Field(ge=1)] | None = None
+    """Largest number of samples that the `loss_fn` evaluates at a time in a comparison of weights,
+    or None for no limit besides `part_limit`."""
+    evaluation_growth: PartGrowth = field(default_factory=PartGrowth)
+    """When the `loss_fn` tries larger parts again."""
     passes: NonNegativeInt = 0
     """Largest number of calls of `batches` in a process of the run."""
     changes: list[StructureChange] = field(default_factory=list)
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
     param_groups: dict[str, list[list[str]]] = field(default_factory=dict)
     """Optimizer -> names of the parameters of each group, after a change; else empty."""
+    trials: Trials | None = None
+    """What the rollbacks for the newest trouble have changed, or None without a rollback."""
 
     # -- at the step of the checkpoint
     step: NonNegativeInt = 0
@@ -392,7 +462,23 @@ class RunRecord:
         Args:
             step: step of the checkpoint that is restored.
         """
-        return bool(self.ledger.rollbacks) and self.ledger.rollbacks[-1].target >= step
+        rollbacks = self.ledger.in_force
+        return bool(rollbacks) and rollbacks[-1].target >= step
+
+    def trials_for(self, onset: int, probation: int) -> Trials | None:
+        """The trials so far for the trouble that begins at a step, or None if it is a new trouble.
+
+        The last trouble was healed, so that a later trouble is another one, if `probation` steps
+        have passed since the step at which its last rollback began.
+
+        Args:
+            onset: step at which the trouble begins.
+            probation: healthy steps after which a checkpoint is known-good.
+        """
+        rollbacks = self.ledger.in_force
+        if self.trials is None or not rollbacks or onset > rollbacks[-1].step + probation:
+            return None
+        return self.trials
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record as JSON-safe values, with the version `SCHEMA` of its format.

@@ -13,9 +13,9 @@ What fails before `_begin` leaves nothing behind: the claims are released and th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from healcore.console import counted, first_of
 from healcore.core.errors import error_text
@@ -27,9 +27,10 @@ from healcore.policy.tables import Problem
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.hang_guard import HangGuard
+from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.reporting.trackers import Selection, Trackers
+from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches import RunBatches
@@ -43,7 +44,7 @@ from healcore.runtime.run.ending.requests import EndRequests, StopFile
 from healcore.runtime.run.loop import Loop, LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.restore.restorer import Restorer, failed_trials
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.dead_run import DeadRun
@@ -52,7 +53,7 @@ from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.steps import DelayedReader
-from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.files import make_directory
@@ -71,29 +72,6 @@ class StoreNotEmpty(StoreError):
     Either `resume` is False, or the run has completed and is another run than this program's.
     Nothing was trained. The message says which of the two it is, and what to pass instead.
     """
-
-
-class Options(NamedTuple):
-    """The arguments of `Healer`."""
-
-    policy: HostPolicy
-    state: Any
-    """The user's state: a mapping of names to modules and optimizers, or in JAX also a pytree."""
-    store: Place | tuple[Place, ...] | None
-    """Where checkpoints go: one or several directories or stores, or None for host memory."""
-    loss_fn: Callable[..., Any] | None
-    """The loss of a batch, to compare weights, or None to compare nothing."""
-    loss_fn_cost: float
-    """Cost of one call of `loss_fn`, in training steps."""
-    checkpoints: Checkpoints
-    logging: Logging
-    trackers: tuple[Selection, ...]
-    hooks: Hooks
-    resume: bool | Literal["auto"]
-    """Whether to resume: True always, False never, "auto" if the run in the store is this one."""
-    attach: dict[str, Any]
-    """Options of the adapter's `attach`, by name."""
-    stop_file: str | os.PathLike[str] | None
 
 
 def open_run(options: Options) -> Run:
@@ -209,7 +187,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     """Makes the parts of the run, in the order of the fields of `Run`."""
     policy = options.policy
     store = _open_store(options.store, driver, ranks)
-    store.nonfinite_ok = (*store.nonfinite_ok, *options.checkpoints.nonfinite_ok)
+    store.allow_nonfinite(options.checkpoints.nonfinite_ok)
     end_requests = EndRequests(ranks, driver, StopFile(options.stop_file))
     events = Log(None) if ranks.rank else _events(options.logging.events, store.root)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
@@ -248,11 +226,10 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.better_weights = BetterWeights(run)
     run.dead_run = DeadRun(run)
     run.nonfinite = NonfiniteState(run)
-    run.recovery = Recovery(run)
+    of_trainer = run_settings.trainer_settings(options.state)
+    run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
     run.guard = HangGuard(policy, ranks, log)
     run.out_of_memory = OutOfMemory(run)
-    of_trainer = run_settings.trainer_settings(options.state)
-    run.recovery.ends_by_steps = run_settings.trainer_ends_by_steps(of_trainer)
     run.loop = Loop(run, has_trainer=bool(of_trainer))
     return run
 
@@ -454,10 +431,10 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
     if resume:  # otherwise the first save does it
         if not comparisons.anchors:
             saver.add_anchor()
-        run.store.ring.protected = run.comparisons.steps_needed
+        run.store.protect(run.comparisons.steps_needed)
     else:
         record.nonfinite_ok = saver.nonfinite_in_state()
-        run.store.nonfinite_ok += tuple(record.nonfinite_ok)
+        run.store.allow_nonfinite(record.nonfinite_ok)
         if record.nonfinite_ok:
             shown = first_of(record.nonfinite_ok, 5)
             run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
@@ -468,7 +445,7 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
 def _resume(run: Run, newest: RunRecord | None) -> None:
     """Resumes from the newest usable checkpoint; `newest` is the newest record in the store."""
     if newest is not None:
-        run.store.nonfinite_ok += tuple(newest.nonfinite_ok)
+        run.store.allow_nonfinite(newest.nonfinite_ok)
     saves = (newest or RunRecord()).attempt_history.with_status(run.stored.listed())
     usable = []
     wrong: dict[int, str] = {}  # step -> status, or what is wrong
@@ -482,10 +459,14 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         raise _no_usable_checkpoint(run, wrong) from error
     completed = newest is not None and newest.completed and newest.step == step
     run.data.resume(step, generators, completed=completed)
-    run.log.event("resume", step=step, checkpoint=step)
+    trials = failed_trials(newest)
+    if trials is None:
+        run.log.event("resume", step=step, checkpoint=step)
+    else:
+        _report_undone(run, len(run.ledger.rollbacks) - trials.first, step)
     run.recovery.report_before_kill(step)
     for saved in saves:
-        if saved.status == "abandoned":
+        if saved.status == "abandoned" or trials is not None:
             wrong.pop(saved.step, None)
     wrong |= _damage(run)
     lost = {at: wrong[at] for at in sorted(wrong) if at > step}
@@ -496,6 +477,28 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
             f"the run resumes at step {step}: {steps} lost up to checkpoint {max(lost)}, and "
             f"trained again, because checkpoints newer than {step} cannot be used: {which}"
         )
+
+
+def _report_undone(run: Run, count: int, step: int) -> None:
+    """Reports a start after a stop, which has undone the trials for the trouble of the stop.
+
+    Writes the record of the checkpoint without them, so that no later start undoes them again.
+
+    Args:
+        run: the run.
+        count: number of rollbacks that are undone.
+        step: step of the checkpoint from which the run resumes.
+    """
+    rollbacks = counted(count, "rollback")
+    why = f"the run had stopped after {rollbacks} for the same trouble, so what they had changed "
+    why += "(learning rate, skipped batches, held values) is undone"
+    run.log.event("resume", step=step, checkpoint=step, why=why)
+    run.log.info(f"step {step}: {why}")
+    try:
+        run.saver.replace_record(step)
+    except (StoreError, OSError) as error:
+        problem = f"the record without them could not be written: {error}; a restart before the "
+        run.log.problem(step, f"{problem}next save undoes them again")
 
 
 def _damage(run: Run) -> dict[int, str]:

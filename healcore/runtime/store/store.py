@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -172,6 +172,22 @@ class CheckpointStore(Writer):
         self._inspected, self._written = inspected, written
         self._last_step = step
         self.submit(copy.step, partial(self._complete, copy, inspected, written))
+
+    def allow_nonfinite(self, patterns: Iterable[str]) -> None:
+        """Allows NaN and Inf in further arrays, from now on.
+
+        Args:
+            patterns: array names, or patterns such as `model.*.mask`; added to `nonfinite_ok`.
+        """
+        self.nonfinite_ok += tuple(patterns)
+
+    def protect(self, steps: frozenset[int]) -> None:
+        """Keeps the copies of these steps in memory, until the next call names others.
+
+        Args:
+            steps: steps of checkpoints. A step without a copy has no effect.
+        """
+        self.ring.protected = steps
 
     def take_nonfinite(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
         """The saves with disallowed NaN or Inf since the last call.

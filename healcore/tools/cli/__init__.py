@@ -14,6 +14,7 @@ import typer
 
 import healcore
 from healcore.tools.cli import events, policy, probe, replay
+from healcore.tools.cli.groups import CommandGroup
 from healcore.tools.output import echo, report_errors
 
 __all__ = ["app", "main"]
@@ -21,6 +22,7 @@ __all__ = ["app", "main"]
 # No rich tracebacks: the commands print healcore's errors as sentences, and Python prints others.
 app = typer.Typer(
     name="healcore",
+    cls=CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

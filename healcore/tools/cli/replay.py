@@ -65,7 +65,7 @@ def replay(
 ) -> None:
     """Show what a policy would have done in recorded runs. Changes no file of a run."""
     from healcore.policy import load
-    from healcore.policy.loader import parse_overrides
+    from healcore.policy.overrides import parse_overrides
 
     names = policy or ["default"]
     values = parse_overrides(set_ or (), "--set")
@@ -97,7 +97,8 @@ def sweep(
 ) -> None:
     """Replay variants of a policy, and show the sums of each over all traces."""
     from healcore.policy import load
-    from healcore.policy.loader import parse_overrides, variants
+    from healcore.policy.overrides import parse_overrides
+    from healcore.policy.variants import variants
 
     base = load(policy, **parse_overrides(set_ or (), "--set"))
     _replay(traces, variants(base, vary), jsonl, None, column, join, sums_only=True)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from healcore.console import first_lines
-from healcore.core.decision import Action, Cause, names
+from healcore.core.decision import NONFINITE, Action, Cause, names
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
 from healcore.core.numerics import shortest_decimal
@@ -120,6 +120,9 @@ class Summary(NamedTuple):
     """What the steps of this summary count: "step", or "epoch" or "row" in a log without steps."""
     rounded: bool = False
     """Whether the log rounds its steps, as "12K"."""
+    judged_from: float | None = None
+    """Step of the first row that all detectors judge, because they have learnt the rows before it.
+    None if no detector learns the run first, or if the log is too short."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,6 +311,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         problems=len(trace.problems),
         unit=trace.unit,
         rounded=trace.rounded,
+        judged_from=_judged_from(engine, inactive, rows),
     )
     return Replay(trace, policy, engine, rows, summary, tuple(incidents))
 
@@ -339,6 +343,35 @@ def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple
     for signal in sorted(missing):
         inactive[signal] = tuple(name for name, needs in parts if signal in needs)
     return inactive
+
+
+def warmups(engine: Engine) -> dict[str, int]:
+    """Finds the detectors that learn a run before they can raise an alarm.
+
+    Args:
+        engine: the engine of a policy.
+
+    Returns:
+        Name of a detector -> number of rows that it learns, most rows first.
+    """
+    found: dict[str, int] = {}
+    for name, detector in engine.config.detectors:
+        rows = getattr(detector, "warmup_steps", getattr(detector, "window", None))
+        if rows is not None and int(rows) > 1:
+            found[name] = int(rows)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _judged_from(
+    engine: Engine, inactive: Mapping[str, Sequence[str]], rows: np.recarray
+) -> float | None:
+    """The value of `Summary.judged_from`. Detectors do not learn rows with NaN or Inf."""
+    without = set().union(*inactive.values())
+    learnt = [count for name, count in warmups(engine).items() if name not in without]
+    later = rows.step[np.cumsum(rows.cause & int(NONFINITE) == 0) > max(learnt, default=0)]
+    if not learnt or not later.size:
+        return None
+    return float(later[0])
 
 
 _LEAST_EMPTY, _EMPTY_SHARE = 10, 0.1

@@ -13,7 +13,7 @@ from rich.text import Text
 from healcore.console import counted
 from healcore.core.decision import Action
 from healcore.policy import Policy
-from healcore.tools.replay.replayed import Summary, inactive_line
+from healcore.tools.replay.replayed import Summary, inactive_line, warmups
 
 COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _MAX_NAMED = 4
@@ -168,10 +168,14 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
         preposition = "at"
         if summary.rounded:
             preposition = "near"
-        lines.append(
+        line = (
             f"{summary.trace}, {summary.policy}: first alarm {preposition} {summary.unit} "
             f"{summary.first_alarm:.15g}"
         )
+        if summary.judged_from is not None:
+            start = f"{summary.unit} {summary.judged_from:.15g}"
+            line += f"; all detectors judge from {start} on"
+        lines.append(line)
     for summary in silent[:_MAX_ALARMED]:
         judged = summary.rows - summary.unjudged
         lines.append(f"{summary.trace}, {summary.policy}: no alarm in {counted(judged, 'row')}")
@@ -209,13 +213,13 @@ def limits(policies: Mapping[str, Policy], summaries: Sequence[Summary]) -> list
         for summary in summaries:
             if summary.policy == name:
                 inactive.append(set().union(*summary.inactive.values()))
-        warmups: list[str] = []
-        for detector, rows in _warmups(policy).items():
+        learning: list[str] = []
+        for detector, rows in warmups(policy.engine()).items():
             if any(detector not in parts for parts in inactive):
-                warmups.append(f"{detector} {rows} rows")
-        if warmups:
+                learning.append(f"{detector} {rows} rows")
+        if learning:
             lines.append(
-                f"A detector raises no alarm while it learns the run ({', '.join(warmups)}). Look "
+                f"A detector raises no alarm while it learns the run ({', '.join(learning)}). Look "
                 "at these rows yourself; NaN and Inf raise alarms from the first row on."
             )
         rules = policy.engine().config.rules
@@ -226,13 +230,3 @@ def limits(policies: Mapping[str, Policy], summaries: Sequence[Summary]) -> list
                 "back where this replay shows only an alarm, or nothing."
             )
     return list(dict.fromkeys(lines))
-
-
-def _warmups(policy: Policy) -> dict[str, int]:
-    """Name of a detector -> rows that it learns before it can raise an alarm, most rows first."""
-    warmups: dict[str, int] = {}
-    for name, detector in policy.engine().config.detectors:
-        rows = getattr(detector, "warmup_steps", getattr(detector, "window", None))
-        if rows is not None and int(rows) > 1:
-            warmups[name] = int(rows)
-    return dict(sorted(warmups.items(), key=lambda item: -item[1]))

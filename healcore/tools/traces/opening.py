@@ -25,6 +25,8 @@ from healcore.tools.traces.tables import read_tables
 from healcore.tools.traces.trace import Trace, Unreadable, join_logs
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
+_SAVED_WEIGHTS = re.compile(r"^step-\d+|^checkpoint-\d+|\.(pt|pth|ckpt|safetensors|distcp)$")
+"""Names of checkpoints, and of files with weights."""
 _TRAINER_STATE = "trainer_state.json"
 _NO_LOG = (".events.jsonl", ".lock", ".py", ".sh", ".md", ".ipynb", ".toml", ".yaml", ".yml")
 """Ends of files in a directory that have no row for each step: a Healer's events, code, settings.
@@ -224,7 +226,11 @@ def _read_directory(
         )
     if not by_format and not states:
         reasons = "; ".join(unusable)
-        raise _NoLogError(reasons or "it is a directory without a file of a known format")
+        if not reasons:
+            reasons = "it is a directory without a file of a known format"
+            if any(_SAVED_WEIGHTS.search(name) for name in os.listdir(path)):
+                reasons += f"; it holds checkpoints: write healcore probe checkpoint {path}"
+        raise _NoLogError(reasons)
     by_format = by_format or {_DOCUMENT.name: [max(states)[1]]}
     is_log = False
     for form in FORMATS:

@@ -196,9 +196,15 @@ def test_a_learning_rate_is_of_the_optimizer_that_protect_wraps():
 
 @pytest.mark.parametrize(
     ("policy", "passed", "known"),
-    [("default", 0.0, 0.0), ("default", 0.3, 0.3), ("default", None, None), ("zclip", 0.0, None)],
+    [
+        ("default", 0.0, 0.0),
+        ("default", 0.3, 0.3),
+        ("default", 1.0, 1.0),
+        ("default", None, None),
+        ("zclip", 0.0, None),
+    ],
 )
-def test_a_passed_learning_rate_of_zero_is_known(policy, passed, known):
+def test_a_passed_learning_rate_of_zero_or_one_is_known(policy, passed, known):
     """Unless the engine does not read the rate."""
     tx = protect(optax.sgd(0.2), policy=policy)
     given = {} if passed is None else {"learning_rate": passed}

@@ -12,7 +12,7 @@ from healcore.core.decision import Action, Cause
 from healcore.core.engine import RuleConfig
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver.driver import JaxDriver
-from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
+from healcore.jax.driver.program_state import SIDE_STATE, program_state_of
 from healcore.jax.store import OrbaxStore
 from healcore.runtime.driver import WeightsChanged
 from tests.jax import policies
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_restored_with_the_state_that_the_healer_was_given(kind,
     given = RUNS[kind]().state
     restored = OrbaxStore(tmp_path).restore(1, given).state
     assert jax.tree.structure(restored) == jax.tree.structure(given)
-    found = live_state_of(restored).items()
+    found = program_state_of(restored).items()
     assert bits({n: x for n, x in found.items() if n != SIDE_STATE}) == saved(driver)
     if kind == "nnx":
         assert restored["model"] is not given["model"]
@@ -117,17 +117,19 @@ def test_a_checkpoint_is_restored_with_the_state_that_the_healer_was_given(kind,
         part = {"model": given["model"]}
     else:
         part = {"params": given["params"]} if kind == "plain" else given
-    found = live_state_of(OrbaxStore(tmp_path).restore(1, part).state).items()
-    assert found.keys() - {SIDE_STATE} == live_state_of(part).items().keys() - {SIDE_STATE}
+    found = program_state_of(OrbaxStore(tmp_path).restore(1, part).state).items()
+    assert found.keys() - {SIDE_STATE} == program_state_of(part).items().keys() - {SIDE_STATE}
 
 
 def test_python_numbers_come_back_as_they_were():
     extra = {"epoch": 3, "mean": 0.1 + 0.2, "done": True, "far": 2**70, "best": float("inf")}
+    extra |= {"phase": 1 + 2j, "large": complex(1e300, 1), "pole": complex(1, float("inf"))}
     run, driver = driven(plain(**extra))
     store = driver.store(None)
     store.save(0, driver.state())
     assert store.checkpoints()[0].finite
-    driver.update({**run.state, "epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0})
+    other = {"epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0}
+    driver.update({**run.state, **other, "phase": 0j, "large": 0j, "pole": 0j})
     driver.load(store.restore(0, driver.state()).state)
     found = {name: driver.live[name] for name in extra}
     assert found == extra
@@ -198,7 +200,7 @@ def test_a_state_without_its_healing_part_is_refused():
 )
 def test_a_step_may_widen_a_leaf(before, after, tmp_path):
     healing = protect(optax.sgd(0.1), policies.SKIP).init(jnp.ones(2))
-    live = live_state_of({"moment": before, "heal": healing})
+    live = program_state_of({"moment": before, "heal": healing})
     store = JaxDriver(live.state, policies.SKIP).store(tmp_path)
     store.save(0, live.items())
     live.state = {"moment": after, "heal": healing}
@@ -207,7 +209,7 @@ def test_a_step_may_widen_a_leaf(before, after, tmp_path):
     store.wait()
     for _ in ("memory", "disk"):
         for step, leaf in enumerate((before, after)):
-            for fresh in (live, live_state_of({"moment": before, "heal": healing})):
+            for fresh in (live, program_state_of({"moment": before, "heal": healing})):
                 restored = fresh.restored(store.restore(step, fresh.items()).state)["moment"]
                 assert bool(jnp.all(restored == leaf))
                 assert isinstance(leaf, int) or restored.dtype == leaf.dtype

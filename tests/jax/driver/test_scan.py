@@ -93,7 +93,7 @@ def test_blocks_have_the_bits_of_one_scan_and_every_step_is_judged(tmp_path):
     expected, losses = one_scan(22)
     assert_same_bits((trained(state), outputs), (expected, losses))
     assert healer.step == 44
-    (blocks,) = hooks_of(healer).driver._scans.values()
+    (blocks,) = hooks_of(healer).driver._scans.programs.values()
     assert blocks._compiled._cache_size() == 2, "of 5 and of 2 updates"
     steps = [each["step"] for each in events(tmp_path, "save")]
     assert steps == [0, 10, 20, 30, 40, 44]

@@ -1,8 +1,10 @@
 """Loaders that cannot be rewound, that raise, or that report wrong positions."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from healcore.console import counted
 from healcore.runtime.data import BatchId, Cursor, DataError
@@ -75,6 +77,18 @@ def test_fast_forward(kind):
     assert f"read {counted(last.index, 'batch', 'batches')} and dropped them" in done
     assert take(cursor) == []
     assert cursor.take_skipped() == [last]
+
+
+def test_fast_forward_names_the_sampler_that_the_loader_has():
+    earlier = Cursor(range(4))
+    take(earlier, 2)
+    rows: Any = range(8)
+    sampler = DistributedSampler(rows, 2, 0)
+    with_sampler = Cursor(DataLoader(rows, sampler=sampler)).fast_forward(earlier.position())
+    assert "its DistributedSampler gives the same batches again" in with_sampler
+    without = Cursor(DataLoader(rows)).fast_forward(earlier.position())
+    assert "DistributedSampler" not in without
+    assert "a loader that shuffles by itself may give different batches" in without
 
 
 def test_fast_forward_behind_or_beyond():

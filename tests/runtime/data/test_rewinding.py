@@ -254,4 +254,7 @@ def test_another_division_is_refused(before, now, why):
         other.fast_forward(position)
     assert "saved by 2 ranks" in str(error.value)
     assert "Start the run with 2 ranks" in str(error.value)
+    is_distributed = hasattr(getattr(before, "sampler", None), "set_epoch")
+    assert ("keep (batch size) x (number of ranks)" in str(error.value)) == is_distributed
+    assert "DistributedSampler" not in str(error.value)
     assert other.next()[1] == (0, 0), "nothing was read"

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+BOUND_S = 600.0
+"""Seconds after which a test fails, on a machine of any load."""
+
 
 class Stored(NamedTuple):
     rows: list[tuple[int, dict[str, float]]]
@@ -23,8 +26,10 @@ def asked(name: str, folder: Path) -> str:
 
 def _wandb(folder: Path) -> Stored:
     rows, texts, ids = [], [], set()
-    for path in sorted(Path(os.environ["WANDB_DIR"]).rglob("*.wandb"), key=os.path.getmtime):
-        for _ in range(200):  # W&B's own process may still be writing when `finish` returns
+    # The name of the folder of an offline run begins with its time.
+    for path in sorted(Path(os.environ["WANDB_DIR"]).rglob("*.wandb")):
+        until = time.monotonic() + BOUND_S
+        while time.monotonic() < until:  # W&B's own process may write when `finish` has returned
             records = [(each.WhichOneof("record_type"), each) for each in wandb_records(path)]
             runs = [each.run for kind, each in records if kind == "run"]
             ended = any(kind == "exit" for kind, _ in records)

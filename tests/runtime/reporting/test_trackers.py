@@ -15,7 +15,7 @@ from healcore.runtime.reporting import trackers
 from healcore.runtime.reporting.trackers import select
 from tests.healer.run_directory import events_of
 from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
-from tests.runtime.reporting.read_back import STORED, asked
+from tests.runtime.reporting.read_back import BOUND_S, STORED, asked
 
 
 @pytest.fixture
@@ -23,6 +23,12 @@ def folder(monkeypatch, tmp_path):
     """The working directory; its name is the project in each tracker."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a busy machine a client may need longer than the end of a run waits, and loses records."""
+    monkeypatch.setattr(trackers, "MAX_WAIT", BOUND_S)
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ class Nothing:
 
 
 class Process:
-    """One process of the run, constructed as in `setup`."""
+    """One process of the run, constructed as in `start._construct`."""
 
     def __init__(self, store: Listed) -> None:
         self.store, self.loaders = store, LoaderRegistry()
@@ -168,7 +168,7 @@ class Process:
     """The onset of the incident under way."""
 
     def begin(self) -> None:
-        """The same steps as `start.begin`."""
+        """The same steps as `start._begin`."""
         usable = [s.step for s in self.store.checkpoints() if s.finite and s.status != "abandoned"]
         if usable:
             newest = self.run.stored.newest_record()

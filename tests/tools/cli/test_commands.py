@@ -127,6 +127,49 @@ def test_a_path_without_a_command_gets_the_commands(words, lines):
     assert (mistyped.exit_code, "No such command" in mistyped.stderr) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("replay A --jsonl --report p", "--jsonl"),
+        ("replay A --report --join", "--report"),
+        ("replay A --jsonl -p zclip", "--jsonl"),
+        ("replay A -p --join", "-p"),
+        ("sweep A --vary --join", "--vary"),
+        ("report A --out --help", "--out"),
+        ("demo --out --steps 300", "--out"),
+        ("demo --steps --out x", "--steps"),
+        ("policy show zclip --set --help", "--set"),
+        ("probe loss A --column --json", "--column"),
+        ("probe checkpoint A --step --json", "--step"),
+    ],
+)
+def test_an_option_takes_no_other_option_as_its_value(tmp_path, monkeypatch, command, option):
+    monkeypatch.chdir(tmp_path)
+    done = healcore_cli(*command.split())
+    words = command.split()
+    value = words[words.index(option) + 1]
+    assert done.exit_code == 2
+    assert re.match(
+        rf"{option} needs a value, and {value} follows it: write {option} \S+ {value}, "
+        rf"or --[a-z]+={value} if {value} is the value\n",
+        done.stderr,
+    ), done.stderr
+    assert not os.listdir(tmp_path)
+
+
+def test_a_value_may_begin_with_dashes_after_an_equals_sign_and_arguments_after_two(
+    tmp_path, monkeypatch
+):
+    out = tmp_path / "--report"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.csv").write_text("step,loss\n" + "".join(f"{i},1.0\n" for i in range(300)))
+    assert healcore_cli("replay", "run.csv", "--jsonl=--report").exit_code == 0
+    assert out.read_text()
+    after = healcore_cli("replay", "--", "run.csv", "--jsonl", "--join")
+    assert "--jsonl needs" not in after.output
+    assert healcore_cli("replay", "run.csv", "--jsonl", "-").exit_code == 0
+
+
 def following(*arguments: object) -> subprocess.Popen[str]:
     """`healcore events show --follow`, running."""
     code = "from healcore.tools.cli import main; main()"

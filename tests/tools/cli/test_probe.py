@@ -104,6 +104,16 @@ def test_the_optimizer_probe(tmp_path):
     assert all(verdict in result.output for verdict in ("FAIL", "ERROR", "SKIP"))
 
 
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "step-0000000030.1"])
+def test_a_folder_of_checkpoints_is_not_judged_as_a_log_and_gets_the_probe(name, tmp_path):
+    (tmp_path / name).mkdir() if name.startswith("step") else (tmp_path / name).write_bytes(b"\0")
+    result = run("loss", str(tmp_path))
+    assert result.exit_code == 3
+    assert f"it holds checkpoints: write healcore probe checkpoint {tmp_path}" in result.output
+    (tmp_path / name).rename(tmp_path / "other")
+    assert "probe checkpoint" not in run("loss", str(tmp_path)).output
+
+
 @pytest.mark.parametrize("arguments", ["loss x.csv --min-steps 1", "loss x.csv --column mood=a"])
 def test_a_wrong_command_line_says_why(arguments):
     result = run(*arguments.split())

@@ -120,6 +120,24 @@ def test_a_replay_says_what_it_cannot_show(run, spiked, tmp_path):
     assert "A log has no weights" not in both, "it acts on the loss"
 
 
+def test_a_fault_in_the_first_rows_is_not_hidden_by_a_later_alarm(tmp_path):
+    run = logs.noisy(300)
+    run["loss"][10:14] = [40.0] * 4
+    run["loss"][200] = 60.0
+    steps = [7 * row for row in range(300)]
+    early = logs.write(tmp_path / "early.csv", run, steps)
+    output = " ".join(healcore_replay(early).output.split())
+    assert "first alarm at step 1400; all detectors judge from step 252 on" in output
+    run["loss"][:5] = [float("nan")] * 5  # rows that a detector does not learn
+    early = logs.write(tmp_path / "nan.csv", run, steps)
+    output = " ".join(healcore_replay(early).output.split())
+    assert "first alarm at step 0; all detectors judge from step 287 on" in output
+    short = logs.write(tmp_path / "short.csv", {"loss": [1.0] * 9 + [float("nan")]})
+    assert "judge from" not in healcore_replay(short).output, "it has fewer rows than they learn"
+    clip_only = " ".join(healcore_replay(early, "-p", "zclip").output.split())
+    assert "judge from" not in clip_only
+
+
 def shown(summaries, width):
     console = Console(width=width, color_system=None)
     with console.capture() as capture:

@@ -21,7 +21,9 @@ from healcore.console import Console, checked_console
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.loader import check_spelling, resolve, with_limit
+from healcore.policy.loader import resolve
+from healcore.policy.overrides import check_spelling
+from healcore.policy.variants import with_limit
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, heal_optimizer, healing_of
 from healcore.torch.engines import StepOrder
@@ -462,10 +464,11 @@ def _check_policy(engine: DeepSpeedEngine, core: Engine, limit: float | None) ->
             "this policy clips each tensor by its own history, and this DeepSpeed engine steps "
             'flattened groups: use clip={"kind": "zclip"}, or ZeRO stage 0'
         )
-    rule, config = core.config.clip or ("none", None)
     max_norm = None
-    if rule != "adagc":  # which applies its max_norm during warm-up only
-        max_norm = getattr(config, "max_norm", None)
+    if core.config.clip is not None:
+        _, rule = core.config.clip
+        if rule.limits_every_step:
+            max_norm = rule.max_norm
     if limit and (max_norm is None or float(max_norm) > limit * (1 + 1e-6)):
         raise AttachError(
             f"gradient_clipping = {limit:g} clips before the policy can measure the norm, and this "

@@ -21,7 +21,7 @@ from healcore.console import info
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
-from healcore.policy.loader import can_apply_limit, with_limit
+from healcore.policy.variants import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, hooks_of
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING

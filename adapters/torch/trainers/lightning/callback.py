@@ -19,7 +19,7 @@ from healcore.console import info
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike
-from healcore.policy.loader import can_apply_limit, with_limit
+from healcore.policy.variants import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, hooks_of
 from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.runtime.run_hooks import RunHooks

@@ -35,6 +35,8 @@ class KnownCheckpoints:
         """Steps of checkpoints newer than the resumed one: this process could not use them."""
         self.damage: list[CheckpointDamaged] = []
         """Errors of damaged checkpoints, as this process has found them."""
+        self._with_other_copy: set[str] = set()
+        """Directories of those that had an intact copy elsewhere, when the damage was found."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         """Step and array names of each checkpoint with disallowed NaN or Inf."""
         self._nonfinite_now: dict[int, tuple[str, ...]] = {}
@@ -187,19 +189,28 @@ class KnownCheckpoints:
             self._nonfinite_now[step] = names
         return self._nonfinite_now
 
-    def report_damage(self, error: CheckpointDamaged) -> None:
+    def report_damage(self, error: CheckpointDamaged, *, other_copy: bool = False) -> None:
         """Reports a damaged checkpoint, with an event of the kind `damaged`.
 
         A directory is reported once, because its name is unique: several reads may find the same
-        damage. A copy in memory has no such name, and is reported each time.
+        damage. Exception: its other copy is damaged now too. A copy in memory has no such name, and
+        is reported each time.
 
         Args:
             error: the error of the read, with the step and the path.
+            other_copy: whether another copy of the checkpoint was intact. It then stays known-good.
         """
-        if error.path != MEMORY and any(each.path == error.path for each in self.damage):
+        is_known = error.path != MEMORY and any(each.path == error.path for each in self.damage)
+        if is_known and (other_copy or error.path not in self._with_other_copy):
             return
-        self.damage.append(error)
-        self.run.log.event("damaged", step=error.step, problem=str(error))
+        if other_copy:
+            self._with_other_copy.add(error.path)
+        else:
+            self._with_other_copy.discard(error.path)
+        if not is_known:
+            self.damage.append(error)
+        intact = other_copy or None  # an event without the field has no other copy
+        self.run.log.event("damaged", step=error.step, problem=str(error), other_copy=intact)
 
     def lose(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint on disk, and removes it if memory holds no copy.

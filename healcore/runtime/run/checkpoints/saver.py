@@ -82,7 +82,7 @@ class Saver:
     def __init__(self, run: Run, keep: Keep | None) -> None:
         self.run = run
         if run.store.arrays_by_rank:
-            run.data.host.pack_batches = run.comparisons.batches_to_save
+            run.data.host.save_batches(run.comparisons.batches_to_save)
         self.resumes_exactly = run.store.durable and run.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
@@ -202,7 +202,7 @@ class Saver:
         """
         step = self.run.data.step
         self.run.comparisons.add_anchor(step, {*self.run.known.restorable, step})
-        self.run.store.ring.protected = self.run.comparisons.steps_needed
+        self.run.store.protect(self.run.comparisons.steps_needed)
 
     def write(self, step: int, why: SaveReason) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
@@ -265,7 +265,7 @@ class Saver:
             if isinstance(error, SaveFailed):
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
-                self.run.known.report_damage(error)
+                self.run.known.report_damage(error, other_copy=True)
                 self.run.log.warning(f"{error}; another copy was used")
             else:
                 self.run.log.problem(self.run.data.step, str(error))
@@ -447,6 +447,9 @@ class Deleter:
             return
         self._known_good_up_to = record.known_good_up_to
         stay = store.ring.protected | self.run.known.newer_than_start
+        trials = record.trials_for(record.ledger.next_step, self.run.policy.rollback.probation)
+        if trials is not None:  # a start after a stop resumes from it
+            stay = {*stay, trials.oldest}
         choose = partial(_choose, store, record.attempt_history, step, self._last_target())
 
         def delete() -> None:

@@ -151,6 +151,7 @@ class LossFunction:
             ranks. None if on some rank the parameters have changed since, or the `loss_fn` raises:
             then `function` is None.
         """
+        self._try_larger_parts(steps)
         while True:
             mine: Losses | _Overrun | str | None
             failure = None
@@ -224,18 +225,49 @@ class LossFunction:
         clear_frames(error)  # the tensors of the pass that failed
         return _Overrun(size)
 
+    def _try_larger_parts(self, steps: Sequence[TrainedStep]) -> None:
+        """Evaluates larger parts from now on, if it is time to try them, see `PartGrowth`.
+
+        All ranks have the same size, so a try is due in the same step on all ranks.
+        """
+        step, record = self.run.data.step, self.run.record
+        size, growth = record.evaluation_limit, record.evaluation_growth
+        if size is None:
+            return
+        if growth.accept_larger(step):
+            self.run.log.info(f"step {step}: loss_fn evaluates up to {size} samples at a time")
+        if not growth.is_due(step):
+            return
+        parts = self.run.batch_parts
+        gains = any(parts.evaluation_gains_from(batch, 2 * size) for batch in _batches_of(steps))
+        if any(self.run.ranks.gather(gains)):
+            record.evaluation_limit = growth.begin_larger(step, size)
+        else:
+            growth.postpone(step)
+
     def _shrink(self, everyone: Sequence[Any]) -> bool:
         """Halves the parts if memory ran out on some rank, and no rank has another problem.
 
+        Parts that were tried larger than before return to the size that fits.
         The ranks have the same items, so they take the same way.
         """
         sizes = [item.samples for item in everyone if isinstance(item, _Overrun)]
         if not sizes or any(isinstance(item, str) for item in everyone):
             return False
-        self.run.batch_parts.largest_evaluated = largest_part(min(sizes), 2)
+        step, record = self.run.data.step, self.run.record
+        growth = record.evaluation_growth
+        before = min(sizes)
+        then = ""
+        if growth.smaller is not None and growth.smaller < before:
+            after = growth.go_back(step)
+            then = f", and larger parts are tried again after {growth.wait} steps"
+        else:
+            after = largest_part(before, 2)
+            growth.shrink(step, after)
+        record.evaluation_limit = after
         self.run.log.info(
-            f"loss_fn does not fit into memory with {min(sizes)} samples: it evaluates "
-            f"{self.run.batch_parts.largest_evaluated} at a time"
+            f"loss_fn does not fit into memory with {before} samples: it evaluates {after} at a "
+            f"time{then}"
         )
         return True
 

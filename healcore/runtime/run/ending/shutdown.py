@@ -157,6 +157,7 @@ class Shutdown:
             self._collect("the fault could not be dealt with", action)
         # Not after an exception within a step, which leaves the state partly changed.
         may_save = self.completed or (between_steps and self.ending != Ending.STOPPED)
+        may_save = may_save and loop.reading_error is None
         if may_save and self.replaced and data.step != self.run.schedule.last_saved:
             may_save = False
             if self.fault is None:  # otherwise `_save_and_log_fault` has said so
@@ -246,8 +247,8 @@ class Shutdown:
             return self.run.end_requests.ends_together or self.run.ranks.world == 1
         if self.run.ranks.world > 1:
             what = (
-                "another rank has not ended its loop (give every rank as many batches, as torch's "
-                "DistributedSampler does, and leave the loop at the same step on all ranks)"
+                "another rank has not ended its loop (give every rank as many batches, and leave "
+                "the loop at the same step on all ranks)"
             )
             self.raised = self._collect(what, partial(self.run.ranks.gather, None))
         return self.raised is None
@@ -265,7 +266,16 @@ class Shutdown:
             except RunStopped as stop:
                 self.error, self.ending = stop, Ending.STOPPED
         if self.completed:
-            self._collect(failed, self.run.loop.report_last_steps)
+            problem = self._collect(failed, self.run.loop.report_last_steps)
+            error = self.run.loop.reading_error
+            if error is not None:
+                # Raised, as for any earlier step: the next start would take the run for completed.
+                self.error = self.raised = error
+                self.ending = Ending.EXCEPTION
+                self.completed = False
+                self.fault = classify(error)
+                if problem is error:
+                    self.problems.pop()  # the line of the fault says the same
 
     def _act_on_last_steps(self) -> None:
         """Carries out the orders of the last steps, or only reports the steps."""
@@ -384,7 +394,9 @@ class Shutdown:
         answers = self.run.policy.answers(fault.cause)
         if fault.hint:  # an error of the program, which a rule for unknown errors may save
             answers |= self.run.policy.answers(Cause.UNKNOWN)
-        if self.run.saver.resumes_exactly and "save" in answers:
+        if self.run.loop.reading_error is not None:
+            why_not = "the records of a step could not be read"
+        elif self.run.saver.resumes_exactly and "save" in answers:
             why_not = "the exception interrupted the updates of a step"
             try:
                 if self.run.loop.count_last_step():
@@ -401,6 +413,9 @@ class Shutdown:
         problem = f"the loop raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
             self.memory_text = f". {self.run.out_of_memory.profile()}"
+            advice = self.run.out_of_memory.advice()
+            if advice and not self.run.loop.has_trainer:
+                self.memory_text += f". {advice}"
             problem += self.memory_text
         self.run.log.fault(self.run.data.step, fault, problem, answer=answer)
         if why_not:

@@ -23,15 +23,17 @@ from healcore.runtime.run.compare.evidence import ComparisonState
 from healcore.runtime.run.engine_states import (
     engines_after_rollback,
     limit_norms,
+    limits_and_budgets,
+    with_limits_and_budgets,
     with_lr_states,
 )
-from healcore.runtime.run.healthy_ranges import Held
+from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.run.host_state import HOST_ITEM, HostParts
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restore.stored import SavedCheckpoint, SavedState, loader_positions
 from healcore.runtime.run.rollback.dead_run import Attempt, attempts_at
 from healcore.runtime.run.rollback.next_trial import Trial, limit_rates
-from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.run_record import Ledger, RunRecord, Trials
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -97,6 +99,7 @@ class Restorer:
             if order.better_step is not None or order.attempt:
                 raise  # the weights are finite: what fits only in part is no remedy
             return self._restore_common(order, steps, mismatch)
+        self.run.record.trials = self._trials_with(order, live, saved)
         why_not = self.run.loaders.rewind(
             saved.position,
             order.batches,
@@ -112,10 +115,44 @@ class Restorer:
         self.run.comparisons.on_rollback(done.target)
         self.run.record.monitor.on_rollback(done.target)
         self.run.record.part_growth.on_rollback(done.target)
+        self.run.record.evaluation_growth.on_rollback(done.target)
         self._forget_changes(since=done.target)
         saver.begin_attempt(done.target)
         self._commit_rollback(done)
         return done
+
+    def _trials_with(self, order: Order, live: Engines, saved: SavedCheckpoint) -> Trials:
+        """What was in force before the trials for the trouble of an order, with this one.
+
+        Call it before the rollback changes loaders, ledger and what is held.
+
+        Args:
+            order: the order.
+            live: the engine states before the rollback.
+            saved: the checkpoint that is restored.
+        """
+        record, ledger = self.run.record, self.run.ledger
+        trials = record.trials_for(order.onset, self.run.policy.rollback.probation)
+        if trials is not None:
+            return replace(trials, oldest=min(trials.oldest, saved.step))
+        # The live multiplier may be cut already, by the step that has ordered the rollback. But a
+        # checkpoint from before an earlier rollback does not know the limits of that rollback.
+        engines = live
+        known = -1  # number of rollbacks that the checkpoint knows
+        if saved.record is not None:
+            known = len(saved.record.ledger.rollbacks)
+        if known == len(ledger.rollbacks) and saved.engines:
+            engines = saved.engines
+        return Trials(
+            first=len(ledger.rollbacks),
+            oldest=saved.step,
+            engines=limits_and_budgets(engines),
+            skipped=self.run.loaders.skipped_by_loader(),
+            held=self.run.holding.held,
+            silent_until=self.run.comparisons.state.silent_until,
+            accepted=ledger.accepted,
+            accepted_until=ledger.accepted_until,
+        )
 
     def _load_first_fitting(
         self,
@@ -228,7 +265,7 @@ class Restorer:
         ledger = self.run.ledger
         past = ledger.same_trouble(order.onset, self.run.policy.rollback.region)
         if order.attempt:
-            past = attempts_at(order.onset, ledger.rollbacks)
+            past = attempts_at(order.onset, ledger.in_force)
         return choose_checkpoints(
             self.run.stored.listed(),
             onset=order.onset,
@@ -333,9 +370,13 @@ class Restorer:
             StateMismatch: the newest intact one is of another state. An older checkpoint that fits
                 would lose the steps since then.
         """
+        trials = failed_trials(newest)
+        if trials is not None and trials.oldest in steps:
+            steps = [each for each in steps if each <= trials.oldest]
         self._add_param_groups(steps)
+        load = partial(self._resume_from, newest=newest)
         try:
-            own, saved = self.run.stored.load_first_intact(steps, self._resume_from)
+            own, saved = self.run.stored.load_first_intact(steps, load)
         except StateMismatch as error:
             where = self.run.store.place
             raise replace(error, where=where, advice=_advice_for(newest)) from None
@@ -343,15 +384,25 @@ class Restorer:
         # The live ledger and monitor were continued in place: other parts refer to them.
         in_place = {"ledger": record.ledger, "monitor": record.monitor}
         vars(record).update(vars(newest or own), completed=False, **in_place)
+        if trials is not None:
+            record.trials = None
         record.part_growth.on_rollback(own.step)
+        record.evaluation_growth.on_rollback(own.step)
         self._forget_changes(since=own.step)
         self.run.driver.structure_changes()  # those of the restart itself
         self.run.saver.begin_attempt(own.step)
         return own.step, saved.host
 
-    def _resume_from(self, saved: SavedCheckpoint) -> RunRecord:
-        """Loads a checkpoint of an earlier process. Returns its record."""
+    def _resume_from(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> RunRecord:
+        """Loads a checkpoint of an earlier process. Returns its record.
+
+        If the run has stopped, the trials for the trouble of the stop are undone in the record.
+        """
         own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
+        trials = failed_trials(newest)
+        if newest is not None and trials is not None:
+            own = _without_trials(own, newest.ledger, trials)
+            saved = saved._replace(engines=with_limits_and_budgets(saved.engines, trials.engines))
         weights = self._copies(own.comparisons, saved.step)
         repeats = own.repeats_undone_steps(saved.step)
         reset = repeats and self.run.policy.rollback.reset_moments
@@ -359,6 +410,8 @@ class Restorer:
         if not comparisons.is_enabled:
             engines = limit_norms(self.run.policy.engine, engines, {})
         self.load_state(saved.state, engines, reset=reset)
+        if trials is not None:
+            self._apply_rates(engines)
         if own.comparisons is not None:
             if comparisons.is_enabled and saved.step in own.comparisons.needed():
                 weights[saved.step] = self.run.driver.copy_weights()
@@ -371,6 +424,13 @@ class Restorer:
             positions |= _kept_positions(own, saved)
         self.run.loaders.resume(positions, own.skipped)
         return own
+
+    def _apply_rates(self, engines: Engines) -> None:
+        """Computes the multipliers anew for the learning rates of a checkpoint that was loaded."""
+        rates, engine = self.run.driver.learning_rates(), self.run.policy.engine
+        none = HealthyValues()
+        after = limit_rates(engine, engines, None, rates, healthy=False, learnt=none)
+        self.run.driver.load(None, after.engines)
 
     def _add_param_groups(self, steps: Sequence[int]) -> None:
         """Adds the parameter groups of the newest checkpoint that the program has not added yet."""
@@ -460,6 +520,37 @@ class Restorer:
             if all(self.run.ranks.gather(weights is not None)):
                 copies[step] = weights
         return copies
+
+
+def failed_trials(newest: RunRecord | None) -> Trials | None:
+    """The trials that have not kept the run from a stop, which a start undoes; or None.
+
+    Args:
+        newest: the newest record in the store, or None.
+    """
+    if newest is None or newest.trials is None or not newest.trials.failed:
+        return None
+    return newest.trials
+
+
+def _without_trials(own: RunRecord, ledger: Ledger, trials: Trials) -> RunRecord:
+    """The record of a checkpoint without the changes by trials.
+
+    Args:
+        own: the record.
+        ledger: the newest ledger of the run, which counts all rollbacks.
+        trials: what was in force before the trials.
+    """
+    comparisons = own.comparisons
+    if comparisons is not None:
+        ranges = replace(comparisons.ranges, held=trials.held)
+        comparisons = replace(comparisons, ranges=ranges, silent_until=trials.silent_until)
+    return replace(
+        own,
+        ledger=ledger.without_trials(trials, own.ledger),
+        skipped=trials.skipped,
+        comparisons=comparisons,
+    )
 
 
 def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:

@@ -72,8 +72,8 @@ class BetterWeights:
         for each in records:
             if each.judged:
                 norms[each.engine] = max(each.grad_norm, norms.get(each.engine, 0.0))
-            if each.judged and not each.skip and each.lr not in (0.0, 1.0):  # else it is unknown
-                rate = float(each.lr) * float(each.lr_scale)
+            rate = each.trained_rate
+            if rate is not None:
                 rates[each.engine] = max(rate, rates.get(each.engine, 0.0))
         return comparisons.observe(
             TrainedStep(step.index, step.contents, norms, rates),
@@ -105,7 +105,7 @@ class BetterWeights:
         )
         ledger = self.run.ledger
         past = [each for each in ledger.same_trouble(verdict.onset) if each.trial]
-        last_trial = max((each.step for each in ledger.rollbacks if each.trial), default=0)
+        last_trial = max((each.step for each in ledger.in_force if each.trial), default=0)
         if not past and last_trial > ledger.accepted_until:
             ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
@@ -293,14 +293,14 @@ class BetterWeights:
         if not self.run.loaders.can_rewind:
             return []
         first = None
-        for each in ledger.rollbacks:
+        for each in ledger.in_force:
             if each.held is not None and any(name in names for name in each.held.numbers):
                 first = each
                 break
         if first is None:
             return []
         trials = ledger.same_trouble(first.onset)
-        if trials[-1] != ledger.rollbacks[-1] or not all(each.trial for each in trials):
+        if trials[-1] != ledger.in_force[-1] or not all(each.trial for each in trials):
             return []
         return trials
 

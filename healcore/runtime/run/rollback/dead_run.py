@@ -138,7 +138,7 @@ class DeadRun:
         if loaders.last_trained is None and self.run.recovery.counts_steps:
             repeats = True  # a loop over `steps`, which asks for the number of each step
         attempt = next_attempt(
-            streak, ledger.rollbacks, onset, repeats=repeats, sure=is_sound is True
+            streak, ledger.in_force, onset, repeats=repeats, sure=is_sound is True
         )
         if attempt is None:
             return None
@@ -181,7 +181,7 @@ class DeadRun:
             rates = broadcast(self.run.ranks, dict(state.rates))
             return replace(order, lr_at_fault=rates, lr_states=lr_states(self.run.driver.engines()))
         if attempt == Attempt.UNDO:
-            limited = attempts_at(onset, self.run.ledger.rollbacks)[-1]
+            limited = attempts_at(onset, self.run.ledger.in_force)[-1]
             return replace(order, lr_states=limited.lr_states)
         return order
 
@@ -201,12 +201,11 @@ class TrainedRates:
         """Adds the rates of one step.
 
         Args:
-            records: the records of the step. Skipped updates do not count: they have trained
-                nothing. A record has the rate 0 or 1 where the rate is unknown.
+            records: the records of the step. Updates that have trained nothing do not count.
         """
         for record in records:
-            rate = float(record.lr) * float(record.lr_scale)
-            if record.judged and not record.skip and record.lr not in (0.0, 1.0):
+            rate = record.trained_rate
+            if rate is not None:
                 self._raise(record.engine, rate)
 
     def add_rates(self, rates: Rates) -> None:

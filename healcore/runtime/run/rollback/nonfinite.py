@@ -7,6 +7,7 @@ is then skipped, or trained with damaged values, until a checkpoint from before 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from healcore.console import first_of
@@ -147,7 +148,7 @@ class NonfiniteState:
         the result depends on the steps only.
 
         Args:
-            at_end: whether the data have ended. Then weights that are not finite are saved first,
+            at_end: whether an epoch has ended. Then weights that are not finite are saved first,
                 so that this check sees them.
 
         Returns:
@@ -156,7 +157,7 @@ class NonfiniteState:
         Raises:
             RunStopped: the policy stops a run for a state with NaN, or no rollback is left.
         """
-        policy, step = self.run.policy, self.run.data.step
+        policy = self.run.policy
         if at_end:
             self.run.saver.save_if_not_finite()
         nonfinite = self.run.known.read_nonfinite()
@@ -168,15 +169,14 @@ class NonfiniteState:
             return None  # an observing policy reports the first bad save only
         first = min(nonfinite)
         action = _ACTIONS[policy.rollback.nonfinite_state]
-        order = self._order_for_save(first, nonfinite[first], action)
-        if action & SERIOUS and self._is_expected(order):
-            self.run.log.problem(
-                step,
-                f"{first_of(order.arrays)} became NaN or Inf again after a rollback, "
-                "without any alarm and with finite weights: the run continues. If this is "
-                "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
-            )
-            return None
+        finite = self.weights_are_finite()
+        order = self._order_for_save(first, nonfinite[first], action, finite=finite)
+        if action & SERIOUS and not policy.observes and finite:
+            is_trained_on = not self.run.ledger.healthy_steps(first, self.run.ledger.next_step)
+            if self._came_back(order, first):
+                self._accept(order, allow=not is_trained_on)
+                return None
+            order = replace(order, untrained=not is_trained_on)
         why = f"checkpoint {first} has NaN or Inf in {first_of(order.arrays, 10)}"
         self.run.log.event(
             "order", step=order.index, cause=[], action=action, why=why, observed=policy.observes
@@ -185,17 +185,29 @@ class NonfiniteState:
             return self.run.recovery.carry_out(order)
         return None
 
-    def _order_for_save(self, first: int, arrays: tuple[str, ...], action: Action) -> Order:
-        """The order for the first save with NaN or Inf, of step `first`."""
+    def _order_for_save(
+        self, first: int, arrays: tuple[str, ...], action: Action, *, finite: bool
+    ) -> Order:
+        """The order for the first save with NaN or Inf.
+
+        Without an alarm, and with finite weights, no batch is skipped: the damage by a bit flip
+        does not come back, and NaN that comes back is written by the program itself.
+
+        Args:
+            first: step of the save.
+            arrays: names of the arrays with NaN or Inf.
+            action: what the policy asks for.
+            finite: whether the weights are finite now.
+        """
         state = self.run.monitor.state
         since = 0  # step of the newest earlier save without NaN
         for each in self.run.known.restorable:
             if each < first:
                 since = max(since, each)
         bad = self.run.ledger.unhealthy_between(since, first)
-        if not bad:
+        if not bad and not finite:
             bad = list(range(since, first))
-        if since <= state.last_trained < bad[0]:
+        if bad and since <= state.last_trained < bad[0]:
             bad.insert(0, state.last_trained)  # no step has been trained after the damage
         return Order(
             index=self.run.data.step - 1,
@@ -208,17 +220,42 @@ class NonfiniteState:
             arrays=tuple(arrays),
         )
 
-    def _is_expected(self, order: Order) -> bool:
-        """Whether the program itself seems to write the NaN of a save: nothing else is wrong.
+    def _came_back(self, order: Order, first: int) -> bool:
+        """Whether NaN or Inf is in the same arrays as before a rollback, and no alarm explains it.
 
-        It came back in the same arrays after a rollback, without an alarm since the last good save,
-        and the weights are finite. Another rollback would bring it back once more.
+        The program itself then writes them. Another rollback would bring them back once more.
+
+        Args:
+            order: the order for the save.
+            first: step of the first save with NaN or Inf.
         """
         ledger = self.run.ledger
-        came_before = False
+        if ledger.unhealthy_between(order.since, first):
+            return False
         for past in ledger.same_trouble(order.onset, self.run.policy.rollback.region):
             if {*order.arrays} <= {*past.arrays}:
-                came_before = True
-        if not came_before or ledger.unhealthy_between(order.since, self.run.data.step):
-            return False
-        return self.weights_are_finite()
+                return True
+        return False
+
+    def _accept(self, order: Order, *, allow: bool) -> None:
+        """Reports arrays whose NaN or Inf came back, and lets the run continue.
+
+        Args:
+            order: the order for the save.
+            allow: whether healthy steps have followed, so that the run does not train on the
+                arrays. NaN and Inf are then allowed in them, after a restart too.
+        """
+        problem = f"{first_of(order.arrays)} became NaN or Inf again after a rollback, "
+        if allow:
+            problem += (
+                "and the run trains on with finite losses, gradients and weights: it does not "
+                "read them. NaN and Inf are allowed in them from now on, as with nonfinite_ok"
+            )
+            self.run.record.nonfinite_ok += order.arrays
+            self.run.store.nonfinite_ok += order.arrays
+        else:
+            problem += (
+                "without any alarm and with finite weights: the run continues. If this is "
+                "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good"
+            )
+        self.run.log.problem(self.run.data.step, problem)

@@ -50,19 +50,29 @@ class Recovery:
 
     It is the place where a run decides to roll back, to save or to stop. `Restorer` does the
     rollback, and `Loop` calls this class between two steps.
+
+    Args:
+        run: the parts of the run.
+        ends_by_steps: whether a trainer takes a given number of steps, from as many batches as they
+            need.
+
+    Attributes:
+        counts_steps: whether the loop asks for the number of each step, so that a rollback repeats
+            steps also where healcore reads no data for the loop.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, ends_by_steps: bool) -> None:
         self.run = run
         policy, state = run.policy, run.monitor.state
         self._host_rules = HostRules(policy.rules, policy.engine.config, state)
         self.counts_steps = False
-        """Whether the loop asks for the number of each step, so that a rollback repeats steps also
-        where healcore reads no data for the loop."""
-        self.ends_by_steps = False
-        """Whether a trainer takes a given number of steps, from as many batches as they need."""
+        self._ends_by_steps = ends_by_steps
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
+
+    def begin_counted_steps(self) -> None:
+        """Says that a loop begins that asks for the number of each step, see `counts_steps`."""
+        self.counts_steps = True
 
     def process(self, step: StepResult) -> Order | None:
         """Processes a step that was read: logs it, and asks the policy's rules about it.
@@ -77,7 +87,12 @@ class Recovery:
         self.run.data.step += self.run.reader.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in step.records]
         step = step._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
-        self.run.log.records(step.index, step.records, steps_at_once=step.steps_at_once)
+        self.run.log.records(
+            step.index,
+            step.records,
+            several=self.run.monitor.metrics.has_several_engines,
+            steps_at_once=step.steps_at_once,
+        )
         self.run.dead_run.trained_rates.add(step.records)
         order = self.run.monitor.process(step)
         if self.run.monitor.state.nonfinite_streak == 1:
@@ -139,7 +154,7 @@ class Recovery:
         elif needs_evidence:
             return self._decline(order, "nothing", self._missing_evidence(order))
         if order.action & Action.STOP:
-            self.stop(self._stop_reason(order))
+            self.stop(self._stop_reason(order), onset=order.onset)
         if not order.action & Action.ROLLBACK:
             return None
         if is_damaged:
@@ -188,17 +203,33 @@ class Recovery:
         # refund it, and rollbacks by a hook do not use it.
         policy, ledger = self.run.policy.budget, self.run.ledger
         reach = max(policy.refund_after, 1)
-        count = len(ledger.same_trouble(order.onset, reach))
+        count = len(self._spent_on(order, reach))
         if order.onset <= self.run.record.first_step + reach:
             count += ledger.spent  # by a run in another framework, whose engine was ported
         budget = max(policy.recoveries, 1)
         if count < budget:
-            order = replace(self._with_depth_and_limit(order), is_last=count + 1 == budget)
-            return self.roll_back(order)
+            is_last = count + 1 == budget and not order.untrained
+            return self.roll_back(replace(self._with_depth_and_limit(order), is_last=is_last))
+        if order.untrained:
+            self._report_impossible(order, NoGoodCheckpoint("the budget of rollbacks is exhausted"))
+            return None
         if not needs_evidence or not self.run.nonfinite.weights_are_finite():
             rollbacks = counted(count, "rollback has", "rollbacks have")
-            self.stop(f"{rollbacks} been made within {counted(reach, 'step')} of the run")
+            why = f"{rollbacks} been made within {counted(reach, 'step')} of the run"
+            self.stop(why, onset=order.onset)
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
+
+    def _spent_on(self, order: Order, within: int) -> list[RollbackRecord]:
+        """The earlier rollbacks that count for an order.
+
+        A rollback for arrays that the run does not train on says nothing about a later trouble.
+
+        Args:
+            order: the order.
+            within: see `Ledger.same_trouble`.
+        """
+        past = self.run.ledger.same_trouble(order.onset, within)
+        return [each for each in past if order.untrained or not each.untrained]
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether an order needs evidence. An order `by_host` and a rule that stops need none."""
@@ -245,11 +276,11 @@ class Recovery:
 
         The rate is limited if an earlier rollback for the same trouble has not helped.
         """
-        past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
+        past = self._spent_on(order, self.run.policy.rollback.region)
         if not order.by_host:
             rollback = self.run.policy.engine.config.rollback
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
-        if self.run.policy.may_limit_lr and past:
+        if self.run.policy.may_limit_lr and past and not order.untrained:
             return replace(order, lr_at_fault={})
         return order
 
@@ -293,7 +324,7 @@ class Recovery:
             done = self.run.restorer.restore(order, self._lost_steps)
         except StoreError as error:
             if not _may_continue(order, error):
-                self.stop(str(error))
+                self.stop(str(error), onset=order.onset)
             self._report_impossible(order, error)
             self.run.ledger.skips -= skips
             for late in unread:
@@ -325,7 +356,7 @@ class Recovery:
 
         A loop that counts steps takes as many steps as without the rollback, with later data.
         """
-        if not why_not or self.counts_steps or self.ends_by_steps:
+        if not why_not or self.counts_steps or self._ends_by_steps:
             return 0
         end = self.run.data.step
         if why_not == EPOCH_LOST:
@@ -340,7 +371,8 @@ class Recovery:
         """
         for step in self.run.reader.read_all():
             self.run.data.step += self.run.reader.take_count_correction()
-            self.run.log.records(step.index, step.records)
+            several = self.run.monitor.metrics.has_several_engines
+            self.run.log.records(step.index, step.records, several=several)
             self.run.monitor.metrics.add(step.records)
             if any(each.skip for each in step.records):
                 self.run.ledger.skips += 1
@@ -354,7 +386,7 @@ class Recovery:
         Args:
             resumed: step of the checkpoint from which this process has resumed.
         """
-        history, rollbacks = self.run.log.history, self.run.ledger.rollbacks
+        history, rollbacks = self.run.log.history, self.run.ledger.in_force
         if not rollbacks or len(history.processes) <= 1 or self.run.ranks.rank != 0:
             return
         reported = max((each.number or 0 for each in history.rollbacks), default=0)
@@ -367,17 +399,25 @@ class Recovery:
         why: str,
         error: BaseException | None = None,
         fault: Cause = Cause(0),  # noqa: B008 -- immutable
+        onset: int | None = None,
     ) -> NoReturn:
         """Stops the run with a diagnosis.
+
+        The trials for the trouble of the stop have failed, so the next start undoes them.
 
         Args:
             why: the reason, as a clause.
             error: the exception that is the reason, or None. It becomes the cause of RunStopped.
             fault: what kind of failure `error` is, or no flags without `error`.
+            onset: step at which the trouble begins, or None for the last unhealthy steps.
 
         Raises:
             RunStopped: always.
         """
+        if error is None:
+            if onset is None:
+                onset = self.run.ledger.first_consecutive(self.run.ledger.next_step - 1)
+            self._mark_failed_trials(onset)
         self.count_last_steps()
         outcome = self.outcome(Ending.STOPPED, why, fault=fault)
         text = explain(outcome)
@@ -386,6 +426,18 @@ class Recovery:
             "stop", step=outcome.step, why=why, diagnosis=text, checkpoint=good, cause=fault or None
         )
         raise RunStopped(text, why, good) from error
+
+    def _mark_failed_trials(self, onset: int) -> None:
+        """Marks the trials for the trouble that begins at `onset` as failed. Collective."""
+        trials = self.run.record.trials_for(onset, self.run.policy.rollback.probation)
+        if trials is None or self.run.store.trainer_save is not None:
+            return
+        try:
+            self.run.saver.wait()
+            self.run.stored.mark_failed(trials)
+        except (StoreError, OSError) as error:
+            problem = f"the stop could not be written: {error}; a restart begins with the limits"
+            self.run.log.problem(self.run.data.step, f"{problem} and the skipped batches of today")
 
     def outcome(self, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
         """Collects how the run ends, for its diagnosis, its postmortem and its report.

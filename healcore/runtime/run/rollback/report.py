@@ -62,7 +62,8 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
     line += f"; {sentence(rollback)}"
     if not done.lost:  # otherwise the sentence has said what became of the data
         line += f", data {data}"
-    if done.lr is None and run.policy.may_limit_lr and not lr_text(rollback):
+    may_limit = run.policy.may_limit_lr and not done.untrained
+    if done.lr is None and may_limit and not lr_text(rollback):
         line += (
             "; the learning rate is unknown and stays as it is: pass learning_rate=rate to "
             "tx.update, so that a rollback can lower it"

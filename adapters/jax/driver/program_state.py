@@ -17,7 +17,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.console import first_of
 from healcore.jax.array_leaves import Leaf, PyTree, arrays_of, is_number, is_static, with_arrays
-from healcore.jax.driver.leaf_forms import as_live, as_saved
+from healcore.jax.driver.leaf_forms import to_live_leaf, to_saved_leaf
 from healcore.jax.heal_state import HealStateError
 from healcore.jax.opt_state import with_heal_state, without_heal_state
 from healcore.jax.tree_nodes import Path, map_nodes, nodes
@@ -31,8 +31,8 @@ _RESETS = "heal_reset_moments"
 """Field of `ProtectState` that belongs to the moments, not to the engine."""
 
 
-class LiveState:
-    """The state of a run as a pytree, such as a TrainState. `NnxLiveState` is for nnx objects.
+class ProgramState:
+    """The state of a run as a pytree, such as a TrainState. `NnxProgramState` is for nnx objects.
 
     The driver holds one of these. Programs keep their state in many forms: as a dictionary, a
     dataclass, an Equinox module with functions among its leaves, or nnx objects. This class hides
@@ -190,7 +190,7 @@ class LiveState:
         """Returns the items of a checkpoint, without healing states. Copies nothing.
 
         Returns:
-            Name of an item -> tree, and `SIDE_STATE` -> `SideState`.
+            Name of an item -> tree, and `SIDE_STATE` -> `ExactLeaves`.
 
         Raises:
             HealStateError: as in `check`.
@@ -205,7 +205,7 @@ class LiveState:
             if _is_of_protect(path):
                 kept[keystr(path)] = leaf
         # SIDE_STATE also if empty: a new process does not know which leaves a later step widens.
-        return {**self._saved(), SIDE_STATE: SideState(kept)}
+        return {**self._saved(), SIDE_STATE: ExactLeaves(kept)}
 
     def restored(self, items: Mapping[str, Any]) -> Any:
         """Makes a tree of a checkpoint's items and the live healing states.
@@ -228,7 +228,7 @@ class LiveState:
         side_state = items.get(SIDE_STATE, {})
 
         def restored(path: Path, new: Any, live: Any) -> Any:
-            return as_live(side_state.get(keystr(path), new), live)
+            return to_live_leaf(side_state.get(keystr(path), new), live)
 
         def with_side_state(path: Path, live: Any) -> Any:
             if not _is_of_protect(path):
@@ -245,7 +245,7 @@ class LiveState:
         tree = without_heal_state(self.read())
 
         def saved(path: Path, leaf: Leaf) -> Any:
-            leaf = as_saved(leaf)
+            leaf = to_saved_leaf(leaf)
             if not _is_widened(path, leaf, self._first):
                 return leaf
             # An Inf by overflow would make the checkpoint count as bad.
@@ -285,7 +285,7 @@ class LiveState:
         return True
 
 
-class NnxLiveState(LiveState):
+class NnxProgramState(ProgramState):
     """The state of a run as a mapping of names to pytrees and nnx objects, updated in place.
 
         state = {"model": model, "optimizer": optimizer}
@@ -354,7 +354,9 @@ class NnxLiveState(LiveState):
         """
         from flax import nnx
 
-        copy = NnxLiveState(nnx.clone(self.state))  # together, because objects may share Variables
+        copy = NnxProgramState(
+            nnx.clone(self.state)
+        )  # together, because objects may share Variables
         copy.write(tree)
         return copy.state
 
@@ -405,7 +407,7 @@ class NnxLiveState(LiveState):
         return found
 
 
-def live_state_of(state: PyTree) -> LiveState:
+def program_state_of(state: PyTree) -> ProgramState:
     """Wraps the state that a program passes to the Healer.
 
     Args:
@@ -416,23 +418,23 @@ def live_state_of(state: PyTree) -> LiveState:
     """
     nnx = sys.modules.get("flax.nnx")  # if not imported, the state cannot contain nnx objects
     if nnx is None:
-        return LiveState(state)
+        return ProgramState(state)
 
     def is_object(node: PyTree) -> bool:
         return isinstance(node, nnx.Pytree) and not isinstance(node, (nnx.State, nnx.Variable))
 
     if isinstance(state, Mapping) and any(map(is_object, state.values())):
-        return NnxLiveState(dict(state))
+        return NnxProgramState(dict(state))
     if any(map(is_object, jax.tree.leaves(state, is_leaf=is_object))):
         raise HealStateError(
             f"this {type(state).__name__} contains nnx objects: map names to them, as in "
             'state={"model": model, "optimizer": optimizer}'
         )
-    return LiveState(state)
+    return ProgramState(state)
 
 
 def array_of(leaf: Leaf) -> Any:
-    """Returns the array of a leaf of `LiveState.roots`, which may be an nnx.Variable.
+    """Returns the array of a leaf of `ProgramState.roots`, which may be an nnx.Variable.
 
     Args:
         leaf: an array or a Variable.
@@ -454,7 +456,7 @@ def _is_variable(node: PyTree) -> bool:
     return nnx is not None and isinstance(node, nnx.Variable)
 
 
-class SideState:
+class ExactLeaves:
     """The item of a checkpoint with what the other items cannot hold.
 
     The other items have the form of a plain run's checkpoint, so that a program without healcore
@@ -486,7 +488,7 @@ def _empty_accumulator(accumulator: optax.MultiStepsState) -> optax.MultiStepsSt
     """The state of an optax.MultiSteps at the start of an accumulation."""
 
     def zeros(leaf: jax.Array) -> jax.Array:
-        return as_live(jnp.zeros(leaf.shape, leaf.dtype), leaf)
+        return to_live_leaf(jnp.zeros(leaf.shape, leaf.dtype), leaf)
 
     return accumulator._replace(
         mini_step=jax.tree.map(zeros, accumulator.mini_step),
@@ -517,7 +519,7 @@ def _avals(tree: PyTree) -> dict[str, Any]:
     """Path -> abstract value of the leaf."""
     found = {}
     for path, leaf in tree_leaves_with_path(tree):
-        saved = as_saved(leaf)
+        saved = to_saved_leaf(leaf)
         found[keystr(path)] = getattr(saved, "aval", saved)
     return found
 

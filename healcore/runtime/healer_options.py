@@ -1,0 +1,90 @@
+"""The arguments of `Healer`: as keywords to pass on, and checked, as a run gets them.
+
+The signature of `Healer` names the arguments for the reader of the API, and its docstring explains
+them. A test compares the three lists.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from healcore.policy import Overrides
+from healcore.runtime.reporting.trackers import Selection
+from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, check_path
+from healcore.runtime.store.several import Place, Places
+
+
+class HealerOptions(Overrides, total=False):
+    """The keyword arguments of `Healer` except `policy` and `state`, to pass them on.
+
+    The docstring of `Healer` explains each of them, and `Overrides` the values of the policy.
+    """
+
+    store: Places
+    loss_fn: Callable[..., Any] | None
+    loss_fn_cost: float
+    checkpoints: Checkpoints
+    logging: Logging
+    trackers: object
+    hooks: Hooks
+    resume: bool | Literal["auto"]
+    attach: Mapping[str, Any] | None
+    stop_file: str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The checked arguments of `Healer`, with which `start.open_run` opens a run.
+
+    The policy, the store and the trackers check their own arguments.
+
+    Raises:
+        ValueError: an argument has another type or is out of its range.
+    """
+
+    policy: HostPolicy
+    state: Any
+    """The user's state: a mapping of names to modules and optimizers, or in JAX also a pytree."""
+    store: Place | tuple[Place, ...] | None
+    """Where checkpoints go: one or several directories or stores, or None for host memory."""
+    loss_fn: Callable[..., Any] | None
+    """The loss of a batch, to compare weights, or None to compare nothing."""
+    loss_fn_cost: float
+    """Cost of one call of `loss_fn`, in training steps."""
+    checkpoints: Checkpoints
+    logging: Logging
+    trackers: tuple[Selection, ...]
+    hooks: Hooks
+    resume: bool | Literal["auto"]
+    """Whether to resume: True always, False never, "auto" if the run in the store is this one."""
+    attach: Mapping[str, Any]
+    """Options of the adapter's `attach`, by name."""
+    stop_file: str | os.PathLike[str] | None
+
+    def __post_init__(self) -> None:
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            given = type(self.loss_fn).__name__
+            raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")
+        cost: Any = self.loss_fn_cost
+        if not (isinstance(cost, int | float) and 0 < cost < math.inf):
+            raise ValueError(
+                "loss_fn_cost is the cost of one call of loss_fn in training steps, a number above "
+                f"0 such as 0.33, not {cost!r}"
+            )
+        object.__setattr__(self, "loss_fn_cost", float(cost))
+        if self.resume not in (True, False, "auto"):
+            raise ValueError(f'resume is "auto", True or False, not {self.resume!r}')
+        check_path("stop_file", self.stop_file)
+        groups: tuple[tuple[Any, type], ...] = (
+            (self.checkpoints, Checkpoints),
+            (self.logging, Logging),
+            (self.hooks, Hooks),
+        )
+        for group, kind in groups:
+            if not isinstance(group, kind):
+                name = kind.__name__
+                raise ValueError(f"{name.lower()} is a healcore.{name}(...), not {group!r}")
