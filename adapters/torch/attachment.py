@@ -18,10 +18,11 @@ from healcore.core.errors import AttachError
 from healcore.core.signals import SignalError
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.overrides import check_spelling
-from healcore.torch import gradients, measurement
+from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import DeviceEngine, HostEngine
 from healcore.torch.healed_step import HealedStep
+from healcore.torch.loss_mean import one_number
 from healcore.torch.measurement import Measurer
 from healcore.torch.ranks import SignalAllReduce, StepRanks
 
@@ -106,7 +107,7 @@ def attach(
         # its state with nothing makes it store the current `step`.
         wrapper: Any = optimizer
         wrapper.__setstate__({})
-        healing.healed_step.undo_stack.callback(wrapper.__setstate__, {})
+        healing.healed_step.replacement.undo_stack.callback(wrapper.__setstate__, {})
     healing.healed_step.incident_log.console = checked
     return healing
 
@@ -256,7 +257,7 @@ def healing_of(optimizer: Optimizer) -> Healing | None:
 
 
 def _no_handle() -> None:
-    """What a copied or unpickled `Healing` becomes."""
+    """Returns None, which a copied or unpickled `Healing` becomes. Warns."""
     warnings.warn(
         "a Healing handle belongs to the optimizer of one process, so its copy is None: call "
         "healcore.torch.attach for the other optimizer, or keep the handle outside of what is "
@@ -293,7 +294,7 @@ class Healing:
         self.engine = healed_step.live_engine.engine
         self.healed_step = healed_step
         self._measurer = healed_step.measurer
-        healed_step.pre_hook.__healing__ = self
+        healed_step.replacement.pre_hook.__healing__ = self
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Pickles and copies the handle as None, with a warning.
@@ -320,7 +321,7 @@ class Healing:
             SignalError: `loss` is not a single real number, or `weight` is negative or not finite.
                 Nothing was changed.
         """
-        value = measurement.one_number("loss", loss)
+        value = one_number("loss", loss)
         if not 0 <= weight < math.inf:
             raise SignalError(f"weight must be a finite number from 0 on, got {weight!r}")
         self.healed_step.judge_dropped()
@@ -338,7 +339,7 @@ class Healing:
         Raises:
             SignalError: as for `observe`.
         """
-        self._measurer.eval_loss = measurement.one_number("eval_loss", eval_loss)
+        self._measurer.eval_loss = one_number("eval_loss", eval_loss)
 
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, weights).
@@ -474,7 +475,9 @@ class Healing:
 
     def __repr__(self) -> str:
         live = self.live_engine
-        state = f"{live.name} engine" if self.healed_step.attached else "detached"
-        if live.judges_late and self.healed_step.attached:
-            state += ", which judges a step after it was taken"
+        state = "detached"
+        if self.healed_step.attached:
+            state = f"{live.name} engine"
+            if live.judges_late:
+                state += ", which judges a step after it was taken"
         return f"<Healing of {type(self.optimizer).__name__}, {state}>"

@@ -202,9 +202,9 @@ def _contents(format: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
     return Contents(format, leaves, tuple(notes))
 
 
-_MOST_REPEATS = 10
-"""Expanded entries that a file may have for each stored entry."""
-_FEW_ENTRIES = 10_000
+_MAX_REPEATS = 10
+"""Maximum number of expanded entries for each stored entry, above `_FREE_ENTRIES`."""
+_FREE_ENTRIES = 10_000
 """Expanded entries that any file may have."""
 
 
@@ -215,7 +215,7 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
     list before it twice, are 600 bytes and 2^60 values. A container that several optimizer groups
     share, such as `betas`, is expanded in each place, up to a limit.
     """
-    limit = _MOST_REPEATS * _stored_entries(tree) + _FEW_ENTRIES
+    limit = _MAX_REPEATS * _stored_entries(tree) + _FREE_ENTRIES
     visited = 0
     rest = [(path, tree)]
     while rest:

@@ -7,7 +7,6 @@ step, and restored afterwards unless other code has written there.
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
 
 from healcore.torch import gradients
-from healcore.torch.engines import RECORD_LAG, LiveEngine, PendingRecord, StepOrder, is_cut
+from healcore.torch.engines import LiveEngine, StepOrder, UnreadRecords, is_cut
 
 _ABSENT = object()
 
@@ -272,7 +271,7 @@ class MomentReset:
         self._live_engine = live_engine
         self._is_due = False
         """Whether the next step that is not skipped resets the moments."""
-        self._unread: deque[PendingRecord] = deque()
+        self._unread = UnreadRecords(live_engine)
         """Records of an engine on a device, in which no cut was looked for yet."""
 
     def carry_out(self, *, skip: bool | Tensor) -> None:
@@ -302,7 +301,7 @@ class MomentReset:
         the record some steps later, and the moments are reset then.
         """
         if self._live_engine.is_late:
-            self._unread.append(self._live_engine.pending_record())
+            self._unread.add()
 
     def read_cuts(self, *, order_is_known: bool) -> None:
         """Reads the records that have arrived, and makes a reset due if one of them cuts the rate.
@@ -311,9 +310,7 @@ class MomentReset:
             order_is_known: whether the order of the step that runs is on the host. `note` has then
                 looked at it, and the records are read without a look.
         """
-        while len(self._unread) > RECORD_LAG:
-            read = self._unread.popleft()
-            record = read()
+        for record in self._unread.take_arrived():
             if not order_is_known and is_cut(record.action, record.skip):
                 self._is_due = True
 

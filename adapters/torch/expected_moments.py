@@ -1,7 +1,7 @@
 """The bytes of the moments that an optimizer creates at its first step.
 
-torch's optimizers create them lazily, so the state that a run begins with is smaller than the state
-that it saves later: with AdamW a third of it.
+torch's optimizers create moments lazily. So the state at the start of a run is smaller than the
+states that the run saves later: with AdamW it has a third of their size.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from healcore.torch import gradients
 from healcore.torch.live_state import optimizers
 
 _DEVICE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
@@ -24,11 +25,15 @@ _SIDE = 4
 def missing_moments(state: Mapping[str, Any]) -> tuple[int, int] | None:
     """Bytes of the moments that the optimizers of a state have yet to create.
 
+    Args:
+        state: the state of the run.
+
     Returns:
         The bytes of all ranks together and of this process, or None if an optimizer is not torch's
         own, so that its moments are unknown.
     """
-    whole, local = 0, 0
+    whole = 0
+    local = 0
     for optimizer in optimizers(state).values():
         if any(optimizer.state.values()):
             continue
@@ -42,9 +47,8 @@ def missing_moments(state: Mapping[str, Any]) -> tuple[int, int] | None:
                     if found is None:
                         return None
                     known[p.dtype] = found
-                own = p.to_local() if hasattr(p, "to_local") else p
                 whole += round(known[p.dtype] * p.numel())
-                local += round(known[p.dtype] * own.numel())
+                local += round(known[p.dtype] * gradients.local_part(p).numel())
     return whole, local
 
 
@@ -56,11 +60,10 @@ def _bytes_per_element(
     if not kind.__module__.startswith("torch.optim"):
         return None
     accepted = inspect.signature(kind).parameters
-    options = {
-        name: value
-        for name, value in group.items()
-        if name in accepted and name != "params" and name not in _DEVICE_OPTIONS
-    }
+    options: dict[str, Any] = {}
+    for name, value in group.items():
+        if name in accepted and name != "params" and name not in _DEVICE_OPTIONS:
+            options[name] = value
     p = torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=dtype))
     p.grad = torch.zeros_like(p)
     try:

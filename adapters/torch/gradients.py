@@ -46,19 +46,29 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
     return params
 
 
-def complete_(params: Sequence[Tensor]) -> None:
-    """Reduces gradients that are partial sums on each rank, as in sequence-parallel LayerNorms.
+def completed(params: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the parameters, after partial sums were reduced over the ranks.
 
-    The optimizer's step would reduce them anyway, with at least the same communication.
+    Gradients are partial sums in sequence-parallel LayerNorms. The optimizer's step would reduce
+    them anyway, with at least the same communication.
 
     Args:
         params: parameters whose `.grad` is replaced where it is a partial sum. Every rank of their
             meshes has to call it.
+
+    Returns:
+        The gradients in the order of the parameters, without None.
     """
+    grads: list[Tensor] = []
     for p in params:
         grad = p.grad
-        if type(grad) is not Tensor and is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[union-attr]
-            p.grad = grad.redistribute(placements=p.placements)  # type: ignore[union-attr]
+        if grad is None:
+            continue
+        if type(grad) is not Tensor and is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+            p.grad = grad
+        grads.append(grad)
+    return grads
 
 
 def norms(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -1,29 +1,29 @@
-"""`HealedStep`: replaces `step` of one optimizer object; measures, judges, enforces, restores.
+"""`HealedStep`: heals each step of one optimizer; measures, judges, enforces, restores.
 
 A `StepListener` hears of each step. It is the `IncidentLog` of `attach`, or the driver of a Healer.
 """
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.core.errors import ParametersChangedError
+from healcore.core.signals import Signals
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, MomentReset, moments_obstacle
 from healcore.torch.engines import LiveEngine, StepOrder
 from healcore.torch.incident_log import IncidentLog
-from healcore.torch.measurement import Measurer, StepNorms, one_number
+from healcore.torch.loss_mean import one_number
+from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
+from healcore.torch.step_replacement import Begun, StepReplacement
 
 
 class StepListener(Protocol):
@@ -32,8 +32,8 @@ class StepListener(Protocol):
     A healed step has one listener at a time, which decides what becomes of the step's record:
 
         attach alone    `IncidentLog`, which writes a line for each incident
-        with a Healer   `DriverListener` of the driver, which keeps the step for the run
-        Lightning       a listener that passes everything on to that of the driver, and clips
+        with a Healer   `FollowedOptimizer` of the driver, which keeps the step for the run
+        Lightning       passes every call on to the `FollowedOptimizer`, and clips
 
     The methods run inside `optimizer.step()`, so none of them may wait for a device. One call of
     `optimizer.step()` makes these calls:
@@ -80,19 +80,38 @@ class _CurrentStep:
     """See `StepListener.ended`. None if the step was not judged."""
     in_original: bool = False
     """Whether the order is enforced, and the original `step` may run."""
+    in_update: bool = False
+    """See `HealedStep.in_update`."""
+
+
+class _StepSignals(NamedTuple):
+    """What the engine judges a step by, and what only this rank has measured."""
+
+    signals: Signals
+    """The signals of all ranks."""
+    rank: Measurement
+    """What this rank has measured."""
+    divisor: Tensor | None
+    """0-d float32: a GradScaler's scale that the gradients still contain, or None."""
+    found_inf: Tensor | None
+    """0-d float32: a GradScaler's flag, above 0 after an overflow on any rank; or None."""
+    own_loss: Tensor | None
+    """0-d float32: the loss of this rank. None for one rank alone."""
+    bad_rates: tuple[float, ...]
+    """Learning rates that are NaN or Inf."""
 
 
 class HealedStep:
     """The healed `step` of one optimizer.
 
-    The object replaces `step` of one optimizer. A call of `optimizer.step()` then runs:
+    A `StepReplacement` replaces `step` of the optimizer. A call of `optimizer.step()` then runs:
 
         _begin    evaluates a closure, if the program passes one
-          _judge    Measurer.measure        gradients, losses ─► Signals
-                    SignalAllReduce.reduce  only with several ranks
-                    LiveEngine.step         Signals ─► StepOrder
-                    Enforcer.enforce        clips, scales the rate, prepares a skip in the kernel
-                    _report                 ─► StepListener.judged
+          _judge    _measure    Measurer.measure        gradients, losses ─► Measurement
+                                SignalAllReduce.reduce  only with several ranks
+                    LiveEngine.step                     Signals ─► StepOrder
+                    _enforce    Enforcer.enforce        clips, scales the rate, skips in the kernel
+                    _report                             ─► StepListener.judged
         original  `step` as it was before `attach`, unless the host skips
         _end      Enforcer.restore, then ─► StepListener.ended, stepped
 
@@ -109,11 +128,7 @@ class HealedStep:
     Attributes:
         incident_log: the listener until `set_listener`; it also logs steps that were not judged.
         listener: hears of each step.
-        attached: whether the replacement is active.
-        undo_stack: undoes at `detach` what a trainer or wrapper has changed besides `step`.
-        pre_hook: the pre-hook of the optimizer; `attachment.healing_of` finds the `Healing` by it.
-        in_update: whether a running step may have made a change; stays True after the step raised.
-            False while the step waits for the other ranks' signals.
+        replacement: the replacement of the optimizer's `step`.
         numbers: reads the numbers of the optimizer at every judged step, and names the numbers to
             be replaced for the step. None until `watch_numbers`, because it costs time.
     """
@@ -133,7 +148,6 @@ class HealedStep:
         self.measurer = measurer
         self.enforcer = enforcer
         self.all_reduce = all_reduce
-        self.in_update = False
         self._current = _CurrentStep()
         self._grads_are_none = False
         """Whether the last step that was not skipped left every `.grad` None. Then a skipped step
@@ -152,69 +166,28 @@ class HealedStep:
         )
         self.listener: StepListener = self.incident_log
         self.numbers: OptimizerNumbers | None = None
+        self.replacement = StepReplacement(optimizer, self._begin, self._end, self._check_running)
 
-        self.attached = True
-        self.undo_stack = ExitStack()
-        # Dynamo must not trace what reads values, or writes to the optimizer.
-        self.pre_hook: Any = torch.compiler.disable(self._check_running)
-        self._restore_step = self._replace_step()
+    @property
+    def attached(self) -> bool:
+        """Whether the optimizer's `step` is replaced."""
+        return self.replacement.active
 
-    # -- the replacement ------------------------------------------------------------------------
+    @property
+    def in_update(self) -> bool:
+        """Whether a running step may have made a change. Stays True after the step raised.
 
-    def _replace_step(self) -> Callable[[], None]:
-        """Replaces `step` of the optimizer object. Returns a function that restores `step`."""
-        optimizer: Any = self.optimizer
-        # `step` is usually a method of the class. A wrapper may have set it on the object.
-        own_step = vars(optimizer).get("step")
-        replacement = types.MethodType(self._make_step(optimizer.step), optimizer)
-        optimizer.step = replacement
-        handle = optimizer.register_step_pre_hook(self.pre_hook)
-
-        def restore() -> None:
-            handle.remove()
-            if vars(optimizer).get("step") is replacement:
-                del optimizer.step
-                if own_step is not None:
-                    optimizer.step = own_step
-
-        return restore
-
-    def _make_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes the function that replaces `original`, the `step` before `attach`.
-
-        A bound method is made of the result, because learning-rate schedulers wrap `__func__`.
+        False while the step waits for the other ranks' signals.
         """
-        begin: Any = torch.compiler.disable(self._begin)
-        end: Any = torch.compiler.disable(self._end)
+        return self._current.in_update
 
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            # A scheduler that was made after `attach` keeps this function after `detach`.
-            if not self.attached:
-                return original(*args, **kwargs)
-            finished = False
-            skipped = False
-            try:
-                skipped, loss, args, kwargs = begin(args, kwargs)
-                if not skipped:
-                    loss = original(*args, **kwargs)
-                finished = True
-            finally:
-                end(finished, skipped)
-            return loss
+    # -- one step -------------------------------------------------------------------------------
 
-        functools.update_wrapper(step, getattr(original, "__func__", original), updated=())
-        replacement: Any = torch.compiler.disable(step, recursive=False)
-        if hasattr(original, "_wrapped_by_lr_sched"):
-            replacement._wrapped_by_lr_sched = True
-        return replacement
-
-    def _begin(self, args: Any, kwargs: Any) -> tuple[bool, Any, Any, Any]:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun:
         """Evaluates the closure, judges the step, and enforces the order.
 
-        Returns whether the host skips the step, the closure's loss, and the arguments for the
-        original `step`.
+        The result of a skipped step is the closure's loss, or None.
         """
-        self.in_update = False
         self._current = _CurrentStep()
         loss = None
         if not self._creates_state(kwargs):
@@ -283,7 +256,7 @@ class HealedStep:
         self.enforcer.restore()
         if not finished:
             return
-        self.in_update = False
+        self._current.in_update = False
         if skipped and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True  # type: ignore[attr-defined] -- the scheduler asks
         # Losses of a closure's later evaluations. An evaluation of a step that was not judged, for
@@ -322,9 +295,7 @@ class HealedStep:
         """
         if not self.attached:
             return
-        self.attached = False
-        self._restore_step()
-        self.undo_stack.close()
+        self.replacement.undo()
         self.remove_listener()
         self.measurer.clear()
 
@@ -342,8 +313,8 @@ class HealedStep:
         `attach` has healed the optimizer.
 
         Args:
-            listener: hears of each step from now on. To add to the listener that is set now, pass
-                one that passes each call on to it.
+            listener: hears of each step from now on. To keep the current `listener` too, pass a
+                listener that passes each call on to it.
         """
         self.incident_log.drop_unread()
         self.listener = listener
@@ -402,15 +373,42 @@ class HealedStep:
     @torch.no_grad()
     def _judge(self) -> None:
         """Measures the step, runs the engine and enforces its order, if there are gradients."""
-        live = self.live_engine
         parameters = gradients.parameters(self.optimizer)
-        params = []
+        params: list[Tensor] = []
         for p in parameters:
             if p.grad is not None:
                 params.append(p)
+        # Before the measurement, because the first access of `members` finds who holds which part.
         has_ranks = len(self.all_reduce.ranks.members) > 1
         if not params and not has_ranks:
             return
+        if len(parameters) != self.live_engine.groups:
+            self._fit_number(parameters)
+        measured = self._measure(parameters, has_ranks=has_ranks)
+        if measured is None:
+            return
+        # A collective that raised before this line has changed nothing.
+        self._current.in_update = True
+        order = self.live_engine.step(measured.signals, measured.found_inf, measured.divisor)
+        self._current.skipped = False
+        if self._moment_reset is not None:
+            self._moment_reset.carry_out(skip=order.skip)
+        if self.numbers is not None:
+            self.numbers.read()
+        if self.live_engine.engine.mode != "observe":
+            self._enforce(parameters, params, measured, order)
+        norms = StepNorms(
+            params, measured.rank.norms, measured.divisor, measured.own_loss, measured.bad_rates
+        )
+        self._report(norms)
+
+    def _fit_number(self, parameters: Sequence[Tensor]) -> None:
+        """Makes the engine's state fit the number of parameters, which a program may change.
+
+        Added parameters get a history of their own. With a clipping history for each parameter a
+        removed parameter raises, because the histories belong to parameters by their position.
+        """
+        live = self.live_engine
         if len(parameters) > live.groups:
             live.grow(len(parameters))
         if live.engine.per_tensor and len(parameters) != live.groups:
@@ -418,49 +416,50 @@ class HealedStep:
                 f"the optimizer had {live.groups} parameters, now {len(parameters)}, and this "
                 "policy has a clipping history for each: detach() and attach again"
             )
+
+    def _measure(self, parameters: Sequence[Tensor], *, has_ranks: bool) -> _StepSignals | None:
+        """Measures the step of all ranks. None if no rank has a gradient: there is no step."""
         divisor, found_inf = self.enforcer.amp_flags()
         evaluation = self.measurer.eval_loss
-        signals = self.measurer.measure(parameters, divisor, self.all_reduce.ranks)
+        rank = self.measurer.measure(parameters, divisor, self.all_reduce.ranks)
+        signals = rank.signals
         own_loss: Tensor | None = None
         if has_ranks:
             own_loss = signals.loss
             signals, found_inf = self.all_reduce.reduce(
-                signals, self.measurer.squares, found_inf, live.compared_decision
+                signals, rank.squares, found_inf, self.live_engine.compared_decision
             )
-        if signals.grad_norm is None:  # no rank has a gradient
-            self.measurer.eval_loss = evaluation
-            return
-        bad_rates: tuple[float, ...] = ()
-        for group in self.optimizer.param_groups:
-            rate = group.get("lr")
-            # A finite float, the usual rate, costs no call.
-            if type(rate) is not float or rate - rate != 0:
-                signals, bad_rates = self.measurer.mark_bad_rates(signals)
-                break
+        if signals.grad_norm is None:
+            self.measurer.eval_loss = evaluation  # for the next step
+            return None
+        signals, bad_rates = self.measurer.mark_bad_rates(signals)
         signals = self.measurer.overflows.mark(signals, found_inf)
-        self.in_update = True  # a collective that raised before this line changed nothing
-        order = live.step(signals, found_inf, divisor)
-        self._current.skipped = False
-        if self._moment_reset is not None:
-            self._moment_reset.carry_out(skip=order.skip)
+        return _StepSignals(signals, rank, divisor, found_inf, own_loss, bad_rates)
+
+    def _enforce(
+        self,
+        parameters: Sequence[Tensor],
+        params: Sequence[Tensor],
+        measured: _StepSignals,
+        order: StepOrder,
+    ) -> None:
+        """Enforces the engine's order. `params` are the parameters with a gradient."""
         if self.numbers is not None:
-            self.numbers.read()
-        if live.engine.mode != "observe":
-            if self.numbers is not None:
-                # First, because `needs_host` depends on the momentum of the step.
-                for group, entry, value in self.numbers.replacements():
-                    self.enforcer.replace(group, entry, value)
-            if isinstance(order.skip, Tensor) and self.enforcer.needs_host(params):
-                order = order.to_host()
-            if self.measurer.clip_norm is not None:
-                order = order._replace(clip_factor=self.measurer.clip_factor(order.grad_scale))
-            self.enforcer.enforce(parameters, order, divisor)
-            self._current.skipped = order.skip
-            if not isinstance(order.skip, Tensor):
-                self._current.order = order
-                if self._moment_reset is not None:
-                    self._moment_reset.note(order)
-        self._report(StepNorms(params, self.measurer.norms, divisor, own_loss, bad_rates))
+            # First, because `needs_host` depends on the momentum of the step.
+            for group, entry, value in self.numbers.replacements():
+                self.enforcer.replace(group, entry, value)
+        if isinstance(order.skip, Tensor) and self.enforcer.needs_host(params):
+            order = order.to_host()
+        clip_norm = measured.rank.clip_norm
+        if clip_norm is not None:
+            factor = self.measurer.clip_factor(clip_norm, order.grad_scale)
+            order = order._replace(clip_factor=factor)
+        self.enforcer.enforce(parameters, order, measured.divisor)
+        self._current.skipped = order.skip
+        if not isinstance(order.skip, Tensor):
+            self._current.order = order
+            if self._moment_reset is not None:
+                self._moment_reset.note(order)
 
     def _report(self, norms: StepNorms) -> None:
         """Tells the listener of a judged step. A subclass may change the norms."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from healcore.core.engine import Engine
 from healcore.events.schema import alarm_text
 from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_streak_text
 from healcore.runtime.run.program_clip import ProgramClip
-from healcore.torch.engines import RECORD_LAG, LiveEngine, PendingRecord
+from healcore.torch.engines import LiveEngine, UnreadRecords
 from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.ranks import StepRanks
 
@@ -38,9 +37,7 @@ class IncidentLog:
 
     It is the first `StepListener` of every healed step:
 
-        judged ─► unread records ─► ended reads those that have arrived ─► a line, or nothing
-
-    A record on an accelerator is read `RECORD_LAG` steps later, so that no step waits for it.
+        judged ─► UnreadRecords ─► ended reads the records that have arrived ─► a line, or nothing
 
     Args:
         optimizer: the optimizer, whose class and learning rate the lines name.
@@ -64,26 +61,19 @@ class IncidentLog:
         resets_moments: bool,
     ) -> None:
         self._optimizer = optimizer
-        self._live_engine = live_engine
         self._engine = live_engine.engine
         self._measurer = measurer
         self._ranks = ranks
         self.resets_moments = resets_moments
         self.console: console.Console = "auto"
-        self._nonfinite_streak = 0
-        """Steps in a row that were not finite."""
         self._incident = 0
         """Number of the newest incident."""
         self._logged: set[str] = set()
         """Lines of `write_once`."""
         self._missing_loss = MissingLoss(self._engine)
         self._program_clip = ProgramClip()
-        self._unread: deque[PendingRecord] = deque()
-        """Records of judged steps, oldest first."""
-        self._lag = 0
-        """Number of records that stay unread at the end of a step."""
-        if live_engine.is_late:
-            self._lag = RECORD_LAG
+        self._nonfinite_streak = NonfiniteStreak()
+        self._unread = UnreadRecords(live_engine)
         self.restart()
 
     # -- the listener ---------------------------------------------------------------------------
@@ -94,7 +84,7 @@ class IncidentLog:
         Args:
             norms: not read: only a Healer names the tensors whose gradients were unusual.
         """
-        self._unread.append(self._live_engine.pending_record())
+        self._unread.add()
 
     def ended(self, skipped: bool | Tensor) -> None:
         """Logs the records that have arrived.
@@ -102,9 +92,8 @@ class IncidentLog:
         Args:
             skipped: not read: the record of the step has it.
         """
-        while len(self._unread) > self._lag:
-            read = self._unread.popleft()
-            self._log(read())
+        for record in self._unread.take_arrived():
+            self._log(record)
 
     def stepped(self) -> None:
         """Does nothing: a step that was not judged has no record."""
@@ -114,9 +103,8 @@ class IncidentLog:
 
         Called before the engine's state is replaced, so that no alarm of the earlier steps is lost.
         """
-        while self._unread:
-            read = self._unread.popleft()
-            self._log(read())
+        for record in self._unread.take_all():
+            self._log(record)
 
     def drop_unread(self) -> None:
         """Drops the records that were not read yet. Call it when another listener is set.
@@ -153,15 +141,9 @@ class IncidentLog:
             line = self._program_clip.add(record.grad_norm)
             if line:
                 self._write(line)
-        if record.cause & NONFINITE:
-            self._nonfinite_streak += 1
-        else:
-            self._nonfinite_streak = 0
-        streak = self._nonfinite_streak
-        # An error after 100, 1,000, 10,000 steps in a row that were not finite.
-        if streak >= FROM_START and passes_power_of_ten(streak - 1, streak):
-            text = nonfinite_streak_text(record, streak, (), from_start=streak == record.step)
-            self._write(text, console.error)
+        error = self._nonfinite_streak.add(record)
+        if error:
+            self._write(error, console.error)
         is_new = record.incident > self._incident
         self._incident = record.incident
         if is_new and record.cause and is_logged(record.incident):
@@ -214,6 +196,32 @@ class IncidentLog:
     ) -> None:
         if self._ranks.is_first:
             write(f"{type(self._optimizer).__name__}: {line}", self.console)
+
+
+class NonfiniteStreak:
+    """Notices that every step is non-finite: after 100, 1,000, 10,000 steps in a row."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        """Steps in a row that were not finite."""
+
+    def add(self, record: StepRecord) -> str:
+        """Adds the record of a judged step.
+
+        Args:
+            record: the record.
+
+        Returns:
+            An error for the log, or an empty string.
+        """
+        if not record.cause & NONFINITE:
+            self._steps = 0
+            return ""
+        self._steps += 1
+        if self._steps < FROM_START or not passes_power_of_ten(self._steps - 1, self._steps):
+            return ""
+        from_start = self._steps == record.step
+        return nonfinite_streak_text(record, self._steps, (), from_start=from_start)
 
 
 class MissingLoss:

@@ -105,14 +105,14 @@ def is_stateless_environment(value: Any) -> bool:
 
 
 def scaler(state: State) -> torch.amp.GradScaler | None:
-    """The GradScaler of the loop, if the state shows which one that is.
+    """The GradScaler of the loop, if the state shows which GradScaler the loop uses.
 
     Args:
         state: the state of the run.
 
     Returns:
-        The only GradScaler in the state or in accelerate's wrappers, or None if there is none, or
-        more than one.
+        The only GradScaler in the state or in accelerate's wrappers, or None without a GradScaler
+        and with several GradScalers.
     """
     scalers = saved_scalers(state)
     for value in state.values():
@@ -278,27 +278,27 @@ def is_scheduler(value: Any) -> bool:
 
 def _check_item(name: str, value: Any) -> None:
     """Raises AttachError unless `store.apply` can restore the value in place."""
-    problem = ""
+    obstacle = ""
     is_container = isinstance(value, Tensor | dict | list)
     has_methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     if isinstance(value, Healing):
-        problem = (
+        obstacle = (
             "a handle of attach(): leave it out, its engine is saved with the state, and the "
             "handle is found through its optimizer"
         )
     elif not (is_container or has_methods):
-        problem = (
+        obstacle = (
             f"of type {type(value).__name__}, which a rollback cannot restore in place: the state "
             "may hold tensors, dictionaries, lists, and objects with state_dict() and "
             f'load_state_dict(); hold other values in a dictionary, state={{"{name}": {{...}}}}'
         )
     elif isinstance(value, nn.Module) and _has_lazy_parts(value):
-        problem = (
+        obstacle = (
             "a module with lazy parts without shapes, which no checkpoint can hold: call it on one "
             "batch before the Healer, as in model(next(iter(loader)))"
         )
-    if problem:
-        raise AttachError(f'state["{name}"] is {problem}')
+    if obstacle:
+        raise AttachError(f'state["{name}"] is {obstacle}')
 
 
 def _has_lazy_parts(module: nn.Module) -> bool:
@@ -345,21 +345,23 @@ def _is_opaque(value: Any) -> bool:
     return hasattr(value, "state_dict")
 
 
-def tensors_in(value: Any, most: float = math.inf, depth: float = math.inf) -> Iterator[Tensor]:
+def tensors_in(
+    value: Any, max_items: float = math.inf, max_depth: float = math.inf
+) -> Iterator[Tensor]:
     """Yields the tensors in nested containers, and the parameters of modules in them.
 
     Args:
         value: a tensor, a module, a mapping, a list or a tuple. Any other object has no tensors.
-        most: containers with more items are ignored.
-        depth: containers that are nested so many times are ignored.
+        max_items: containers with more items are ignored.
+        max_depth: containers that are nested more deeply are ignored.
     """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
         yield from value.parameters()
-    elif isinstance(value, Mapping | list | tuple) and depth and len(value) <= most:
+    elif isinstance(value, Mapping | list | tuple) and max_depth and len(value) <= max_items:
         parts: Iterable[Any] = value
         if isinstance(value, Mapping):
             parts = value.values()
         for part in [*parts]:  # a copy, because the consumer may change the container
-            yield from tensors_in(part, most, depth - 1)
+            yield from tensors_in(part, max_items, max_depth - 1)

@@ -156,8 +156,8 @@ class OptimizerNumbers:
     def rate(self) -> float | None:
         """The largest learning rate of the last judged step, or None if it is unknown.
 
-        Right after that step a scheduler sets the rate of the next one. A rate that the program
-        keeps in a tensor may have changed since.
+        A scheduler sets the rate of the next step right after a step, so the rate in the groups may
+        be another. A rate that the program keeps in a tensor may have changed since.
         """
         return max((float(rate) for rate in self._rates if rate is not None), default=None)
 
@@ -171,7 +171,9 @@ class OptimizerNumbers:
         return {self._name(key): number_range for key, number_range in self._ranges.items()}
 
     def hold(self, ranges: Mapping[str, NumberRange]) -> None:
-        """Holds the numbers in `ranges` from now on, releases all others, and restarts `ranges()`.
+        """Holds the numbers in `ranges` from now on, and releases all other numbers.
+
+        The ranges of `ranges()` begin again.
 
         Args:
             ranges: names as in `ranges()` -> range. Names that no parameter group has now are

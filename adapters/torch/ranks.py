@@ -317,7 +317,7 @@ class SignalAllReduce:
 
         Args:
             signals: the signals of this rank.
-            squares: `Measurer.squares`.
+            squares: see `Measurement.squares`.
             found_inf: a GradScaler's flag on this rank, 0-d float32, above 0 for an overflow; or
                 None.
             last: the decision that the ranks compare, see `LiveEngine.compared_decision`.

@@ -543,15 +543,15 @@ class SummedGradients:
         """Whether the state has been replaced since `begin_window`."""
         return self._begin is not None and differ(self._counters(), self._begin)
 
-    def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
+    def redo_window(self, kept_alive: list[Any], *, clear_cache: bool) -> None:
         """Frees unreferenced arrays before a batch is repeated in smaller parts.
 
         Args:
-            held: objects that the loop has kept, such as the batch. Emptied.
+            kept_alive: objects that the loop has kept, such as the batch. Emptied.
             clear_cache: ignored, because XLA caches no memory of the device.
         """
         del clear_cache
-        held.clear()
+        kept_alive.clear()
         gc.collect()  # an exception and its frames refer to each other
 
     def between_ranks(self, ranks: Ranks) -> str:

@@ -2,10 +2,15 @@
 
 driver              `TorchDriver`, which the Healer calls
 attaching           heals the optimizers of the state
-pending_step        hears of each step, and keeps the records that the host has not read yet
-optimizer_steps     which optimizers have stepped; their learning rates and other numbers
-accumulation        the gradients since the last step
-batch_statistics    `running_mean` and other buffers, restored after a skipped step
+followed_optimizer  one optimizer, and the parts that follow its steps:
+pending_step          the judged steps that the host has not read yet
+accumulation          the gradients since the last step
+layer_buffers         the buffers that a skipped step restores, of two kinds:
+batch_statistics        `running_mean` and others, which every step writes
+written_buffers         other floating buffers, which few steps write
+optimizer_steps     all optimizers: which have stepped; their learning rates and other numbers
+gradient_window     gradients that are computed again in smaller parts after a lack of memory
+ddp_gradients       the same with DistributedDataParallel, where all ranks have to repeat
 weights             copies, replaces and evaluates the weights
 weight_sample       notices other weights in the model, as in an evaluation
 structure           notices new, removed and resized parameters

@@ -1,368 +1,44 @@
-"""Restores batch statistics (`running_mean`, ...) and other buffers after a skipped step.
+"""Restores batch statistics (`running_mean`, ...) after a skipped step.
 
-A forward pass in train mode updates them before the step is judged, and a NaN would stay. After
-each step they are copied into one flat tensor for each dtype and device, which takes few kernels.
+A forward pass in train mode updates the statistics before the step is judged, and a NaN would stay.
+After each step they are copied into one flat tensor for each dtype and device, which takes few
+kernels.
+
 Rejected: a hook in the forward pass, which would be traced into a compiled model.
-
-`WrittenBuffers` restores the other buffers. Observers of quantization-aware training, moving
-averages, codebooks and memory banks keep what a forward pass has seen. A batch with NaN stays in
-them, and every later step is NaN too. Most buffers never change, for example tables of positions.
-Copying them at each step would waste time, so only what a forward pass writes is copied. torch
-counts the writes to a tensor (`Tensor._version`). It does not count a write to `buffer.data`, and a
-CUDA graph counts nothing. Such buffers are found by their content, once, over the first steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeGuard
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, is_lazy
+from torch.nn.parameter import UninitializedBuffer
 
 from healcore.torch import gradients
-from healcore.torch.attachment import Healing
-from healcore.torch.engines import AsyncCopy
-from healcore.torch.live_state import State
-
-COPIED_AT_ONCE = 1 << 18
-"""Size in bytes up to which a buffer is copied before a forward pass has ever written it."""
-COPIED_ALONE = 1 << 16
-"""Size in bytes above which a buffer is copied by itself, and not together with others."""
-STEPS_TO_READ = 12
-"""Step at which a comparison of contents is read. It has arrived from an accelerator by then."""
-
-
-class _Buffer:
-    """One buffer of a module, and its value before the forward pass.
-
-    Attributes:
-        table: the buffers of the module itself, `module._buffers`.
-        name: the buffer's key in `table`.
-        tensor: the buffer at the last `note`.
-        shape: its shape then.
-        version: its number of writes then.
-        saved: the flat value before the forward pass, or None if it is unknown.
-    """
-
-    __slots__ = ("name", "saved", "shape", "table", "tensor", "version")
-
-    def __init__(self, table: dict[str, Tensor | None], name: str, tensor: Tensor) -> None:
-        self.table = table
-        self.name = name
-        self.note(tensor, None)
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """Identifies the buffer also after its tensor was replaced."""
-        return id(self.table), self.name
-
-    def note(self, tensor: Tensor, saved: Tensor | None) -> None:
-        """Notes the current tensor and its value. A write after this call counts as a change."""
-        self.tensor = tensor
-        self.shape = tensor.shape
-        self.version = tensor._version
-        self.saved = saved
-
-    def replace(self, value: Tensor) -> None:
-        """Replaces the buffer by the flat `value`, in the shape of the last `note`.
-
-        The current tensor is not written: it may share memory with something else, as the batch.
-        """
-        now = value.clone().view(self.shape)
-        self.table[self.name] = now
-        self.note(now, value)
-
-
-class WrittenBuffers:
-    """The floating buffers of some modules which their forward passes write.
-
-    A skipped step restores them to their values before it. Integers and flags stay, because most
-    of them are settings of the program. Buffers larger than all `parameters` together stay too: to
-    copy them would take longer than the step of the optimizer.
-
-    How a write to a buffer is noticed:
-
-        buffer.add_(x), module.buffer = x    torch counts it, or another tensor is there
-        buffer.data.add_(x), a CUDA graph    by content: `compare_contents` has found such buffers
-
-    Args:
-        modules: the modules.
-        without: names of buffers that are not watched.
-        parameters: the parameters that the optimizer of the modules trains.
-    """
-
-    def __init__(
-        self, modules: Iterable[nn.Module], without: Collection[str], parameters: Iterable[Tensor]
-    ) -> None:
-        self._modules = [*modules]
-        self._without = without
-        self._largest = max(COPIED_AT_ONCE, sum(p.nbytes for p in parameters if not is_lazy(p)))
-        self._counted: list[_Buffer] = []
-        """The buffers whose writes torch counts."""
-        self._uncounted: list[_Buffer] = []
-        """The buffers that are written without a new version."""
-        self._ended = 0
-        """Steps ended, until the contents are compared."""
-        self._sums: list[tuple[list[_Buffer], list[tuple[int, int]], AsyncCopy]] = []
-        """Buffers, the identities and versions of their tensors, and the sums over their bits."""
-        self.save()
-
-    @torch.no_grad()
-    def save(self) -> None:
-        """Saves the current values, and finds new buffers.
-
-        Large buffers that no forward pass has ever written are not copied, but watched.
-        """
-        known = {buffer.key: buffer for buffer in self._buffers}
-        uncounted = {buffer.key for buffer in self._uncounted}
-        self._counted = []
-        self._uncounted = []
-        for table, name, now in self._found():
-            buffer = known.get((id(table), name))
-            if buffer is None:
-                buffer = _Buffer(table, name, now)
-            value: Tensor | None = None
-            if now.nbytes <= COPIED_AT_ONCE or buffer.saved is not None:
-                value = now.clone().reshape(-1)
-            buffer.note(now, value)
-            if buffer.key in uncounted:
-                self._uncounted.append(buffer)
-            else:
-                self._counted.append(buffer)
-
-    @property
-    def _buffers(self) -> list[_Buffer]:
-        return self._counted + self._uncounted
-
-    def end(self, skipped: bool | Tensor) -> None:
-        """Ends a step: restores what was written if it was skipped, else saves what was written.
-
-        NaN is always restored, because a loop may leave out a batch with NaN without a step.
-
-        Args:
-            skipped: whether the step was skipped: a bool, or a 0-d float32 of 0 or 1 on the device.
-        """
-        changed = self._changed()
-        if skipped is not False:
-            # Uncounted writes of a step that was not skipped are saved by `keep`: once per step.
-            changed += self._uncounted
-        if changed:
-            self._end(changed, skipped)
-
-    def keep(self) -> None:
-        """Saves what was written since the last step. Called between two steps."""
-        changed = self._changed() + self._uncounted
-        if changed:
-            self._end(changed, False)
-
-    def _changed(self) -> list[_Buffer]:
-        """The buffers that were written or replaced since the last call of `note`."""
-        changed: list[_Buffer] = []
-        for buffer in self._counted:
-            now = buffer.table.get(buffer.name)
-            if now is None or now is not buffer.tensor or now._version != buffer.version:
-                changed.append(buffer)
-        return changed
-
-    @torch.no_grad()
-    def _end(self, changed: Iterable[_Buffer], skipped: bool | Tensor) -> None:
-        """Ends a step for these buffers, together for each device and dtype."""
-        kinds: dict[object, list[_Buffer]] = {}
-        for buffer in changed:
-            now = buffer.table.get(buffer.name)
-            if not self._is_followed(now):
-                for buffers in (self._counted, self._uncounted):
-                    if buffer in buffers:
-                        buffers.remove(buffer)
-            elif buffer.saved is not None and buffer.saved.numel() == now.numel():
-                alone: int | None = None
-                if now.nbytes > COPIED_ALONE:
-                    alone = id(buffer)
-                kinds.setdefault((now.device, now.dtype, alone), []).append(buffer)
-            elif buffer.saved is not None and bool(skipped):
-                # Its first forward pass has given it its shape. A sync, once for each such buffer.
-                buffer.replace(buffer.saved)
-            else:
-                buffer.note(now, now.clone().reshape(-1))
-        for buffers in kinds.values():
-            _end(buffers, skipped)
-
-    def compare_contents(self) -> None:
-        """Finds the buffers that are written without a new version. Called after each step.
-
-        Compares the contents after the first two steps, once, without a sync:
-
-            step 1, step 2     sums over the bits of each buffer, copied to the host
-            step 12            compares the sums; on a CPU already at step 2
-        """
-        if self._ended > STEPS_TO_READ or not self._buffers:
-            return
-        self._ended += 1
-        if self._ended == 1:
-            self.save()  # with the buffers that the first forward pass has made
-        if self._ended <= 2:
-            devices: dict[torch.device, list[_Buffer]] = {}
-            for buffer in self._buffers:
-                devices.setdefault(buffer.tensor.device, []).append(buffer)
-            for buffers in devices.values():
-                writes = [(id(buffer.tensor), buffer.version) for buffer in buffers]
-                self._sums.append((buffers, writes, _sums(buffers)))
-        step_to_read = STEPS_TO_READ
-        if all(buffer.tensor.is_cpu for buffer in self._buffers):
-            step_to_read = 2
-        if self._ended == step_to_read:
-            self._read_sums()
-            self._sums = []
-            self._ended = STEPS_TO_READ + 1
-
-    def _read_sums(self) -> None:
-        """Moves buffers with other content, but without a counted write, to `_uncounted`."""
-        first: dict[int, tuple[tuple[int, int], int]] = {}
-        for buffers, writes, sums in self._sums:
-            for buffer, write, value in zip(buffers, writes, sums.read().tolist(), strict=True):
-                first_write, first_value = first.setdefault(id(buffer), (write, value))
-                was_written = first_value != value
-                was_counted = first_write != write
-                if was_written and not was_counted and buffer in self._counted:
-                    self._counted.remove(buffer)
-                    self._uncounted.append(buffer)
-
-    def _found(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
-        """Yields the table, the name and the value of each buffer that is followed."""
-        seen: set[int] = set()
-        for module in self._modules:
-            for name, now in module._buffers.items():
-                if name not in self._without and id(now) not in seen and self._is_followed(now):
-                    seen.add(id(now))
-                    yield module._buffers, name, now
-
-    def _is_followed(self, now: Tensor | None) -> TypeGuard[Tensor]:
-        """Whether a buffer is of a kind that can be restored."""
-        return (
-            type(now) is Tensor
-            and (now.is_floating_point() or now.is_complex())
-            and now.layout is torch.strided
-            and not (now.is_meta or now.requires_grad or now.is_inference())
-            and now.nbytes <= self._largest
-        )
-
-
-def _end(buffers: Sequence[_Buffer], skipped: bool | Tensor) -> None:
-    """Ends a step for buffers of one device and dtype whose number of elements is as before."""
-    tensors: list[Tensor] = []
-    saved_parts: list[Tensor] = []
-    for buffer in buffers:
-        tensor = buffer.table[buffer.name]
-        assert tensor is not None  # both: see `WrittenBuffers._end`
-        assert buffer.saved is not None
-        tensors.append(tensor)
-        saved_parts.append(buffer.saved)
-    counts = [part.numel() for part in saved_parts]
-    if len(tensors) == 1:
-        now = tensors[0].reshape(-1)
-    else:
-        now = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    if skipped is False and now.is_cpu and not math.isnan(now.sum()):
-        # The step is kept, and without NaN: the usual case, in which nothing is restored.
-        values: Sequence[Tensor]
-        if len(tensors) == 1:
-            values = [saved_parts[0].copy_(now)]  # `now` shares the buffer's memory
-        else:
-            values = now.split(counts)
-        for buffer, tensor, value in zip(buffers, tensors, values, strict=True):
-            buffer.note(tensor, value)
-        return
-    saved = torch.cat(saved_parts)
-    if skipped is not True:
-        restored = now.isnan()
-        if isinstance(skipped, Tensor):
-            restored |= gradients.moved(skipped, now.device) > 0
-        saved = torch.where(restored, saved, now)
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for buffer, tensor, value in zip(buffers, tensors, saved.split(counts), strict=True):
-        if tensor is buffer.tensor and tensor.shape == buffer.shape:
-            # Like a layer's own kernel, a write to .data counts as no write for autograd.
-            targets.append(tensor.data)
-            sources.append(value.view(buffer.shape))
-            buffer.note(tensor, value)
-        else:
-            buffer.replace(value)
-    if targets:
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _sums(buffers: Sequence[_Buffer]) -> AsyncCopy:
-    """A sum over the bits of each buffer, which a write changes."""
-    sums: list[Tensor] = []
-    for buffer in buffers:
-        bits = buffer.tensor.detach().reshape(-1).view(torch.uint8)
-        sums.append(bits.sum(dtype=torch.int64))
-    return AsyncCopy(torch.stack(sums))
-
 
 NAMES = ("running_mean", "running_var", "num_batches_tracked")
 """torch's names of these buffers, which other libraries' layers use too."""
 
 
 class BatchStatistics:
-    """The batch statistics, and other floating buffers, of the layers that one optimizer trains.
-
-    A skipped step of the optimizer restores them to their values after its previous step. Layers
-    that no optimizer trains (a weight average) stay.
-
-        step n ends ─► save ─► forward pass n + 1 writes ─► step n + 1 is skipped ─► restore
+    """The batch statistics of some layers, and their values after the last step that was kept.
 
     Args:
-        name: name of the optimizer in the state.
-        layers: the layers that the optimizer trains.
-        healing: the handle of the optimizer.
-
-    Attributes:
-        name: name of the optimizer in the state.
+        layers: the layers that one optimizer trains. Layers without batch statistics are ignored.
     """
 
-    def __init__(self, name: str, layers: Sequence[nn.Module], healing: Healing) -> None:
-        self.name = name
-        self._written = WrittenBuffers(layers, NAMES, gradients.parameters(healing.optimizer))
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = [layer for layer in layers if {*NAMES} & {*layer._buffers}]
         self._buffers: list[Tensor] = []
         self._blocks: list[tuple[list[Tensor], Tensor]] = []
         """For each dtype and device: 1-d views of the buffers, and their saved values."""
         self.save()
 
-    @classmethod
-    def of(cls, state: State, healings: Mapping[str, Healing]) -> list[BatchStatistics]:
-        """The batch statistics of a whole state.
-
-        Args:
-            state: the state of the run.
-            healings: the handle of each optimizer, by name.
-
-        Returns:
-            One object for each optimizer with such layers. None in observe mode, which changes
-            nothing.
-        """
-        healed: dict[str, Healing] = {}
-        for name, healing in healings.items():
-            if healing.engine.mode != "observe":
-                healed[name] = healing
-        found: list[BatchStatistics] = []
-        for name, layers in layers_of(state, healed).items():
-            found.append(cls(name, layers, healed[name]))
-        return found
-
     @torch.no_grad()
     def save(self) -> None:
         """Saves the current values, including non-finite values."""
-        self._written.save()
-        self._save_statistics()
-
-    def _save_statistics(self) -> None:
-        """Saves the statistics, and not the other buffers."""
         self._buffers = statistics(self._layers)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for buffer in self._buffers:
@@ -374,15 +50,6 @@ class BatchStatistics:
             kinds.setdefault((buffer.device, buffer.dtype), []).append(local.data.view(-1))
         self._blocks = [(buffers, torch.cat(buffers)) for buffers in kinds.values()]
 
-    def keep_written(self) -> None:
-        """Saves what the program has written into other buffers since the last step."""
-        self._written.keep()
-
-    def on_step_ended(self, skipped: bool | Tensor) -> None:
-        """Ends a judged step, see `StepListener.ended`."""
-        self.end(skipped)
-        self._written.compare_contents()
-
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:
         """Ends a step: restores the values after a skip, otherwise saves the values.
@@ -393,11 +60,10 @@ class BatchStatistics:
         Args:
             skipped: whether the step was skipped: a bool, or a 0-d float32 of 0 or 1 on the device.
         """
-        self._written.end(skipped)
         current = statistics(self._layers)
         if [*map(id, current)] != [*map(id, self._buffers)]:
             # For example moved to another device: there is nothing to restore.
-            self._save_statistics()
+            self.save()
             return
         for i, (buffers, saved) in enumerate(self._blocks):
             if skipped is not True:
@@ -437,59 +103,3 @@ def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
             if buffer is not None and not isinstance(buffer, UninitializedBuffer):
                 buffers.append(buffer)
     return buffers
-
-
-def _is_restored(name: str, buffer: Tensor | None) -> bool:
-    """Whether a skipped step restores this buffer, if its layer is trained."""
-    if buffer is None:
-        return False
-    if name in NAMES:
-        return True
-    return type(buffer) is Tensor and (buffer.is_floating_point() or buffer.is_complex())
-
-
-def layers_of(state: State, healings: Mapping[str, Healing]) -> dict[str, list[nn.Module]]:
-    """Layers with batch statistics or other floating buffers.
-
-    A layer without trained parameters belongs to the optimizer of the nearest enclosing module with
-    trained parameters.
-
-    Args:
-        state: the state of the run.
-        healings: the handle of each optimizer, by name.
-
-    Returns:
-        Name of an optimizer -> its layers, in the order of the state.
-    """
-    owners: dict[int, str] = {}  # id of a parameter -> name of its optimizer
-    for name, healing in healings.items():
-        for p in gradients.parameters(healing.optimizer):
-            owners[id(p)] = name
-    if not owners:
-        return {}
-    found: dict[str, list[nn.Module]] = {}
-    seen: set[int] = set()
-    for root in state.values():
-        if not isinstance(root, nn.Module):
-            continue
-        for path, layer in root.named_modules():
-            if id(layer) in seen:
-                continue
-            if not any(_is_restored(name, each) for name, each in layer._buffers.items()):
-                continue
-            seen.add(id(layer))
-            owner = _owner_of(root, path, owners)
-            if owner is not None:
-                found.setdefault(owner, []).append(layer)
-    return found
-
-
-def _owner_of(root: nn.Module, path: str, owners: Mapping[int, str]) -> str | None:
-    """The optimizer of the module at this path, or else of the nearest enclosing module."""
-    while True:
-        for p in root.get_submodule(path).parameters():
-            if id(p) in owners:
-                return owners[id(p)]
-        if not path:
-            return None
-        path = path.rpartition(".")[0]

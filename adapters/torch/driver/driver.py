@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from healcore import console
-from healcore.core.decision import StepRecord
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, check_engines
@@ -23,22 +20,18 @@ from healcore.runtime.store.values import attribute
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver import optimizer_steps
-from healcore.torch.driver.accumulation import Accumulation, GradientWindow
+from healcore.torch.driver.accumulation import Accumulation
 from healcore.torch.driver.added_groups import AddedGroups, group_names
 from healcore.torch.driver.attaching import attach_all
-from healcore.torch.driver.batch_statistics import BatchStatistics
+from healcore.torch.driver.followed_optimizer import FollowedOptimizer
+from healcore.torch.driver.gradient_window import GradientWindow
+from healcore.torch.driver.layer_buffers import buffers_of
 from healcore.torch.driver.memory import cuda_profiles, memory_of
 from healcore.torch.driver.optimizer_steps import OptimizerSteps
-from healcore.torch.driver.pending_step import (
-    MOST_EARLY,
-    DriverListener,
-    PendingEntry,
-    PendingStep,
-    Recorder,
-)
+from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.weight_sample import WeightSample
-from healcore.torch.driver.weights import TorchWeights
+from healcore.torch.driver.weights import Key, TorchWeights
 from healcore.torch.enforcer import moments_obstacle
 from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.engines import keep_after_cuda_error
@@ -48,9 +41,6 @@ from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
 from healcore.torch.store.partial_restore import load_common
 
-STEPS_WITHOUT_DISPATCH = 100
-"""Steps before the first call of `take_dispatch` after which a line says so."""
-
 
 class TorchDriver(Driver):
     """Implements `healcore.runtime.driver.Driver` for a run in torch.
@@ -59,9 +49,10 @@ class TorchDriver(Driver):
     asks the driver between two batches what has happened:
 
         program        observe ─► backward ─► optimizer.step()
-        in the step    HealedStep judges ─► DriverListener ─► Recorder keeps a PendingEntry
+        in the step    HealedStep judges ─► FollowedOptimizer ─► Recorder keeps a PendingEntry
         Healer         take_dispatch ─► PendingStep, some batches later read ─► StepRecords
 
+    What belongs to one optimizer is in its `FollowedOptimizer`. The other parts see all optimizers.
     The other methods answer questions about the live state (weights, numbers, structure), or
     change it (`load`, `hold_numbers`). See `Driver` for what each method has to do.
 
@@ -77,6 +68,7 @@ class TorchDriver(Driver):
         AttachError: the state cannot be healed, or `attach` raises it. Nothing was changed.
     """
 
+    window: GradientWindow
     framework = "torch"
     on_end = staticmethod(keep_after_cuda_error)
 
@@ -103,45 +95,28 @@ class TorchDriver(Driver):
         """The handles that this driver has made, and detaches in `close`."""
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = _do_nothing
-        self._pending: deque[PendingEntry] = deque()
-        """Judged steps since the last `take_dispatch` that have not been read."""
-        self._early: deque[StepRecord] = deque(maxlen=MOST_EARLY)
-        """Records of the steps before `_pending`, which were read because they were too many."""
-        self._recorders: list[Recorder] = []
-        for name in self.healings:
-            recorder = Recorder(
-                name, self._state, self.healings, self._pending, self._early, self.warnings
-            )
-            self._recorders.append(recorder)
-        self._accumulations: list[Accumulation] = []
-        for healing in healings.values():
-            self._accumulations.append(Accumulation(healing, self._after_step))
-        self._steps = OptimizerSteps(self._accumulations)
-        self._steps_without_dispatch = 0.0
-        """Number of steps before the first call of `take_dispatch`, then -Inf."""
-        self._listeners: dict[str, DriverListener] = {}
-        """What hears of the steps of each optimizer, by its name in the state."""
-        for recorder, accumulation in zip(self._recorders, self._accumulations, strict=True):
-            self._listeners[recorder.name] = DriverListener(recorder, accumulation)
-        self._statistics: list[BatchStatistics] = []
-        self._find_statistics()
-        self._weights = TorchWeights(self._state, self.healings, self._accumulations)
+        self._pending = PendingEntries()
+        self._followed: list[FollowedOptimizer] = []
+        for name, healing in healings.items():
+            recorder = Recorder(name, self._state, healings, self._pending, self.warnings)
+            accumulation = Accumulation(healing, self._after_step)
+            self._followed.append(FollowedOptimizer(name, healing, recorder, accumulation))
+        self._find_buffers()
+        accumulations = [followed.accumulation for followed in self._followed]
+        self._steps = OptimizerSteps(accumulations)
+        self._weights = TorchWeights(self._state, healings, accumulations)
         self._sample: WeightSample | None = None
         """Sample of the weights after the last step, or None before `keep_weight_sample`."""
-        self.copy_weights = self._weights.copy
-        self.losses_of = self._weights.losses_of
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
         for healing in healings.values():
-            healing.healed_step.measurer.use_order_of(modules)
-        scaler = live_state.scaler(self._state)
-        self._window = GradientWindow(self._accumulations, self._statistics, scaler, modules)
-        self.window = self._window
+            healing.healed_step.measurer.clip_order.use_modules(modules)
+        self.window = GradientWindow(self._followed, live_state.scaler(self._state), modules)
         optimizers = self._optimizers()
         self._structure = StructureWatch(self._state, optimizers)
         self._added_groups = AddedGroups(self._state, optimizers)
         self._ranks: Ranks | None = None
-        for name, listener in self._listeners.items():
-            self.healings[name].healed_step.set_listener(listener)
+        for followed in self._followed:
+            followed.healing.healed_step.set_listener(followed)
 
     @property
     def live(self) -> Mapping[str, Any]:
@@ -155,12 +130,12 @@ class TorchDriver(Driver):
     ) -> None:
         """Reports a loss. See `Healing.observe`.
 
-        It also notes the `torch.autocast` of the loop, in which comparisons compute their losses.
+        Also notes the `torch.autocast` of the loop, in which comparisons compute their losses.
 
         Args:
             loss: the loss of one (micro-)batch.
             optimizer: the optimizer that this loss trains, as the object or by its name in the
-                state. None: the loss is reported to all optimizers.
+                state; or None for all optimizers.
             weight: weight of this loss in the mean of the step.
 
         Raises:
@@ -204,21 +179,17 @@ class TorchDriver(Driver):
         Returns:
             The judged steps as one step, to be read later. None if no optimizer has stepped.
         """
-        for healing in self.healings.values():
-            healing.judge_dropped()
-        self._steps_without_dispatch = -math.inf
+        for followed in self._followed:
+            followed.healing.judge_dropped()
         if not self._steps.in_progress:
-            for statistics in self._statistics:
-                statistics.keep_written()
-        entries = [*self._pending]
-        early = [*self._early]
-        self._pending.clear()
-        self._early.clear()
-        self._steps.end_batch(judged=bool(entries))
-        if not entries:
+            for followed in self._followed:
+                if followed.buffers is not None:
+                    followed.buffers.keep_written()
+        step = self._pending.take()
+        self._steps.end_batch(judged=step is not None)
+        if step is None:
             self._drop_losses_of_skipped_batches()
-            return None
-        return PendingStep(entries, early)
+        return step
 
     def _drop_losses_of_skipped_batches(self) -> None:
         """Drops losses of NaN or Inf if the loop itself has skipped their batch.
@@ -249,13 +220,13 @@ class TorchDriver(Driver):
     def expect_change(self) -> None:
         """Opens every engine's grace window at its next step.
 
-        Batch statistics are saved as they are now, for example loaded with other weights. If the
-        next step is skipped, it restores these values.
+        The buffers are saved as they are now, for example loaded with other weights. If the next
+        step is skipped, it restores these values.
         """
-        for healing in self.healings.values():
-            healing.expect_change()
-        for statistics in self._statistics:
-            statistics.end(False)
+        for followed in self._followed:
+            followed.healing.expect_change()
+            if followed.buffers is not None:
+                followed.buffers.end(False)
 
     # -- the state ------------------------------------------------------------------------------
 
@@ -287,7 +258,7 @@ class TorchDriver(Driver):
         Args:
             state: name -> saved value, or None to keep the live state.
             engines: name -> `Engine.to_dict` of the engines to replace.
-            reset_moments: whether moments and step counters start anew.
+            reset_moments: whether moments and step counters are reset.
 
         Raises:
             StateMismatch: see `Driver.load`.
@@ -311,26 +282,25 @@ class TorchDriver(Driver):
             healing = self.healings[name]
             healing.live_engine.load(data, rollback=False)
             healing.healed_step.on_state_loaded(keeps_signals=state is None)
-        for recorder in self._recorders:
+        for followed in self._followed:
             if state is not None:
-                recorder.restart()
+                followed.recorder.restart()
             else:
                 # A state that only limits something has the same step, whose record may be unread.
-                recorder.restart(replaced_step=steps.get(recorder.name))
+                followed.recorder.restart(replaced_step=steps.get(followed.name))
         self._pending.clear()
-        self._early.clear()
 
     def structure_changes(self) -> list[str]:
         """See `Driver.structure_changes`.
 
-        After a change the hooks move to the parameters that are there now, and the batch statistics
-        of the layers that are there now are watched.
+        After a change the hooks move to the current parameters, and skipped steps restore the
+        buffers of the current layers.
         """
         changes = self._structure.changes()
         if changes:
-            for accumulation in self._accumulations:
-                accumulation.on_new_structure()
-            self._find_statistics()
+            for followed in self._followed:
+                followed.accumulation.on_new_structure()
+            self._find_buffers()
         return changes
 
     def load_common(self, saved: CommonState) -> None:
@@ -388,15 +358,31 @@ class TorchDriver(Driver):
     def undo_window(self) -> str:
         """See `Driver.undo_window`.
 
-        A forward pass has written batch statistics, and FSDP2 may have gathered parameters. Both
-        are restored. Gradients and losses stay: a checkpoint has neither.
+        A forward pass has written buffers, and FSDP2 may have gathered parameters. Both are
+        restored. Gradients and losses stay: a checkpoint has neither.
         """
-        for statistics in self._statistics:
-            statistics.end(True)
+        for followed in self._followed:
+            if followed.buffers is not None:
+                followed.buffers.end(True)
         self._weights.reshard()
         return ""
 
     # -- weights and numbers --------------------------------------------------------------------
+
+    def copy_weights(self) -> dict[Key, Tensor]:
+        """See `Driver.copy_weights`."""
+        return self._weights.copy()
+
+    def losses_of(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        weights: Mapping[Key, Tensor] | None = None,
+        *,
+        redraw: bool = False,
+    ) -> list[Any]:
+        """See `Driver.losses_of`, and `TorchWeights.losses_of`."""
+        return self._weights.losses_of(loss_fn, batches, weights, redraw=redraw)
 
     def keep_weight_sample(self) -> None:
         """See `Driver.keep_weight_sample`."""
@@ -469,8 +455,8 @@ class TorchDriver(Driver):
     def suspect_numbers(self) -> list[str]:
         """See `Driver.suspect_numbers`. A scheduler may have changed the rates since the step."""
         rates: set[float] = set()
-        for recorder in self._recorders:
-            rates.update(recorder.bad_rates)
+        for followed in self._followed:
+            rates.update(followed.recorder.bad_rates)
         return [f"the learning rate is {rate}" for rate in sorted(rates)]
 
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
@@ -495,10 +481,10 @@ class TorchDriver(Driver):
         """The default store of a run. Every rank has to call it.
 
         Args:
-            where: a directory, or None.
+            where: a directory, or None for host memory.
 
         Returns:
-            A `MemoryStore` without a directory, otherwise a `DCPStore` with copies in memory.
+            A `DCPStore` in the directory, with copies in memory; or a `MemoryStore`.
         """
         if where is None:
             return MemoryStore()
@@ -514,6 +500,7 @@ class TorchDriver(Driver):
         return self._ranks
 
     def _new_ranks(self) -> Ranks:
+        """The ranks that step together, with a gloo group of their own."""
         members = self._members
         if len(members) > 1:
             return GlooRanks(members=members)
@@ -527,11 +514,10 @@ class TorchDriver(Driver):
         """
         self._structure.close()
         self._added_groups.close()
-        self._window.close()
-        for accumulation in self._accumulations:
-            accumulation.close()
-        for healing in self.healings.values():
-            healing.healed_step.remove_listener()
+        self.window.close()
+        for followed in self._followed:
+            followed.accumulation.close()
+            followed.healing.healed_step.remove_listener()
         for healing in self._own:
             healing.detach()
 
@@ -539,30 +525,25 @@ class TorchDriver(Driver):
         """Drops gradients and signals since the last step, which belong to the earlier state."""
         if self._sample is not None:
             self._sample.keep()
-        for accumulation in self._accumulations:
-            accumulation.clear(used=False)
-            accumulation.healing.healed_step.measurer.clear()
-        for statistics in self._statistics:
-            statistics.save()
+        for followed in self._followed:
+            followed.accumulation.clear(used=False)
+            followed.healing.healed_step.measurer.clear()
+            if followed.buffers is not None:
+                followed.buffers.save()
 
     def _after_step(self) -> None:
-        self._steps.observed = False
-        for accumulation in self._accumulations:
-            accumulation.reached_since_any_step = False
-        self._steps_without_dispatch += 1
-        if self._steps_without_dispatch == STEPS_WITHOUT_DISPATCH:
-            console.warning(
-                f"{STEPS_WITHOUT_DISPATCH} steps, but neither healer.batches(loader) nor "
-                "healer.after_step() was called: without them the Healer cannot save, roll back or "
-                "stop the run; write `for batch in healer.batches(loader)`"
-            )
+        """Notes a step of any optimizer, and tells the run. Each `Accumulation` calls it."""
+        self._steps.on_step()
         self.on_step()
 
-    def _find_statistics(self) -> None:
-        """Finds the layers with batch statistics, at the start and after a change of structure."""
-        self._statistics[:] = BatchStatistics.of(self._state, self.healings)
-        for statistics in self._statistics:
-            self._listeners[statistics.name].statistics = statistics
+    def _find_buffers(self) -> None:
+        """Finds the buffers that the forward passes write, see `buffers_of`.
+
+        Called at the start and after a change of structure.
+        """
+        buffers = buffers_of(self._state, self.healings)
+        for followed in self._followed:
+            followed.buffers = buffers.get(followed.name)
 
     def _optimizers(self) -> dict[str, Optimizer]:
         """The optimizers by name, without wrappers."""
@@ -585,6 +566,7 @@ class TorchDriver(Driver):
         return max((each.healed_step.all_reduce.ranks.members for each in healings), key=len)
 
     def _healings_of(self, optimizer: str | Optimizer | None) -> list[Healing]:
+        """The handle of an optimizer, given as the object or by its name, or all handles."""
         if optimizer is None:
             return list(self.healings.values())
         for name, healing in self.healings.items():

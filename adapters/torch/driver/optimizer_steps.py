@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from healcore import console
 from healcore.runtime.driver import NumberRange
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
+
+STEPS_WITHOUT_DISPATCH = 100
+"""Steps before the first call of `TorchDriver.take_dispatch` after which a line says so."""
 
 
 class OptimizerSteps:
@@ -28,7 +32,7 @@ class OptimizerSteps:
     Attributes:
         accumulations: the gradients of each optimizer.
         observed: whether a loss was observed since the last step of any optimizer. The driver sets
-            it.
+            it, and `on_step` resets it.
     """
 
     def __init__(self, accumulations: Sequence[Accumulation]) -> None:
@@ -36,11 +40,30 @@ class OptimizerSteps:
         self.observed = False
         self._usual = set(accumulations)
         """The accumulations whose optimizers stepped for the last batch; at first all."""
+        self._steps_without_dispatch = 0
+        """Number of steps before the first `end_batch`."""
+        self._has_ended_batch = False
+        """Whether `end_batch` was ever called: the program lets the Healer act between batches."""
 
     @property
     def in_progress(self) -> bool:
         """Whether any optimizer has gradients that it has not stepped with."""
         return any(accumulation.in_progress for accumulation in self.accumulations)
+
+    def on_step(self) -> None:
+        """Notes a step of any optimizer. No loss and no backward pass has followed it yet."""
+        self.observed = False
+        for accumulation in self.accumulations:
+            accumulation.reached_since_any_step = False
+        if self._has_ended_batch:
+            return
+        self._steps_without_dispatch += 1
+        if self._steps_without_dispatch == STEPS_WITHOUT_DISPATCH:
+            console.warning(
+                f"{STEPS_WITHOUT_DISPATCH} steps, but neither healer.batches(loader) nor "
+                "healer.after_step() was called: without them the Healer cannot save, roll back or "
+                "stop the run; write `for batch in healer.batches(loader)`"
+            )
 
     def end_batch(self, *, judged: bool) -> None:
         """Takes note of the optimizers that have stepped since the last call.
@@ -51,6 +74,7 @@ class OptimizerSteps:
         Args:
             judged: whether any step was judged since the last call.
         """
+        self._has_ended_batch = True
         stepped = self._stepped()
         if stepped:
             self._usual = stepped

@@ -1,8 +1,8 @@
 """Judged steps whose records the host has not read yet.
 
-`DriverListener` hears of each step of one optimizer and passes it on to the parts of the driver.
-Among them is the `Recorder`, which keeps the record of the step as a `PendingEntry`. The entries of
-one dispatch are a `PendingStep`, which the Healer reads some dispatches later.
+The `Recorder` of each optimizer keeps the record of a judged step as a `PendingEntry`. All
+recorders of a run append to the same `PendingEntries`. The entries of one dispatch are a
+`PendingStep`, which the Healer reads some dispatches later.
 """
 
 from __future__ import annotations
@@ -12,23 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from healcore.core.decision import StepRecord, SuspectGradient, is_by_optimizer, suspect_gradients
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing
-from healcore.torch.driver.accumulation import Accumulation
-from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.engines import AsyncCopy, PendingRecord
 from healcore.torch.incident_log import MissingLoss
 from healcore.torch.live_state import State
 from healcore.torch.measurement import StepNorms
 
-MOST_PENDING = 256
-"""Entries to keep; older entries are read at once. A loop may take many steps per batch, as in
-RL."""
-MOST_EARLY = 2**16
-"""Largest number of records that were read and not yet taken."""
+MAX_PENDING = 256
+"""Maximum number of entries that were not read. A loop may take many steps per batch, as in RL."""
+MAX_EARLY = 2**16
+"""Maximum number of records that were read and not yet taken."""
 
 
 class PendingEntry(NamedTuple):
@@ -51,18 +47,65 @@ class PendingEntry(NamedTuple):
     """Whether the engine has read the rate of this step, tensors included."""
 
 
-class Recorder:
-    """Appends an entry to `pending` for every judged step of one optimizer, without a sync.
+class PendingEntries:
+    """The judged steps of all optimizers since the last `TorchDriver.take_dispatch`, oldest first.
 
-        StepListener.judged ─► record ─► pending ─► PendingStep ─► read ─► StepRecord
-                                    └─► more than MOST_PENDING: read at once ─► early
+    A loop may take any number of steps for one batch. So that the entries do not fill the memory,
+    the oldest entry is read as soon as there are more than `MAX_PENDING`:
+
+        append ─► entries ─► take ─► PendingStep
+                     └─► more than MAX_PENDING: read at once ─► early records ─► take
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[PendingEntry] = deque()
+        """The entries that were not read."""
+        self._early: deque[StepRecord] = deque(maxlen=MAX_EARLY)
+        """Records of the steps before `_entries`, which were read because they were too many."""
+
+    def __len__(self) -> int:
+        """Number of entries that were not read."""
+        return len(self._entries)
+
+    def append(self, entry: PendingEntry) -> None:
+        """Appends a step that was judged now. Reads the oldest step if there are too many.
+
+        Args:
+            entry: the step.
+        """
+        self._entries.append(entry)
+        if len(self._entries) > MAX_PENDING:
+            oldest = self._entries.popleft()
+            self._early.append(oldest.recorder.read(oldest))
+
+    def take(self) -> PendingStep | None:
+        """Removes all entries and records.
+
+        Returns:
+            The judged steps as one step, or None if no optimizer has stepped.
+        """
+        step: PendingStep | None = None
+        if self._entries:
+            step = PendingStep([*self._entries], [*self._early])
+        self.clear()
+        return step
+
+    def clear(self) -> None:
+        """Drops all entries and records, which belong to a state that was replaced."""
+        self._entries.clear()
+        self._early.clear()
+
+
+class Recorder:
+    """Makes an entry for every judged step of one optimizer, without a sync, and reads it later.
+
+        StepListener.judged ─► record ─► PendingEntries ─► PendingStep ─► read ─► StepRecord
 
     Args:
         name: name of the optimizer in the state.
         state: the state of the run.
         healings: the handle of each optimizer, by name.
-        pending: entries of all recorders of the run, oldest first.
-        early: records of entries that were read because `pending` was full.
+        pending: entries of all recorders of the run.
         warnings: lines for the log of the run.
     """
 
@@ -71,8 +114,7 @@ class Recorder:
         name: str,
         state: State,
         healings: Mapping[str, Healing],
-        pending: deque[PendingEntry],
-        early: deque[StepRecord],
+        pending: PendingEntries,
         warnings: list[str],
     ) -> None:
         self.name = name
@@ -80,7 +122,6 @@ class Recorder:
         self._healings = healings
         self._healing = healings[name]
         self._pending = pending
-        self._early = early
         self._warnings = warnings
         self._missing_loss = MissingLoss(self._healing.engine)
         self.bad_rates: tuple[float, ...] = ()
@@ -93,8 +134,9 @@ class Recorder:
         """Counts the step of the engine's new state as read. Call it after a load. A sync.
 
         Args:
-            replaced_step: step of the state that was replaced. If the new state has the same step,
-                its record may be unread, and is not counted as read. None: it counts as read.
+            replaced_step: step of the state that was replaced, or None if it does not matter. If
+                the new state has the same step, the record of this step may be unread, and does
+                not count as read.
         """
         step = int(self._healing.live_engine.state.step)
         if replaced_step is None or int(replaced_step) != step:
@@ -118,12 +160,9 @@ class Recorder:
             norms=norms,
             marks=step.all_reduce.last_marks,
             lr=max(rates, default=None),
-            engine_reads_rate=step.live_engine.stepping.limits_lr,
+            engine_reads_rate=step.live_engine.step_engine.limits_lr,
         )
         self._pending.append(entry)
-        if len(self._pending) > MOST_PENDING:
-            oldest = self._pending.popleft()
-            self._early.append(oldest.recorder.read(oldest))
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """Reads an entry. The entries of a recorder have to be read in order.
@@ -223,36 +262,3 @@ class PendingStep:
                 self._records.append(entry.recorder.read(entry))
             self._entries = ()
         return [self._records]
-
-
-class DriverListener:
-    """The `StepListener` of one optimizer that belongs to a Healer.
-
-    The driver has one part for each question about a step:
-
-        judged  ─► Recorder          keeps the step, which the run reads some batches later
-        ended   ─► BatchStatistics   saves or restores what the forward pass has written
-        stepped ─► Accumulation      no gradient is left that no step has used
-
-    It refers to these parts and not to the driver, because hooks of the optimizer refer to it, and
-    Python does not collect a cycle through these hooks.
-
-    Args:
-        recorder: keeps the judged steps of this optimizer.
-        accumulation: knows the gradients since the last step of this optimizer.
-
-    Attributes:
-        statistics: the batch statistics of the layers that this optimizer trains, or None without
-            such layers. The driver replaces them when the structure of the model changes.
-    """
-
-    def __init__(self, recorder: Recorder, accumulation: Accumulation) -> None:
-        self.statistics: BatchStatistics | None = None
-        # Bound methods of the parts, so that a step makes no second call.
-        self.judged = recorder.record
-        self.stepped = accumulation.on_step
-
-    def ended(self, skipped: bool | Tensor) -> None:
-        """See `StepListener.ended`."""
-        if self.statistics is not None:
-            self.statistics.on_step_ended(skipped)

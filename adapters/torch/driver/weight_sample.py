@@ -69,8 +69,8 @@ class WeightSample:
     """A few bytes of the weights of a state.
 
     The sample has three trained parameters of each module, and two frozen parameters next to
-    trained parameters, which adapters are merged into. To read it takes as long for a large model
-    as for a small one: a microsecond on a CPU, and one small kernel without a sync on an
+    trained parameters, into which adapters are merged. Reading the sample takes the same time for
+    every size of a model: a microsecond on a CPU, and one small kernel without a sync on an
     accelerator.
 
     Tensors of a kind whose bytes cannot be read (sharded, quantized, sparse) have no sample.
@@ -223,8 +223,8 @@ def _chosen(state: State, healings: Mapping[str, Healing]) -> Iterator[_Place]:
         near: set[str] = set()
         for candidate in own:
             near.update(_modules_of(candidate.path, 3))
-        beside = [each for each in frozen if near & {*_modules_of(each.path, 2)}]
-        for candidate in [*_spread(own, 3), *_spread(beside, 2)]:
+        merged_into = [each for each in frozen if near & {*_modules_of(each.path, 2)}]
+        for candidate in [*_spread(own, 3), *_spread(merged_into, 2)]:
             yield candidate.place
 
 

@@ -1,4 +1,4 @@
-"""`TorchWeights`: copies, replaces and evaluates the weights of a state. The run is unchanged."""
+"""`TorchWeights`: copies the weights of a state, and evaluates the copies. The run is unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
 from healcore.torch.live_state import State
 
-Key = int | tuple[int, str]
+Key: TypeAlias = int | tuple[int, str]
 """The id of a parameter, or the id of a module and the name of its buffer.
 
 A forward pass may replace a buffer by a new tensor, so the id of a buffer does not last.
@@ -37,7 +37,8 @@ class TorchWeights:
     """The weights of a state: the tensors that one comparison replaces together.
 
     These are the parameters that the optimizers train, and the statistics of batch normalization,
-    which a layer in evaluation mode reads: damage in them would be on both sides.
+    which a layer in evaluation mode reads. If the statistics were not replaced, their damage would
+    be in both losses of a comparison.
 
     Everything else stays as it is now, because it belongs to the program and not to the weights: a
     mask of pruning, a flag of quantization, a temperature, and the queue of a momentum encoder.
@@ -46,6 +47,8 @@ class TorchWeights:
 
     For a DTensor, the weights are the local shard. Buffers and flags of a wrapper outside of the
     state are not restored.
+
+    The calls, in the order of a comparison:
 
         copy                        the weights of a healthy time, on the host
         losses_of(batches)          losses of the current weights
@@ -213,7 +216,7 @@ class TorchWeights:
         return {id(p): gradients.local_part(p) for p in params if p.requires_grad}
 
     def _followers(self) -> dict[Key, Tensor]:
-        """What belongs to the trained parameters: batch statistics."""
+        """The batch statistics, which belong to the trained parameters."""
         followers: dict[Key, Tensor] = {}
         for module in self._modules():
             for name in STATISTICS:
@@ -223,6 +226,7 @@ class TorchWeights:
         return followers
 
     def _all(self) -> dict[Key, Tensor]:
+        """All live tensors that a copy replaces."""
         return {**self._trained(), **self._followers()}
 
     def _write(self, weights: Mapping[Key, Tensor]) -> None:

@@ -21,6 +21,7 @@ from healcore.torch.engines.async_copy import AsyncCopy, keep_after_cuda_error
 from healcore.torch.engines.device import DeviceEngine
 from healcore.torch.engines.host import HostEngine, PendingRecord, StepOrder, is_cut, to_host
 from healcore.torch.engines.late_judge import RECORD_LAG
+from healcore.torch.engines.unread_records import UnreadRecords
 
 LiveEngine: TypeAlias = HostEngine | DeviceEngine
 """The engine of one optimizer, with its state."""
@@ -33,6 +34,7 @@ __all__ = [
     "LiveEngine",
     "PendingRecord",
     "StepOrder",
+    "UnreadRecords",
     "is_cut",
     "keep_after_cuda_error",
     "to_host",

@@ -45,12 +45,12 @@ class AsyncCopy:
     def has_arrived(self) -> bool:
         """Whether `read` would return without waiting.
 
-        True if this is unknown, as for a copy without an event. It does not wait itself.
+        Does not wait. True for a copy without an event, whose arrival is unknown.
         """
         return self._event is None or self._event.query()
 
     def read(self) -> np.ndarray:
-        """Returns the values on the host. Waits for the copy if it has not arrived.
+        """The values on the host. Waits for the copy if it has not arrived.
 
         Returns:
             The values as an array of NumPy, in the shape and dtype of the tensor.

@@ -47,9 +47,9 @@ class DeviceEngine(StatefulEngine):
     is_late = True
 
     def __init__(self, engine: Engine, groups: int, device: torch.device, *, compile: bool) -> None:
-        place = partial(torch.tensor, device=device)
+        to_leaf = partial(torch.tensor, device=device)
         self._device = device
-        super().__init__(engine, groups, xp=Namespace(device), place=place)
+        super().__init__(engine, groups, xp=Namespace(device), to_leaf=to_leaf)
         self.compiled = compile
         self._compiled_step: Callable[..., tuple[StepOrder, Decision]] | None = None
         if compile:
@@ -92,7 +92,7 @@ class DeviceEngine(StatefulEngine):
         self._record_copies: tuple[AsyncCopy, AsyncCopy] | None = None
         """Copies of the last step's record, which all its readers share, or None before one."""
         self._late: LateJudge | None = None
-        if self.stepping.tests_only_finite:
+        if self.step_engine.tests_only_finite:
             host = HostEngine(self.engine, self.groups)
             host.start(state)
             self._late = LateJudge(host, self._device)
@@ -101,9 +101,9 @@ class DeviceEngine(StatefulEngine):
     def judges_late(self) -> bool:
         """Whether steps are judged after they were taken, see `LateJudge`.
 
-        This is so for a policy whose decisions follow from the step alone: from a test for NaN and
-        Inf, and from a fixed clip. The device needs no state for them, so the judgment can follow
-        on the host.
+        True for a policy whose decisions follow from the step alone: from a test for NaN and Inf,
+        and from a fixed clip. The device needs no state for such decisions, so the host can judge
+        later.
         """
         return self._late is not None
 
@@ -111,8 +111,8 @@ class DeviceEngine(StatefulEngine):
     def state(self) -> EngineState:
         """The state after the last step.
 
-        If steps are judged late, the steps so far are judged now. This waits for the device, so it
-        is not for every step.
+        If steps are judged late, all steps so far are judged now. That waits for the device, so do
+        not read the state at every step.
         """
         if self._late is None:
             return self._state
@@ -149,7 +149,7 @@ class DeviceEngine(StatefulEngine):
         self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None
     ) -> tuple[StepOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
-        new, decision = self.stepping.step(self._state, signals, xp=self._xp)
+        new, decision = self.step_engine.step(self._state, signals, xp=self._xp)
         if torch.compiler.is_compiling():
             self._write(new)
         else:
@@ -157,12 +157,12 @@ class DeviceEngine(StatefulEngine):
         skip = decision.skip
         if found_inf is not None:
             skip = skip | (found_inf > 0)
-        if self.stepping.scales_grads:
+        if self.step_engine.scales_grads:
             if divisor is None:
                 divisor = torch.ones_like(decision.grad_scale)
             divisor = divisor / decision.grad_scale
         lr_scale = None
-        if self.stepping.scales_lr:
+        if self.step_engine.scales_lr:
             lr_scale = decision.lr_scale
         order = StepOrder(
             skip=skip.to(torch.float32),

@@ -128,11 +128,11 @@ class StatefulEngine:
         engine: the policy's engine.
         groups: number of parameters.
         xp: array namespace of the core.
-        place: makes a leaf of the state from a NumPy array.
+        to_leaf: makes a leaf of the state from a NumPy array.
 
     Attributes:
         engine: the policy's engine.
-        stepping: the engine that makes the steps, see `Engine.without_limit`.
+        step_engine: the engine that makes the steps, see `Engine.without_limit`.
         groups: number of parameters.
         max_norm: the limit of the policy's fixed clip, or None. None too in observe mode, and while
             a limit that a rollback has set may be lower.
@@ -146,12 +146,12 @@ class StatefulEngine:
     """Whether steps are judged after they were taken, see `LateJudge`."""
 
     def __init__(
-        self, engine: Engine, groups: int, *, xp: Any, place: Callable[[np.ndarray], Any]
+        self, engine: Engine, groups: int, *, xp: Any, to_leaf: Callable[[np.ndarray], Any]
     ) -> None:
         self.engine = engine
         self.groups = groups
         self._xp = xp
-        self._place = place
+        self._to_leaf = to_leaf
         self.start(engine.init(groups=groups))
 
     def start(self, state: EngineState) -> None:
@@ -160,14 +160,14 @@ class StatefulEngine:
         Args:
             state: a state with leaves of NumPy, which fits the engine and the number of parameters.
         """
-        self.stepping = self.engine.without_limit(state)
+        self.step_engine = self.engine.without_limit(state)
         clip = self.engine.config.clip
-        is_alone = self.engine.mode != "observe" and not self.stepping.limits_norm
+        is_alone = self.engine.mode != "observe" and not self.step_engine.limits_norm
         self.max_norm = None
         if clip is not None and self.engine.clips_at_fixed_norm and is_alone:
             _, rule = clip
             self.max_norm = shortest_decimal(np.float32(rule.max_norm))
-        self._state: EngineState = map_leaves(self._place, state)
+        self._state: EngineState = map_leaves(self._to_leaf, state)
         self._decision: Decision | None = None
 
     @property
@@ -228,7 +228,7 @@ class StatefulEngine:
                 return new
             return old
 
-        new = map_leaves(self._place, self.engine.init(groups=groups))
+        new = map_leaves(self._to_leaf, self.engine.init(groups=groups))
         self._state = map_leaves(extended, self._state, new)
 
     def to_dict(self) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class HostEngine(StatefulEngine):
     name = "host"
 
     def __init__(self, engine: Engine, groups: int) -> None:
-        super().__init__(engine, groups, xp=NUMPY, place=lambda leaf: leaf[()])  # 0-d: scalars
+        super().__init__(engine, groups, xp=NUMPY, to_leaf=lambda leaf: leaf[()])  # 0-d: scalars
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         """Engine, number of parameters and the signals' types -> the recorded step."""
 
@@ -335,14 +335,16 @@ class HostEngine(StatefulEngine):
             The decision in scalars of NumPy.
         """
         if signals.externally_skipped is not None:
-            externally_skipped = np.True_ if signals.externally_skipped > 0 else None
+            externally_skipped = None
+            if signals.externally_skipped > 0:
+                externally_skipped = np.True_
             signals = signals._replace(externally_skipped=externally_skipped)
         # A recorded step holds for these types only: an absent signal leaves no operation in it.
-        key = (self.stepping, self.groups, *map(type, signals))
+        key = (self.step_engine, self.groups, *map(type, signals))
         with np.errstate(all="ignore"):  # the core discards invalid values afterwards
             program = self._programs.get(key)
             if program is None:
-                program = to_program(self.stepping.step, self._state, signals)
+                program = to_program(self.step_engine.step, self._state, signals)
                 self._programs[key] = program
             self._state, decision = program(self._state, signals)
         self._decision = decision

@@ -60,8 +60,8 @@ class LateJudge:
         device    norm, finite test, copy to the host, fused kernel | step n + 1 ...
         host      dispatches step n                                 | judges step n - RECORD_LAG
 
-    Each step is judged by the same function of the same float32 numbers as in the step, so that
-    nothing but the time differs. For engines with `tests_only_finite`.
+    Only engines with `tests_only_finite` are judged late. Each step is judged by the same function
+    of the same float32 numbers as in the step, so only the time of the judgment differs.
 
     The device needs no result of the host: a step is skipped by the kernel that tests whether it is
     finite. The host needs no result of the device before its copy has arrived. So neither waits.
@@ -105,7 +105,7 @@ class LateJudge:
         self._recent.append(step)
         self._waiting.append(step)
         self._judge(lag=RECORD_LAG)
-        engine = self.host.stepping
+        engine = self.host.step_engine
         skip = torch.zeros((), device=self._device)
         if engine.mode == "observe":
             return StepOrder(skip, self._one, None, self._no_action, grad_divisor=divisor)
@@ -127,7 +127,7 @@ class LateJudge:
     def _test(self, found: Tensor, numbers: Tensor, present: Sequence[str]) -> None:
         """Sets `found` to 1 for a step with NaN or Inf."""
         tested = {"grad_norm"}
-        if self.host.stepping.skips_bad_loss:
+        if self.host.step_engine.skips_bad_loss:
             tested.add("loss")
         places = [place for place, name in enumerate(present) if name in tested]
         # `loss` and `grad_norm` are next to each other in `Signals`, so one slice has both.
@@ -148,10 +148,13 @@ class LateJudge:
 
     @property
     def compared_decision(self) -> Decision | None:
-        """The decision of `RECORD_LAG` steps before the last step, or None if there is none.
+        """The decision at the step `RECORD_LAG` steps before the last step.
 
-        Not of the newest step that is judged: a program may read the engine's state on one rank,
-        which judges all steps of that rank.
+        The newest judged step may differ between the ranks: a program may read the engine's state
+        on one rank, which judges all steps of that rank.
+
+        Returns:
+            The decision, or None before the run has taken so many steps.
         """
         if len(self._recent) <= RECORD_LAG:
             return None
@@ -160,8 +163,8 @@ class LateJudge:
     def finished(self) -> HostEngine:
         """The engine after all steps, which are judged now. Waits for the device.
 
-        Whatever reads or replaces the engine's state goes through it: without it, the state would
-        lack the steps that are not judged yet.
+        Code that reads or replaces the engine's state calls this method first. Otherwise the state
+        would lack the steps that are not judged yet.
         """
         self._judge()
         return self.host

@@ -118,10 +118,10 @@ def _new_group(members: Sequence[int], timeout: timedelta | None) -> Group:
     store.set(f"{name}/{rank}", str(groups))
     keys = [f"{name}/{member}" for member in ranks]
     store.wait(keys, timeout or MIN_TIMEOUT)
-    most_groups = 0
+    max_groups = 0
     for key in keys:
-        most_groups = max(most_groups, int(store.get(key)))
-    for _ in range(most_groups - groups):
+        max_groups = max(max_groups, int(store.get(key)))
+    for _ in range(max_groups - groups):
         dist.new_group([rank], backend="gloo", use_local_synchronization=True)
     return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
 

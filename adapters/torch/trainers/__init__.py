@@ -1,6 +1,7 @@
 """Integrations with the trainers of other libraries, each imported on first use.
 
-Each opens a `Healer` inside the training loop of the library. This file has their common parts.
+Each integration opens a `Healer` inside the training loop of a library. This file has the parts
+that several integrations use.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class TrainerOptions(Overrides, total=False):
     """Further arguments of `healcore.Healer`, and values to replace in the policy.
 
     The constructors of all trainers' callbacks take these as keywords, so that an option is written
-    as in a loop of one's own. Each key is described at the argument of `healcore.Healer` with its
+    as in a loop of your own. Each key is described at the argument of `healcore.Healer` with its
     name, and the values of the policy at `healcore.policy.load`.
     """
 
@@ -182,17 +183,17 @@ def adopt_trainer_checkpoint(
     """
     healings = healings_of(healer)
     known = {name: state for name, state in engines.items() if name in healings}
-    problem = ""
+    obstacle = ""
     if not known:
-        problem = "it has none"
+        obstacle = "it has none"
     try:
         hooks_of(healer).adopt_trainer_checkpoint(known, step=step)
     except StateError as error:
-        problem = str(error)
-    if problem:
+        obstacle = str(error)
+    if obstacle:
         console.warning(
             "the policy's state in the trainer's checkpoint was not loaded, so baselines, budgets "
-            f"and the learning-rate multiplier are reset: {problem}"
+            f"and the learning-rate multiplier are reset: {obstacle}"
         )
 
 
@@ -209,7 +210,8 @@ def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
         new: its value within the block.
     """
     attributes = vars(owner)
-    on_instance, original = name in attributes, attributes.get(name)
+    on_instance = name in attributes
+    original = attributes.get(name)
     setattr(owner, name, new)
     try:
         yield

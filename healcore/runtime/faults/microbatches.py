@@ -111,11 +111,11 @@ class Gradients(Protocol):
         """Whether an optimizer has stepped since `begin_window`."""
         ...
 
-    def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
+    def redo_window(self, kept_alive: list[Any], *, clear_cache: bool) -> None:
         """Restores the state of `begin_window` and frees the memory of the failed part.
 
         Args:
-            held: values that variables of the loop still refer to.
+            kept_alive: values that variables of the loop still refer to.
             clear_cache: whether to return unused memory of the framework's allocator.
         """
 

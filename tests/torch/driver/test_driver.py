@@ -19,8 +19,8 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import TorchDriver
-from healcore.torch.driver.driver import STEPS_WITHOUT_DISPATCH
-from healcore.torch.driver.pending_step import MOST_PENDING
+from healcore.torch.driver.optimizer_steps import STEPS_WITHOUT_DISPATCH
+from healcore.torch.driver.pending_step import MAX_PENDING
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run, single_record
 from tests.torch.optimizer_cases import host_and_device
@@ -122,10 +122,10 @@ def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCa
 def test_each_of_many_steps_per_batch_has_its_record():
     """As in PPO with many epochs over a rollout: a skip among the first of them is counted."""
     run, driver = driven()
-    for i in range(3 * MOST_PENDING):
+    for i in range(3 * MAX_PENDING):
         run.step(i, NAN if i == 5 else 1.0)
     (records,) = driver.take_dispatch().read()  # type: ignore[union-attr]
-    assert [each.step for each in records] == [*range(1, 3 * MOST_PENDING + 1)]
+    assert [each.step for each in records] == [*range(1, 3 * MAX_PENDING + 1)]
     assert [i for i, each in enumerate(records) if each.skip] == [5]
     assert driver.take_dispatch() is None
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.ending.exits import IncompleteRun
-from healcore.torch.driver import accumulation
+from healcore.torch.driver import gradient_window
 from healcore.torch.trainers import healings_of
 from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train
 
@@ -160,7 +160,7 @@ def test_the_cache_of_the_device_is_freed_before_the_step_is_repeated(tmp_path, 
     calls = []
     device = SimpleNamespace(empty_cache=lambda: calls.append(1))
     fake = SimpleNamespace(is_available=lambda: True, current_accelerator=lambda **_: None)
-    monkeypatch.setattr(accumulation.torch, "accelerator", fake)
-    monkeypatch.setattr(accumulation.torch, "get_device_module", lambda kind: device)
+    monkeypatch.setattr(gradient_window.torch, "accelerator", fake)
+    monkeypatch.setattr(gradient_window.torch, "get_device_module", lambda kind: device)
     train(tmp_path, FailAt(5))
     assert calls == [1]

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim import lr_scheduler as schedules
 
 from healcore.torch.driver import TorchDriver
-from healcore.torch.driver.pending_step import MOST_PENDING
+from healcore.torch.driver.pending_step import MAX_PENDING
 from tests.runtime.store.store_cases import forget
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import HOLD, NAN, ROLLS_BACK, Run, roll_back, single_record
@@ -96,7 +96,7 @@ def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
     driver.observe(2.0)
     run.step(0)
     assert single_record(driver).loss == 2.0
-    for unread in (0, MOST_PENDING + 1):
+    for unread in (0, MAX_PENDING + 1):
         for i in range(unread):
             run.step(i)
         roll_back(driver, store.restore(1, driver.state()))

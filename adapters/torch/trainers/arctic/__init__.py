@@ -105,7 +105,8 @@ class HealedEpochs:
         self._own_early_exit: Callable[[], bool] = trainer.need_early_exit
         self._own_epoch: Callable[[], None] = trainer.epoch
         epochs = trainer.config.epochs
-        if train_steps := trainer.config.train_iters:
+        train_steps = trainer.config.train_iters
+        if train_steps:
             per_step = trainer.model.gradient_accumulation_steps()
             epochs = math.ceil(train_steps * per_step / len(self._loader))
         self._batches: Iterator[Any] = healer.batches(self._loader, epochs=epochs)

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from healcore.console import Console, checked_console
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
-from healcore.core.signals import Signals
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.loader import resolve
 from healcore.policy.overrides import check_spelling
@@ -28,8 +27,9 @@ from healcore.policy.variants import with_limit
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, heal_optimizer, healing_of
 from healcore.torch.engines import StepOrder
+from healcore.torch.grad_scaler import MAX_OVERFLOWS, DroppedSteps, Overflows
 from healcore.torch.healed_step import HealedStep
-from healcore.torch.measurement import MAX_OVERFLOWS, DroppedSteps, Measurer, Overflows, StepNorms
+from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.trainers import patched
 
 DeepSpeedEngine: TypeAlias = Any
@@ -162,7 +162,8 @@ class EngineOptimizer(Optimizer):
             AttachError: an option is given, or the policy needs something that this DeepSpeed
                 engine lacks.
         """
-        engine, basic = self._engine, self.optimizer
+        engine = self._engine
+        basic = self.optimizer
         sharded = _is_sharded(engine)
         limit = self.trainer_limit
         if core.mode == "observe":
@@ -192,7 +193,7 @@ class EngineOptimizer(Optimizer):
             healing.observe(loss)
             return backward(loss, *args, **kwargs)
 
-        changes = healing.healed_step.undo_stack
+        changes = healing.healed_step.replacement.undo_stack
         changes.enter_context(patched(engine, "backward", observed))
         if limit:
             changes.enter_context(patched(engine._config, "gradient_clipping", 0.0))
@@ -276,7 +277,8 @@ class EngineOptimizer(Optimizer):
 
     def _drop_gradients(self) -> None:
         """Drops the gradients as DeepSpeed does after an overflow."""
-        engine, optimizer = self._engine, self._engine.optimizer
+        engine = self._engine
+        optimizer = engine.optimizer
         engine.module.zero_grad()
         optimizer.zero_grad()
         for name in ("averaged_gradients", "all_grad_tensors"):  # ZeRO-1 and ZeRO-2
@@ -337,12 +339,12 @@ class EngineMeasurer(Measurer):
         self.dropped = SkippedByDeepSpeed(engine)
         # Overflows are normal under a dynamic loss scale. Otherwise the gradients are not finite.
         config = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer
-        most = 0
+        max_overflows = 0
         if getattr(config, "dynamic_loss_scale", False):
-            most = MAX_OVERFLOWS
-        self.overflows = Overflows(self.home, most)
+            max_overflows = MAX_OVERFLOWS
+        self.overflows = Overflows(self.home, max_overflows)
 
-    def measure(self, *args: Any, **kwargs: Any) -> Signals:
+    def measure(self, *args: Any, **kwargs: Any) -> Measurement:
         """Measures a step as `Measurer.measure` does, with DeepSpeed's norm under ZeRO.
 
         Args:
@@ -350,7 +352,7 @@ class EngineMeasurer(Measurer):
             **kwargs: as for `Measurer.measure`.
 
         Returns:
-            The signals; `grad_norm` is NaN if DeepSpeed found it not finite.
+            What this rank measures; `grad_norm` is NaN if DeepSpeed found the norm not finite.
         """
         measured = super().measure(*args, **kwargs)
         if not self._sharded:
@@ -360,7 +362,8 @@ class EngineMeasurer(Measurer):
         norm = torch.as_tensor(self._deepspeed._global_grad_norm, dtype=torch.float32)
         norm = gradients.moved(norm, self.home)
         # DeepSpeed sets -1 if the norm is not finite.
-        return measured._replace(grad_norm=norm.masked_fill(norm < 0, math.nan))
+        norm = norm.masked_fill(norm < 0, math.nan)
+        return measured._replace(signals=measured.signals._replace(grad_norm=norm))
 
 
 class EngineStep(HealedStep):
@@ -383,6 +386,10 @@ class EngineStep(HealedStep):
 
     @torch.no_grad()
     def _judge(self) -> None:
+        """Judges the first group of a step, and enforces the same order in the other groups.
+
+        With ZeRO DeepSpeed calls the optimizer once for each group, with only this group in it.
+        """
         params = gradients.parameters(self.optimizer)
         if not self._sharded or params[0] is self._first:
             super()._judge()
@@ -392,6 +399,7 @@ class EngineStep(HealedStep):
             self.enforcer.enforce(params, self._group_order, self.enforcer.amp_flags()[0])
 
     def _report(self, norms: StepNorms) -> None:
+        """See `HealedStep._report`."""
         if self._sharded:  # a norm of a flat piece belongs to no single parameter
             norms = StepNorms([], [], None)
         super()._report(norms)
@@ -412,7 +420,8 @@ def _check(engine: DeepSpeedEngine) -> None:
             f"heal_engine takes a DeepSpeed engine, got {type(engine).__name__}: pass the first "
             "result of deepspeed.initialize, or use attach(optimizer) without DeepSpeed"
         )
-    stage, zero = engine.zero_optimization_stage(), engine._config.zero_config
+    stage = engine.zero_optimization_stage()
+    zero = engine._config.zero_config
     parallel = getattr(engine.mpu, "get_model_parallel_world_size", lambda: 1)()
     float16 = False
     for owner in (engine, engine.optimizer):
@@ -434,9 +443,9 @@ def _check(engine: DeepSpeedEngine) -> None:
         "with model parallelism each rank has the norm of its part only": parallel > 1,
         "torch_autocast with float16 has a GradScaler per group; use bf16": float16,
     }
-    for reason, applies in obstacles.items():
+    for obstacle, applies in obstacles.items():
         if applies:
-            raise AttachError(f"this DeepSpeed engine cannot be healed: {reason}")
+            raise AttachError(f"this DeepSpeed engine cannot be healed: {obstacle}")
 
 
 def _is_deepspeed_engine(engine: DeepSpeedEngine) -> bool:

@@ -321,7 +321,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             options.setdefault("resume", True)  # the initial weights are the Trainer's checkpoint
         loss_fn: Any = self._loss_fn
         store: Any = self._resolved_store(trainer)
-        if isinstance(store, type):  # of heal_trainer(store=None): a new memory for each run
+        if isinstance(store, type):  # heal_trainer(store=None) passes the class
             store = store()
         if root_of(store) is None:
             logging = options.get("logging", LOGGING)
@@ -420,7 +420,9 @@ def heal_trainer(
             "heal_trainer takes a transformers.Trainer or a trainer of TRL, not "
             f"{type(trainer).__name__}: for a loop of your own use healcore.Healer"
         )
-    given: Any = MemoryStore if store is None else store  # a new one for each `train()`
+    given: Any = store
+    if store is None:
+        given = MemoryStore  # the class, for a new memory in each `train()`
     callback = HealingCallback(policy, store=given, loss_fn=loss_fn, **options)
     callback.trainer = trainer
     trainer.remove_callback(HealingCallback)

@@ -104,7 +104,8 @@ def train_copy(
 
 def _add_hint(error: Exception) -> None:
     """Adds a note to an exception of the training that says what to look at, if that is known."""
-    fault, hint = classify(error), ""
+    fault = classify(error)
+    hint = ""
     if fault.cause is not Cause.UNKNOWN:
         hint = fault.advice
     elif isinstance(error, IndexError):

@@ -31,7 +31,7 @@ class EpochChanged(BaseException):
 
 
 class _Announced(NamedTuple):
-    """What Trainer was told of its epoch when `_run_epoch` was called."""
+    """The arguments about the epoch with which `_run_epoch` was called."""
 
     length: int | None
     """Number of batches of the epoch, or None if unknown."""
@@ -41,6 +41,16 @@ class _Announced(NamedTuple):
 
 class EpochFeed:
     """Passes the Healer's batches to Trainer, epoch by epoch.
+
+    Trainer calls `_run_epoch` once for each epoch. `run` replaces the call, and makes one or more
+    calls of Trainer's own `_run_epoch`:
+
+        run ─► _run_epoch: the rest of `epoch` ─► __iter__ yields batches ─► end of the epoch
+         ▲                                             │
+         └── EpochChanged: the counts of Trainer are wrong, after a rollback or a skipped batch
+
+    After a rollback `epoch` is the epoch of the checkpoint, which may be an earlier epoch. `run`
+    returns when the epoch that Trainer has asked for has ended.
 
     Args:
         trainer: the Trainer.
@@ -57,7 +67,8 @@ class EpochFeed:
 
     def __init__(self, trainer: HfTrainer, loader: Iterable[Batch]) -> None:
         self.healer: Any = None
-        self.epoch = self.count = 0
+        self.epoch = 0
+        self.count = 0
         self.nothing_to_do = False
         self._trainer = trainer
         self._loader: Any = loader
@@ -215,7 +226,7 @@ class EpochFeed:
         """
         healer, batches = self.healer, self._batches
         if batches is None:
-            # After a restart this is the number of all epochs so far. Completed ones are not read.
+            # After a restart: the number of all epochs so far. Completed epochs are not read.
             epoch, index = self._next_id()
             epochs = self.epoch - epoch
             if index == 0:  # the data are at the start of an epoch, which is read too

@@ -271,7 +271,7 @@ class LightningHealingCallback(Callback):
         self.healer.__exit__(kind, error, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of the engines for Lightning's checkpoints. One sync on a GPU.
+        """The states of the engines for Lightning's checkpoints. One sync on a GPU.
 
         A fit that continues from such a checkpoint, without a store, keeps the baselines, budgets
         and learning-rate multipliers of the policy.
@@ -351,7 +351,7 @@ class LightningHealingCallback(Callback):
         """Drops the losses since the last step for the optimizers that do not step.
 
         A loss is observed for every optimizer, because a module with manual optimization says only
-        here to which of them the loss belongs.
+        here to which optimizer the loss belongs.
         """
         for healing in self.healings.values():
             if healing.optimizer is not optimizer:
@@ -370,7 +370,7 @@ class LightningHealingCallback(Callback):
             self.healer.observe(eval_loss=value)
 
     def _run_at_first_batch(self, trainer: LightningTrainer, fit: _Fit) -> RunHooks:
-        """Returns the open run when Lightning requests the first batch.
+        """The open run, when Lightning requests the first batch.
 
         Every checkpoint is taken at this point of the loop, so a rollback can restore the loop's
         counters. Hooks have run since an earlier `_open`, so the checkpoint is loaded again.
@@ -413,11 +413,11 @@ class LightningHealingCallback(Callback):
             return internals.fetcher_of(trainer.fit_loop).as_passed(batch)
 
         loss = StepLoss(trainer, as_passed)
-        why_not = loss.obstacle
-        if why_not:
+        obstacle = loss.obstacle
+        if obstacle:
             info(
-                f"no weights are compared, because training_step cannot be called again: {why_not};"
-                " pass loss_fn=, a function that returns the loss of a batch"
+                "no weights are compared, because training_step cannot be called again: "
+                f"{obstacle}; pass loss_fn=, a function that returns the loss of a batch"
             )
             return None
         return loss
@@ -507,13 +507,19 @@ class _ClipAfterJudging:
     def __init__(self, listener: StepListener, clip: Callable[[], None]) -> None:
         self._clip = clip
         self._listener = listener
-        self.ended = listener.ended
-        self.stepped = listener.stepped
 
     def judged(self, norms: StepNorms) -> None:
         """See `StepListener.judged`."""
         self._listener.judged(norms)
         self._clip()
+
+    def ended(self, skipped: bool | Tensor) -> None:
+        """See `StepListener.ended`."""
+        self._listener.ended(skipped)
+
+    def stepped(self) -> None:
+        """See `StepListener.stepped`."""
+        self._listener.stepped()
 
 
 def _state(trainer: LightningTrainer, progress: Progress, schedulers: list[Any]) -> dict[str, Any]:
@@ -566,7 +572,10 @@ class _Averaging:
         self._callback = callback
         self._schedulers = schedulers
         self._first = first
-        self.state_dict = callback.state_dict
+
+    def state_dict(self) -> Any:
+        """The callback's own state."""
+        return self._callback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the callback within the fit, and the schedulers that it has replaced since.

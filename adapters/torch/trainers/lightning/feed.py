@@ -101,17 +101,8 @@ class Feed:
     def _next(self) -> tuple[Batch, int, int]:
         """Reads a batch, and opens the run before the first batch."""
         batch_progress = self._fit.epoch_loop.batch_progress
-        if self._loader is None:  # opened here, after Lightning has loaded its own checkpoint
-            if self._progress.saved_limits is None:  # no run of the store
-                self._progress.trained_before = batch_progress.current.ready
-            self._progress.hooks = self._progress.open()
-            if self._fit.max_batches != float("inf"):
-                self._length = int(self._fit.max_batches)
-            loaders = self.combined_loader.flattened
-            rewinds = len(loaders) == 1 and self._length is not None
-            self._loader = CombinedBatches(self.combined_loader, self._length)
-            if rewinds:
-                self._loader = loaders[0]
+        if self._loader is None:
+            self._open()
         hooks = self._progress.hooks
         assert hooks is not None
         if self._batches is None:
@@ -138,6 +129,23 @@ class Feed:
             missing = self._length - 1 - batch_progress.current.ready
             batch_progress.increment_by(max(missing, 0))
         return self.as_passed(batch), index, 0
+
+    def _open(self) -> None:
+        """Opens the run, and chooses the loader that the Healer reads.
+
+        Called before the first batch, when Lightning has loaded its own checkpoint.
+        """
+        if self._progress.saved_limits is None:  # no run of the store
+            ready = self._fit.epoch_loop.batch_progress.current.ready
+            self._progress.trained_before = ready
+        self._progress.hooks = self._progress.open()
+        if self._fit.max_batches != float("inf"):
+            self._length = int(self._fit.max_batches)
+        loaders = self.combined_loader.flattened
+        if len(loaders) == 1 and self._length is not None:
+            self._loader = loaders[0]
+        else:
+            self._loader = CombinedBatches(self.combined_loader, self._length)
 
     def as_passed(self, batch: Batch) -> Batch:
         """The batch of the Healer as Lightning passes it, in the structure of the dataloaders.
@@ -278,7 +286,7 @@ class Progress:
         self._fit = trainer.fit_loop
         self.open: Callable[[], RunHooks]
         self.hooks: RunHooks | None = None
-        self._window = trainer.accumulate_grad_batches  # as given: a callback may change it
+        self._accumulated = trainer.accumulate_grad_batches  # as given: a callback may change it
         self.trained_before = 0
         self.before: dict[str, Any] = {}
         self.saved_limits: dict[str, int] | None = None
@@ -308,7 +316,7 @@ class Progress:
             settings[f"hparams.{name}"] = value
         settings.update(self.limits())
         settings["batch_size"] = self._batch_size()
-        settings["accumulate_grad_batches"] = self._window
+        settings["accumulate_grad_batches"] = self._accumulated
         settings["precision"] = str(trainer.precision)
         encoded = {}
         for name, value in settings.items():
@@ -337,7 +345,7 @@ class Progress:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all counters as numbers.
+        """All counters as numbers.
 
         At the end of an epoch, the counters of the next epoch's start: a restart begins there.
 

@@ -241,8 +241,8 @@ def restore_averaging_schedule(callback: Any, state: Mapping[str, Any]) -> bool:
         state: the state that was loaded.
 
     Returns:
-        True if the callback has replaced the schedulers of the fit since this state was saved, so
-        that the earlier schedulers belong back.
+        True if the callback has replaced the schedulers of the fit since this state was saved: the
+        earlier schedulers have to be restored.
     """
     if "scheduler_state" not in state or not callback._initialized:
         return False
