@@ -378,11 +378,13 @@ class HealedStep:
         for p in parameters:
             if p.grad is not None:
                 params.append(p)
-        if not params and len(self.all_reduce.ranks.members) <= 1:
+        # Before the measurement, because the first access of `members` finds who holds which part.
+        has_ranks = len(self.all_reduce.ranks.members) > 1
+        if not params and not has_ranks:
             return
         if len(parameters) != self.live_engine.groups:
             self._fit_number(parameters)
-        measured = self._measure(parameters)
+        measured = self._measure(parameters, has_ranks=has_ranks)
         if measured is None:
             return
         # A collective that raised before this line has changed nothing.
@@ -415,14 +417,14 @@ class HealedStep:
                 "policy has a clipping history for each: detach() and attach again"
             )
 
-    def _measure(self, parameters: Sequence[Tensor]) -> _StepSignals | None:
+    def _measure(self, parameters: Sequence[Tensor], *, has_ranks: bool) -> _StepSignals | None:
         """Measures the step of all ranks. None if no rank has a gradient: there is no step."""
         divisor, found_inf = self.enforcer.amp_flags()
         evaluation = self.measurer.eval_loss
         rank = self.measurer.measure(parameters, divisor, self.all_reduce.ranks)
         signals = rank.signals
         own_loss: Tensor | None = None
-        if len(self.all_reduce.ranks.members) > 1:
+        if has_ranks:
             own_loss = signals.loss
             signals, found_inf = self.all_reduce.reduce(
                 signals, rank.squares, found_inf, self.live_engine.compared_decision
