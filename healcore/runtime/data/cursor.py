@@ -188,8 +188,7 @@ class Cursor(BatchStream):
 
         Returns:
             A clause with epoch and batch. An empty string if a `break` would leave no batch, or if
-            epochs or
-            batches have no known end.
+            epochs or batches have no known end.
         """
         epoch, index = self.next_id
         length = self.length
