@@ -15,7 +15,7 @@ from typing import Any, Literal
 from healcore.policy import Overrides
 from healcore.runtime.reporting.trackers import Selection
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, check_path
-from healcore.runtime.store.several import Place, Places
+from healcore.runtime.store.several import Places, StorePlace
 
 
 class HealerOptions(Overrides, total=False):
@@ -49,7 +49,7 @@ class Options:
     policy: HostPolicy
     state: Any
     """The user's state: a mapping of names to modules and optimizers, or in JAX also a pytree."""
-    store: Place | tuple[Place, ...] | None
+    store: StorePlace | tuple[StorePlace, ...] | None
     """Where checkpoints go: one or several directories or stores, or None for host memory."""
     loss_fn: Callable[..., Any] | None
     """The loss of a batch, to compare weights, or None to compare nothing."""

@@ -1,7 +1,8 @@
 """The position of a run in its data, for any loader: rewind, skip batches, resume.
 
 loader_protocols   what healcore looks for in a user's loader, and how it finds that
-positions          ids of batches, positions for a checkpoint, the epochs that a loop asks for
+positions          ids of batches, positions for a checkpoint
+position_history   the epochs that a loop asks for, and the last positions in them
 random_states      the global random generators, read and restored
 loader_adapters    the state of each kind of loader; and of special kinds:
 torch_loader       torch's DataLoader,

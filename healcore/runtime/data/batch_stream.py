@@ -13,15 +13,14 @@ from typing import Any
 
 from healcore.core.decision import Cause
 from healcore.core.errors import error_text
-from healcore.runtime.data.loader_adapters import Batches, UnreadableBatch
+from healcore.runtime.data.loader_adapters import BatchIterator, UnreadableBatch
 from healcore.runtime.data.loader_epoch import LoaderEpoch, ReadRetries
 from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader
+from healcore.runtime.data.position_history import EpochRange, PositionHistory
 from healcore.runtime.data.positions import (
     BatchId,
     EmptyLoader,
-    EpochRange,
     Position,
-    PositionHistory,
     SavedPosition,
 )
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
@@ -101,7 +100,7 @@ class BatchStream:
         """Releases the loader's iterator with its workers. Nothing can be read afterwards."""
         self._epoch.close()
 
-    def _begin(self) -> Batches:
+    def _begin(self) -> BatchIterator:
         """The batches of the epoch; begins the epoch if necessary."""
         if self._epoch.batches is not None:
             return self._epoch.batches
@@ -309,7 +308,7 @@ class BatchStream:
             return None
         return functools.partial(self._move_back_to, which, position, put_back)
 
-    def _stay_at(self, which: BatchId, batches: Batches, put_back: PutBack) -> None:
+    def _stay_at(self, which: BatchId, batches: BatchIterator, put_back: PutBack) -> None:
         """Goes back to a batch that the loader's iterator has not passed."""
         self._epoch.adapter.stay(batches)
         put_back()

@@ -14,6 +14,7 @@ from typing import Any
 from healcore.console import counted
 from healcore.core.errors import error_text
 from healcore.runtime.data.batch_stream import BatchStream, Inform
+from healcore.runtime.data.function_loader import FunctionLoader
 from healcore.runtime.data.loader_epoch import EpochPhase, ReadRetries
 from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader, Loader
 from healcore.runtime.data.positions import (
@@ -187,8 +188,7 @@ class Cursor(BatchStream):
 
         Returns:
             A clause with epoch and batch. An empty string if a `break` would leave no batch, or if
-            epochs or
-            batches have no known end.
+            epochs or batches have no known end.
         """
         epoch, index = self.next_id
         length = self.length
@@ -393,14 +393,14 @@ class RunLoader(Cursor):
         retries: the attempts to read a batch after failures in the network, or None for one.
         inform: called with lines about the progress of a long read, or None.
         first_epoch: the epoch of the program's loop in which the loader is first used.
-        order: number of loaders that were first used before it in that epoch.
 
     Attributes:
         number: number of the loader, in the order of first use.
         start: the position before the first batch, for checkpoints older than the first use.
-        first_epoch: as given.
-        order: as given.
+        first_epoch: the epoch of the program's loop in which the loader was first used.
         exhausted_before: whether an earlier process has read all epochs.
+        is_undone: whether a return to an earlier epoch has undone all of its epochs. The program
+            may not make it again, so checkpoints do not have it until a loop begins it.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
         use: what the loop does with the last batch.
         trains: whether a step has used its batches. Others are read from the start after a restart.
@@ -420,7 +420,6 @@ class RunLoader(Cursor):
         retries: ReadRetries | None,
         inform: Inform | None,
         first_epoch: int,
-        order: int,
     ) -> None:
         super().__init__(loader, epochs=epochs, retries=retries)
         if inform is not None:
@@ -430,8 +429,8 @@ class RunLoader(Cursor):
         self.skipped_batch_ids = skipped_batch_ids
         self.start: SavedPosition = self.position()
         self.first_epoch = first_epoch
-        self.order = order
         self.exhausted_before = False
+        self.is_undone = False
         self.in_loop = True
         self.use = BatchUse.WAITING
         self.trains = False
@@ -450,6 +449,15 @@ class RunLoader(Cursor):
         if self.pending_ids:
             return self.pending_ids[0]
         return self.unreadable
+
+    def call_again(self) -> None:
+        """Makes the next batch call the loader anew, if it is a function that makes a stream.
+
+        A rollback before the first batch has called it in the body of a later epoch. Only in the
+        pass that follows are the variables that the function reads (`epoch`) right.
+        """
+        if isinstance(self._epoch.adapter, FunctionLoader):
+            self._restore(decode_position({**self.start, "state": None}))
 
     # -- the loop over the batches --------------------------------------------------------------
 

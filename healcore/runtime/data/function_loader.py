@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 
-from healcore.runtime.data.loader_adapters import Batches, LoaderAdapter, adapter_for
+from healcore.runtime.data.loader_adapters import BatchIterator, LoaderAdapter, adapter_for
 from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader, LoaderState
 from healcore.runtime.data.positions import DataError, UnusableLoader
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
@@ -66,14 +66,14 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
         self._made: AnyLoader = None
         self._inner = LoaderAdapter(None)
         """The adapter of what the function has made for this epoch."""
-        self._batches: Batches | None = None
+        self._batches: BatchIterator | None = None
         """The rest of the epoch, or None before it has begun."""
         self._read = 0
         """Number of batches read from this epoch."""
         self._random: RandomStates = {}
         """The random states before the function was called for this epoch."""
 
-    def start(self, epoch: int) -> Batches:
+    def start(self, epoch: int) -> BatchIterator:
         """Calls the function, and begins an epoch of what it returns.
 
         Keeps the random states of before the call, so that a rewind can call the function with the
@@ -115,7 +115,7 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
         """The state after `read` batches; `own` is the stream's state there, or None."""
         return {"read": read, "random": self._random, "kind": self._inner.kind, "own": own}
 
-    def resume(self, state: LoaderState, skip: int) -> tuple[Batches, int]:
+    def resume(self, state: LoaderState, skip: int) -> tuple[BatchIterator, int]:
         """Calls the function again, with the random states of the saved call.
 
         Args:

@@ -41,7 +41,7 @@ from healcore.runtime.data.loader_protocols import (
 # then skips forward through a different order, without a warning.
 _UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
 
-Batches = Iterator[AnyBatch]
+BatchIterator = Iterator[AnyBatch]
 """The rest of an epoch."""
 
 
@@ -73,13 +73,13 @@ class LoaderAdapter:
     reads_again = False
 
     def __init__(
-        self, loader: AnyLoader, *, why_not: str | None = None, first: Batches | None = None
+        self, loader: AnyLoader, *, why_not: str | None = None, first: BatchIterator | None = None
     ) -> None:
         self._loader = loader
         self.why_not = why_not
         self._first = first
 
-    def start(self, epoch: int) -> Batches:
+    def start(self, epoch: int) -> BatchIterator:
         """Begins an epoch.
 
         Args:
@@ -93,7 +93,7 @@ class LoaderAdapter:
             return first
         return iter(self._loader)
 
-    def start_again(self, epoch: int) -> Batches:
+    def start_again(self, epoch: int) -> BatchIterator:
         """Begins an epoch from its first batch that `start` has begun, if `begins_again`.
 
         Called after a failure in the network at the first batch. The order of the epoch must be the
@@ -122,7 +122,7 @@ class LoaderAdapter:
             The state, or None at the beginning of an epoch, if no state depends on the epoch.
         """
 
-    def resume(self, state: LoaderState, skip: int) -> tuple[Batches, int]:
+    def resume(self, state: LoaderState, skip: int) -> tuple[BatchIterator, int]:
         """Restores a state, and passes the next `skip` batches if they need not be read.
 
         Args:
@@ -153,7 +153,7 @@ class LoaderAdapter:
         """
         return True
 
-    def stay(self, batches: Batches) -> bool:
+    def stay(self, batches: BatchIterator) -> bool:
         """Whether the next `next` of an epoch's batches reads the batch that has just raised.
 
         It is used only for loaders that cannot be rewound. Most iterators have passed that batch,
@@ -187,11 +187,11 @@ class _StatefulLoader(LoaderAdapter):
         """The states of the generators before the epoch has begun."""
         self.draws = not getattr(loader, "num_workers", 0)
 
-    def start(self, epoch: int) -> Batches:
+    def start(self, epoch: int) -> BatchIterator:
         self._at_start = [generator.get_state() for generator in self._generators]
         return super().start(epoch)
 
-    def start_again(self, epoch: int) -> Batches:
+    def start_again(self, epoch: int) -> BatchIterator:
         for generator, state in zip(self._generators, self._at_start, strict=True):
             generator.set_state(state)
         return self.start(epoch)
@@ -203,7 +203,7 @@ class _StatefulLoader(LoaderAdapter):
             "ended": ended,
         }
 
-    def resume(self, state: LoaderState, skip: int) -> tuple[Batches, int]:
+    def resume(self, state: LoaderState, skip: int) -> tuple[BatchIterator, int]:
         loader: Any = self._loader
         loader.load_state_dict(state["loader"])
         batches = iter(loader)
@@ -226,14 +226,14 @@ class _StatefulIterator(LoaderAdapter):
     draws = True
     begins_again = True
 
-    def __init__(self, loader: AnyLoader, first: Batches, names: tuple[str, str]) -> None:
+    def __init__(self, loader: AnyLoader, first: BatchIterator, names: tuple[str, str]) -> None:
         super().__init__(loader, first=first)
         self._current = first
         self._get, self._set = names
         self._beginnings: dict[int, LoaderState] = {}
         """Epoch -> state of the iterator before its first batch."""
 
-    def start(self, epoch: int) -> Batches:
+    def start(self, epoch: int) -> BatchIterator:
         state = self._beginnings.get(epoch)
         if state is not None:
             batches, _ = self.resume(copy.deepcopy(state), 0)
@@ -249,7 +249,7 @@ class _StatefulIterator(LoaderAdapter):
         get_state = getattr(self._current, self._get)
         return get_state()
 
-    def resume(self, state: LoaderState, skip: int) -> tuple[Batches, int]:
+    def resume(self, state: LoaderState, skip: int) -> tuple[BatchIterator, int]:
         # Reuses the existing iterator: a new iterator could change how the loader shuffles.
         if self._first is not None:
             self._current = super().start(0)
@@ -270,7 +270,7 @@ class _IndexedLoader(LoaderAdapter, Iterator[AnyBatch]):
         super().__init__(loader)
         self.draws = not isinstance(loader, list | tuple | range)
 
-    def start(self, epoch: int) -> Batches:
+    def start(self, epoch: int) -> BatchIterator:
         self._next = 0
         return self
 
@@ -279,7 +279,7 @@ class _IndexedLoader(LoaderAdapter, Iterator[AnyBatch]):
             return None
         return self._next
 
-    def resume(self, state: int, skip: int) -> tuple[Batches, int]:
+    def resume(self, state: int, skip: int) -> tuple[BatchIterator, int]:
         self._next = state + skip
         return self, 0
 
@@ -355,11 +355,11 @@ class _TorchStream(LoaderAdapter, Iterator[AnyBatch]):
     Without workers, a dataset that connects again after an exception loses no sample.
     """
 
-    _batches: Batches
+    _batches: BatchIterator
     _samples: _Replayed | None = None
     """The samples of this process, or None if workers read them or the stream cannot connect."""
 
-    def start(self, epoch: int) -> Batches:
+    def start(self, epoch: int) -> BatchIterator:
         self._batches, self._samples = super().start(epoch), None
         fetcher = getattr(self._batches, "_dataset_fetcher", None)  # in a worker, if there are any
         samples = getattr(fetcher, "dataset_iter", None)
@@ -373,7 +373,7 @@ class _TorchStream(LoaderAdapter, Iterator[AnyBatch]):
             self._samples.end_batch()
         return batch
 
-    def stay(self, batches: Batches) -> bool:
+    def stay(self, batches: BatchIterator) -> bool:
         if self._samples is None:
             return False
         self._samples.begin_batch_again()
@@ -393,7 +393,7 @@ class UnreadableBatch:
     """The exception of the loader."""
 
 
-def catch_unreadable(batches: Batches) -> Batches:
+def catch_unreadable(batches: BatchIterator) -> BatchIterator:
     """Yields batches, and an `UnreadableBatch` where reading raises.
 
     Args:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from healcore.runtime.data.function_loader import FunctionLoader, function_name, is_function
-from healcore.runtime.data.loader_adapters import Batches, LoaderAdapter, adapter_for
+from healcore.runtime.data.loader_adapters import BatchIterator, LoaderAdapter, adapter_for
 from healcore.runtime.data.loader_protocols import (
     AnyLoader,
     LoaderState,
@@ -254,7 +254,7 @@ class LoaderEpoch:
         else:
             self.name = class_name(loader)
         self.phase = EpochPhase.NOT_BEGUN
-        self.batches: Batches | None = None
+        self.batches: BatchIterator | None = None
         self.sampler_epochs = SamplerEpochs(loader)
         self.begin_states: RandomStates = {}
         self.reads_again = False
@@ -287,7 +287,7 @@ class LoaderEpoch:
 
     # -- begin and end --------------------------------------------------------------------------
 
-    def begin(self, epoch: int, *, by_user: bool) -> Batches:
+    def begin(self, epoch: int, *, by_user: bool) -> BatchIterator:
         """Begins an epoch, whose iterator does not exist yet.
 
         Args:
@@ -362,8 +362,7 @@ class LoaderEpoch:
 
         Returns:
             A value that `encode` puts into a position. None if the adapter needs no state here, as
-            at the begin of
-            some epochs.
+            at the beginning of some epochs.
         """
         return self.adapter.state(ended=self.is_between_epochs)
 

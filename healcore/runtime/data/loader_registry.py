@@ -15,6 +15,7 @@ from healcore.runtime.data.cursor import RunLoader
 from healcore.runtime.data.loader_epoch import ReadRetries
 from healcore.runtime.data.loader_protocols import AnyLoader
 from healcore.runtime.data.loop_places import (
+    BEGUN,
     COUNT,
     EPOCH,
     EarlierLoaders,
@@ -32,10 +33,13 @@ EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epo
 """Reason of a rollback after which only the steps of the current loader are repeated."""
 
 _MAX_LOADERS = 8
-"""Number of loaders to keep; a loop may make a new loader for every epoch."""
+"""Number of loaders to keep that no loop reads; a loop may make a new loader for every epoch."""
+_MAX_IN_EPOCHS = 64
+"""Number of loaders to keep if they were read in this epoch or the epoch before. A program that
+reads many loaders in each epoch comes back to them."""
 
 Positions = dict[str, Any]
-"""Number of a loader, as text -> `SavedPosition`; and `COUNT` and `EPOCH`."""
+"""Number of a loader, as text -> `SavedPosition`; and `COUNT`, `EPOCH` and `BEGUN`."""
 Limit = Callable[[int], int] | None
 """Takes the number of an epoch and returns its largest number of batches; None for no limit."""
 
@@ -94,7 +98,7 @@ class LoaderRegistry(EpochLoop):
 
         In a loop over `Healer.epochs` the epoch is the loop's epoch, also after its last batch.
         """
-        loader = self.last_trained
+        loader = self._reading or self.last_trained
         if loader is None:
             place = self._earlier.furthest_place(default=BatchId(self.next_epoch, 0))
         elif loader.in_use and loader.last_id is not None:
@@ -109,6 +113,23 @@ class LoaderRegistry(EpochLoop):
         if place.epoch == epoch:
             return BatchId(epoch, place.index)
         return BatchId(epoch, 0)
+
+    @property
+    def _reading(self) -> RunLoader | None:
+        """The loader of this epoch whose batch is in use, or None.
+
+        No step may have used it yet. In an epoch with several loaders the last step used the loader
+        before.
+        """
+        if not self.can_return or not self.names_epochs or not self._loaders:
+            return None
+        newest = self._loaders[-1]
+        trained = self.last_trained
+        if not newest.in_use or (trained is not None and trained.in_use):
+            return None
+        if newest.last_id is None or newest.last_id.epoch != self.next_epoch:
+            return None
+        return newest
 
     def find(self, loader: AnyLoader) -> RunLoader | None:
         """Finds the cursor of a loader.
@@ -145,12 +166,16 @@ class LoaderRegistry(EpochLoop):
 
         Returns:
             The position, or None for a new loader, and for one that has taken over its position.
+            None too for a loader of this process that trains nothing: a return to an earlier epoch
+            moves only the loaders of steps.
         """
         known = self.find(loader)
         if known is None:
             number = self._number_in(epoch)
-        else:
+        elif known.trains:
             number = known.number
+        else:
+            return None
         return self._earlier.positions.get(str(number))
 
     def is_of_completed_run(self, loader: AnyLoader, epoch: int | None = None) -> bool:
@@ -173,6 +198,7 @@ class LoaderRegistry(EpochLoop):
         if has_trained:
             self._completed.append(loader)
             self._next_number = max(self._next_number, number + 1)
+            self._note_begun(number, epoch)
         return has_trained
 
     def pass_over_completed(self) -> None:
@@ -210,6 +236,7 @@ class LoaderRegistry(EpochLoop):
             The loader's cursor.
         """
         begun = self.find(loader)
+        saved = self.saved_position(loader, epoch)
         if begun is None:
             begun = self._new(loader, epochs, epoch, limit)
         else:
@@ -217,13 +244,17 @@ class LoaderRegistry(EpochLoop):
             begun.extend(epochs)
             if begun.in_loop:
                 begun.abandon()
-            begun.exhausted_before = False
+            begun.exhausted_before = begun.is_undone = False
             begun.in_loop = True
         self._loaders.append(begun)
+        self._next_number = max(self._next_number, begun.number + 1)
+        self._note_begun(begun.number, epoch)
         self.last_trained = self.last_trained or begun
-        saved = self._earlier.positions.pop(str(begun.number), None)
         if saved is not None:
+            del self._earlier.positions[str(begun.number)]
             self._continue_at(begun, saved)
+            if self._returned and begun.trains:
+                self.last_trained = begun  # `place` is of the loader that continues
         if epoch is not None:
             resumes = saved is not None or bool(self._returned)
             begun.read_only(epoch, resumes=resumes and epoch == self.next_epoch)
@@ -237,23 +268,41 @@ class LoaderRegistry(EpochLoop):
                 "healer.epochs(n)` with batches(loader, epoch=epoch) begins at the right epoch; a "
                 "loop without epochs needs batches(loader, epochs=None)"
             )
-        self._forget_surplus()
+        self._forget_surplus(begun)
         return begun
 
-    def _forget_surplus(self) -> None:
-        """Forgets the oldest loaders beyond `_MAX_LOADERS`, first loaders that train nothing."""
+    def _forget_surplus(self, begun: RunLoader) -> None:
+        """Forgets the oldest loaders beyond the maximum, first loaders that train nothing.
+
+        Never forgets a loader that a loop reads, although it may have trained nothing yet: its
+        batches would belong to no loader of the run, and no checkpoint would have its position.
+        """
+        recent: set[int] = set()
+        if self._begun_epoch is not None:
+            recent.update(self._begun, self._earlier.begun.get(self._begun_epoch - 1, ()))
         while len(self._loaders) > _MAX_LOADERS:
-            others = [each for each in self._loaders if each is not self.last_trained]
+            others = []
+            for each in self._loaders:
+                is_read = each is begun or (each.in_loop and not each.left_by_break)
+                is_kept = each.number in recent and len(self._loaders) <= _MAX_IN_EPOCHS
+                if each is not self.last_trained and not is_read and not is_kept:
+                    others.append(each)
+            if not others:
+                return
             oldest = min(others, key=lambda each: each.trains)  # the first one of the minimum
             self._loaders.remove(oldest)
 
     def _new(
         self, loader: AnyLoader, epochs: int | None, epoch: int | None, limit: Limit
     ) -> RunLoader:
-        """The cursor of a loader at its first use, numbered."""
+        """The cursor of a loader at its first use, numbered.
+
+        A program that makes a loader for each epoch makes it again when the loop returns to an
+        epoch. The new loader gets the number of the old one, which the program does not read again.
+        So it continues where the old one was, and skips the same batches.
+        """
         number = self._number_in(epoch)
-        if epoch is not None:
-            self._take_over_return(number, epoch)
+        self._loaders = [each for each in self._loaders if each.number != number]
         new = RunLoader(
             number,
             loader,
@@ -263,42 +312,21 @@ class LoaderRegistry(EpochLoop):
             retries=self._retries,
             inform=self._inform,
             first_epoch=epoch or 0,
-            order=self._new_in_epoch,
         )
-        self._new_in_epoch += 1
         new.exhausted_before = self._earlier.has_ended(number)
-        self._next_number = number + 1
         notice = f"after rollbacks the data continues forward: {new.why_not}"
         if not new.can_rewind and notice not in self._noticed:
             self._noticed.add(notice)
             self.notices.append(notice)
         return new
 
-    def _take_over_return(self, number: int, epoch: int) -> None:
-        """Gives a new loader what the loader had in whose place it stands after a return.
-
-        A program that makes its loader in each epoch makes it again when the loop returns to the
-        epoch. Then the new loader continues where the old one was, and skips the same batches.
-        """
-        old = self._made_before(epoch)
-        if old is None:
-            return
-        self._skipped[number] = self._skipped[old.number]
-        returned = self._returned.get(str(old.number))
-        if epoch == self.next_epoch and returned is not None:
-            self._earlier.positions[str(number)] = returned
-
-    def _made_before(self, epoch: int) -> RunLoader | None:
-        """The loader in whose place the program makes a new one, after a return to its epoch."""
-        for each in self:
-            if each.first_epoch == epoch and each.order == self._new_in_epoch:
-                return each
-        return None
-
     def return_to_epoch(self) -> int:
         """Ends the passes of the loaders in a loop that returns to an earlier epoch.
 
-        Call it when the body of the current epoch has ended.
+        Call it when the body of the current epoch has ended. The loop then continues as after a
+        restart from the checkpoint: each loader moves to its position when the loop begins it. At
+        this moment the program's own `epoch` is right, which a function that makes a stream may
+        use.
 
         Returns:
             The epoch that the loop yields next.
@@ -307,11 +335,14 @@ class LoaderRegistry(EpochLoop):
         for loader in self:
             if loader.trains:
                 loader.end_before(epoch)
+                loader.is_undone = str(loader.number) not in self._returned
+        self._earlier.load(self._returned)
+        self._next_number = self._earlier.count
         return epoch
 
     def _continue_at(self, begun: RunLoader, saved: SavedPosition) -> None:
         """Moves a loader to its position in an earlier process."""
-        begun.trains = has_begun(saved)
+        begun.trains |= has_begun(saved)
         if not begun.trains:
             begun.start = saved
         if not begun.rewind(saved) and begun.trains:
@@ -323,13 +354,52 @@ class LoaderRegistry(EpochLoop):
             self._is_short = True
 
     def _number_in(self, epoch: int | None) -> int:
-        """Number of a loader whose first use in this process is in `epoch` of the loop, if known.
+        """Number of a loader that the program has made since the start or the last return.
 
-        Loaders of earlier epochs are not made again, so their numbers are skipped.
+        The loop has begun this epoch before if a restart or a return has led into it. The program
+        begins its loaders in the same order again, so each one gets the number that it had.
+
+        Args:
+            epoch: the epoch of the program's own loop, or None if the loop does not name it.
         """
+        before = self._earlier.begun.get(self._epoch_of_loop(epoch), [])
+        place = 0
+        if self._epoch_of_loop(epoch) == self._begun_epoch:
+            place = len(self._begun)
+        if place < len(before) and before[place] not in self._begun:
+            return before[place]
         if epoch is None:
             return self._next_number
         return self._earlier.number_in(epoch, self._next_number)
+
+    def _epoch_of_loop(self, epoch: int | None) -> int:
+        """The epoch of the program's own loop, or -1 if no loop tells it."""
+        if epoch is not None:
+            return epoch
+        if self.can_return:
+            return self.next_epoch
+        return -1
+
+    def _note_begun(self, number: int, epoch: int | None) -> None:
+        """Notes that the loop has begun a loader in its epoch."""
+        of_loop = self._epoch_of_loop(epoch)
+        if of_loop < 0:
+            return
+        if of_loop != self._begun_epoch:
+            self._begun, self._begun_epoch = [], of_loop
+        if number not in self._begun:
+            self._begun.append(number)
+            self._earlier.note_begun(of_loop, self._begun)
+
+    @property
+    def has_begun_last(self) -> bool:
+        """Whether the loop has begun the loader in which the checkpoint was saved.
+
+        An epoch may read several loaders. After a restart within the second one, the pass over the
+        first one has no batch, and its end is not the place of the checkpoint. Also True for a
+        checkpoint that does not name this loader.
+        """
+        return self._earlier.last_begun is None or self._earlier.last_begun in self._begun
 
     @property
     def at_epochs(self) -> bool:
@@ -361,13 +431,12 @@ class LoaderRegistry(EpochLoop):
         first batch again.
 
         Returns:
-            Number of a loader as text -> its position, and under `COUNT` and `EPOCH` the next
-            number of a
-            loader and the epoch of the loop.
+            Number of a loader as text -> its position. Under `COUNT`, `EPOCH` and `BEGUN` are the
+            next number of a loader, the epoch of the loop, and the loaders begun in this epoch.
         """
         positions: Positions = {}
         for loader in self:
-            if loader.exhausted_before:
+            if loader.exhausted_before or loader.is_undone:
                 continue
             if loader.trains:
                 positions[str(loader.number)] = loader.position()
@@ -375,6 +444,8 @@ class LoaderRegistry(EpochLoop):
                 positions[str(loader.number)] = loader.start
         positions[COUNT] = self._next_number
         positions[EPOCH] = self.next_epoch
+        if self._begun_epoch == self.next_epoch:
+            positions[BEGUN] = [*self._begun]
         return positions
 
     def position_after_step(self) -> Positions | None:
@@ -506,6 +577,7 @@ class LoaderRegistry(EpochLoop):
             if not loader.rewind(saved or loader.start):
                 return loader.why_not or "it could not be rewound"
             if saved is None:
+                loader.call_again()
                 loader.next_id = BatchId(loader.first_epoch, 0)
             loader.leave_loop()  # a `break` came after this position
         return ""

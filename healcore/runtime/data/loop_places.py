@@ -6,7 +6,7 @@ process has saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from healcore.runtime.data.positions import BatchId, DataError, SavedPosition, decode_position
@@ -15,6 +15,9 @@ EPOCH = "epoch"
 """Key next to the positions of loaders: the epoch of the program's loop."""
 COUNT = "count"
 """Key next to the positions of loaders: the number of loaders so far."""
+BEGUN = "begun"
+"""Key next to the positions of loaders: the numbers of the loaders that the loop has begun in this
+epoch, in order. Checkpoints of 0.3.0 do not have it."""
 
 
 def place_of(position: Mapping[str, Any]) -> BatchId:
@@ -41,10 +44,21 @@ def check_positions(position: Mapping[str, Any]) -> None:
         DataError: a part of them cannot be read.
     """
     for key, value in position.items():
-        if key not in (COUNT, EPOCH):
+        if key == BEGUN:
+            if not isinstance(value, list):
+                raise DataError(f"the numbers of loaders are a list, not {value!r:.80}")
+            for number in value:
+                _check_number("number of a loader", number)
+        elif key in (COUNT, EPOCH):
+            _check_number(f"{key} of loaders", value)
+        else:
             decode_position(value)
-        elif type(value) is not int or value < 0:
-            raise DataError(f"the {key} of loaders is a whole number >= 0, not {value!r:.80}")
+
+
+def _check_number(name: str, value: object) -> None:
+    """Raises DataError for a value that is no whole number >= 0."""
+    if type(value) is not int or value < 0:
+        raise DataError(f"the {name} is a whole number >= 0, not {value!r:.80}")
 
 
 class EpochLoop:
@@ -91,8 +105,10 @@ class EpochLoop:
         self.changed_in = -1
         self._returned: Mapping[str, Any] = {}
         """The positions of the last return, as long as its epoch runs; otherwise empty."""
-        self._new_in_epoch = 0
-        """Number of loaders that were first used since the epoch has begun."""
+        self._begun: list[int] = []
+        """Numbers of the loaders that the loop has begun in this pass over its epoch, in order."""
+        self._begun_epoch: int | None = None
+        """The epoch of `_begun`, or None before the program has named an epoch."""
 
     def begin_epoch(self, epoch: int) -> None:
         """Begins an epoch of a loop over `Healer.epochs`.
@@ -104,7 +120,7 @@ class EpochLoop:
         self.can_return = True
         if epoch != self._returned.get(EPOCH):  # the positions are of that epoch only
             self._returned = {}
-        self._new_in_epoch = 0
+        self._begun, self._begun_epoch = [], epoch
 
     @property
     def has_more_epochs(self) -> bool:
@@ -132,16 +148,22 @@ class EarlierLoaders:
     """The saved positions that no loader of this process has taken over yet.
 
     A restarted program makes its loaders anew. They are recognized by their number, in the order of
-    first use. A loader that an earlier process has read to its end has a number and no position.
+    first use. After a rollback a loop over `Healer.epochs` returns to an epoch as a restart would,
+    and a program that makes a loader for each epoch makes the loaders of that epoch anew. A loader
+    that an earlier process has read to its end has a number and no position.
 
     Attributes:
         positions: number of a loader, as text -> its position.
         count: number of loaders that earlier processes have used.
+        begun: epoch -> numbers of the loaders that the program's loop has begun there, in order.
+        last_begun: number of the loader that the loop read at the checkpoint, or None if unknown.
     """
 
     def __init__(self) -> None:
         self.positions: dict[str, SavedPosition] = {}
         self.count = 0
+        self.begun: dict[int, list[int]] = {}
+        self.last_begun: int | None = None
 
     def load(self, position: Mapping[str, Any]) -> int:
         """Takes the positions of a checkpoint.
@@ -154,7 +176,26 @@ class EarlierLoaders:
         """
         self.positions = dict(position)
         self.count = int(self.positions.pop(COUNT, 0))  # type: ignore[arg-type]
-        return int(self.positions.pop(EPOCH, 0))  # type: ignore[arg-type]
+        epoch = int(self.positions.pop(EPOCH, 0))  # type: ignore[arg-type]
+        begun: Any = self.positions.pop(BEGUN, [])
+        self.note_begun(epoch, begun)
+        self.last_begun = None
+        for number in begun:
+            saved = self.positions.get(str(number))
+            if saved is not None and has_begun(saved):  # not the loader of an evaluation
+                self.last_begun = number
+        return epoch
+
+    def note_begun(self, epoch: int, numbers: Sequence[int]) -> None:
+        """Notes which loaders an epoch of the program's loop begins.
+
+        Args:
+            epoch: the epoch.
+            numbers: numbers of the loaders begun so far, in order. A repeated pass over the epoch
+                has begun fewer of them than the pass before.
+        """
+        if len(numbers) > len(self.begun.get(epoch, ())):
+            self.begun[epoch] = [*numbers]
 
     def forget_before(self, number: int) -> None:
         """Forgets the loaders of earlier epochs, which the program does not make again.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from healcore.events.schema import MAX_ROWS
-from healcore.runtime.data.loader_adapters import Batches, LoaderAdapter, catch_unreadable
+from healcore.runtime.data.loader_adapters import BatchIterator, LoaderAdapter, catch_unreadable
 from healcore.runtime.data.loader_protocols import (
     AnyBatch,
     AnyLoader,
@@ -151,14 +151,14 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         self._order: _Order = getattr(self._base, _order_name(self._base))
         self._accelerated = self._base is not self._copy
         self.draws = not self._base.num_workers
-        self._reading: Batches | None = None
+        self._reading: BatchIterator | None = None
         """The iterator of this epoch, or None before its first batch."""
         self._index = 0
         """Number of batches read from this epoch."""
         self._draws_first = False
         """Whether the samplers draw the order before `iter` is called."""
 
-    def start(self, epoch: int) -> Batches:
+    def start(self, epoch: int) -> BatchIterator:
         """Begins an epoch, whose order is drawn when its first batch is read.
 
         A trainer may have begun the epoch itself, see `BEGUN`; then the order is drawn before
@@ -214,7 +214,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         rows = [each for each in item[:MAX_ROWS] if isinstance(each, int)]
         return rows or None
 
-    def resume(self, state: LoaderState, skip: int) -> tuple[Batches, int]:
+    def resume(self, state: LoaderState, skip: int) -> tuple[BatchIterator, int]:
         """Restores a state. The order of the earlier batches is drawn again.
 
         Args:
@@ -283,7 +283,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
             return module.move_data_to_device(batch, self._fabric.device)
         return batch
 
-    def _begin_reading(self) -> Batches:
+    def _begin_reading(self) -> BatchIterator:
         """Begins to read an epoch at its first batch, or at the batch of a restored state."""
         order = self._order
         if self._draws_first:
@@ -319,7 +319,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1
         return index > 0 or is_alone or not getattr(self._copy, "rng_types", None)
 
-    def _begin(self) -> Batches:
+    def _begin(self) -> BatchIterator:
         """The iterator of the copy. Accelerate's iterator begins by reading its first batch."""
         batches = iter(self._copy)
         if not self._accelerated:

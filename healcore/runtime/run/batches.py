@@ -285,7 +285,8 @@ class RunBatches:
         """
         saved = self._generators
         if saved is not None:
-            if ended and (self.repeated_all_passes or self.loaders.names_epochs):
+            caught_up = self.repeated_all_passes or self.loaders.names_epochs
+            if ended and caught_up and self.loaders.has_begun_last:
                 self.host.put_back(saved)
                 self._generators = None
             else:

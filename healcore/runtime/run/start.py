@@ -59,7 +59,7 @@ from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.files import make_directory
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
-from healcore.runtime.store.several import Place, SeveralStores
+from healcore.runtime.store.several import SeveralStores, StorePlace
 from healcore.runtime.store.store import CheckpointStore
 
 _records: dict[Path, RunRecord] = {}
@@ -141,7 +141,7 @@ def _check_same_arguments(options: Options, ranks: Ranks) -> None:
             )
 
 
-def _claim(given: Place | None, ranks: Ranks, claims: list[Claim]) -> str | None:
+def _claim(given: StorePlace | None, ranks: Ranks, claims: list[Claim]) -> str | None:
     """Claims a store's directory for this run, and removes partial files of killed processes.
 
     Adds the claim to `claims`. Returns a warning for the log, or None. Raises StoreInUse if another
@@ -171,7 +171,7 @@ def _claim(given: Place | None, ranks: Ranks, claims: list[Claim]) -> str | None
 
 
 def _open_store(
-    given: Place | tuple[Place, ...] | None, driver: Driver, ranks: Ranks
+    given: StorePlace | tuple[StorePlace, ...] | None, driver: Driver, ranks: Ranks
 ) -> CheckpointStore:
     """The store of the run. Several stores are written as one, in the order given."""
     if isinstance(given, tuple):

@@ -156,7 +156,7 @@ Status = Literal["candidate", "good", "abandoned"]
 rollback to an older step, and never restored. Computed, see `AttemptHistory`."""
 
 
-class SavedState(Protocol):
+class HasSaveFacts(Protocol):
     """What `CheckpointInfo` needs to know of a `Manifest` or of a `HostCopy`."""
 
     @property
@@ -216,7 +216,7 @@ class CheckpointInfo(NamedTuple):
 
     @classmethod
     def of(
-        cls, saved: SavedState, path: str | None, nonfinite_ok: Collection[str]
+        cls, saved: HasSaveFacts, path: str | None, nonfinite_ok: Collection[str]
     ) -> CheckpointInfo:
         """The entry of a saved state in a list. `AttemptHistory.with_status` sets the status.
 

@@ -39,7 +39,7 @@ MEMORY = "memory"
 Part = Any
 """The part of an array in this process: an array of the framework, or of NumPy in host memory. It
 has `shape`, `dtype` and `nbytes`."""
-Place = Any
+ShardPlace = Any
 """Place of a part in its array. It is hashable; the format chooses what it is."""
 Layout = Any
 """The framework's description of how an array is sharded, or None for a whole array."""
@@ -48,7 +48,7 @@ FrameworkArray = Any
 Value = Any
 """A value of the user's state: a tree of arrays and Python values, or an object with `state_dict`.
 """
-LiveState = Mapping[str, Value]
+NamedState = Mapping[str, Value]
 """Name -> value."""
 Copied = Callable[[], object]
 """Waits for copies from an accelerator, which are asynchronous."""
@@ -73,12 +73,12 @@ class Leaf:
     """Name of the array in the whole state, such as `optimizer.state.0.exp_avg`."""
     dtype: str
     """Name of the dtype, such as "bfloat16"."""
-    parts: dict[Place, Part]
-    """Place -> the part of the array in this process. A whole array has one part."""
+    parts: dict[ShardPlace, Part]
+    """`ShardPlace` -> the part of the array in this process. A whole array has one part."""
     layout: Layout = None
     """The framework's description of the sharding."""
-    digests: dict[Place, str] = field(default_factory=dict)
-    """Place -> xxh3 of the part, hexadecimal, once the copy of the array is inspected."""
+    digests: dict[ShardPlace, str] = field(default_factory=dict)
+    """`ShardPlace` -> xxh3 of the part, hexadecimal, once the copy of the array is inspected."""
 
 
 class FlatState:
@@ -98,7 +98,7 @@ class FlatState:
         pytrees."""
 
     def add(
-        self, path: values.Path, dtype: str, parts: dict[Place, Part], layout: Layout = None
+        self, path: values.Path, dtype: str, parts: dict[ShardPlace, Part], layout: Layout = None
     ) -> str:
         """Adds an array.
 
@@ -176,7 +176,7 @@ class HostCopy:
             return None
         return files.unseal(self.record)
 
-    def verify(self, leaf: Leaf, place: Place, digest: str) -> None:
+    def verify(self, leaf: Leaf, place: ShardPlace, digest: str) -> None:
         """Compares the digest of a part with the digest of its inspection.
 
         Memory may change too: by a bit that flips, or by a program that writes through a pointer.
@@ -306,7 +306,7 @@ class ArrayFormat(ABC):
             Name -> array, for each of `target.arrays`.
         """
 
-    def flatten(self, state: LiveState) -> FlatState:
+    def flatten(self, state: NamedState) -> FlatState:
         """Separates a state into its structure and its arrays, which are not copied.
 
         Args:
@@ -328,7 +328,7 @@ class ArrayFormat(ABC):
             self.add(flat, name, value)
         return flat
 
-    def sizes(self, state: LiveState) -> tuple[int, int]:
+    def sizes(self, state: NamedState) -> tuple[int, int]:
         """The size of a state's arrays in bytes, before it is copied.
 
         Returns:
@@ -351,7 +351,7 @@ class ArrayFormat(ABC):
                 whole += own
         return whole, local
 
-    def copy(self, step: int, state: LiveState, record: Record | None) -> HostCopy:
+    def copy(self, step: int, state: NamedState, record: Record | None) -> HostCopy:
         """Copies a state to host memory, in the memory of the last released copy if that fits.
 
         The copies from an accelerator are still running when it returns; `inspect` waits for them.
@@ -425,7 +425,7 @@ class ArrayFormat(ABC):
                 digest, _ = host_memory.digest(raw(part))
                 copy.verify(leaf, place, digest)
 
-    def nonfinite_in(self, state: LiveState) -> tuple[str, ...]:
+    def nonfinite_in(self, state: NamedState) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not."""
         copy = self.copy(0, state, None)
         try:
@@ -433,7 +433,7 @@ class ArrayFormat(ABC):
         finally:
             self.release(copy)  # the first save reuses it
 
-    def match(self, step: int, saved: Entries, like: LiveState, *, common: bool = False) -> Target:
+    def match(self, step: int, saved: Entries, like: NamedState, *, common: bool = False) -> Target:
         """Finds what to restore of a checkpoint, and checks that it fits the live state.
 
         JAX trees must have the same arrays. For objects with `state_dict` only names and identities
@@ -510,7 +510,9 @@ class ArrayFormat(ABC):
         name = content["name"]
         return self.decode_array(content, arrays[name], live.get(name))
 
-    def restore(self, copy: HostCopy, like: LiveState, *, common: bool = False) -> dict[str, Value]:
+    def restore(
+        self, copy: HostCopy, like: NamedState, *, common: bool = False
+    ) -> dict[str, Value]:
         """The state of an inspected copy in fresh memory, on the devices of the live values.
 
         Every part is verified while it is copied. Fresh memory, because the copy stays in the ring
@@ -528,7 +530,7 @@ class ArrayFormat(ABC):
         target = self.match(copy.step, copy.flat.entries, like, common=common)
 
         def verified_copy(leaf: Leaf) -> Leaf:
-            parts: dict[Place, Part] = {}
+            parts: dict[ShardPlace, Part] = {}
             for place, part in leaf.parts.items():
                 fresh = host_memory.allocate(part.nbytes)
                 digest, _ = host_memory.digest(raw(part), into=fresh)

@@ -38,7 +38,7 @@ from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
     CheckpointInfo,
-    SavedState,
+    HasSaveFacts,
     StoreError,
 )
 from healcore.runtime.store.files import ChecksumError, Digest
@@ -167,7 +167,7 @@ class StoredCheckpoint(NamedTuple):
             raise self.damaged(file, why) from error
 
 
-class SealedState(SavedState, Protocol):
+class SealedState(HasSaveFacts, Protocol):
     """What a manifest needs to know of a `HostCopy`."""
 
     @property

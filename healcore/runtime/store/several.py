@@ -25,9 +25,9 @@ from healcore.runtime.store.checkpoints import (
 from healcore.runtime.store.host_copy import HostCopy
 from healcore.runtime.store.store import CheckpointStore
 
-Place = str | os.PathLike[str] | CheckpointStore
+StorePlace = str | os.PathLike[str] | CheckpointStore
 """A directory for checkpoints, or a store."""
-Places = Place | Sequence[Place] | None
+Places = StorePlace | Sequence[StorePlace] | None
 """The `store` argument of a Healer."""
 
 
