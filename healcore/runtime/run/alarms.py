@@ -1,7 +1,8 @@
 """What the log says of alarms.
 
 `AlarmLog` writes the events and console lines of the alarms of a run. `Alerts` decides which causes
-are alerted: a line about a fault about which nothing may be decided yet.
+are alerted: an alert reports a fault about which nothing may be decided yet. Both read a
+`JudgedRecord`, which is a record of a step with what the host adds to it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import Action, Cause, StepRecord, names
@@ -20,10 +21,68 @@ from healcore.events.schema import sentence
 from healcore.history.incidents import MOST_ALARMS
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
-from healcore.runtime.run.steps import JudgedRecord, batch_fields
+from healcore.runtime.run.run_record import IncidentRecord
+from healcore.runtime.run.steps import StepResult
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
+
+# Flags of an int are faster than flags of an enum.
+_CUT_LR = int(Action.CUT_LR)
+_ALERT = int(Action.ALERT)
+
+
+class JudgedRecord(NamedTuple):
+    """A record of a step that has a cause or an action, and the incident of the step.
+
+    Alarms and alerts are logged from these objects: an event needs the record and also the step and
+    the incident that it belongs to.
+    """
+
+    step: StepResult
+    """The step, with the records of all optimizers."""
+    record: StepRecord
+    """The record of one optimizer."""
+    incident: IncidentRecord | None
+    """The incident that the step belongs to, or None for an alarm outside of incidents."""
+    alert: Cause = Cause(0)
+    """Causes of an alert, or 0 without one."""
+
+    @property
+    def number(self) -> int:
+        """Number of the incident, or 0 without one: the field `incident` of events."""
+        if self.incident is None:
+            return 0
+        return self.incident.number
+
+    def priority(self) -> tuple[bool, bool, bool, bool]:
+        """Sort key: with several optimizers, the line is about the record with the largest key.
+
+        A cut of the learning rate matters most, then a skipped step, then an alert, then any other
+        cause.
+
+        Returns:
+            Four flags in the order of their importance.
+        """
+        action = int(self.record.action)
+        cuts = bool(action & _CUT_LR)
+        alerts = bool(action & _ALERT)
+        return cuts, bool(self.record.skip), alerts, self.record.cause != 0
+
+
+def batch_fields(step: StepResult) -> dict[str, Any]:
+    """The fields of an event about the batches of a step.
+
+    Args:
+        step: the step. Its loaders may give the row numbers of a batch; most give none.
+    """
+    batches: list[list[Any]] = []
+    rows: list[Any] = []
+    for batch in step.batches:
+        batches.append(list(batch))
+        if batch.rows:
+            rows.append(batch.rows)
+    return {"batches": batches, "rows": rows or None}
 
 
 class Alerts:

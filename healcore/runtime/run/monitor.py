@@ -13,12 +13,12 @@ from healcore.events.schema import sentence
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Rates
-from healcore.runtime.run.alarms import AlarmLog, Alerts
+from healcore.runtime.run.alarms import AlarmLog, Alerts, JudgedRecord, batch_fields
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.orders import Order
 from healcore.runtime.run.program_clip import ProgramClip
 from healcore.runtime.run.run_record import IncidentRecord
-from healcore.runtime.run.steps import JudgedRecord, StepResult, batch_fields
+from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks, IncidentContext
 
 if TYPE_CHECKING:

@@ -16,18 +16,11 @@ from pydantic import TypeAdapter
 
 from healcore.errors import SignalError
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import (
-    CREDIT_STEPS,
-    MAX_DEBT,
-    RECENT,
-    SAMPLE_SIZE,
-    STAKE,
-    Anchor,
-    ComparisonState,
-    ObservedBatch,
-    TrainedStep,
-)
+from healcore.runtime.run.compare.comparison_state import ComparisonState
+from healcore.runtime.run.compare.credit import CREDIT_STEPS, MAX_DEBT
+from healcore.runtime.run.compare.evidence import RECENT, SAMPLE_SIZE, STAKE, Anchor
 from healcore.runtime.run.compare.step_history import StepHistory
+from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.healthy_ranges import Held, HeldNorm
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.store.single_file import PackedValues
@@ -49,11 +42,11 @@ def test_damage_that_lasts_is_found_after_twenty_comparisons(alarm):
     run = after(250)
     verdict = damaged(run, alarm=alarm)
     assert run.assessments == ["worse"]
-    assert verdict.anchor == 200, "the one with the lowest mean loss, although it is young"
+    assert verdict.anchor_step == 200, "the one with the lowest mean loss, although it is young"
     assert verdict.onset == 250
-    assert verdict.found == 250 + 19
+    assert verdict.found_at == 250 + 19
     assert verdict.due == 250 + LASTS
-    assert verdict.index == 250 + LASTS + 9, "half of the evidence again"
+    assert verdict.roll_back_at == 250 + LASTS + 9, "half of the evidence again"
     assert verdict.evidence >= 1e4
     assert verdict.rise > 1
     assert verdict.rise_remembered > 1
@@ -125,8 +118,8 @@ def test_damage_soon_after_the_anchor_is_not_waited_for():
     run = Run(noisy, interval=8)
     healthy(run, 250)
     verdict = damaged(run)
-    assert verdict.index == verdict.found == 250 + 19
-    assert verdict.anchor >= 230
+    assert verdict.roll_back_at == verdict.found_at == 250 + 19
+    assert verdict.anchor_step >= 230
     assert run.assessments == []
 
 
@@ -139,7 +132,7 @@ def test_withheld_updates_end_although_the_loss_fn_has_failed():
             run.holding.update_withholding(step)
         found.append(run.holding.withholds)
         if step == 252:
-            run.comparisons.loss_function.function = None
+            run.comparisons.loss_function.drop()
     assert found == [False, *[True] * 5, False, False]
 
 
@@ -148,11 +141,11 @@ def test_trouble_that_was_rolled_back_already_has_no_second_wait():
     run = after(250)
     run.record.ledger.rollbacks.append(RollbackRecord(index=299, onset=250, step=300, target=200))
     verdict = damaged(run)
-    assert verdict.index == verdict.found == 250 + 19
+    assert verdict.roll_back_at == verdict.found_at == 250 + 19
     assert run.assessments == []
     later = after(350)
     later.record.ledger.rollbacks.append(RollbackRecord(index=299, onset=250, step=300, target=200))
-    assert damaged(later).index > 350 + 19
+    assert damaged(later).roll_back_at > 350 + 19
     assert later.assessments == ["worse"]
 
 
@@ -195,7 +188,7 @@ def test_suspect_weights_are_no_anchor_and_a_rollback_drops_later_ones():
     assert [each.step for each in run.comparisons.anchors] == [0, 100, 200]
     run.comparisons.observe(TrainedStep(run.step, ()), 9.0, alarm=False, trained=True)
     run.comparisons.on_rollback(150)
-    assert run.comparisons._credit.left == pytest.approx(MAX_CREDIT)
+    assert run.comparisons.credit.left == pytest.approx(MAX_CREDIT)
     assert not run.comparisons._dispatch_losses
     assert [(each.step, each.trained) for each in run.comparisons.anchors] == [(0, 150), (100, 50)]
     assert all(step.index < 150 for each in run.comparisons.anchors for step in each.sample)
@@ -333,7 +326,7 @@ def test_within_an_accumulation_nothing_is_compared():
     for step in range(200):
         run.take(step, alarm=True)
     assert run.driver.evaluations == before
-    assert run.comparisons._credit.left == pytest.approx(MAX_CREDIT), (
+    assert run.comparisons.credit.left == pytest.approx(MAX_CREDIT), (
         "no more, however long it is not used"
     )
 
@@ -366,7 +359,7 @@ def test_the_debt_of_a_suspicion_is_bounded():
     """At most 1,333 steps without a comparison, however long the suspicion was."""
     run = Run(noisy)
     healthy(run, 1250, alarm=True)
-    while run.comparisons._credit.left <= 0:
+    while run.comparisons.credit.left <= 0:
         healthy(run, 1)
     began, level = run.step, run.driver.weight
     assert damaged(run, 15) is None
@@ -382,10 +375,10 @@ def test_the_debt_of_a_suspicion_is_bounded():
 
 def test_an_alarm_after_quiet_is_compared_without_credit_and_a_high_mean_loss_now_and_then():
     run = after(250)
-    run.comparisons._credit.left, before = -20.0, run.driver.evaluations
+    run.comparisons.credit.left, before = -20.0, run.driver.evaluations
     run.take(run.step, alarm=True)
     assert run.driver.evaluations > before
-    run.comparisons._credit.left, before = MAX_CREDIT, run.driver.evaluations
+    run.comparisons.credit.left, before = MAX_CREDIT, run.driver.evaluations
     for _ in range(300):  # not above the last losses, but above the best anchor's
         run.take(run.step, loss=5.0)
     assert before + 6 <= run.driver.evaluations < before + 50, (
@@ -396,7 +389,8 @@ def test_an_alarm_after_quiet_is_compared_without_credit_and_a_high_mean_loss_no
 def test_unusual_steps_are_looked_for_where_the_trouble_began():
     history = StepHistory()
     for index in range(100):
-        history.add(TrainedStep(index, ()), 1.0, alarm=index in (10, 60), healthy=True)
+        step, alarm = TrainedStep(index, ()), index in (10, 60)
+        history.add(step, 1.0, alarm=alarm, healthy=True, norm_limits={})
     starts = []
     for onset, last in ((12, 99), (61, 99), (55, 50)):
         suspects = history.suspect_steps(onset, last)
@@ -417,7 +411,7 @@ def test_a_dear_loss_fn_makes_regular_comparisons_rarer_and_alarms_no_less_heard
             assert found is None
             assert run.driver.evaluations == compared
     assert found is not None
-    assert found.found == 1000 + 19
+    assert found.found_at == 1000 + 19
 
 
 # -- the evidence of an anchor: its arithmetic, its theorem, its sample of batches ----------------
@@ -548,9 +542,10 @@ def test_a_number_that_was_learnt_after_the_better_weights_counts_as_outside():
         run.take(run.step, weight=10.0 / (1 + run.step / 50))
     assert run.comparisons.state.ranges.values.numbers["optimizer.momentum"].high == 1.1
     verdict = damaged(run)
-    assert verdict.anchor == 300
+    assert verdict.anchor_step == 300
     assert not run.holding.outside_ranges(verdict).numbers, "the newest better weights"
-    (older,) = (each for each in run.comparisons.about_older_weights(verdict) if each.anchor == 200)
+    all_older = run.comparisons.about_older_weights(verdict)
+    (older,) = [each for each in all_older if each.anchor_step == 200]
     (held,) = run.holding.outside_ranges(older).numbers.values()
     assert (held.bounds.last, held.program_value) == (0.9, 1.1)
 

@@ -20,9 +20,10 @@ from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.next_trial import MAX_HOLDS, Trial, TroubleFacts, next_trial
 from healcore.runtime.run.run_record import Ledger
-from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
+from healcore.runtime.run.steps import DelayedReader, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, choose_checkpoints
 from tests.events.sample_events import READINGS

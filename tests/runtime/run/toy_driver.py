@@ -11,8 +11,9 @@ from healcore.runtime.driver import NumberRange
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
-from healcore.runtime.run.compare.evidence import ObservedBatch, TrainedStep, Verdict
 from healcore.runtime.run.compare.holding import Holding
+from healcore.runtime.run.compare.suspicion import Verdict
+from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from tests.runtime.run.bare_run import bare_run
 
 Loss = Callable[[float, Any], float]

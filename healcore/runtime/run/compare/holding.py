@@ -16,8 +16,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, Anchor, Verdict
+from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
+from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
+from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.engine_states import LrState, limit_norms, with_lr_states
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.store.ranks import broadcast
@@ -59,15 +61,13 @@ class Holding:
         self.run.comparisons.state.ranges.held = held
 
     def on_rollback(self, target: int) -> None:
-        """Applies what is held to the steps from `target` on.
+        """Notes whether the step `target` is withheld. Called after the restore.
 
-        Called after the restore, which has limited the engines already. The norm limits are also
-        given to the history, which must not learn norms above a limit as healthy.
+        The restore has limited the engines already.
 
         Args:
             target: the step at which the run continues.
         """
-        self.run.comparisons.history.norm_limits = self.held.norm_limits
         self.withholds = self.held.withholds(target)
 
     def release_all(self, step: int) -> None:
@@ -107,7 +107,7 @@ class Holding:
         comparisons, history = self.run.comparisons, self.run.comparisons.history
         ranges = comparisons.state.ranges
         seen = broadcast(self.run.ranks, self.numbers())
-        history.learn_doubtful_norms(step)
+        history.learn_doubtful_norms(step, self.held.norm_limits)
         rates: dict[str, float] = {}
         if step > self.run.record.first_step:  # no step was trained at the rates of the first one
             rates = self.known_rates()
@@ -151,7 +151,6 @@ class Holding:
         """
         self.withholds = held.withholds(step)
         self.held = held
-        self.run.comparisons.history.norm_limits = held.norm_limits
         driver, engine = self.run.driver, self.run.policy.engine
         limited = limit_norms(engine, driver.engines(), held.norm_limits, withhold=self.withholds)
         driver.load(None, limited)
@@ -192,13 +191,13 @@ class Holding:
         norms: Mapping[str, float] = {}
         if suspects is not None:
             norms = suspects.largest_norms()
-        found = self.healthy_at(verdict.anchor).outside(
+        found = self.healthy_at(verdict.anchor_step).outside(
             broadcast(self.run.ranks, self.numbers()),
             norms,
-            intervals=(verdict.onset - verdict.anchor) / self.run.schedule.every,
-            last_step_before=verdict.anchor,
+            intervals=(verdict.onset - verdict.anchor_step) / self.run.schedule.every,
+            last_step_before=verdict.anchor_step,
         )
-        return replace(found, until=verdict.index + 1)
+        return replace(found, until=verdict.roll_back_at + 1)
 
     def unusual_batches(self, verdict: Verdict) -> list[int]:
         """Steps since the onset whose batches the better weights find unusual. Collective.
@@ -215,11 +214,11 @@ class Holding:
             Numbers of steps, ascending.
         """
         comparisons = self.run.comparisons
-        suspects, anchor = self._suspect_steps(verdict), comparisons.anchor_of(verdict.anchor)
+        suspects, anchor = self._suspect_steps(verdict), comparisons.anchor_of(verdict.anchor_step)
         if suspects is None or anchor is None:
             return []
         unusual = set()
-        healthy = self.healthy_at(verdict.anchor)
+        healthy = self.healthy_at(verdict.anchor_step)
         for index in suspects.with_unusual_norm(self.held.norms, healthy):
             if index >= anchor.step:
                 unusual.add(index)
@@ -297,7 +296,7 @@ class Holding:
 
     def _suspect_steps(self, verdict: Verdict) -> SuspectSteps | None:
         """The steps that may have caused the trouble of a verdict."""
-        return self.run.comparisons.history.suspect_steps(verdict.onset, verdict.found)
+        return self.run.comparisons.history.suspect_steps(verdict.onset, verdict.found_at)
 
     def numbers(self) -> dict[str, NumberRange]:
         """`Driver.numbers`, with their ranges in earlier processes since something was held.

@@ -10,7 +10,9 @@ from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
+from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
+from healcore.runtime.run.compare.evidence import SAMPLE_SIZE
+from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel, NormHistory
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.store import values
@@ -115,13 +117,9 @@ class StepHistory:
 
     Which losses are usual is explained by `LossLevel`, and which gradient norms and learning rates
     are healthy by `NormHistory`.
-
-    Attributes:
-        norm_limits: engine name -> limit of its gradient norm, where there is one.
     """
 
     def __init__(self) -> None:
-        self.norm_limits: Mapping[str, float] = {}
         self._norms = NormHistory(_UNTIL_HEALTHY)
         self.forget()
 
@@ -208,7 +206,15 @@ class StepHistory:
         self._last_sign, self._last_alarm = found["signs"]
         return steps
 
-    def add(self, step: TrainedStep, loss: float, *, alarm: bool, healthy: bool) -> Signs:
+    def add(
+        self,
+        step: TrainedStep,
+        loss: float,
+        *,
+        alarm: bool,
+        healthy: bool,
+        norm_limits: Mapping[str, float],
+    ) -> Signs:
         """Adds a step, and finds out whether it is a reason to compare weights.
 
         Args:
@@ -216,6 +222,8 @@ class StepHistory:
             loss: its loss, or NaN.
             alarm: whether a detector has raised an alarm.
             healthy: whether no evidence of damage is pending.
+            norm_limits: engine name -> limit of its gradient norm, where there is one. Norms above
+                a limit are not learnt.
 
         Returns:
             What the loss and the norms of the step say.
@@ -238,7 +246,7 @@ class StepHistory:
             self._windows[-1].steps.append(step)
         if high:
             self._high.append(step)
-        self._norms.add(step, self.norm_limits, is_bad=is_bad, healthy=healthy)
+        self._norms.add(step, norm_limits, is_bad=is_bad, healthy=healthy)
         self._last.append(step)
         return Signs(sign, first_alarm, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
@@ -250,15 +258,16 @@ class StepHistory:
         """
         self._level.accept()
 
-    def learn_doubtful_norms(self, step: int) -> None:
+    def learn_doubtful_norms(self, step: int, norm_limits: Mapping[str, float]) -> None:
         """Learns the norms near signs of trouble, at a healthy checkpoint of `step`.
 
         Without this, a program with an alarm every few steps would have no healthy norm.
 
         Args:
             step: step of a checkpoint whose weights are not suspect.
+            norm_limits: as in `add`.
         """
-        self._norms.learn_doubtful(step, self.norm_limits)
+        self._norms.learn_doubtful(step, norm_limits)
 
     def healthy_rates(self, newest: Mapping[str, float]) -> dict[str, NumberRange]:
         """The healthy learning rates of the steps since the last call.

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import RECENT, REGULAR_INTERVAL, TrainedStep
+from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
+from healcore.runtime.run.compare.evidence import RECENT
+from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.healthy_ranges import UNUSUAL_NORM
 
 _NORMS = 500

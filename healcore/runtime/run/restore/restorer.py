@@ -19,7 +19,7 @@ from healcore.console import counted, first_of
 from healcore.runtime.data.positions import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
-from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.engine_states import (
     engines_after_rollback,
     limit_norms,

@@ -1,0 +1,300 @@
+"""`Suspicion`: what happens between the first evidence of damage and the answer to it.
+
+    no evidence
+    | a comparison makes the evidence of an anchor > 1         Anchor.learn
+    v
+    evidence                     no anchor is added, and nothing is learnt as healthy
+    | the evidence reaches the threshold                       Comparisons._weigh
+    v
+    verdict                      if the run has had its time to recover: carried out at once
+    | otherwise it waits until step `due`                      Suspicion.postpone
+    v
+    pending verdict              nothing is compared until `due`, then with its anchor only
+    |- no evidence is left: the run has recovered              Comparisons._weigh
+    | the evidence reaches the threshold again
+    v
+    carried out                  a trial: the steps are repeated   BetterWeights.carry_out
+    |- the same losses: found again at once                    Suspicion.recurred
+    |- evidence again: the next trial
+    |- no evidence: the trial has healed the run
+    | no trial is left
+    v
+    accepted                     no weights are compared for a while   Comparisons.pause_until
+
+A restart continues wherever the run was: `ComparisonState` holds the facts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from healcore.runtime.run.compare.evidence import Anchor
+from healcore.runtime.run.compare.rises import Rises
+from healcore.runtime.run.compare.step_history import STEPS_AFTER_SIGN, WINDOWS
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.compare.comparison_state import ComparisonState
+    from healcore.runtime.run.run import Run
+
+RESTART_POWER = 0.5
+"""A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
+
+
+class Verdict(NamedTuple):
+    """The finding that earlier weights are better than the current weights."""
+
+    roll_back_at: int
+    """Index of the newest step when the run rolls back."""
+    found_at: int
+    """Index of the first step with enough evidence."""
+    anchor_step: int
+    """Step of the earlier weights, see `Anchor.step`."""
+    onset: int
+    """Index of the first step of the trouble: its first sign, or the first comparison with
+    evidence."""
+    evidence: float
+    """Lower bound on the mean number of comparisons until a healthy run has this evidence."""
+    rise: float | None
+    """Loss of the step's batch, current minus earlier weights, or None if it is not finite."""
+    rise_remembered: float | None
+    """The same difference for a batch trained on since the anchor, or None if it is not finite."""
+    healthy_rates: dict[str, float]
+    """Engine name -> highest learning rate at which the run was healthy, if known."""
+    rates: tuple[dict[str, float], ...]
+    """Learning rates in force at the comparisons that found the trouble; empty if unknown."""
+    losses: str = ""
+    """Digest of the losses up to step `found_at`, see `StepHistory.digest`."""
+    recurred: bool = False
+    """Whether a repeat of the steps had the same losses up to `found_at`, bit for bit. Then the
+    program causes the trouble, and what the repeat has changed had no effect."""
+
+    @property
+    def due(self) -> int:
+        """Step at which the run rolls back unless it has recovered.
+
+        The wait begins at the onset, and has as many steps as lie between the anchor and the onset.
+        A run that recovers during the wait loses fewer steps than by the rollback. A run that does
+        not recover loses about twice as many (rent or buy: Karlin et al. 1988, "Competitive snoopy
+        caching"). Thus a learning rate that is raised on purpose gets time to recover.
+        """
+        return self.onset + (self.onset - self.anchor_step)
+
+
+class Suspicion:
+    """The suspicion that earlier weights are better: its onset, and the verdict that waits.
+
+    The facts are in `ComparisonState`, which a checkpoint holds. So a restart continues the
+    suspicion.
+
+    Args:
+        run: the parts of the run.
+
+    Attributes:
+        strong_evidence: evidence that is enough where a run cannot wait for the threshold.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.strong_evidence = run.policy.rollback.evidence**RESTART_POWER
+        self._expected: Verdict | None = None
+        """The verdict whose rollback is about to begin, or None."""
+
+    @property
+    def _state(self) -> ComparisonState:
+        """The state of the comparisons, which a resume replaces."""
+        return self.run.comparisons.state
+
+    # -- before a verdict -----------------------------------------------------------------------
+
+    def add_high_step(self, index: int) -> None:
+        """Adds a step with a sign of trouble or a high loss, to date the onset later.
+
+        Args:
+            index: index of the step. It extends the newest burst of such steps, or begins another
+                burst after a gap.
+        """
+        bursts = self._state.bursts
+        if bursts and index - bursts[-1][1] <= STEPS_AFTER_SIGN:
+            first, _ = bursts[-1]
+            bursts[-1] = (first, index)
+        else:
+            bursts.append((index, index))
+            del bursts[:-WINDOWS]
+
+    def note_rates(self, *, has_evidence: bool) -> None:
+        """Notes the learning rates in force at a comparison.
+
+        The rates are suspects of a later verdict.
+
+        Args:
+            has_evidence: whether there is evidence of damage. Without evidence, the rates so far
+                are forgotten.
+        """
+        if not has_evidence:
+            self._state.rates.clear()
+            return
+        rates = self.run.holding.known_rates()
+        if rates:
+            self._state.rates.append(rates)
+
+    # -- the verdict ----------------------------------------------------------------------------
+
+    def verdict_about(self, index: int, anchor: Anchor, compared: Rises) -> Verdict:
+        """The verdict about an anchor, or the pending verdict with its newest evidence.
+
+        Args:
+            index: index of the newest step.
+            anchor: the weights that are better. Their evidence is the evidence of the verdict.
+            compared: what the newest comparison has shown.
+        """
+        verdict = self._state.verdict
+        if verdict is None:
+            history = self.run.comparisons.history
+            verdict = Verdict(
+                roll_back_at=index,
+                found_at=history.newest,
+                anchor_step=anchor.step,
+                onset=self._onset(index, anchor),
+                evidence=1.0,
+                rise=None,
+                rise_remembered=None,
+                healthy_rates=self.run.holding.highest_rates(anchor.step),
+                rates=tuple(self._state.rates),
+                losses=history.digest(anchor.step),
+            )
+        return verdict._replace(
+            roll_back_at=index,
+            evidence=anchor.evidence,
+            rise=_finite_or_none(compared.rise),
+            rise_remembered=_finite_or_none(compared.rise_remembered),
+        )
+
+    def _onset(self, index: int, anchor: Anchor) -> int:
+        """The first step of a burst of high steps that lasts until shortly before the evidence.
+
+        The comparison that finds trouble is later than the beginning of the trouble. Without such a
+        burst, the onset is the comparison with the first evidence.
+        """
+        onset = index
+        if anchor.onset is not None:
+            onset = anchor.onset
+        for first, last in reversed(self._state.bursts):
+            if last >= onset - STEPS_AFTER_SIGN:
+                onset = min(onset, first)
+        return max(onset, anchor.step)
+
+    def has_waited(self, verdict: Verdict) -> bool:
+        """Whether the run has had its time to recover from the trouble of a verdict.
+
+        True from step `due` on, and if the run was rolled back for this trouble before.
+
+        Args:
+            verdict: the verdict.
+        """
+        if verdict.roll_back_at >= verdict.due:
+            return True
+        return bool(self.run.ledger.same_trouble(verdict.onset))
+
+    def postpone(self, verdict: Verdict) -> None:
+        """Keeps a verdict pending until its step `due`.
+
+        Its anchor keeps a part of the evidence, so that a second wait for the threshold is shorter.
+        The other anchors lose theirs.
+
+        Args:
+            verdict: the verdict, which has just been found.
+        """
+        self._state.verdict = verdict
+        for anchor in self._state.anchors:
+            anchor.evidence, anchor.onset = 1.0, None
+            if anchor.step == verdict.anchor_step:
+                anchor.onset, anchor.evidence = verdict.onset, self.strong_evidence
+        self.run.log.assessment(verdict.roll_back_at, verdict.onset, "worse")
+        self.run.log.warning(
+            f"step {verdict.roll_back_at}: the weights of step {verdict.anchor_step} are better on "
+            f"the same batches, since step {verdict.onset}; unless the run recovers, it rolls back "
+            f"to them at step {verdict.due}, or at the end of the data"
+        )
+
+    def report_recovery(self, index: int) -> None:
+        """Reports that the run has recovered from the trouble of the pending verdict.
+
+        Args:
+            index: index of the newest step.
+        """
+        verdict = self._state.verdict
+        if verdict is None:
+            return
+        self.run.log.assessment(index, verdict.onset, "recovered")
+        recovered = f"the run has recovered from the damage of step {verdict.onset}"
+        self.run.log.info(f"step {index}: {recovered}")
+
+    def pending(self, index: int) -> Verdict | None:
+        """The verdict that waits to see whether the run recovers, or None if no verdict waits.
+
+        Args:
+            index: index of the newest step. It replaces `roll_back_at` of the verdict.
+        """
+        if self._state.verdict is None:
+            return None
+        return self._state.verdict._replace(roll_back_at=index)
+
+    def forget(self) -> None:
+        """Forgets the pending verdict, and the bursts and rates of the suspicion."""
+        self._state.verdict = None
+        self._state.rates.clear()
+        self._state.bursts.clear()
+
+    # -- the repeat after a rollback ------------------------------------------------------------
+
+    def expect_again(self, verdict: Verdict) -> None:
+        """Keeps a verdict, to recognise its trouble in the repeat. Called before its rollback.
+
+        If the repeated steps have the same losses bit for bit, the program itself causes the
+        trouble. The verdict is then found at once, without comparing weights until the evidence is
+        strong again.
+
+        Args:
+            verdict: the verdict whose rollback is about to begin.
+        """
+        self._expected = verdict._replace(recurred=False)
+
+    def begin_repeat(self) -> None:
+        """Looks for the expected verdict from now on. Called at every rollback."""
+        self._state.repeated = self._expected
+        self._expected = None
+
+    def end_repeat(self) -> None:
+        """Does not look for an earlier verdict any more. Called where its anchors are dropped."""
+        self._state.repeated = None
+        self._expected = None
+
+    def recurred(self, index: int) -> Verdict | None:
+        """The verdict of the last rollback, if the losses of its repeat are the same up to it.
+
+        Args:
+            index: index of the newest step.
+
+        Returns:
+            The verdict with `recurred`, at its step `found_at` only; else None.
+        """
+        repeated = self._state.repeated
+        if repeated is None or index < repeated.found_at:
+            return None
+        self._state.repeated = None
+        comparisons = self.run.comparisons
+        if index > repeated.found_at:
+            return None
+        if comparisons.history.digest(repeated.anchor_step) != repeated.losses:
+            return None
+        if comparisons.anchor_of(repeated.anchor_step) is None:
+            return None
+        return repeated._replace(roll_back_at=index, recurred=True)
+
+
+def _finite_or_none(rise: float) -> float | None:
+    """A rise for an event, which has no NaN and no Inf."""
+    if math.isfinite(rise):
+        return rise
+    return None
