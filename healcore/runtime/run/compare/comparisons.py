@@ -182,13 +182,17 @@ class Comparisons:
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason.
 
-        The reasons: an alarm; a loss above each of the last `REGULAR_INTERVAL` losses; an unusual
-        gradient norm; the end of a burst of these; a mean loss that exceeds the best anchor's by
-        more than its spread; a regular step.
+        The reasons are:
+
+        - a sign of trouble: an alarm, a loss above each of the last `REGULAR_INTERVAL` losses, or
+          an unusual gradient norm;
+        - the end of a burst of signs;
+        - a mean loss that exceeds the mean loss of the best anchor by more than its spread;
+        - a regular step, see `Credit.is_regular`.
 
         Args:
             step: the step and its batches. In a dispatch of several steps the last step has the
-                batches of all steps, and the others have none.
+                batches of all steps, and the other steps have none.
             loss: the step's training loss, the mean over its batches and over all ranks; or NaN.
             alarm: whether a detector has raised an alarm.
             trained: whether the step was not skipped.
@@ -201,7 +205,7 @@ class Comparisons:
         index = step.index
         signs = self._note(step, loss, alarm=alarm)
         best = self._best_on_average(index)
-        if signs.sign or signs.last_is_over or self.credit.is_regular(index) or best is not None:
+        if self._is_reason(index, signs, best):
             self._has_reason = True
         if not step.batches:
             return None  # not the last step of its dispatch
@@ -212,18 +216,7 @@ class Comparisons:
         recurred = self.suspicion.recurred(index)
         if recurred is not None:
             return recurred
-        if self.state.verdict is not None:
-            best = None  # only the anchor of the verdict is compared
-        verdict = None
-        is_due = self._is_due(index)
-        if is_due:
-            verdict = self._compare(step, sum(losses) / len(losses), best)
-            if self.credit.is_regular(index) and not self.has_evidence:
-                self.history.accept_level()
-        if best is None:
-            self._mean_pause.reset(index)
-        elif is_due and best.evidence <= 1:
-            self._mean_pause.begin(index)
+        verdict = self._compare_if_due(step, sum(losses) / len(losses), best)
         if trained:
             is_usual = not signs.high and not self.has_evidence
             for anchor in self.anchors:
@@ -249,6 +242,40 @@ class Comparisons:
         if signs.first_alarm or signs.last_is_over:
             self.credit.allow_one()
         return signs
+
+    def _is_reason(self, index: int, signs: Signs, best: Anchor | None) -> bool:
+        """Whether a step is a reason to compare weights at the end of its dispatch."""
+        if signs.sign or signs.last_is_over:
+            return True
+        return best is not None or self.credit.is_regular(index)
+
+    def _compare_if_due(
+        self, step: TrainedStep, loss: float, best: Anchor | None
+    ) -> Verdict | None:
+        """Compares weights at the last step of a dispatch, if this is due.
+
+        Args:
+            step: the step, with the batches of its dispatch.
+            loss: mean loss of the dispatch.
+            best: the anchor that a high mean loss gives as a reason, or None.
+
+        Returns:
+            A verdict if the run has to roll back, or None.
+        """
+        index = step.index
+        is_due = self._is_due(index)
+        if self.state.verdict is not None:
+            best = None  # only the anchor of the verdict is compared
+        verdict = None
+        if is_due:
+            verdict = self._compare(step, loss, best)
+            if self.credit.is_regular(index) and not self.has_evidence:
+                self.history.accept_level()
+        if best is None:
+            self._mean_pause.reset(index)
+        elif is_due and best.evidence <= 1:
+            self._mean_pause.begin(index)
+        return verdict
 
     def _is_due(self, index: int) -> bool:
         """Whether weights are compared at the last step of a dispatch."""
@@ -318,14 +345,10 @@ class Comparisons:
         losses = self.losses_of(anchor.usual or anchor.sample, anchor)
         if losses is None:
             return None
-        number = better = 0
-        for now, then in zip(*losses, strict=True):
-            number += 1
-            better += rise_of(now, then) > 0
+        is_lower = [rise_of(now, then) > 0 for now, then in zip(*losses, strict=True)]
+        is_better = bool(is_lower) and all(is_lower)
         if strong is not None:
-            is_better = 2 * better > number
-        else:
-            is_better = 0 < better == number
+            is_better = 2 * sum(is_lower) > len(is_lower)
         if not is_better:
             return None
         return verdict

@@ -1,25 +1,25 @@
 """`Suspicion`: what happens between the first evidence of damage and the answer to it.
 
     no evidence
-    | a comparison makes the evidence of an anchor > 1         Anchor.learn
-    v
-    evidence                     no anchor is added, and nothing is learnt as healthy
-    | the evidence reaches the threshold                       Comparisons._weigh
-    v
-    verdict                      if the run has had its time to recover: carried out at once
-    | otherwise it waits until step `due`                      Suspicion.postpone
-    v
-    pending verdict              nothing is compared until `due`, then with its anchor only
-    |- no evidence is left: the run has recovered              Comparisons._weigh
-    | the evidence reaches the threshold again
-    v
-    carried out                  a trial: the steps are repeated   BetterWeights.carry_out
-    |- the same losses: found again at once                    Suspicion.recurred
-    |- evidence again: the next trial
-    |- no evidence: the trial has healed the run
-    | no trial is left
-    v
-    accepted                     no weights are compared for a while   Comparisons.pause_until
+        | a comparison makes the evidence of an anchor > 1       Anchor.learn
+        v
+    evidence: no anchor is added, and nothing is learnt as healthy
+        | the evidence reaches the threshold                     Comparisons._weigh
+        v
+    verdict: carried out at once if the run has had its time to recover
+        | otherwise it waits until its step `due`                Suspicion.postpone
+        v
+    pending verdict: nothing is compared before `due`, and then its anchor only
+        |---> no evidence is left: the run has recovered         Suspicion.report_recovery
+        | the evidence reaches the threshold again
+        v
+    trial: the steps are repeated with one thing changed         BetterWeights.carry_out
+        |---> no evidence: the trial has healed the run
+        |---> the same losses: the verdict comes back at once    Suspicion.recurred
+        |---> evidence as above: the next trial
+        | all trials have failed
+        v
+    accepted: no weights are compared for a while                Comparisons.pause_until
 
 A restart continues wherever the run was: `ComparisonState` holds the facts.
 """
