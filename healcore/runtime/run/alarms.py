@@ -227,31 +227,38 @@ class AlarmLog:
     A run may have an alarm at every step for hours. So lines become rarer with their number, and
     after `MOST_ALARMS` alarms so do events. The metrics file has all alarms. Otherwise the first
     alarms would be lost among thousands of equal lines.
+
+    Attributes:
+        alerts: decides about the alerts of the same steps.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.alerts = Alerts(run)
         self._outside = 0  # alarms outside of incidents
         self._explained: set[str] = set()
         """Diagnoses on the console so far: a line has each of them once."""
 
-    def has_line(self, lead: JudgedRecord, *, begins: bool) -> bool:
-        """Whether the step has a console line, which is about one of its records.
+    def has_line(self, judged: list[JudgedRecord], lead: JudgedRecord) -> bool:
+        """Whether a step has a console line, which is about one of its records.
 
         - Every cut of the learning rate.
         - Incidents: the first ten, then each power of two.
         - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
           then each power of ten.
-
-        For alerts outside of incidents see `Alerts.count_and_decide_line`.
+        - Alerts outside of incidents: see `Alerts.count_and_decide_line`.
 
         Args:
+            judged: the records of the step. Call this once for each step, because alerts are
+                counted.
             lead: the record that the line would be about.
-            begins: whether the step is the first step of its incident.
         """
+        if self.alerts.count_and_decide_line(judged):
+            return True
         if lead.record.action & Action.CUT_LR and not self.run.policy.observes:
             return True
-        if lead.incident is not None and begins and is_logged(lead.incident.number):
+        incident = lead.incident
+        if incident is not None and incident.alarms == 1 and is_logged(incident.number):
             return True
         alarms = 0
         has_skip = False
@@ -261,7 +268,7 @@ class AlarmLog:
         skips = self.run.ledger.skips
         if passes_power_of_ten(skips - has_skip, skips):
             return True
-        if lead.incident is not None:
+        if incident is not None:
             return False
         return passes_power_of_ten(self._outside, self._outside + alarms)
 

@@ -40,6 +40,42 @@ class StepResult(NamedTuple):
     step of a dispatch has it."""
 
 
+class StepFlags(NamedTuple):
+    """What the records of all optimizers say of one step, together."""
+
+    causes: int
+    """`Cause` flags of all records."""
+    actions: int
+    """`Action` flags of all records."""
+    is_judged: bool
+    """Whether an engine has judged the step. A micro-step of an accumulation is not judged."""
+    has_trained: bool
+    """Whether an optimizer has changed weights: its step was judged and not skipped."""
+
+    @classmethod
+    def of(cls, records: list[StepRecord]) -> StepFlags:
+        """The flags of one step.
+
+        Args:
+            records: one record per engine, or more if an engine judged several times.
+        """
+        causes = actions = 0
+        is_judged = has_trained = False
+        for record in records:
+            causes |= int(record.cause)
+            actions |= int(record.action)
+            if record.judged:
+                is_judged = True
+                if not record.skip:
+                    has_trained = True
+        return cls(causes, actions, is_judged, has_trained)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the step has neither a cause nor an action, as most steps."""
+        return not self.causes and not self.actions
+
+
 class DelayedReader:
     """Queue of dispatches. Each is read `LAG` dispatches after it was queued.
 
