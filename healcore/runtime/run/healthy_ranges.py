@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import ConfigDict
+from pydantic import AliasChoices, ConfigDict, Field
 
 from healcore.core.numerics import SIGNAL_LIMIT
 from healcore.runtime.driver import NumberRange
@@ -253,9 +253,12 @@ class Held:
     """Name, see `Driver.numbers` -> the number."""
     norms: dict[str, HeldNorm] = field(default_factory=dict)
     """Engine name -> the limit of its gradient norm."""
-    withheld: tuple[int, int] | None = None
-    """First and last step whose updates are withheld: their gradients are wrong, and nothing shows
-    where; or None."""
+    frozen_steps: Annotated[
+        tuple[int, int] | None,
+        Field(validation_alias=AliasChoices("frozen_steps", "withheld")),  # its name in 0.3.0
+    ] = None
+    """First and last frozen step, or None. A frozen step changes no weights, because its gradient
+    is wrong, and nothing shows where."""
     start_rates: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Engine name -> its learning-rate state from before a limit after a rollback to the start of
     the run. There is no healthy rate yet, so that this limit is a guess, and never lasts."""
@@ -263,22 +266,20 @@ class Held:
     """Step at which the trouble was found. Nothing is released before it."""
 
     def __bool__(self) -> bool:
-        return bool(self.numbers or self.norms or self.withheld or self.start_rates)
+        return bool(self.numbers or self.norms or self.frozen_steps or self.start_rates)
 
-    def withholds(self, step: int) -> bool:
-        """Whether the update of a step is withheld.
-
-        Such a step computes its gradients, and changes no weights.
+    def freezes(self, step: int) -> bool:
+        """Whether a step is frozen: it computes its gradients, and changes no weights.
 
         Args:
-            step: number of the step, from 0.
+            step: index of the step.
 
         Returns:
-            False if no updates are withheld.
+            False if no steps are frozen.
         """
-        if self.withheld is None:
+        if self.frozen_steps is None:
             return False
-        first, last = self.withheld
+        first, last = self.frozen_steps
         return first <= step <= last
 
     def with_newer(self, newer: Held) -> Held:
@@ -286,7 +287,7 @@ class Held:
         return Held(
             numbers=newer.numbers | self.numbers,
             norms=newer.norms | self.norms,
-            withheld=newer.withheld or self.withheld,
+            frozen_steps=newer.frozen_steps or self.frozen_steps,
             start_rates=self.start_rates or newer.start_rates,
             until=max(self.until, newer.until),
         )
@@ -294,7 +295,7 @@ class Held:
     def without(self, older: Held) -> Held:
         """What is held here and not yet in `older`.
 
-        Only numbers and norms are left out. Withheld updates and limits of the learning rate stay.
+        Only numbers and norms are removed. Frozen steps and limits of the learning rate stay.
         A trial that held nothing new would repeat the same trouble, so `BetterWeights` asks this
         before it tries.
 
@@ -307,7 +308,7 @@ class Held:
     def without_numbers(self, names: Container[str]) -> Held:
         """A copy without the numbers of some names.
 
-        Norms, withheld updates and limits of the learning rate stay.
+        Norms, frozen steps and limits of the learning rate stay.
 
         Args:
             names: names of the numbers that are no longer held.
@@ -337,8 +338,9 @@ class Held:
             if norm.reached >= SIGNAL_LIMIT:
                 reached += " or more"
             lines.append(f"gradient norm{of} held below {limit}, it reached {reached}")
-        if self.withheld is not None:
-            lines.append("the updates of steps {} to {} are withheld".format(*self.withheld))
+        if self.frozen_steps is not None:
+            first, last = self.frozen_steps
+            lines.append(f"the updates of steps {first} to {last} are withheld")
         return lines
 
     @property

@@ -401,10 +401,10 @@ class Loop:
             self._structure.note()
             if self.read_and_act() or self._save_when_due():
                 return True
-            if run.holding.withholding_changes(data.step):
+            if run.holding.freezing_changes(data.step):
                 if self.read_and_act(every=True):
                     return True
-                run.holding.update_withholding(data.step)
+                run.holding.update_freezing(data.step)
             run.end_requests.vote_when_due(data.step, run.log)
             run.saver.poll()
         self.log_warnings()

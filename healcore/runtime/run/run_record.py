@@ -164,7 +164,7 @@ class Ledger:
         if not cause:
             if self.incidents and not is_open:
                 self.incidents[-1].over = True
-            # Withheld updates have no cause, but are steps that train nothing.
+            # Frozen steps have no cause, but they train nothing.
             self.skips += skip
             return None
         self.unhealthy.append(index)

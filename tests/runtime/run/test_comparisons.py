@@ -123,14 +123,14 @@ def test_damage_soon_after_the_anchor_is_not_waited_for():
     assert run.assessments == []
 
 
-def test_withheld_updates_end_although_the_loss_fn_has_failed():
+def test_frozen_steps_end_although_the_loss_fn_has_failed():
     run = after(250)
-    run.comparisons.state.ranges.held = Held(withheld=(251, 255))
+    run.comparisons.state.ranges.held = Held(frozen_steps=(251, 255))
     found = []
     for step in range(250, 258):
-        if run.holding.withholding_changes(step):
-            run.holding.update_withholding(step)
-        found.append(run.holding.withholds)
+        if run.holding.freezing_changes(step):
+            run.holding.update_freezing(step)
+        found.append(run.holding.freezes)
         if step == 252:
             run.comparisons.loss_function.drop()
     assert found == [False, *[True] * 5, False, False]

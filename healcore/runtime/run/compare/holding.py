@@ -42,8 +42,8 @@ class Holding:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.withholds = False
-        """Whether the update of the next step is withheld, see `Held.withheld`."""
+        self.freezes = False
+        """Whether the next step is frozen, see `Held.frozen_steps`."""
         self._earlier_numbers: Mapping[str, NumberRange] = {}
         """Ranges of the numbers in earlier processes, since something was last held."""
 
@@ -61,25 +61,25 @@ class Holding:
         self.run.comparisons.state.ranges.held = held
 
     def on_rollback(self, target: int) -> None:
-        """Notes whether the step `target` is withheld. Called after the restore.
+        """Notes whether the step `target` is frozen. Called after the restore.
 
         The restore has limited the engines already.
 
         Args:
             target: the step at which the run continues.
         """
-        self.withholds = self.held.withholds(target)
+        self.freezes = self.held.freezes(target)
 
     def release_all(self, step: int) -> None:
         """Releases what is held if a `loss_fn` that failed has ended the comparisons.
 
-        Nothing would release it later. Updates that are withheld end by themselves.
+        Nothing would release it later. Frozen steps stay, because they end by themselves.
 
         Args:
             step: steps done.
         """
         held = self.held
-        left = Held(withheld=held.withheld, until=held.until)
+        left = Held(frozen_steps=held.frozen_steps, until=held.until)
         if held == left:
             return
         self._restore_start_rates(held.start_rates)
@@ -149,31 +149,31 @@ class Holding:
             held: what is held. It replaces what was held before.
             step: the next step, from which on it is held.
         """
-        self.withholds = held.withholds(step)
+        self.freezes = held.freezes(step)
         self.held = held
         driver, engine = self.run.driver, self.run.policy.engine
-        limited = limit_norms(engine, driver.engines(), held.norm_limits, withhold=self.withholds)
+        limited = limit_norms(engine, driver.engines(), held.norm_limits, freeze=self.freezes)
         driver.load(None, limited)
         driver.hold_numbers(held.number_ranges)
         self._earlier_numbers = {}
 
-    def withholding_changes(self, step: int) -> bool:
-        """Whether the updates begin or cease to be withheld at a step. Called once per step.
-
-        The driver has to be told only then, so the usual step costs one comparison of numbers.
+    def freezing_changes(self, step: int) -> bool:
+        """Whether the frozen steps begin or end at a step. Called once per step.
 
         Args:
-            step: number of the step that is about to begin.
+            step: index of the step that is about to begin.
         """
-        held = self.run.comparisons.state.ranges.held  # called once per step
-        return held.withholds(step) != self.withholds
+        return self.held.freezes(step) != self.freezes
 
-    def update_withholding(self, step: int) -> None:
-        """Starts or ends withholding updates at `step`, which is trained next; see `Held.withheld`.
+    def update_freezing(self, step: int) -> None:
+        """Begins or ends the frozen steps at `step`, see `Held.frozen_steps`.
 
-        Call it after all earlier steps have been read, because it replaces the engines' states, and
-        also if a `loss_fn` that failed has ended the comparisons: otherwise the updates would be
-        withheld to the end of the run.
+        Call it after all earlier steps have been read, because it replaces the engines' states.
+        Also call it if a `loss_fn` that failed has ended the comparisons: otherwise all later steps
+        would be frozen.
+
+        Args:
+            step: index of the step that is trained next.
         """
         self.hold(self.held, step)
 

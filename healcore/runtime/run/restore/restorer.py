@@ -309,7 +309,7 @@ class Restorer:
         )
         held = self._held_after(order)
         engines = limit_norms(
-            engine, after.engines, held.norm_limits, withhold=held.withholds(saved.step)
+            engine, after.engines, held.norm_limits, freeze=held.freezes(saved.step)
         )
         self.run.driver.load(None, engines)
         self.run.driver.hold_numbers(held.number_ranges)

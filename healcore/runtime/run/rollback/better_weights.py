@@ -154,7 +154,7 @@ class BetterWeights:
         if trial == Trial.HOLD:
             both = self.run.holding.held.with_newer(held)
             if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it
-                both = replace(both, withheld=_steps_to_withhold(verdict, past))
+                both = replace(both, frozen_steps=_steps_to_freeze(verdict, past))
             return replace(order, held=both, batches=batches)
         return order
 
@@ -315,8 +315,8 @@ def _highest(rates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return highest
 
 
-def _steps_to_withhold(verdict: Verdict, past: Sequence[RollbackRecord]) -> tuple[int, int]:
-    """First and last step whose updates a second hold withholds.
+def _steps_to_freeze(verdict: Verdict, past: Sequence[RollbackRecord]) -> tuple[int, int]:
+    """First and last step that a second hold freezes, see `Held.frozen_steps`.
 
     From shortly before the onset up to the earliest evidence, of this verdict or of a past trial.
     """
