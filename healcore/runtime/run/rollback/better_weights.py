@@ -123,8 +123,7 @@ class BetterWeights:
     def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
         order = Order(
-            # At the end of the data, the verdict has the number of steps done.
-            index=min(verdict.roll_back_at, self.run.data.step - 1),
+            index=verdict.roll_back_at,
             onset=verdict.onset,
             since=verdict.onset,
             by_host=True,
