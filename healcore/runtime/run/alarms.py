@@ -18,7 +18,7 @@ from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import Action, Cause, StepRecord, names
 from healcore.core.engine.state import RuleConfig
 from healcore.events.schema import sentence
-from healcore.history.incidents import MOST_ALARMS
+from healcore.history.incidents import MAX_ALARMS
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
 from healcore.runtime.run.run_record import IncidentRecord
@@ -104,7 +104,7 @@ class Alerts:
         every alert is reported."""
         if self._has_own_steps:
             self._steps_without = run.policy.incident.alert_steps
-        self._alerting = _alerting_causes((*config.rules, *run.policy.rules))
+        self._alerting = _alerting_causes((*config.rules, *run.policy.host_rules))
         self._written: set[tuple[int, Cause]] = set()
         """Number of an incident, and causes, of the events `alert` so far."""
         self._faults: Counter[str] = Counter()
@@ -225,7 +225,7 @@ class AlarmLog:
     """Writes the event of each alarm, and a console line for the alarms that a person should see.
 
     A run may have an alarm at every step for hours. So lines become rarer with their number, and
-    after `MOST_ALARMS` alarms so do events. The metrics file has all alarms. Otherwise the first
+    after `MAX_ALARMS` alarms so do events. The metrics file has all alarms. Otherwise the first
     alarms would be lost among thousands of equal lines.
 
     Attributes:
@@ -284,15 +284,15 @@ class AlarmLog:
         if incident is None:
             self._outside += 1
             number = self._outside
-            if number == MOST_ALARMS + 1:
+            if number == MAX_ALARMS + 1:
                 self.run.log.info(
-                    f"step {step.index}: more than {MOST_ALARMS} alarms outside of incidents: from "
+                    f"step {step.index}: more than {MAX_ALARMS} alarms outside of incidents: from "
                     "now on only those with an alert or a line have an event; the metrics file has "
                     "them all"
                 )
         else:
             number = incident.alarms
-        if number > MOST_ALARMS and not has_line and not judged.alert:
+        if number > MAX_ALARMS and not has_line and not judged.alert:
             return
         rate = None
         if has_line:

@@ -130,7 +130,7 @@ class DelayedReader:
         return len(self._queue) > LAG
 
     def read_next(self) -> StepResult:
-        """Returns the oldest step. Waits for the device, unless its dispatch has been read.
+        """The oldest step. Waits for the device, unless the dispatch of the step has been read.
 
         Raises:
             IndexError: no step is queued.
@@ -140,7 +140,7 @@ class DelayedReader:
         return self._read_steps.popleft()
 
     def take_count_correction(self) -> int:
-        """Returns how many more steps were read since the last call than were expected.
+        """Number of steps that were read since the last call, minus the expected number.
 
         The host counts `PendingDispatch.count` steps when it queues a dispatch. The device may have
         taken another number of steps, for example with `optax.MultiSteps`.

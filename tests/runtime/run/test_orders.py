@@ -209,7 +209,7 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
 
 def host_rules() -> HostRules:
     policy = HostPolicy.of("default", {"incident": {"quiet_steps": 10}})
-    return HostRules(policy.rules, policy.engine.config, MonitorState())
+    return HostRules(policy.host_rules, policy.engine.config, MonitorState())
 
 
 def orders(found: HostRules, bad: Sequence[int], engine: str = "", start: int = 0) -> list[int]:

@@ -224,7 +224,7 @@ class Comparisons:
         return verdict
 
     def _note(self, step: TrainedStep, loss: float, *, alarm: bool) -> Signs:
-        """Adds a step to the history and the credit. Returns what the step says of trouble."""
+        """Adds a step to the history, and its credit. Returns the signs of the step."""
         first_losses = self.state.first_losses
         if len(first_losses) < RECENT and math.isfinite(loss):
             first_losses.append(loss)
@@ -300,7 +300,8 @@ class Comparisons:
         """The pending verdict, or a verdict with less evidence than the threshold.
 
         For a run that cannot wait for more evidence: at the end of the data, or if no step is
-        finite any more. A verdict costs the repeat of some steps, the wait would cost the result.
+        finite any more. A wrong verdict costs the repeat of some steps. A longer wait could cost
+        the result of the run.
 
         Args:
             index: index of the newest step.
@@ -376,7 +377,7 @@ class Comparisons:
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`.
 
-        Called after a change that was accepted: earlier weights are better by the old measure, and
+        Called after a change that was accepted. Earlier weights are better by the old measure, and
         would lead to the same verdict again.
 
         Args:
@@ -392,10 +393,10 @@ class Comparisons:
     def on_structure_change(self) -> None:
         """Drops all anchors and the evidence, because the program has changed its model.
 
-        Parameters that are new, gone or resized cannot be compared. The rest alone is not a
-        measure: old layers work together with the old other layers only. The losses stay, so that
-        damage soon after the change is a reason to compare. What was learnt about the numbers and
-        rates of the optimizers stays too, because a new group has new names.
+        Parameters that are new, removed or resized cannot be compared. The other parameters alone
+        are not a measure, because old layers work only with the other old layers. The losses stay,
+        so that damage soon after the change is a reason to compare. The healthy ranges of the
+        optimizers' numbers and rates stay too, because a new group has new names.
         """
         self.suspicion.end_repeat()
         self.anchors.clear()
@@ -535,7 +536,17 @@ class Comparisons:
         return to_compare(self.anchors, index, every=self.run.schedule.every, best=best)
 
     def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
-        """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
+        """Compares with each eligible anchor.
+
+        Args:
+            step: the step, with the batches of its dispatch.
+            loss: mean training loss of the dispatch. It is the loss of the current weights, if
+                `loss_fn` gives the training loss.
+            best: an anchor to compare with at any age, or None.
+
+        Returns:
+            A verdict if the run has to roll back now, or None.
+        """
         if not (self.steps_are_windows or self.run.driver.may_save(self.run.schedule.every)):
             return None  # within an accumulation: the weights have not changed since the last step
         evaluations = 0
@@ -587,7 +598,12 @@ class Comparisons:
         return joined(evaluations + 2 * len(past), (now, then), pairs)
 
     def _weigh(self, index: int, anchor: Anchor, compared: Rises) -> Verdict | None:
-        """Updates an anchor's evidence. Returns a verdict if the evidence is sufficient."""
+        """Updates the evidence of an anchor, and concludes.
+
+        Returns:
+            A verdict if the evidence reaches the threshold, or None. If a verdict is pending and no
+            evidence is left, the run has recovered and the verdict is forgotten.
+        """
         anchor.learn(index, compared.evidence, is_retest=self.state.verdict is not None)
         threshold = self.run.policy.rollback.evidence
         if anchor.evidence >= threshold and self._has_learnt_since(anchor):

@@ -53,8 +53,8 @@ class Credit:
     def refill(self) -> None:
         """Grants the whole credit, as at the start of a run.
 
-        Called when a suspicion ends or is dropped, so that the debts of deciding about it do not
-        delay the discovery of the next trouble.
+        Called when a suspicion ends. The debt of the decision about it must not delay the discovery
+        of the next trouble.
         """
         self.left = self._max
 

@@ -1,7 +1,7 @@
 """`Holding`: learns the ranges in which a run is healthy, and holds what has left them.
 
 At a checkpoint whose weights are not suspect, the run learns the learning rates, the numbers of the
-optimizers (such as a momentum) and the gradient norms that it had. If damage comes back after a
+optimizers (such as a momentum) and the gradient norms that it had. If damage recurs after a
 rollback that changed nothing, a second rollback holds what was outside of these ranges:
 
     healthy checkpoint --> learn, and release what is back in its range
@@ -37,7 +37,7 @@ class Holding:
 
     The ranges are a part of `ComparisonState`, which a checkpoint holds. Learning rates and the
     optimizers' numbers are set by the program, so a rollback alone does not change them: trouble
-    that they cause comes back until they are held.
+    that they cause recurs until they are held.
     """
 
     def __init__(self, run: Run) -> None:
@@ -101,17 +101,22 @@ class Holding:
             step: step of the checkpoint.
 
         Returns:
-            Whether a number has turned out to be intended, see `take_intended`. Then neither older
-            nor present weights are a measure any more.
+            Whether a number has turned out to be intended, see `take_intended`. Then neither the
+            anchors nor the current weights are a measure any more.
         """
-        comparisons, history = self.run.comparisons, self.run.comparisons.history
+        comparisons = self.run.comparisons
+        history = comparisons.history
         ranges = comparisons.state.ranges
+
+        # Learn.
         seen = broadcast(self.run.ranks, self.numbers())
         history.learn_doubtful_norms(step, self.held.norm_limits)
         rates: dict[str, float] = {}
-        if step > self.run.record.first_step:  # no step was trained at the rates of the first one
+        if step > self.run.record.first_step:  # no step was trained before the first checkpoint
             rates = self.known_rates()
         ranges.learn(history.healthy_rates(rates), seen, history.largest_norms())
+
+        # Release, and adapt what stays held.
         held = ranges.held
         released = ranges.release(step, seen)
         comparisons.state.intended = ranges.lasting_numbers(step, seen, after=LASTING_STEPS)
@@ -200,7 +205,7 @@ class Holding:
         return replace(found, until=verdict.roll_back_at + 1)
 
     def unusual_batches(self, verdict: Verdict) -> list[int]:
-        """Steps since the onset whose batches the better weights find unusual. Collective.
+        """Steps since the onset whose batches are unusual under the better weights. Collective.
 
         A batch is unusual if its loss under the better weights exceeds the largest loss of the
         usual batches of all anchors from before the onset by more than their range. Where a limit
@@ -211,7 +216,7 @@ class Holding:
             verdict: the finding that earlier weights are better.
 
         Returns:
-            Numbers of steps, ascending.
+            Indices of steps, ascending.
         """
         comparisons = self.run.comparisons
         suspects, anchor = self._suspect_steps(verdict), comparisons.anchor_of(verdict.anchor_step)
@@ -253,8 +258,8 @@ class Holding:
     def healthy_at(self, step: int) -> HealthyValues:
         """What was known as healthy at the anchor of a step.
 
-        What was unknown then is completed by what was learnt later. Where both are known the anchor
-        counts: what was learnt later may be a part of trouble that had not shown yet.
+        The knowledge of the anchor counts, because later knowledge may be a part of trouble that
+        had not shown yet. Names that were unknown at the anchor are taken from later knowledge.
 
         Args:
             step: step of an anchor. For another step the newest knowledge is returned.
@@ -268,7 +273,7 @@ class Holding:
     def highest_rates(self, step: int) -> dict[str, float]:
         """The highest healthy learning rate of each engine up to the anchor of a step.
 
-        A rate has no room above its range, also if the program raises it steadily: then the rise
+        A rate has no room above its range, even if the program raises it steadily. Then the rise
         itself is a suspect.
 
         Args:
@@ -282,8 +287,7 @@ class Holding:
     def known_rates(self) -> dict[str, float]:
         """The learning rate of each engine at the last step.
 
-        The multiplier of the engine is included: this is the rate with which the weights were
-        updated.
+        It includes the multiplier of the engine, so it is the rate that has updated the weights.
 
         Returns:
             Engine name -> learning rate, without rates that are unknown, NaN or Inf.

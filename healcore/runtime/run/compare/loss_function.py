@@ -86,7 +86,8 @@ class LossFunction:
 
     A `loss_fn` that raises is not called again: it must not end the run that it protects. If memory
     runs out, it is called again for smaller parts of the batches. Both weights are evaluated on the
-    same parts, so that their losses can be compared even if a loss of parts is another loss.
+    same parts, so that their losses can be compared even if a loss of parts differs from the loss
+    of the whole batch.
 
     Args:
         run: the parts of the run.
@@ -128,7 +129,7 @@ class LossFunction:
 
         Args:
             step: a step with its batches.
-            loss: the training loss of a dispatch of one step, else NaN.
+            loss: the training loss of the step, or NaN for a dispatch of several steps.
             first_weights: copy of the weights before this step, or None.
 
         Raises:

@@ -41,25 +41,25 @@ class Signs(NamedTuple):
     """What the loss and the gradient norms of one step say.
 
     `Comparisons.observe` decides with it whether to compare weights after the step, which is too
-    dear for every step.
+    expensive for every step.
     """
 
     sign: bool
-    """Whether it is a reason to compare weights: an alarm, a loss above the last losses, or an
+    """Whether the step is a sign of trouble: it has an alarm, a loss above the last losses, or an
     unusual gradient norm."""
     first_alarm: bool
-    """Whether it is an alarm, the first one for `STEPS_AFTER_SIGN` steps."""
+    """Whether the step has the first alarm for `STEPS_AFTER_SIGN` steps."""
     last_is_over: bool
-    """Whether the last sign was `STEPS_AFTER_SIGN` steps ago: its burst is over."""
+    """Whether the last sign was exactly `STEPS_AFTER_SIGN` steps ago, so that its burst is over."""
     high: bool
-    """Whether it belongs to the trouble: a sign, or a loss above the last usual losses."""
+    """Whether the step may belong to the trouble: a sign, or a loss above the last usual losses."""
 
 
 class SuspectSteps(NamedTuple):
     """The steps that may have caused some trouble.
 
     A second rollback for the same trouble holds the norms of these steps below the healthy norms,
-    or skips their batches. Steps that are missing here would do the same damage again.
+    or skips their batches. A step that is missing here would do the same damage again.
     """
 
     start: int
@@ -83,7 +83,7 @@ class SuspectSteps(NamedTuple):
         return found
 
     def with_unusual_norm(self, names: Container[str], healthy: HealthyValues) -> list[int]:
-        """Numbers of the steps around the first sign at which an engine had an unusual norm.
+        """Indices of the steps around the first sign at which an engine had an unusual norm.
 
         Args:
             names: names of the engines that count.
@@ -144,10 +144,10 @@ class StepHistory:
         self._last_alarm = -STEPS_AFTER_SIGN - 1  # none
 
     def steps_with_batches(self) -> list[TrainedStep]:
-        """Returns the steps whose batches may be compared.
+        """The steps whose batches may be compared.
 
-        A checkpoint holds the batches of these steps, so a restart can name the batches that caused
-        some trouble. A step may occur several times, because it may be in several windows.
+        A checkpoint holds the batches of these steps, so that a restart can name the batches that
+        caused some trouble. A step that is in several windows occurs several times.
         """
         found = [*self._last]
         for window in self._windows:
@@ -156,7 +156,7 @@ class StepHistory:
         return found
 
     def to_text(self) -> str:
-        """Returns everything but the batches of the steps, as text.
+        """Everything but the batches of the steps, as text.
 
         The record of a checkpoint holds the text. The batches are saved with the arrays, see
         `Comparisons.batches_to_save`.
@@ -183,7 +183,7 @@ class StepHistory:
         return values.dumps({name: found[name] for name in _SAVED}, _TEXT)
 
     def restore(self, text: str, contents: Mapping[int, Any]) -> dict[int, TrainedStep]:
-        """Takes what `to_text` has returned, into a history without a step.
+        """Restores what `to_text` has returned, in a history without a step.
 
         Args:
             text: the text.
@@ -215,7 +215,7 @@ class StepHistory:
         healthy: bool,
         norm_limits: Mapping[str, float],
     ) -> Signs:
-        """Adds a step, and finds out whether it is a reason to compare weights.
+        """Adds a step, and says whether it is a sign of trouble.
 
         Args:
             step: the step.
@@ -253,7 +253,7 @@ class StepHistory:
     def accept_level(self) -> None:
         """Makes the last losses the usual losses, if most of them are high.
 
-        Call it where the weights were compared without evidence of damage. Then other data, or
+        Call this where the weights were compared without evidence of damage. Then other data, or
         another scale of the loss, have raised the losses.
         """
         self._level.accept()
@@ -280,7 +280,7 @@ class StepHistory:
         return self._norms.take_rates(newest)
 
     def largest_norms(self) -> dict[str, float]:
-        """Returns the largest healthy gradient norm of each engine, see `NormHistory.largest`.
+        """The largest healthy gradient norm of each engine, see `NormHistory.largest`.
 
         Returns:
             Engine name -> gradient norm, without engines of which no healthy norm is known.
@@ -288,7 +288,7 @@ class StepHistory:
         return self._norms.largest()
 
     def typical_norms(self) -> dict[str, float]:
-        """Returns the median gradient norm of each engine, see `NormHistory.typical`.
+        """The median gradient norm of each engine, see `NormHistory.typical`.
 
         Returns:
             Engine name -> median of the last `REGULAR_INTERVAL` finite norms, without engines that
@@ -297,11 +297,11 @@ class StepHistory:
         return self._norms.typical()
 
     def mean(self) -> float | None:
-        """Returns the mean of the last `RECENT` finite losses, or None before there are as many."""
+        """The mean of the last `RECENT` finite losses, or None before so many are known."""
         return self._level.mean()
 
     def spread(self) -> float:
-        """Returns the standard deviation of the losses of `mean`. Slow: not for every step."""
+        """The standard deviation of the losses of `mean`. It is too slow for every step."""
         return self._level.spread()
 
     @property
@@ -312,7 +312,7 @@ class StepHistory:
         return self._newest[-1][0]
 
     def digest(self, first: int) -> str:
-        """Returns a digest of the last `REGULAR_INTERVAL` losses and norms.
+        """A digest of the last `REGULAR_INTERVAL` losses and norms.
 
         Two passes over the same steps have the same digest if their losses and gradient norms are
         equal bit for bit. Norms count because a loop need not report its losses.
@@ -330,7 +330,7 @@ class StepHistory:
         return hashlib.blake2b(struct.pack(f"<{len(kept)}d", *kept), digest_size=8).hexdigest()
 
     def suspect_steps(self, onset: int, found: int) -> SuspectSteps | None:
-        """Returns the steps that may have caused some trouble.
+        """The steps that may have caused some trouble.
 
         These are the steps around the sign that is nearest to the onset, of the signs up to step
         `found`, and all steps since the onset with a high loss or an unusual norm.

@@ -199,8 +199,8 @@ class Suspicion:
     def postpone(self, verdict: Verdict) -> None:
         """Keeps a verdict pending until its step `due`.
 
-        Its anchor keeps a part of the evidence, so that a second wait for the threshold is shorter.
-        The other anchors lose theirs.
+        Its anchor keeps a part of the evidence, so that the threshold is reached sooner the second
+        time. The other anchors lose their evidence.
 
         Args:
             verdict: the verdict, which has just been found.
@@ -266,7 +266,7 @@ class Suspicion:
         self._expected = None
 
     def end_repeat(self) -> None:
-        """Does not look for an earlier verdict any more. Called where its anchors are dropped."""
+        """Stops looking for an earlier verdict. Called where its anchor is dropped."""
         self._state.repeated = None
         self._expected = None
 

@@ -56,7 +56,7 @@ class Recovery:
     def __init__(self, run: Run) -> None:
         self.run = run
         policy, state = run.policy, run.monitor.state
-        self._host_rules = HostRules(policy.rules, policy.engine.config, state)
+        self._host_rules = HostRules(policy.host_rules, policy.engine.config, state)
         self.counts_steps = False
         """Whether the loop asks for the number of each step, so that a rollback repeats steps also
         where healcore reads no data for the loop."""
