@@ -507,7 +507,7 @@ class Loop:
         nonfinite = self.run.nonfinite
         verdict = None
         if of_training and not self.run.loaders.has_more_epochs:
-            verdict = self.run.comparisons.decide_at_end(self.run.data.step - 1)
+            verdict = self.run.comparisons.suspicion.decide_at_end(self.run.data.step - 1)
         if verdict is not None and self._note_rollback(self.run.better_weights.carry_out(verdict)):
             return True
         return alone and self._note_rollback(nonfinite.roll_back_if_saved(at_end=of_training))

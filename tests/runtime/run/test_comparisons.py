@@ -311,7 +311,7 @@ def test_a_loss_fn_that_fails_later_is_not_called_again(wrong, trouble):
         assert run.take(run.step, weight=9.0, alarm=True, loss=9.0) is None
     assert len(calls) == 1
     assert not run.comparisons.is_enabled
-    assert run.comparisons.decide_at_end(run.step - 1) is None
+    assert run.comparisons.suspicion.decide_at_end(run.step - 1) is None
     assert not run.comparisons.anchors, "their memory is free"
     (line,) = run.warnings
     assert type(wrong or SignalError("")).__name__ in line
@@ -597,7 +597,7 @@ def test_at_the_end_of_the_data_the_kept_batches_decide(won, harmed):
     level = run.driver.weight + 5.0
     while max(anchor.evidence for anchor in run.comparisons.anchors) < (1 + STAKE) ** won:
         assert run.take(run.step, weight=level, alarm=True) is None
-    verdict = run.comparisons.decide_at_end(run.step - 1)
+    verdict = run.comparisons.suspicion.decide_at_end(run.step - 1)
     is_strong = won > 3
     assert (verdict is not None) == (harmed == 1.0 or is_strong)
     if verdict is not None:

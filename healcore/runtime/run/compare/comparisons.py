@@ -296,64 +296,6 @@ class Comparisons:
         if not self.is_enabled:
             self.anchors.clear()
 
-    def verdict_without_waiting(self, index: int, *, at_end: bool = False) -> Verdict | None:
-        """The pending verdict, or a verdict with less evidence than the threshold.
-
-        For a run that cannot wait for more evidence: at the end of the data, or if no step is
-        finite any more. A wrong verdict costs the repeat of some steps. A longer wait could cost
-        the result of the run.
-
-        Args:
-            index: index of the newest step.
-            at_end: whether any evidence is enough, for a question that `decide_at_end` answers.
-                Otherwise it has to be `Suspicion.strong_evidence`.
-        """
-        if not self.is_enabled:
-            return None
-        if self.state.verdict is not None:
-            return self.suspicion.pending(index)
-        newest = None
-        for anchor in self.anchors:
-            is_strong = anchor.evidence >= self.suspicion.strong_evidence
-            if is_strong or (at_end and anchor.evidence > 1):
-                newest = anchor
-        if newest is None or self._has_learnt_since(newest):
-            return None
-        return self.suspicion.verdict_about(index, newest, Rises(0))
-
-    def decide_at_end(self, index: int) -> Verdict | None:
-        """Decides about a suspicion at the end of the run, after which no step can be compared.
-
-        Any evidence is enough for the question, because the batches kept of usual steps answer it
-        at once. The batches are counted one by one: a bad batch would dominate their mean.
-
-        Args:
-            index: index of the newest step.
-
-        Returns:
-            The verdict, if the anchor's loss is lower on most of the kept batches. Without strong
-            evidence, the loss has to be lower on all of them.
-        """
-        strong = self.verdict_without_waiting(index)
-        verdict = strong
-        if verdict is None:
-            verdict = self.verdict_without_waiting(index, at_end=True)
-        if verdict is None:
-            return None
-        anchor = self.anchor_of(verdict.anchor_step)
-        if anchor is None:
-            return None
-        losses = self.losses_of(anchor.usual or anchor.sample, anchor)
-        if losses is None:
-            return None
-        is_lower = [rise_of(now, then) > 0 for now, then in zip(*losses, strict=True)]
-        is_better = bool(is_lower) and all(is_lower)
-        if strong is not None:
-            is_better = 2 * sum(is_lower) > len(is_lower)
-        if not is_better:
-            return None
-        return verdict
-
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on.
 
@@ -606,7 +548,7 @@ class Comparisons:
         """
         anchor.learn(index, compared.evidence, is_retest=self.state.verdict is not None)
         threshold = self.run.policy.rollback.evidence
-        if anchor.evidence >= threshold and self._has_learnt_since(anchor):
+        if anchor.evidence >= threshold and self.suspicion.has_learnt_since(anchor):
             anchor.evidence, anchor.onset = 1.0, None
         if anchor.evidence >= threshold:
             better = newest_better(self.anchors, anchor, self.suspicion.strong_evidence)
@@ -616,17 +558,6 @@ class Comparisons:
             self.suspicion.report_recovery(index)
             self._forget_trouble()
         return None
-
-    def _has_learnt_since(self, anchor: Anchor) -> bool:
-        """Whether the anchor is the start of the run, and the loss is lower now than at the start.
-
-        Such a run has learnt, so its first weights are not better. A comparison that says otherwise
-        is not a measure: in self-distillation, for example, the loss of the first weights is low.
-        """
-        first, mean = self.state.first_losses, self.history.mean()
-        if anchor.step > self.run.record.first_step or mean is None or not first:
-            return False
-        return mean < sum(first) / len(first)
 
     def losses_of(
         self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None

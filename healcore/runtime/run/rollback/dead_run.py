@@ -128,7 +128,7 @@ class DeadRun:
         if is_sound is False:
             return None  # the data
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
-        suspicion = self.run.comparisons.verdict_without_waiting(step.index)
+        suspicion = self.run.comparisons.suspicion.verdict_without_waiting(step.index)
         if suspicion is not None:
             better = self.run.better_weights.carry_out(suspicion)
             if better is not None:
