@@ -45,6 +45,9 @@ def to_compare(
         index: the step at which weights are compared.
         every: steps of a checkpoint interval.
         best: an anchor to compare with at any age, or None.
+
+    Returns:
+        The anchors, oldest first.
     """
     age = max(SAMPLE_SIZE, min(every, int(MIN_AGE * index)))
     old = [anchor for anchor in anchors if index + 1 - anchor.step >= age]
@@ -57,7 +60,7 @@ def to_compare(
 
 
 def best_on_average(anchors: Sequence[Anchor], mean: float, index: int) -> Anchor | None:
-    """The anchor with the lowest mean loss, if the mean loss is more than its spread above it.
+    """The anchor with the lowest mean loss, if the mean loss exceeds it by more than its spread.
 
     Args:
         anchors: all anchors, oldest first.
@@ -82,7 +85,9 @@ def newest_better(anchors: Sequence[Anchor], anchor: Anchor, strong: float) -> A
         anchor: the anchor whose evidence is sufficient.
         strong: evidence that an anchor needs in order to take its place.
     """
-    onset = anchor.step if anchor.onset is None else anchor.onset
+    onset = anchor.step
+    if anchor.onset is not None:
+        onset = anchor.onset
     newest = anchor
     for each in anchors:
         if anchor.step < each.step <= onset and each.evidence >= strong:

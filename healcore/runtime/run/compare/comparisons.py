@@ -419,23 +419,26 @@ class Comparisons:
             verdict = None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
         self.state = replace(saved, anchors=anchors, verdict=verdict)
-        self.history.forget(self.state.ranges.values.norms)
-        holding = self.run.holding
-        observed: dict[int, tuple[ObservedBatch, ...]] = {}
-        if self.is_enabled and batches is not None:
-            observed = unpack_batches(batches)
-        steps = {index: TrainedStep(index, each) for index, each in observed.items()}
-        if saved.history:
-            steps |= self.history.restore(saved.history, observed)
-        steps = {index: each for index, each in steps.items() if each.batches}
-        for anchor in anchors:
-            anchor.weights = weights[anchor.step]
-            anchor.restore_samples(steps)
         self.loss_function.gives_loss |= saved.gives_loss
         if saved.credit is not None:
             self.credit.left = saved.credit
         self._mean_pause = MeanPause(saved.mean_quiet_until, saved.pause)
-        if self.is_enabled:  # without a `loss_fn` nothing is held, nor released
+
+        # The last steps, and the sampled steps of the anchors, as far as their batches were saved.
+        self.history.forget(self.state.ranges.values.norms)
+        observed: dict[int, tuple[ObservedBatch, ...]] = {}
+        if self.is_enabled and batches is not None:
+            observed = unpack_batches(batches)
+        steps = {index: TrainedStep(index, parts) for index, parts in observed.items()}
+        if saved.history:
+            steps |= self.history.restore(saved.history, observed)
+        steps = {index: known for index, known in steps.items() if known.batches}
+        for anchor in anchors:
+            anchor.weights = weights[anchor.step]
+            anchor.restore_samples(steps)
+
+        holding = self.run.holding
+        if self.is_enabled:  # without a `loss_fn` nothing is held or released
             holding.hold(holding.held, step)
         if saved.numbers and self.run.driver.state_is_in_place:
             holding.continue_numbers(numbers_from_text(saved.numbers))
@@ -516,7 +519,19 @@ class Comparisons:
     def _compare_with(
         self, anchor: Anchor, step: TrainedStep, known: list[float] | None
     ) -> Rises | None:
-        """Compares with one anchor, on the step and on a past step; returns None without losses."""
+        """Compares with one anchor, on the batches of the step and then on past batches.
+
+        The past batches are evaluated only if the loss of the step has risen: the smaller of the
+        two rises counts.
+
+        Args:
+            anchor: the earlier weights.
+            step: the step, with its batches.
+            known: loss of the step with the current weights, or None to evaluate it.
+
+        Returns:
+            What the comparison shows, or None if the weights cannot be compared.
+        """
         losses = self.losses_of([step], anchor, known)
         if losses is None:
             return None
@@ -525,7 +540,7 @@ class Comparisons:
         evaluations = 2
         if known is not None:
             evaluations = 1
-        if not 0 < rise < math.inf:
+        if not 0 < rise < math.inf:  # not higher, or not finite: this batch alone decides
             return Rises(evaluations, rise, now - then)
         number = 1
         if anchor.evidence > 1:
