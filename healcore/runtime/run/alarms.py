@@ -21,11 +21,11 @@ from healcore.events.schema import sentence
 from healcore.history.incidents import MAX_ALARMS
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
-from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.steps import StepResult
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
+    from healcore.runtime.run.run_record import IncidentRecord
 
 # Flags of an int are faster than flags of an enum.
 _CUT_LR = int(Action.CUT_LR)

@@ -9,11 +9,11 @@ from healcore.core.decision import Cause
 from healcore.events.schema import sentence
 from healcore.runtime.run.alarms import batch_fields
 from healcore.runtime.run.metrics import RunMetrics
-from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.steps import StepResult
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
+    from healcore.runtime.run.run_record import IncidentRecord
 
 
 class IncidentLog:
