@@ -23,7 +23,7 @@ from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.optional_driver import OptionalMethods
 from healcore.runtime.reporting.trackers import select
 from healcore.runtime.run.checkpoints.saver import SaveReason
-from healcore.runtime.run.compare.evidence import FORWARD_PASS
+from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
 from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.runtime.run.ending.shutdown import Shutdown

@@ -12,6 +12,7 @@ Besides:
     program_watch    iterations without a step, changes of the model's structure: for `loop`
     program_clip     notices that a program clips its gradients: for `monitor`
     alarms           the events and lines of alarms, and which causes are alerted
+    incident_log     the events of the beginning and the end of each incident
     metrics          counts and mean losses of the run
     run_record       what a checkpoint remembers; parts of it are
     host_state       the random states and positions of the loaders,

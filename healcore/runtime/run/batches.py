@@ -25,7 +25,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries
-from healcore.runtime.run.compare.evidence import ObservedBatch
+from healcore.runtime.run.compare.trained_step import ObservedBatch
 from healcore.runtime.run.ending.requests import SignalWatch
 from healcore.runtime.run.host_state import HostParts, HostState
 from healcore.runtime.run.run_settings import change_of_batch_size

@@ -401,10 +401,10 @@ class Loop:
             self._structure.note()
             if self.read_and_act() or self._save_when_due():
                 return True
-            if run.holding.withholding_changes(data.step):
+            if run.holding.freezing_changes(data.step):
                 if self.read_and_act(every=True):
                     return True
-                run.holding.update_withholding(data.step)
+                run.holding.update_freezing(data.step)
             run.end_requests.vote_when_due(data.step, run.log)
             run.saver.poll()
         self.log_warnings()
@@ -507,7 +507,7 @@ class Loop:
         nonfinite = self.run.nonfinite
         verdict = None
         if of_training and not self.run.loaders.has_more_epochs:
-            verdict = self.run.comparisons.decide_at_end(self.run.data.step)
+            verdict = self.run.comparisons.suspicion.decide_at_end(self.run.data.step - 1)
         if verdict is not None and self._note_rollback(self.run.better_weights.carry_out(verdict)):
             return True
         return alone and self._note_rollback(nonfinite.roll_back_if_saved(at_end=of_training))

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
 from healcore.runtime.run.batch_parts import PartGrowth
-from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import RollbackRecord
@@ -164,7 +164,7 @@ class Ledger:
         if not cause:
             if self.incidents and not is_open:
                 self.incidents[-1].over = True
-            # Withheld updates have no cause, but are steps that train nothing.
+            # Frozen steps have no cause, but they train nothing.
             self.skips += skip
             return None
         self.unhealthy.append(index)

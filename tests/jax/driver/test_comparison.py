@@ -197,7 +197,7 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     assert healer.rollbacks == 0
     jax.tree.map(np.testing.assert_array_equal, plain, compared)
     comparison: Any = healer._run.comparisons
-    assert comparison._credit.left < 30, "weights were compared"
+    assert comparison.credit.left < 30, "weights were compared"
     assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
 
 

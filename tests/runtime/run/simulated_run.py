@@ -17,7 +17,7 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
-from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.host_state import HOST_ITEM, HostState
 from healcore.runtime.run.orders import Order, RollbackRecord

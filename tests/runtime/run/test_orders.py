@@ -20,9 +20,10 @@ from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.next_trial import MAX_HOLDS, Trial, TroubleFacts, next_trial
 from healcore.runtime.run.run_record import Ledger
-from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
+from healcore.runtime.run.steps import DelayedReader, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, choose_checkpoints
 from tests.events.sample_events import READINGS
@@ -208,7 +209,7 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
 
 def host_rules() -> HostRules:
     policy = HostPolicy.of("default", {"incident": {"quiet_steps": 10}})
-    return HostRules(policy.rules, policy.engine.config, MonitorState())
+    return HostRules(policy.host_rules, policy.engine.config, MonitorState())
 
 
 def orders(found: HostRules, bad: Sequence[int], engine: str = "", start: int = 0) -> list[int]:

@@ -173,9 +173,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.slow
-def test_a_restart_within_the_withheld_steps_ends_with_the_same_bits(tmp_path):
-    """The checkpoint at step 224 is within them. What is withheld is no part of the weights."""
-    found, withheld = [], []
+def test_a_restart_within_the_frozen_steps_ends_with_the_same_bits(tmp_path):
+    """The checkpoint at step 224 is a frozen step. The weights do not show that it is frozen."""
+    found, frozen = [], []
     for kills in ([], [226]):
         store = tmp_path / str(len(kills))
         for _ in range(len(kills) + 1):
@@ -191,17 +191,17 @@ def test_a_restart_within_the_withheld_steps_ends_with_the_same_bits(tmp_path):
             ):
                 for batch in healer.batches(program.batches[:STEPS]):
                     held = healer._run.holding.held
-                    if held.withholds(batch[0]) and healer.step in kills:
+                    if held.freezes(batch[0]) and healer.step in kills:
                         kills.clear()
                         raise Killed
                     healer.loss(batch).backward()
                     program.step(batch[0])
-            withheld.append(held.withheld)
+            frozen.append(held.frozen_steps)
         found.append(torch.cat([p.detach().flatten() for p in program.model.parameters()]))
     assert torch.equal(*found)
-    assert len(withheld) == 3
-    assert len(set(withheld)) == 1
-    first, last = withheld[0]
+    assert len(frozen) == 3
+    assert len(set(frozen)) == 1
+    first, last = frozen[0]
     assert first < 224 < 226 < last
 
 
@@ -243,7 +243,7 @@ def test_an_alarm_names_the_rate_of_its_step(caplog):
 
 
 @pytest.mark.slow
-def test_a_loss_fn_that_fails_among_the_withheld_steps_ends_the_withholding(tmp_path):
+def test_a_loss_fn_that_fails_among_the_frozen_steps_ends_the_freeze(tmp_path):
     """Without comparisons nobody asks any more whether the updates are right. They are made."""
     program = Program(**FAULTS["signs"])
     state = {"model": program.model, "optimizer": program.optimizer}
@@ -266,8 +266,8 @@ def test_a_loss_fn_that_fails_among_the_withheld_steps_ends_the_withholding(tmp_
         for batch in healer.batches(program.batches[:STEPS]):
             before, number = parameter.detach().clone(), healer.step
             held = healer._run.holding.held
-            if frozen is None and held.withholds(number):
-                frozen = held.withheld
+            if frozen is None and held.freezes(number):
+                frozen = held.frozen_steps
             healer.loss(batch).backward()
             program.step(batch[0])
             if frozen and not torch.equal(before, parameter):

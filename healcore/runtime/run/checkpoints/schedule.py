@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from healcore.runtime.run.compare.evidence import MAX_SHARE
+from healcore.runtime.run.compare.credit import MAX_SHARE
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from healcore.runtime.run.compare.evidence import MAX_ANCHORS
+from healcore.runtime.run.compare.anchor_choice import MAX_ANCHORS
 from healcore.runtime.store.checkpoints import Keep
 
 RECORD_BYTES = 200_000

@@ -19,7 +19,7 @@ from healcore.console import counted, first_of
 from healcore.runtime.data.positions import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
-from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.engine_states import (
     engines_after_rollback,
     limit_norms,
@@ -309,7 +309,7 @@ class Restorer:
         )
         held = self._held_after(order)
         engines = limit_norms(
-            engine, after.engines, held.norm_limits, withhold=held.withholds(saved.step)
+            engine, after.engines, held.norm_limits, freeze=held.freezes(saved.step)
         )
         self.run.driver.load(None, engines)
         self.run.driver.hold_numbers(held.number_ranges)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.compare.evidence import TrainedStep, Verdict
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
+from healcore.runtime.run.compare.suspicion import Verdict
+from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.engine_states import LrState, lr_states, with_lr_states
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.orders import Order, RollbackRecord
@@ -97,7 +98,7 @@ class BetterWeights:
             The rollback, or None without one.
         """
         self.run.log.assessment(
-            verdict.index,
+            verdict.roll_back_at,
             verdict.onset,
             "damage",
             rise=verdict.rise,
@@ -113,21 +114,20 @@ class BetterWeights:
             if not finite:
                 return None
             return self._accept(order, verdict, past)
-        self.run.comparisons.expect_again(verdict)
+        self.run.comparisons.suspicion.expect_again(verdict)
         done = self.run.recovery.roll_back(order)
         if done is None and finite:
-            self.run.comparisons.pause_until(verdict.index + 1)
+            self.run.comparisons.pause_until(verdict.roll_back_at + 1)
         return done
 
     def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
         order = Order(
-            # At the end of the data, the verdict has the number of steps done.
-            index=min(verdict.index, self.run.data.step - 1),
+            index=verdict.roll_back_at,
             onset=verdict.onset,
             since=verdict.onset,
             by_host=True,
-            better_step=verdict.anchor,
+            better_step=verdict.anchor_step,
             trial=Trial.ACCEPT,
             held_before=self.run.holding.held,
         )
@@ -137,12 +137,12 @@ class BetterWeights:
         held, batches = Held(), tuple[BatchId, ...]()
         if tried:
             verdict, held, batches = self._with_unusual(verdict, past)
-            order = replace(order, better_step=verdict.anchor)
+            order = replace(order, better_step=verdict.anchor_step)
         policy = self.run.policy
         facts = TroubleFacts(
             rates=verdict.rates,
             healthy_rates=verdict.healthy_rates,
-            from_start=verdict.anchor <= self.run.record.first_step,
+            from_start=verdict.anchor_step <= self.run.record.first_step,
             unusual=bool(held or batches),
             may_limit=policy.engine.config.budget.lr_cuts if policy.engine.scales_lr else 0,
         )
@@ -153,7 +153,7 @@ class BetterWeights:
         if trial == Trial.HOLD:
             both = self.run.holding.held.with_newer(held)
             if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it
-                both = replace(both, withheld=_steps_to_withhold(verdict, past))
+                both = replace(both, frozen_steps=_steps_to_freeze(verdict, past))
             return replace(order, held=both, batches=batches)
         return order
 
@@ -185,7 +185,7 @@ class BetterWeights:
             highest = {name: float(state["scale"]) for name, state in states.items()}
         held = self.run.holding.held
         if from_start:
-            held = held.with_newer(Held(start_rates=states, until=verdict.index + 1))
+            held = held.with_newer(Held(start_rates=states, until=verdict.roll_back_at + 1))
         else:  # this limit lasts, and replaces a guess from the start of the run
             held = replace(held, start_rates={})
         return replace(order, lr_at_fault=highest, lr_states=states, held=held)
@@ -216,11 +216,11 @@ class BetterWeights:
         ledger.accepted += 1
         ledger.accepted_until = until
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
-        oldest = min((each.target for each in past), default=verdict.anchor)
-        order = _undone(replace(order, better_step=min(verdict.anchor, oldest)), past)
+        oldest = min((each.target for each in past), default=verdict.anchor_step)
+        order = _undone(replace(order, better_step=min(verdict.anchor_step, oldest)), past)
         undone = bool(order.lr_states or order.read_again or order.held is not None)
         # Trials without any effect on the losses need no repeat to be undone.
-        repeats = (undone and not verdict.recurred) or verdict.anchor < oldest
+        repeats = (undone and not verdict.recurred) or verdict.anchor_step < oldest
         done = self.run.recovery.roll_back(order) if repeats else None
         if done is None:
             driver = self.run.driver
@@ -230,7 +230,7 @@ class BetterWeights:
         self.run.comparisons.pause_until(until)
         line = f"step {order.index}: "
         if done is None:  # otherwise the line of the rollback has said so
-            line += f"the weights of step {verdict.anchor} are better on the same batches, "
+            line += f"the weights of step {verdict.anchor_step} are better on the same batches, "
             line += f"since step {verdict.onset}; "
         line += _why_accepted(len(past))
         if undone:
@@ -314,13 +314,13 @@ def _highest(rates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return highest
 
 
-def _steps_to_withhold(verdict: Verdict, past: Sequence[RollbackRecord]) -> tuple[int, int]:
-    """First and last step whose updates a second hold withholds.
+def _steps_to_freeze(verdict: Verdict, past: Sequence[RollbackRecord]) -> tuple[int, int]:
+    """First and last step that a second hold freezes, see `Held.frozen_steps`.
 
     From shortly before the onset up to the earliest evidence, of this verdict or of a past trial.
     """
-    first = max(verdict.anchor, verdict.onset - STEPS_BEFORE_SIGN)
-    last = min(verdict.found, *(each.index for each in past))
+    first = max(verdict.anchor_step, verdict.onset - STEPS_BEFORE_SIGN)
+    last = min(verdict.found_at, *(each.index for each in past))
     return first, max(first, last)
 
 

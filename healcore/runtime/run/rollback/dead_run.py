@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from healcore.core.decision import StepRecord
 from healcore.runtime.driver import Rates
 from healcore.runtime.reporting.nonfinite_steps import IN_A_ROW
-from healcore.runtime.run.compare.evidence import TrainedStep
+from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.engine_states import lr_states
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import Order, RollbackRecord
@@ -128,7 +128,7 @@ class DeadRun:
         if is_sound is False:
             return None  # the data
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
-        suspicion = self.run.comparisons.suspicion(step.index)
+        suspicion = self.run.comparisons.suspicion.verdict_without_waiting(step.index)
         if suspicion is not None:
             better = self.run.better_weights.carry_out(suspicion)
             if better is not None:

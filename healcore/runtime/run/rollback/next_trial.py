@@ -21,8 +21,8 @@ from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE, HealthyValues
 
 MAX_HOLDS = 2
-"""Trials that hold what is unusual, for one trouble. The second one also withholds the updates of
-the steps around the onset: their gradients may be wrong without an unusual norm or batch, as with
+"""Trials that hold what is unusual, for one trouble. The second one also freezes the steps
+around the onset: their gradients may be wrong without an unusual norm or batch, as with
 flipped signs."""
 
 
@@ -84,8 +84,8 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
        first.
     2. Repeat once with nothing changed.
     3. Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
-       loss the better weights find unusual. A second hold adds what is newly unusual, and withholds
-       the updates of these steps.
+       loss the better weights find unusual. A second hold adds what is newly unusual, and freezes
+       these steps.
     4. Limit a rate that is unknown, because nothing that is known has helped.
     5. Undo the trials.
 

@@ -100,7 +100,7 @@ class NonfiniteState:
         action = _ACTIONS[policy.rollback.nonfinite_state]
         if streak != STEPS_TO_CHECK or policy.observes or not action & SERIOUS:
             return None
-        for rule in (*policy.engine.config.rules, *policy.rules):
+        for rule in (*policy.engine.config.rules, *policy.host_rules):
             if rule.action & SERIOUS and rule.causes & NONFINITE:
                 return None  # the policy decides itself
         if self.weights_are_finite():

@@ -31,9 +31,10 @@ from healcore.runtime.reporting.diagnosis import explain
 from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
 from healcore.runtime.run.rollback.report import nonfinite_save, reason_of, report_rollback
-from healcore.runtime.run.steps import HostRules, StepResult
+from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.checkpoints import (
     CheckpointInfo,
     NoGoodCheckpoint,
@@ -64,7 +65,7 @@ class Recovery:
     def __init__(self, run: Run, *, ends_by_steps: bool) -> None:
         self.run = run
         policy, state = run.policy, run.monitor.state
-        self._host_rules = HostRules(policy.rules, policy.engine.config, state)
+        self._host_rules = HostRules(policy.host_rules, policy.engine.config, state)
         self.counts_steps = False
         self._ends_by_steps = ends_by_steps
         self._declined: Counter[str] = Counter()
@@ -158,7 +159,7 @@ class Recovery:
         if not order.action & Action.ROLLBACK:
             return None
         if is_damaged:
-            verdict = self.run.comparisons.pending_verdict(order.index)
+            verdict = self.run.comparisons.suspicion.pending(order.index)
             if verdict is not None:
                 better = self.run.better_weights.carry_out(verdict, finite=False)
                 if better is not None:
