@@ -51,6 +51,9 @@ class Order:
     untrained: bool = False
     """Whether healthy steps have followed NaN or Inf in `arrays`, so that the run does not train on
     them. Such an order limits no rate, and it never stops the run."""
+    by_repeat: bool = False
+    """Whether the repeat after a rollback for `arrays` has shown the batch that makes them NaN or
+    Inf. Such an order skips this batch alone. It limits no rate, and it never stops the run."""
     better_step: int | None = None
     """Step of the better earlier weights to restore, or None."""
     lr_at_fault: Mapping[str, float] | None = None

@@ -103,7 +103,7 @@ class Restorer:
         why_not = self.run.loaders.rewind(
             saved.position,
             order.batches,
-            self.run.policy.rollback.skip_batches,
+            0 if order.by_repeat else self.run.policy.rollback.skip_batches,
             order.read_again,
         )
         done = self._with_repeat(done, lost_steps(done.target, why_not), why_not)
@@ -266,6 +266,8 @@ class Restorer:
         past = ledger.same_trouble(order.onset, self.run.policy.rollback.region)
         if order.attempt:
             past = attempts_at(order.onset, ledger.in_force)
+        if order.by_repeat:
+            past = []  # the steps since the last rollback have shown that its checkpoint is sound
         return choose_checkpoints(
             self.run.stored.listed(),
             onset=order.onset,

@@ -197,10 +197,11 @@ class Recovery:
         if order.onset <= self.run.record.first_step + reach:
             count += ledger.spent  # by a run in another framework, whose engine was ported
         budget = max(policy.recoveries, 1)
+        is_harmless = order.untrained or order.by_repeat
         if count < budget:
-            is_last = count + 1 == budget and not order.untrained
+            is_last = count + 1 == budget and not is_harmless
             return self.roll_back(replace(self._with_depth_and_limit(order), is_last=is_last))
-        if order.untrained:
+        if is_harmless:
             self._report_impossible(order, NoGoodCheckpoint("the budget of rollbacks is exhausted"))
             return None
         if not needs_evidence or not self.run.nonfinite.weights_are_finite():
@@ -212,14 +213,17 @@ class Recovery:
     def _spent_on(self, order: Order, within: int) -> list[RollbackRecord]:
         """The earlier rollbacks that count for an order.
 
-        A rollback for arrays that the run does not train on says nothing about a later trouble.
+        A rollback for arrays that the run does not train on says nothing about a later trouble, and
+        neither does the skip of one batch for them.
 
         Args:
             order: the order.
             within: see `Ledger.same_trouble`.
         """
         past = self.run.ledger.same_trouble(order.onset, within)
-        return [each for each in past if order.untrained or not each.untrained]
+        if order.untrained or order.by_repeat:
+            return past
+        return [each for each in past if not (each.untrained or each.by_repeat)]
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether an order needs evidence. An order `by_host` and a rule that stops need none."""
@@ -270,7 +274,9 @@ class Recovery:
         if not order.by_host:
             rollback = self.run.policy.engine.config.rollback
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
-        if self.run.policy.may_limit_lr and past and not order.untrained:
+        if order.untrained or order.by_repeat:
+            return order
+        if self.run.policy.may_limit_lr and past:
             return replace(order, lr_at_fault={})
         return order
 
@@ -482,9 +488,9 @@ def _may_continue(order: Order, error: StoreError) -> bool:
     """Whether the run can continue although an order could not be carried out.
 
     Checkpoints that do not fit the model's structure never will, and other damage is not known. A
-    rollback to better weights or of a dead run is optional: the weights are finite.
+    rollback to better weights, of a dead run, or for one batch is optional: the weights are finite.
     """
     if isinstance(error, StateMismatch):
         return True
-    is_optional = order.better_step is not None or bool(order.attempt)
+    is_optional = order.better_step is not None or bool(order.attempt) or order.by_repeat
     return is_optional and isinstance(error, NoGoodCheckpoint)

@@ -62,7 +62,7 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
     line += f"; {sentence(rollback)}"
     if not done.lost:  # otherwise the sentence has said what became of the data
         line += f", data {data}"
-    may_limit = run.policy.may_limit_lr and not done.untrained
+    may_limit = run.policy.may_limit_lr and not (done.untrained or done.by_repeat)
     if done.lr is None and may_limit and not lr_text(rollback):
         line += (
             "; the learning rate is unknown and stays as it is: pass learning_rate=rate to "
@@ -97,6 +97,8 @@ def reason_of(order: Order) -> str:
         return f"{order.intended}: {INTENDED}"
     if order.better_step is not None:
         return f"the weights of step {order.better_step} are better on the same batches"
+    if order.by_repeat:
+        return f"the batch of step {order.index} makes {first_of(order.arrays)} NaN or Inf"
     if order.arrays:
         return nonfinite_save(order)
     return flag_names(names(Cause(order.cause))) or "ordered by a hook"
