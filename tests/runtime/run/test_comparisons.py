@@ -29,12 +29,13 @@ from healcore.runtime.run.compare.evidence import (
 )
 from healcore.runtime.run.compare.step_history import StepHistory
 from healcore.runtime.run.healthy_ranges import Held, HeldNorm
-from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.store.single_file import PackedValues
 from tests.runtime.run.toy_driver import LASTS, Run, damaged, healthy, noisy
 
 PER_STEP = 0.03
 """Evaluations that a step of a healthy run pays for: 1 % of a step that costs three."""
+ROLLED_BACK = RollbackRecord(order=Order(index=299, onset=250), step=300, continues_at=200)
 MAX_CREDIT = CREDIT_STEPS * PER_STEP
 
 
@@ -146,12 +147,12 @@ def test_withheld_updates_end_although_the_loss_fn_has_failed():
 def test_trouble_that_was_rolled_back_already_has_no_second_wait():
     """It has had its time to recover. Trouble after the rolled back steps has its own."""
     run = after(250)
-    run.record.ledger.rollbacks.append(RollbackRecord(index=299, onset=250, step=300, target=200))
+    run.record.ledger.rollbacks.append(ROLLED_BACK)
     verdict = damaged(run)
     assert verdict.index == verdict.found == 250 + 19
     assert run.assessments == []
     later = after(350)
-    later.record.ledger.rollbacks.append(RollbackRecord(index=299, onset=250, step=300, target=200))
+    later.record.ledger.rollbacks.append(ROLLED_BACK)
     assert damaged(later).index > 350 + 19
     assert later.assessments == ["worse"]
 

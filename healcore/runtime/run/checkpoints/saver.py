@@ -472,7 +472,7 @@ class Deleter:
         """Target of the last rollback in this region of the run, or -1."""
         ledger = self.run.record.ledger
         past = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)
-        return past[-1].target if past else -1
+        return past[-1].continues_at if past else -1
 
     def collect_results(self) -> None:
         """Reads the results of the deletions that have ended in the background. Does not wait.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 T = TypeVar("T")
-SavedState: TypeAlias = Mapping[str, Any]
+SavedItems: TypeAlias = Mapping[str, Any]
 """Name in the user's state -> what the checkpoint has for it."""
 Positions: TypeAlias = Mapping[str, Any]
 """Number of a loader -> its position; besides, the counts of all loaders."""

@@ -18,7 +18,7 @@ from healcore.runtime.reporting.nonfinite_steps import (
     IN_A_ROW,
     nonfinite_streak_text,
 )
-from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 from healcore.runtime.run.rollback.report import reason_of
 from healcore.runtime.run.steps import StepResult
 
@@ -89,8 +89,8 @@ class NonfiniteState:
             return False  # NaN in an accumulator is of a window that has not ended
         harmless: set[str] = set()
         for past in self.run.ledger.in_force:
-            if past.untrained:
-                harmless.update(past.arrays)
+            if past.order.untrained:
+                harmless.update(past.order.arrays)
         return not harmless.issuperset(self.run.saver.nonfinite_in_state())
 
     def order_for_damage(self, step: StepResult) -> Order | None:
@@ -116,15 +116,15 @@ class NonfiniteState:
                 return None  # the policy decides itself
         if self.weights_are_finite():
             return None
-        since = step.index - streak + 1
+        first = step.index - streak + 1
         return Order(
             index=step.index,
             onset=self.run.ledger.first_consecutive(step.index),
-            since=since,
+            first_alarm_of_cause=first,
+            reason=OrderReason.WEIGHTS_NAN,
             action=int(action),
             cause=int(step.records[0].cause),
-            batches=tuple(state.batches_between(since, step.index)),
-            by_host=True,
+            batches=tuple(state.batches_between(first, step.index)),
         )
 
     def stop_if_never_finite(self, order: Order | None = None, *, at_end: bool = False) -> None:
@@ -215,13 +215,15 @@ class NonfiniteState:
         if not rollbacks or not self._may_skip or self.run.policy.observes:
             return ()
         last = rollbacks[-1]
-        if not last.arrays or last.batches or last.why_forward:
+        if last.order.reason is not OrderReason.SAVED_NAN:
+            return ()
+        if last.batches or last.rewind_obstacle:
             return ()  # a batch was skipped already, or the steps have other batches
-        if not last.target < self.run.data.step <= last.onset + 1:
+        if not last.continues_at < self.run.data.step <= last.onset + 1:
             return ()
         if self.run.policy.rollback.nonfinite_state != "rollback":
             return ()
-        return tuple(self.run.saver.nonfinite_in_state(last.arrays))
+        return tuple(self.run.saver.nonfinite_in_state(last.order.arrays))
 
     def skip_last_batch(self, arrays: tuple[str, ...]) -> RollbackRecord | None:
         """Rolls back once more, and skips the batch that makes arrays NaN or Inf. Collective.
@@ -246,13 +248,12 @@ class NonfiniteState:
         order = Order(
             index=index,
             onset=index,
-            since=index,
+            first_alarm_of_cause=index,
+            reason=OrderReason.BATCH,
             batches=batches,
-            by_host=True,
             sound_until_onset=True,  # all arrays were finite after each step before
             arrays=arrays,
-            untrained=self.run.ledger.in_force[-1].untrained,
-            by_repeat=True,
+            untrained=self.run.ledger.in_force[-1].order.untrained,
         )
         why = reason_of(order)
         self.run.log.event("order", step=index, cause=[], action=Action.ROLLBACK, why=why)
@@ -273,22 +274,22 @@ class NonfiniteState:
             finite: whether the weights are finite now.
         """
         state = self.run.monitor.state
-        since = 0  # step of the newest earlier save without NaN
+        sound = 0  # step of the newest earlier save without NaN
         for each in self.run.known.restorable:
             if each < first:
-                since = max(since, each)
-        bad = self.run.ledger.unhealthy_between(since, first)
+                sound = max(sound, each)
+        bad = self.run.ledger.unhealthy_between(sound, first)
         if not bad and not finite:
-            bad = list(range(since, first))
-        if bad and since <= state.last_trained < bad[0]:
+            bad = list(range(sound, first))
+        if bad and sound <= state.last_trained < bad[0]:
             bad.insert(0, state.last_trained)  # no step has been trained after the damage
         return Order(
             index=self.run.data.step - 1,
             onset=max(first - 1, 0),  # the state after that step is bad
-            since=since,
+            first_alarm_of_cause=sound,
+            reason=OrderReason.SAVED_NAN,
             action=int(action),
             batches=tuple(state.batches_of(bad)),
-            by_host=True,
             sound_until_onset=True,  # an earlier save has found no NaN or Inf
             arrays=tuple(arrays),
         )
@@ -304,11 +305,11 @@ class NonfiniteState:
             first: step of the first save with NaN or Inf.
         """
         ledger = self.run.ledger
-        if ledger.unhealthy_between(order.since, first):
+        if ledger.unhealthy_between(order.first_alarm_of_cause, first):
             return []
         found: list[RollbackRecord] = []
         for past in ledger.same_trouble(order.onset, self.run.policy.rollback.region):
-            if {*order.arrays} <= {*past.arrays}:
+            if {*order.arrays} <= {*past.order.arrays}:
                 found.append(past)
         return found
 
@@ -325,7 +326,7 @@ class NonfiniteState:
                 arrays. NaN and Inf are then allowed in them, after a restart too.
         """
         problem = f"{first_of(order.arrays)} became NaN or Inf again after a rollback, "
-        if past[-1].by_repeat:
+        if past[-1].order.reason is OrderReason.BATCH:
             step = past[-1].onset
             problem += f"then again without the batch of step {step}, which stays skipped, "
         if allow:
