@@ -444,7 +444,7 @@ class Restorer:
         self.load_state(saved.state, engines, reset=reset)
         if failed_trials(newest) is not None:
             self._apply_rates(engines)
-        needed: set[int] = set()
+        needed: list[int] = []
         if own.comparisons is not None and self.run.comparisons.is_enabled:
             needed = own.comparisons.needed()
         if saved.step in needed:
