@@ -5,7 +5,8 @@ of the target by one rename. A process that is killed before the rename has chan
 and its successor finds the trouble again. After the rename every start resumes from the target.
 
     choose steps -> read and check the first intact one -> load it into the live run
-        -> rewind loaders, forget the undone steps -> replace the record of the target (commit)
+        -> limit learning rates and norms -> rewind loaders, forget the undone steps
+        -> replace the record of the target (commit)
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 LostSteps: TypeAlias = Callable[[int, str], int]
-"""Restored step, and why the data were not rewound or "" -> undone steps that are not repeated."""
+"""Step of the restored checkpoint, and `RollbackRecord.rewind_obstacle` -> number of undone steps
+that the run does not repeat."""
 MODEL_CHANGED_SINCE = "the program has changed the structure of its model since"
 """Reason of a rollback that restores weights, and not the place in the run."""
 
@@ -529,10 +531,9 @@ class Restorer:
         driver = self.run.driver
         engines, reset = driver.engines(), self._resets_at(step)
 
-        def load(saved: SavedCheckpoint) -> bool:
+        def load(saved: SavedCheckpoint) -> None:
             if driver.state_is_in_place:
                 self.load_state(saved.state, engines, reset=reset)
-            return driver.state_is_in_place
 
         self.run.saver.wait()
         try:

@@ -47,8 +47,8 @@ class NonfiniteState:
         self._answered_saves = 0
         """Number of saves with NaN or Inf in this attempt that have led to an order."""
         self._may_skip = True
-        """Whether a batch may still be skipped in this attempt. False after an order to skip one
-        that could not be carried out, so that the order is not given again at every step."""
+        """Whether a batch may still be skipped in this attempt. It becomes False with the first
+        order to skip a batch: if the order cannot be carried out, it is not given again."""
 
     def on_rollback(self) -> None:
         """Forgets the saves of the undone steps. `KnownCheckpoints` forgets its findings too.
@@ -180,36 +180,38 @@ class NonfiniteState:
             return None  # an observing policy reports the first bad save only
         first = min(nonfinite)
         action = _ACTIONS[policy.rollback.nonfinite_state]
+        acts = bool(action & SERIOUS) and not policy.observes
         finite = self.weights_are_finite()
         order = self._order_for_save(first, nonfinite[first], action, finite=finite)
-        if action & SERIOUS and not policy.observes and finite:
-            is_trained_on = not self.run.ledger.healthy_steps(first, self.run.ledger.next_step)
+        if acts and finite:
+            ledger = self.run.ledger
+            trains_on = ledger.healthy_steps(first, ledger.next_step) > 0
             past = self._past_without_alarm(order, first)
             if past:
-                self._accept(order, past, allow=not is_trained_on)
+                self._accept(order, past, allow=trains_on)
                 return None
-            order = replace(order, untrained=not is_trained_on)
+            order = replace(order, untrained=trains_on)
         why = f"checkpoint {first} has NaN or Inf in {first_of(order.arrays, 10)}"
         self.run.log.event(
             "order", step=order.index, cause=[], action=action, why=why, observed=policy.observes
         )
-        if action & SERIOUS and not policy.observes:
-            return self.run.recovery.carry_out(order)
-        return None
+        if not acts:
+            return None
+        return self.run.recovery.carry_out(order)
 
     def came_back(self) -> tuple[str, ...]:
-        """Names of the arrays that were rolled back for NaN or Inf, and have them again.
+        """Names of the arrays in which NaN or Inf has come back after a rollback.
 
-        The rollback for such arrays repeats the same batches. While the run repeats them, this
-        method looks at the arrays after each step. So the first step at which they are not finite
-        has read the batch that makes them NaN or Inf, such as an outlier that overflows in the
-        running variance of BatchNorm.
+        A rollback for a save with NaN repeats the same batches. While the run repeats them, this
+        method inspects the arrays after each step. The first step after which they are not finite
+        has read the batch that makes them NaN or Inf: for example, an outlier that overflows in a
+        running variance.
 
-        The ledger alone says which arrays are looked at, and until when. A restart within the
-        repeated steps therefore continues to look. Collective, if the ledger has such a rollback.
+        The ledger alone says which arrays are inspected, and until when. So a restart within the
+        repeated steps continues to inspect them. Collective, if the ledger has such a rollback.
 
         Returns:
-            The names, sorted. Empty if the arrays are finite, or if no repeat is to be looked at.
+            The names, sorted. Empty if the arrays are finite, or if no such steps are repeated.
         """
         rollbacks = self.run.ledger.in_force
         if not rollbacks or not self._may_skip or self.run.policy.observes:

@@ -1,11 +1,11 @@
 """`Recovery`: answers the records of steps with rollbacks and stops.
 
-There are four reasons to roll back, and each has its file in this folder:
+Each reason to roll back (`OrderReason`) has its file in this folder:
 
-    a rule of the policy, or a hook      `Recovery.carry_out`
-    NaN in weights or in a save          `nonfinite`
-    no finite step any more              `dead_run`
-    earlier weights are better           `better_weights`
+    RULE, HOOK                           `Recovery.carry_out`
+    SAVED_NAN, BATCH, WEIGHTS_NAN        `nonfinite`
+    DEAD_RUN                             `dead_run`
+    BETTER_WEIGHTS, INTENDED             `better_weights`
 
 All of them make an `Order`. `Recovery.roll_back` has it carried out, and the loop then continues at
 the step of the restored checkpoint:
