@@ -438,6 +438,19 @@ def test_a_policy_without_rollbacks_finds_weights_that_are_not_finite(policy, tm
     assert model.weight.isfinite().all()
 
 
+def test_a_stop_for_weights_that_are_not_finite_says_so(tmp_path):
+    """No hook is involved: the policy has no rule, and stops a run for such a state."""
+    policy, loop = policies.load("zclip", rollback={"nonfinite_state": "stop"}), loop_of("torch")
+
+    def before(healer: Any, number: int) -> None:
+        if number == 20:
+            loop.model[0].weight.data.fill_(math.nan)
+
+    with pytest.raises(RunStopped) as stop:
+        train(loop, policy, range(40), store=tmp_path, save_every=100, before=before)
+    assert stop.value.why == "the weights have NaN or Inf"
+
+
 @pytest.mark.slow
 def test_the_last_rollback_limits_the_rate_to_one_of_the_run(tmp_path):
     """L-BFGS at 1,000 times its rate, without a `loss_fn`: a factor of 1/4 is not enough."""

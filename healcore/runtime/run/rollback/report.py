@@ -60,7 +60,7 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
         data = f"continues forward: {done.rewind_obstacle}"
     run.log.event("data", step=done.continues_at, outcome=data, rewound=not done.rewind_obstacle)
     line = f"step {order.index}: {reason_of(order)}"
-    if order.reason is not OrderReason.INTENDED:
+    if order.reason not in (OrderReason.INTENDED, OrderReason.BATCH):
         line += f", since step {order.first_alarm_of_cause}"
     line += f"; {sentence(rollback)}"
     if not done.lost:  # otherwise the sentence has said what became of the data
