@@ -244,7 +244,8 @@ class RollbackRecord:
     def to_saved(self) -> dict[str, Any]:
         """Returns the rollback as one flat dict, for checkpoints and `HealingReport.to_dict`.
 
-        The keys are those of 0.3.0, with `reason` besides.
+        The keys are the names that the fields had before an order was a part of the record, so that
+        programs and checkpoints that have them still work.
         """
         saved: dict[str, Any] = {"why_lost": self.why_lost}
         for part in (self.order.changes, self.order, self):
@@ -257,7 +258,7 @@ class RollbackRecord:
     if not TYPE_CHECKING:  # otherwise a misspelt name would pass pyright
 
         def __getattr__(self, name: str) -> Any:
-            """The value of a name of 0.3.0, such as `rollback.target`, with a warning."""
+            """The value of an earlier name, such as `rollback.target`, with a warning."""
             if name in ("order", "changes") or name.startswith("__"):
                 raise AttributeError(name)
             return _of_old_name(self, name)
@@ -325,7 +326,7 @@ def _reason_in(saved: Mapping[str, Any]) -> OrderReason:
 
 
 def _of_old_name(record: RollbackRecord, name: str) -> Any:
-    """The value of an attribute that `RollbackRecord` had in 0.3.0, with a DeprecationWarning.
+    """The value of an attribute that `RollbackRecord` had earlier, with a DeprecationWarning.
 
     Raises AttributeError if it had no such attribute.
     """
@@ -339,7 +340,7 @@ def _of_old_name(record: RollbackRecord, name: str) -> Any:
 
 
 def _new_place(name: str) -> str:
-    """Where the value of an attribute of 0.3.0 is now, for a message."""
+    """Where the value of an earlier attribute is now, for a message."""
     for part, where in ((RepeatChanges, "order.changes."), (Order, "order."), (RollbackRecord, "")):
         for each in fields(part):
             if _SAVED_AS.get(each.name, each.name) == name:

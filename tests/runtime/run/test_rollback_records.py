@@ -1,4 +1,4 @@
-"""The records of rollbacks that checkpoints and programs of 0.3.0 know."""
+"""The names that the record of a rollback had before an order was a part of it."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ SAVED: dict[str, Any] = {
     "by_host": True,
     "better_step": 20,
     "trial": "hold",
-    "held": {"withheld": [3, 5]},
+    "held": {"until": 40},
     "number": 1,
     "step": 31,
     "target": 20,
@@ -44,12 +44,12 @@ def test_a_checkpoint_has_the_same_keys_as_before_the_parts_of_an_order():
     order = record.order
     assert (order.reason, order.anchor_step) == (OrderReason.BETTER_WEIGHTS, 20)
     assert (order.first_alarm_of_cause, record.continues_at) == (26, 20)
-    assert (order.changes.trial, order.changes.held) == ("hold", Held(withheld=(3, 5)))
+    assert (order.changes.trial, order.changes.held) == ("hold", Held(until=40))
     assert record.why_lost == "no position"
     saved = json.loads(json.dumps(record.to_saved()))
-    assert saved["held"].pop("withheld") == [3, 5]
+    assert saved["held"].pop("until") == 40
     assert SAVED | {"held": saved["held"]} == {name: saved[name] for name in SAVED}
-    assert read(saved | {"held": {"withheld": [3, 5]}}) == record
+    assert read(saved | {"held": {"until": 40}}) == record
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_saved_order_without_a_reason_gets_it_from_its_other_keys(changed, rea
     assert read(SAVED | {"better_step": None} | changed).order.reason is reason
 
 
-def test_the_names_of_0_3_0_warn():
+def test_the_earlier_names_warn():
     changes = RepeatChanges(lr_at_fault={"": 0.1})
     order = Order(index=30, onset=25, batches=(BatchId(0, 3),), changes=changes)
     record = RollbackRecord(order=order, continues_at=20)
