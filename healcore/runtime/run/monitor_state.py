@@ -35,7 +35,7 @@ class BatchRange(NamedTuple):
     """Batches of each step."""
 
     def ids(self, step: int) -> list[BatchId]:
-        """Returns the batches of a step, or an empty list if the step is not in the range.
+        """The batches of a step, or an empty list if the step is not in the range.
 
         Args:
             step: index of the step.
@@ -134,7 +134,7 @@ class MonitorState:
             del self.batches[0]
 
     def batches_of(self, steps: Iterable[int]) -> list[BatchId]:
-        """Returns the batches of some steps, as far as they are kept.
+        """The batches of some steps, as far as they are kept.
 
         Args:
             steps: indices of the steps. The batches are in the order of the steps.
@@ -146,7 +146,7 @@ class MonitorState:
         return found
 
     def batches_between(self, first: int, last: int) -> list[BatchId]:
-        """Returns the batches of the steps from `first` to `last`, of the current loader.
+        """The batches of the steps from `first` to `last`, of the current loader.
 
         Args:
             first: index of the first step. Steps of earlier loaders are left out, because their

@@ -242,7 +242,7 @@ class RollbackRecord:
         return replace(self, order=replace(self.order, batches=()))
 
     def to_saved(self) -> dict[str, Any]:
-        """Returns the rollback as one flat dict, for checkpoints and `HealingReport.to_dict`.
+        """The rollback as one flat dict, for checkpoints and `HealingReport.to_dict`.
 
         The keys are the names that the fields had before an order was a part of the record, so that
         programs and checkpoints that have them still work.

@@ -201,7 +201,7 @@ class Ledger:
         return [each for each in self.rollbacks if not each.undone]
 
     def same_trouble(self, onset: int, within: int = 0) -> list[RollbackRecord]:
-        """Returns the earlier rollbacks for the trouble that begins at step `onset`, oldest first.
+        """The earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
         The trouble is the same if its onset is at most `within` steps after the step at which the
         rollback began. Revivals of a dead run are not counted: their weights were finite, and
@@ -218,7 +218,7 @@ class Ledger:
         return found
 
     def unhealthy_between(self, first: int, end: int) -> list[int]:
-        """Returns the unhealthy steps of a range, ascending.
+        """The unhealthy steps of a range, ascending.
 
         Args:
             first: the first step of the range.
@@ -493,7 +493,7 @@ class RunRecord:
         return self.trials
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the record as JSON-safe values, with the version `SCHEMA` of its format.
+        """The record as JSON-safe values, with the version `SCHEMA` of its format.
 
         A checkpoint holds the result. `RunRecord.of` reads it, and raises if the version is not its
         own: a record that was understood in part could lead to a wrong decision.
