@@ -478,7 +478,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     train(loop, policy, range(70), events=tmp_path / "healcore.events.jsonl", before=before)
     (done,) = healers[0].report().rollbacks
     limit = cut * rate * warm_up(37)
-    assert (done.step, done.target, done.lr_scale) == (39, 0, 1.0)
+    assert (done.step, done.continues_at, done.lr_scale) == (39, 0, 1.0)
     assert (done.lr, done.lr_limit) == pytest.approx((rate, limit))
     assert max(rates.values()) == pytest.approx(limit), "no step after it has had more"
     assert rates[1] == pytest.approx(rate * warm_up(1)), "and the first ones their schedule's"

@@ -14,8 +14,8 @@ from healcore.jax import protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.reporting.nonfinite_steps import IN_A_ROW
 from healcore.runtime.run.ending.exits import RunStopped
-from healcore.runtime.run.orders import RollbackRecord
-from healcore.runtime.run.rollback.dead_run import Attempt, next_attempt
+from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
+from healcore.runtime.run.rollback.dead_run import Revival, next_revival
 from tests.healer.run_directory import events, new_process
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import BOTH_FRAMEWORKS
@@ -268,22 +268,24 @@ def test_a_policy_that_observes_changes_nothing(tmp_path):
     assert train(run, tmp_path, policy=observing)["rollbacks"] == 0
 
 
-def rollback(attempt: Attempt, step: int) -> RollbackRecord:
-    return RollbackRecord(index=step - 1, onset=0, step=step, attempt=attempt)
+def rollback(revival: Revival, step: int) -> RollbackRecord:
+    changes = RepeatChanges(revival=revival)
+    order = Order(index=step - 1, onset=0, reason=OrderReason.DEAD_RUN, changes=changes)
+    return RollbackRecord(order=order, step=step)
 
 
 def test_when_a_dead_run_is_brought_back():
     def asked(streak: int, *past: RollbackRecord, repeats: bool = True, sure: bool = False) -> Any:
-        return next_attempt(streak, past, 100, repeats=repeats, sure=sure)
+        return next_revival(streak, past, 100, repeats=repeats, sure=sure)
 
-    assert [asked(streak) for streak in (19, 20, 21)] == [None, Attempt.REPEAT, None]
-    tried = [rollback(each, 121) for each in Attempt]
-    assert asked(20, *tried[:1]) == Attempt.LIMIT_RATE
-    assert asked(20, *tried[:2]) == Attempt.UNDO
+    assert [asked(streak) for streak in (19, 20, 21)] == [None, Revival.REPEAT, None]
+    tried = [rollback(each, 121) for each in Revival]
+    assert asked(20, *tried[:1]) == Revival.LIMIT_RATE
+    assert asked(20, *tried[:2]) == Revival.UNDO
     assert asked(20, *tried) is asked(IN_A_ROW, *tried) is None
-    elsewhere = [rollback(each, 60) for each in Attempt]
-    assert asked(20, *elsewhere[:2]) == Attempt.REPEAT, "the trouble of another place"
+    elsewhere = [rollback(each, 60) for each in Revival]
+    assert asked(20, *elsewhere[:2]) == Revival.REPEAT, "the trouble of another place"
     assert asked(20, *elsewhere) is None, "that place had bad data"
-    assert asked(IN_A_ROW, *elsewhere) == asked(20, *elsewhere, sure=True) == Attempt.REPEAT
+    assert asked(IN_A_ROW, *elsewhere) == asked(20, *elsewhere, sure=True) == Revival.REPEAT
     assert asked(20, repeats=False) is None
-    assert asked(IN_A_ROW, repeats=False) == asked(20, repeats=False, sure=True) == Attempt.REPEAT
+    assert asked(IN_A_ROW, repeats=False) == asked(20, repeats=False, sure=True) == Revival.REPEAT

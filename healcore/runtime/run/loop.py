@@ -396,10 +396,10 @@ class Loop:
         if self.phase is not LoopPhase.COMPLETED:
             self.phase = LoopPhase.BEFORE_STEP
         if last:
-            return self._roll_back_at_end()
+            return (has_stepped and self._skip_if_nonfinite()) or self._roll_back_at_end()
         if has_stepped:
             self._structure.note()
-            if self.read_and_act() or self._save_when_due():
+            if self.read_and_act() or self._skip_if_nonfinite() or self._save_when_due():
                 return True
             if run.holding.freezing_changes(data.step):
                 if self.read_and_act(every=True):
@@ -566,6 +566,19 @@ class Loop:
             f"is still {loaders.crossed}: write `for epoch in healer.epochs(n)`, which goes back "
             "too, or use healer.epoch"
         )
+
+    def _skip_if_nonfinite(self) -> bool:
+        """Skips the batch that brings back NaN or Inf. Returns whether the run was rolled back.
+
+        Orders of the steps before come first.
+        """
+        nonfinite = self.run.nonfinite
+        arrays = nonfinite.came_back()
+        if not arrays:
+            return False
+        if self.read_and_act(every=True):
+            return True
+        return self._note_rollback(nonfinite.skip_last_batch(arrays))
 
     def _save_when_due(self) -> bool:
         """Saves if a save is due. Returns whether the run was rolled back instead."""

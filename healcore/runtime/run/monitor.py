@@ -14,7 +14,7 @@ from healcore.runtime.driver import Rates
 from healcore.runtime.run.alarms import AlarmLog, JudgedRecord
 from healcore.runtime.run.incident_log import IncidentLog
 from healcore.runtime.run.metrics import RunMetrics
-from healcore.runtime.run.orders import Order
+from healcore.runtime.run.orders import Order, OrderReason
 from healcore.runtime.run.program_clip import ProgramClip
 from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.steps import StepFlags, StepResult
@@ -325,16 +325,19 @@ class IncidentMonitor:
         for name in names(record.cause):
             if name in first_of_cause:
                 firsts.append(first_of_cause[name])
-        since = max(min(firsts, default=onset), onset)
+        first = max(min(firsts, default=onset), onset)
+        reason = OrderReason.RULE
+        if action & ~record.action & (Action.ROLLBACK | Action.STOP):
+            reason = OrderReason.HOOK
         return Order(
             index=step.index,
             onset=onset,
-            since=since,
+            first_alarm_of_cause=first,
+            reason=reason,
             action=int(action),
             cause=int(record.cause),
             depth=max(depth, 1),
-            batches=tuple(self.state.batches_between(since, step.index)),
-            by_host=bool(action & ~record.action & (Action.ROLLBACK | Action.STOP)),
+            batches=tuple(self.state.batches_between(first, step.index)),
         )
 
     def _ask_hooks(self, judged: JudgedRecord, onset: int) -> Action:
@@ -366,12 +369,15 @@ def _merge(one: Order | None, other: Order | None) -> Order | None:
     """Joins the orders of two optimizers for the same step: the earlier start, the deeper depth."""
     if one is None or other is None:
         return one or other
+    reason = OrderReason.RULE
+    if OrderReason.HOOK in (one.reason, other.reason):
+        reason = OrderReason.HOOK
     return replace(
         one,
+        reason=reason,
         action=one.action | other.action,
         depth=max(one.depth, other.depth),
-        since=min(one.since, other.since),
+        first_alarm_of_cause=min(one.first_alarm_of_cause, other.first_alarm_of_cause),
         batches=max(one.batches, other.batches, key=len),
         cause=one.cause | other.cause,
-        by_host=one.by_host or other.by_host,
     )

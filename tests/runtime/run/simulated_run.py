@@ -197,5 +197,5 @@ class Process:
     def go_back(self, depth: int) -> RollbackRecord:
         order = Order(index=self.step - 1, onset=self.onset, depth=depth)
         done = self.restorer.restore(order)
-        self.data.step, self._goes_on = done.target, False
+        self.data.step, self._goes_on = done.continues_at, False
         return done

@@ -23,7 +23,7 @@ from healcore.runtime.run.compare.step_history import StepHistory
 from healcore.runtime.run.compare.suspicion import RESTART_POWER
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.healthy_ranges import Held, HeldNorm
-from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.single_file import PackedValues
 from tests.runtime.run.toy_driver import LASTS, ToyRun, damaged, healthy, noisy
@@ -39,6 +39,7 @@ AGAIN = math.ceil(math.log(THRESHOLD / THRESHOLD**RESTART_POWER, 1 + STAKE))
 """Comparisons until a verdict that has waited is found again: 10."""
 DAMAGE = 250
 """Step at which the weights are damaged, unless a test says otherwise."""
+ROLLED_BACK = RollbackRecord(order=Order(index=299, onset=DAMAGE), step=300, continues_at=200)
 
 
 def after(steps: int, loss: Any = noisy) -> ToyRun:
@@ -149,14 +150,13 @@ def test_frozen_steps_end_although_the_loss_fn_has_failed():
 
 def test_trouble_that_was_rolled_back_already_has_no_second_wait():
     """It has had its time to recover. Trouble after the rolled back steps has its own."""
-    earlier = RollbackRecord(index=299, onset=DAMAGE, step=300, target=200)
     run = after(DAMAGE)
-    run.record.ledger.rollbacks.append(earlier)
+    run.record.ledger.rollbacks.append(ROLLED_BACK)
     verdict = damaged(run)
     assert verdict.roll_back_at == verdict.found_at == DAMAGE + TO_VERDICT - 1
     assert run.assessments == []
     later = after(350)
-    later.record.ledger.rollbacks.append(earlier)
+    later.record.ledger.rollbacks.append(ROLLED_BACK)
     assert damaged(later).roll_back_at > 350 + TO_VERDICT - 1
     assert later.assessments == ["worse"]
 

@@ -19,7 +19,7 @@ from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.orders import Order, RepeatChanges, RollbackRecord
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.next_trial import MAX_HOLDS, Trial, TroubleFacts, next_trial
 from healcore.runtime.run.run_record import Ledger
@@ -89,7 +89,7 @@ FACTS = st.builds(
     healthy_rates=RATES,
     from_start=st.booleans(),
     unusual=st.booleans(),
-    may_limit=st.integers(0, 4),
+    max_rate_limits=st.integers(0, 4),
 )
 
 
@@ -99,7 +99,7 @@ def expected_trial(tried: list[Trial], facts: TroubleFacts) -> Trial:
     above = any(
         rate > known[n] * RATE_TOLERANCE for rates in facts.rates for n, rate in rates.items()
     )
-    cut_left = tried.count(Trial.LIMIT_RATE) < facts.may_limit
+    cut_left = tried.count(Trial.LIMIT_RATE) < facts.max_rate_limits
     hold_left = tried.count(Trial.HOLD) < MAX_HOLDS
     in_order = (
         (Trial.LIMIT_RATE, cut_left and (above or facts.from_start)),
@@ -118,7 +118,7 @@ def test_the_first_trial_in_order_whose_condition_holds(tried, facts):
 
 def test_what_is_unusual_is_held_before_an_unknown_rate_is_limited():
     """A limit lasts, and cannot cure a gradient times 4096. Plain optax hides its rates."""
-    facts = TroubleFacts((), {}, from_start=False, unusual=True, may_limit=4)
+    facts = TroubleFacts((), {}, from_start=False, unusual=True, max_rate_limits=4)
     tried: list[Trial] = []
     while Trial.ACCEPT not in tried:
         tried.append(next_trial(tried, facts))
@@ -324,7 +324,8 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
 
 def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
     ledger = Ledger()
-    back = RollbackRecord(index=0, onset=250, target=100, step=420, lr_at_fault={"": 0.1})
+    order = Order(index=0, onset=250, changes=RepeatChanges(lr_at_fault={"": 0.1}))
+    back = RollbackRecord(order=order, continues_at=100, step=420)
     ledger.on_rollback(back, None)
     assert ledger.same_trouble(199) == ledger.same_trouble(420) == [back]
     assert ledger.same_trouble(421) == ledger.same_trouble(521, within=100) == []

@@ -76,6 +76,8 @@ def test_a_commit_replaces_the_record_alone_and_what_fails_changes_nothing(case,
     store.replace_record(7, {"lr": 0.25})
     assert store.nonfinite_in(case.state(0)) == ()
     assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)
+    assert store.nonfinite_in(case.with_nan(), ["weights.bfloat16"]) == ("weights.bfloat16",)
+    assert store.nonfinite_in(case.with_nan(), ["weights.none"]) == ()
     del like["weights"]["int32" if case.in_jax else "int64"]
     like["weights"]["float32"] = like["weights"]["float32"][:3]
     like["weights"]["new"] = like["weights"]["half"]

@@ -281,15 +281,17 @@ class Saver:
         if self._failures & (self._failures - 1) == 0:  # a power of two
             self.run.log.warning(f"checkpoint {step} was not saved: {error}")
 
-    def nonfinite_in_state(self) -> list[str]:
+    def nonfinite_in_state(self, arrays: Collection[str] | None = None) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank, sorted.
 
         An array that had NaN or Inf at the start of the run, such as a mask with -Inf, may have
         them later too. Any other array with NaN or Inf is damage that a checkpoint would keep.
+
+        Args:
+            arrays: names of the arrays to look at, or None for all. Only these are copied.
         """
-        return sorted(
-            disallowed(self.run.store.nonfinite_in(self.items()), self.run.store.nonfinite_ok)
-        )
+        found = self.run.store.nonfinite_in(self.items(), arrays)
+        return sorted(disallowed(found, self.run.store.nonfinite_ok))
 
     def save_if_not_finite(self) -> None:
         """Saves weights with NaN or Inf at the end of a run, after an alarm without an order.
@@ -470,7 +472,7 @@ class Deleter:
         """Target of the last rollback in this region of the run, or -1."""
         ledger = self.run.record.ledger
         past = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)
-        return past[-1].target if past else -1
+        return past[-1].continues_at if past else -1
 
     def collect_results(self) -> None:
         """Reads the results of the deletions that have ended in the background. Does not wait.

@@ -4,6 +4,7 @@
 the rules whose rollback needs evidence. The reasons for an order that
 no rule of the policy has are `nonfinite` (NaN in weights or in a save), `dead_run` (no step is
 finite any more) and `better_weights` (a comparison of weights). `next_trial` says what is tried,
-and which learning rates follow. `report` writes what the log says. `next_trial`, `limit_rates` and
-`dead_run.next_attempt` are pure functions of values. `restore` carries out what is decided here.
+and `rate_limits` which learning rates follow. `report` writes what the log says. `next_trial`,
+`limit_rates` and `dead_run.next_revival` are pure functions of values. `restore` carries out what
+is decided here.
 """
