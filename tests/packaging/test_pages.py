@@ -147,7 +147,7 @@ def test_the_remedies_by_rollback_are_those_of_the_page():
         while Trial.ACCEPT not in tried:
             rates = later if tried else first
             most = load("default").config().budget.lr_cuts
-            facts = TroubleFacts(rates, {"": 0.1}, False, unusual=True, may_limit=most)
+            facts = TroubleFacts(rates, {"": 0.1}, False, unusual=True, max_rate_limits=most)
             tried.append(next_trial(tried, facts))
         wanted[column] = [each for each, _ in itertools.groupby(tried)]
     words = {"limit": Trial.LIMIT_RATE, "change": Trial.REPEAT, "hold": Trial.HOLD}
