@@ -123,7 +123,7 @@ def named(tree: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
         yield place, np.asarray(tree)
 
 
-Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
+ChunkRunner = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
 _TORCH = Namespace(torch.device("cpu"))
@@ -138,7 +138,7 @@ def start(backend: str, state: EngineState) -> Any:
     return scalars(state) if backend == "recorded" else state
 
 
-def runner(backend: str, engine: Engine) -> Run:
+def runner(backend: str, engine: Engine) -> ChunkRunner:
     """The engine on a backend, compiled where that is what the backend is for."""
     if backend.startswith("jax"):
         return _jax(engine, one_by_one=backend != "jax", kernel=backend == "jax-kernel")
@@ -162,7 +162,7 @@ def runner(backend: str, engine: Engine) -> Run:
     return _stepwise(recorded(engine) if backend == "recorded" else numpy, lambda x: x)
 
 
-def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -> Run:
+def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -> ChunkRunner:
     """Calls the engine step by step; outputs are copied, so that nothing can change them later."""
 
     def run(state: Any, trace: Signals) -> tuple[Any, EngineState, Any]:
@@ -178,7 +178,7 @@ def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -
     return run
 
 
-def _jax(engine: Engine, *, one_by_one: bool, kernel: bool) -> Run:
+def _jax(engine: Engine, *, one_by_one: bool, kernel: bool) -> ChunkRunner:
     """One jitted scan over the chunk: of all lanes at once, or of each in its turn."""
     judge = functools.partial(engine.step, xp=JAX)
     step = one_kernel(lambda state, signals: judge(state, signals)) if kernel else judge

@@ -14,7 +14,7 @@ from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
 from tests.torch.optimizer_cases import CASES, FUSED, HOST_AND_DEVICE, NAN, Case, host_and_device
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.third_party_optimizers import Run, names
+from tests.torch.third_party_optimizers import OptimizerRun, names
 
 MAX_NORM = 0.5
 WITHOUT_CLOSURE = [case for case in CASES if not case.closure and not case.sparse]
@@ -173,7 +173,7 @@ def test_a_skip_changes_no_bit_and_leaves_no_trace(case: Case, where: Any, facto
     "closure", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "closure"]
 )
 def test_a_skip_of_other_packages_leaves_no_trace(name: str, closure: bool):
-    mine, twin = Run(name, closure=closure), Run(name, closure=closure)
+    mine, twin = OptimizerRun(name, closure=closure), OptimizerRun(name, closure=closure)
     heal = attach(mine.optimizer, policies.SKIPS)
     skipped = (0, 3)
     for i in range(6):

@@ -33,7 +33,7 @@ ROLLS_BACK = Engine(_ROLLS_BACK)
 CLIPS = Engine(_ROLLS_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
 
 
-class Run:
+class SmallTorchRun:
     """A linear model whose gradient depends on the batch only. float64 makes it exact to 1e-12."""
 
     def __init__(

@@ -22,12 +22,12 @@ from healcore.torch.driver import TorchDriver
 from healcore.torch.driver.driver import STEPS_WITHOUT_DISPATCH
 from healcore.torch.driver.pending_step import MOST_PENDING
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run, single_record
+from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, SmallTorchRun, single_record
 from tests.torch.optimizer_cases import host_and_device
 
 
-def driven(where: str = "host") -> tuple[Run, TorchDriver]:
-    run = Run(partial(AdamW, lr=0.01, fused=True))
+def driven(where: str = "host") -> tuple[SmallTorchRun, TorchDriver]:
+    run = SmallTorchRun(partial(AdamW, lr=0.01, fused=True))
     return run, TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
 
 
@@ -230,7 +230,7 @@ def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
 def test_an_evaluation_counts_at_the_next_step_whatever_happens_in_between(between: str):
     """The Healer may limit the rate or the norm, or repeat the batch in smaller parts."""
     overfit = ("overfit", OverfitConfig(patience=1))
-    run = Run(partial(SGD, lr=0.1))
+    run = SmallTorchRun(partial(SGD, lr=0.1))
     driver = TorchDriver(run.state, Engine(EngineConfig(detectors=(overfit,))))
     for i in range(3):
         if i == 2:

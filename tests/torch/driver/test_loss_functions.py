@@ -13,13 +13,13 @@ from torch.nn.utils import prune
 
 from healcore import Healer
 from healcore.torch.driver.driver import TorchDriver
-from tests.torch.driver.compared_run import CHANGE, Run
+from tests.torch.driver.compared_run import CHANGE, ComparedRun
 
 
 @pytest.mark.parametrize("gives_loss", [False, True], ids=["observe", "loss"])
 def test_both_sides_draw_the_same_numbers(tmp_path, gives_loss):
     """A training loss had other draws than a comparison has, so it is evaluated again."""
-    run, drawn = Run(), list[tuple[float, ...]]()
+    run, drawn = ComparedRun(), list[tuple[float, ...]]()
 
     def loss_fn(number: int) -> Tensor:
         draws = float(torch.rand(())), float(np.random.rand()), random.random()  # noqa: NPY002
@@ -153,7 +153,7 @@ def test_weights_that_an_optimizer_copies_are_replaced_in_the_module_too():
 @pytest.mark.slow
 def test_an_expected_change_drops_the_copies(tmp_path):
     """Weights that are replaced on purpose are worse at first; no earlier weights are restored."""
-    run = Run()
+    run = ComparedRun()
 
     def at(healer: Healer) -> None:
         if healer.step == CHANGE:

@@ -21,7 +21,7 @@ CASES = (DCP, TORCH_MEMORY, TORCH_TIERS)
 worlds = worlds_of("tests.torch.store.store_ranks", 200)
 
 
-class Run:
+class SavedRun:
     """A small run: everything that has a state."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -62,7 +62,7 @@ def test_trees_are_overwritten_in_place(case, tmp_path):
 
 
 def test_apply_touches_nothing_if_one_part_does_not_fit():
-    run = Run()
+    run = SavedRun()
     before, wrong = run.everything(), {"1.running_mean": torch.zeros(4), "more": torch.zeros(1)}
     restored = {"model": {**run.model.state_dict(), **wrong}, "optimizer": before[1]}
     message = r"alone has the shape \(1,\).*model\.1\.running_mean has .*model\.more is not in both"
@@ -89,12 +89,12 @@ CHANGES = {
 @over(*CASES)
 @pytest.mark.parametrize("message", CHANGES)
 def test_another_optimizer_is_named_and_gets_nothing(case, tmp_path, message):
-    run, store = Run(), case.make(tmp_path)
+    run, store = SavedRun(), case.make(tmp_path)
     store.save(1, run.state)
     store.wait()
     if case is not TORCH_MEMORY:  # as a new process
         store = case.make(tmp_path)
-    other = Run(seed=1)
+    other = SavedRun(seed=1)
     live = {**other.state, message.split()[0].split("\\")[0]: CHANGES[message](other)}
     before = other.everything()
     with pytest.raises(StateMismatch, match=message):
