@@ -37,7 +37,8 @@ def first(flags: Any) -> int | None:
 
 def decisions_of(policy: Any, losses: Any, norms: Any = None, evals: Any = None) -> Decisions:
     """Drives a policy. As in a replay an ordered rollback is paid for, and nothing is restored."""
-    runner, rows = Runner(load(policy).config()), []
+    runner = Runner(load(policy).config())
+    rows = []
     columns = [[None] * len(losses) if c is None else c for c in (losses, norms, evals)]
     for loss, norm, evaluation in zip(*columns, strict=True):
         runner.step(loss=loss, grad_norm=norm, eval_loss=evaluation)
@@ -72,7 +73,8 @@ def healthy(seed: int = 0, steps: int = STEPS) -> CurveRun:
 
 def synthetic() -> list[CurveRun]:
     """Healthy runs, single spikes, rows of them, level shifts, heavy tails; all finite, above 0."""
-    runs, ones = [], np.ones(STEPS)
+    runs = []
+    ones = np.ones(STEPS)
     for seed in range(2):
         rng = np.random.default_rng(90 + seed)
         base = healthy(seed)

@@ -137,8 +137,8 @@ def test_observe_judges_as_heal_does_and_enforces_nothing():
         assert np.array_equal(ordered.cause, enforced.cause)
         assert (enforced.grad_scale == 1).all()
         assert (enforced.lr_scale == 1).all()
-        flags = (enforced.skip, enforced.action, enforced.rollback_depth)
-        assert not any(flag.any() for flag in flags)
+        neutral_flags = (enforced.skip, enforced.action, enforced.rollback_depth)
+        assert not any(flag.any() for flag in neutral_flags)
 
 
 def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():

@@ -33,7 +33,8 @@ from tests.runtime.faults.test_page import assert_on_the_page
 
 @BOTH_FRAMEWORKS
 def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
-    plain, policy = loop_of(framework, Faults(always=[5, 23])), rules(mode="observe")
+    plain = loop_of(framework, Faults(always=[5, 23]))
+    policy = rules(mode="observe")
     for number in range(30):
         plain.step(None, number)
     watched = loop_of(framework, Faults(always=[5, 23]), policy)
@@ -65,7 +66,10 @@ def test_a_hook_may_override(tmp_path):
 
 def test_a_hook_that_adds_a_save_is_no_evidence():
     """Weights that are finite after skipped steps are not rolled back."""
-    add_save = lambda incident: incident.action | Action.SAVE  # noqa: E731
+
+    def add_save(incident: Any) -> Action:
+        return incident.action | Action.SAVE
+
     loop = loop_of("torch", Faults(always=range(20, 32)))
     assert train(loop, "default", range(50), on_incident=add_save)["rollbacks"] == 0
 
@@ -438,7 +442,8 @@ def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, resets, 
 
 def test_a_restart_resets_no_moments(tmp_path):
     breaks_off(loop_of("torch"), RESETS, range(12), at=7, store=tmp_path)
-    train(loop := loop_of("torch"), RESETS, range(12), store=tmp_path)
+    loop = loop_of("torch")
+    train(loop, RESETS, range(12), store=tmp_path)
     assert {int(each["step"]) for each in loop.optimizer.state.values()} == {12}
 
 
@@ -458,7 +463,9 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     def warm_up(step: int) -> float:
         return min(1.0, ((step + 1) / 40) ** 3)
 
-    loop, rates, healers = loop_of("torch", Faults(once=range(35, 39))), {}, []
+    loop = loop_of("torch", Faults(once=range(35, 39)))
+    rates = {}
+    healers = []
     loop.scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, warm_up)
     loop.state["scheduler"] = loop.scheduler
     three = {"to": ["nonfinite"], "do": ["rollback", "cut_lr"], "when": {"consecutive": 3}}
@@ -470,7 +477,8 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     )
 
     def before(healer: Any, number: int) -> None:
-        healers[:], step = [healer], healer.step - 1
+        healers[:] = [healer]
+        step = healer.step - 1
         decision = healings_of(healer)["optimizer"].last_decision()
         if decision is not None:  # after the first step
             rates[step] = rate * warm_up(step) * float(decision.lr_scale)

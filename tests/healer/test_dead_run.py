@@ -196,7 +196,10 @@ def test_bad_data_cost_repeated_steps_and_no_bits(framework, compares, tmp_path)
     train(skipping, None, data=[number for number in range(STEPS) if number not in bad])
     loss_fn = None
     if compares:
-        of_jax = lambda state, number: JaxRun._loss(state[0], *batch(int(number), bad))  # noqa: E731
+
+        def of_jax(state: Any, number: Any) -> Any:
+            return JaxRun._loss(state[0], *batch(int(number), bad))
+
         loss_fn = run.loss if framework == "torch" else of_jax
     counts = train(run, tmp_path, loss_fn=loss_fn)
     attempts = events(tmp_path, "rollback")

@@ -122,7 +122,8 @@ def main(root: Path, cases: list[str]) -> None:
         assert run_ranks(at, WORLD, partial(train, "", at, kind)).statuses == [0] * WORLD
         undisturbed[kind] = json.loads((at / "end-0.json").read_text())["weights"]
     for case in cases or CASES:
-        kind, at = case if case == "FSDP2" else "DDP", root / case
+        kind = case if case == "FSDP2" else "DDP"
+        at = root / case
         seconds = TIMEOUT if case in TIMES_OUT else BOUND
         gloo.MIN_TIMEOUT = timedelta(seconds=seconds)
         target = partial(train, case, at, kind)

@@ -41,7 +41,8 @@ def with_answers(**more: Any) -> Any:
 
 class Corrupt(Dataset):
     def __init__(self, count: int, bad: Iterable[int]) -> None:
-        self.count, self.bad = count, frozenset(bad)
+        self.count = count
+        self.bad = frozenset(bad)
 
     def __len__(self) -> int:
         return self.count
@@ -163,7 +164,8 @@ def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework
 def test_shapes_that_do_not_fit_end_the_run_with_a_hint_and_a_checkpoint(framework, tmp_path):
     """A rule for unknown errors saves, as for other errors of a program; no batch is skipped."""
     policy = with_answers()
-    loop, wrong = loop_of(framework, policy=policy), at(7, lambda _: torch.ones(3) + torch.ones(4))
+    loop = loop_of(framework, policy=policy)
+    wrong = at(7, lambda _: torch.ones(3) + torch.ones(4))
     with pytest.raises(RuntimeError, match="size of tensor"):
         train(loop, policy, range(12), store=tmp_path, before=wrong)
     (fault,) = events(tmp_path, "fault")

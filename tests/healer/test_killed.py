@@ -32,7 +32,8 @@ VARIANTS: dict[str, tuple[int, ...]] = {"rewound": (13, 14, 31), "forward": (13,
 def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
     """Checks what is on disk, then trains to the end, writing each step's state."""
     check(framework, root)
-    policy, data = rules(recoveries=6), range(45)
+    policy = rules(recoveries=6)
+    data = range(45)
 
     def run() -> dict[str, Any]:
         loop = loop_of(framework, Faults(always=VARIANTS[variant]), policy)

@@ -91,7 +91,8 @@ def test_a_warm_up_may_be_as_long_as_the_training(tmp_path, caplog):
 
     def numbers(total: int, first: int, *, then: int = 10, **options: Any) -> list[int]:
         """The numbers of a loop that trains from its iteration `first` on, `then` steps."""
-        run, seen = QLearner(Walk()), list[int]()
+        run = QLearner(Walk())
+        seen: list[int] = []
         run.act()
         with Healer(state=run.state()) as healer:
             for iteration, step in enumerate(healer.steps(total, **options)):
@@ -154,7 +155,8 @@ def test_an_environment_that_cannot_be_saved_is_named(caplog):
 def trained(folder: Path | None = None, *, ends: int = -1, damaged: int = -1) -> QLearner:
     """A run of 60 steps, two rows for each; `ends` and `damaged` are steps."""
     new_process()
-    run, faults = QLearner(SavedWalk()), {damaged}
+    run = QLearner(SavedWalk())
+    faults = {damaged}
     options: dict[str, Any] = {
         "checkpoints": Checkpoints(every=7),
         "rollback": {"probation": 2, "confirm": False},

@@ -128,7 +128,8 @@ REFUSED = "other options"
 
 
 def run(scenario: str) -> dict[str, Any]:
-    rank, root = dist.get_rank(), folder() / scenario
+    rank = dist.get_rank()
+    root = folder() / scenario
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     model, _ = spread("FSDP2" if scenario == "shard" else "DDP", net)
@@ -137,9 +138,11 @@ def run(scenario: str) -> dict[str, Any]:
     faults = Faults(always=bad if scenario in ENDS else [BAD])
     at, happens = (TOLD, ENDS[scenario]) if scenario in ENDS else (BAD, ODD.get(scenario))
     options: dict[str, Any] = {"store": root / "store", "events": root / "run.events.jsonl"}
-    policy, data = rules(), range(40)
+    policy = rules()
+    data = range(40)
     if scenario == "unreadable":
-        policy, data = with_answers(), Rows(40, CORRUPT if rank else ())
+        policy = with_answers()
+        data = Rows(40, CORRUPT if rank else ())
     if scenario == LOST:
         policy = with_answers(retry={"base_delay_s": 1e-3, "max_delay_s": 1e-3})
         data = Interrupted(40, CORRUPT if rank else ())
@@ -149,7 +152,8 @@ def run(scenario: str) -> dict[str, Any]:
         options["store"] = TorchMemoryStore(Keep(good=3, candidates=3))
     if scenario == "severe":
         options["on_incident"] = HOOKS[rank]
-    stopped, state = None, {"model": net, "optimizer": optimizer}
+    stopped = None
+    state = {"model": net, "optimizer": optimizer}
     try:
         with (
             redirect_stderr(io.StringIO()) as said,
@@ -187,7 +191,8 @@ def run(scenario: str) -> dict[str, Any]:
 
 def refused() -> str:
     """The error of a Healer whose policy and distance of saves are others on rank 1."""
-    net, rank = torch.nn.Linear(4, 1), dist.get_rank()
+    net = torch.nn.Linear(4, 1)
+    rank = dist.get_rank()
     state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
     other: dict[str, Any] = {"store": folder() / "other"}
     other["checkpoints"] = Checkpoints(every=5 + rank)
@@ -325,7 +330,8 @@ def test_a_signal_or_stop_file_of_one_rank_ends_both_at_one_step_with_its_save(
     scenario, status, steps, ending, of
 ):
     """The mark of a signal is read a step later; the mark of a file with the next step."""
-    logged, at = of(scenario), TOLD + steps
+    logged = of(scenario)
+    at = TOLD + steps
     assert (logged["stopped"], logged["step"]) == (f"exit status {status}", at)
     events = events_of(logged)
     vote = next(e for e in events if e["kind"] == "vote")

@@ -178,7 +178,8 @@ def test_a_disk_that_is_full_costs_nothing_while_another_has_room(
 
 
 def test_the_last_state_is_lost_only_if_no_directory_has_it(tmp_path, monkeypatch):
-    roots, disk = places(tmp_path), FailingDisk(monkeypatch)
+    roots = places(tmp_path)
+    disk = FailingDisk(monkeypatch)
     disk.full = {*roots}
     with pytest.raises(LastStateNotSaved):
         train(loop_of("torch"), rules(), range(12), store=roots)
@@ -190,7 +191,8 @@ def test_the_last_state_is_lost_only_if_no_directory_has_it(tmp_path, monkeypatc
 @pytest.mark.parametrize("stuck", [False, True])
 def test_old_checkpoints_are_deleted_in_each_directory(stuck, tmp_path, monkeypatch):
     """Also if one directory keeps what it has, because it has become read-only."""
-    roots, remove = places(tmp_path), manifest.remove
+    roots = places(tmp_path)
+    remove = manifest.remove
 
     def fails(folder: Path) -> None:
         if stuck and folder.parent == roots[0]:

@@ -118,7 +118,8 @@ def checkpoints(store: Path) -> list[str]:
 def test_a_run_resumes_from_what_was_flushed(framework, image, tmp_path):
     undisturbed = result(forked_programs.run("-m", PROGRAM, framework, tmp_path / "plain"))
     random.seed(framework)
-    written, images = tmp_path / "written", []
+    written = tmp_path / "written"
+    images = []
     with mounted(image, tmp_path / "disk") as disk:
         arguments = "-m", PROGRAM, framework, disk / "store", written
         with forked_programs.ForkedProgram(*arguments, stderr=subprocess.PIPE) as program:

@@ -23,7 +23,8 @@ from tests.torch.policies import OF_RANKS
 
 PARTS, ROWS, WIDTH = 4, 4, 8
 """The faults are in one of four parts of a batch: what one of four processes has."""
-STEPS, NAN = 50, np.float32("nan")
+STEPS = 50
+NAN = np.float32("nan")
 
 BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART = 28, 34, 40, 46
 FAULTS = {BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART}
@@ -91,7 +92,8 @@ def loss_of(params: Any, batch: Any) -> tuple[Any, Any]:
 @functools.cache
 def program(kind: str) -> tuple[Any, Any, Any, list[None]]:
     """Mesh, optimizer, compiled step, which donates, and an item for each time it was traced."""
-    tx, traces = protect(optax.adamw(1e-2), OF_RANKS), list[None]()
+    tx = protect(optax.adamw(1e-2), OF_RANKS)
+    traces: list[None] = []
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -119,7 +121,8 @@ def begin(kind: str) -> tuple[Any, Any]:
 def advance(kind: str, params: Any, state: Any, steps: range) -> tuple[Any, Any, list[Any], bool]:
     """Trains; also the record of every step, and whether the faulty ones have moved nothing."""
     mesh, _, step, _ = program(kind)
-    records, unmoved = [], True
+    records = []
+    unmoved = True
     for i in steps:
         rows: Any = batch(i) if mesh is None else placed(mesh, batch(i), P("data"))
         before = digest((params, state.inner_state)) if i in FAULTS else ""

@@ -46,7 +46,9 @@ def test_every_policy_loads_and_every_preset_exists(page):
 
 def test_the_torch_snippets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    healers, reports, one = {}, [], "optimizer"
+    healers = {}
+    reports = []
+    one = "optimizer"
     for block in blocks("torch.md"):
         scope: dict[str, Any] = {"print": lambda *values: reports.extend(values)}
         exec(block, scope)  # each snippet has all that it needs
@@ -70,7 +72,8 @@ def test_the_jax_snippets(tmp_path, monkeypatch):
     exec(loop, scope)
     healer = scope["healer"]
     assert (healer.step, healer.report().ending) == (50, "completed")
-    good, bad = scope["loader"][0], jnp.full((32, 8), jnp.nan)
+    good = scope["loader"][0]
+    bad = jnp.full((32, 8), jnp.nan)
 
     exec(nnx, scope)
     scope["nnx_step"](scope["model"], scope["optimizer"], good)
@@ -310,7 +313,8 @@ def test_the_whole_change_in_jax(tmp_path, monkeypatch):
             return super().__getitem__(index)
 
     monkeypatch.chdir(tmp_path)
-    good, bad = jnp.ones((4, 3)), jnp.full((4, 3), jnp.nan)
+    good = jnp.ones((4, 3))
+    bad = jnp.full((4, 3), jnp.nan)
     params = {"w": jnp.ones(3)}
     batches = [good, bad, *[good] * 4]
     before, after = whole_change("jax.md")

@@ -77,9 +77,13 @@ def limited(engine: Engine, backend: str, state: Any, limit: np.ndarray) -> Any:
     xp: Any = np
     given: Any = limit
     if backend.startswith("jax"):
-        where, xp, given = jnp.where, JAX, jnp.asarray(limit)
+        where = jnp.where
+        xp = JAX
+        given = jnp.asarray(limit)
     elif backend.startswith("torch"):
-        where, xp, given = torch.where, _TORCH, _tensor(limit)
+        where = torch.where
+        xp = _TORCH
+        given = _tensor(limit)
     state = engine.limit_norm(state, given, xp=xp)
     withheld = engine.withhold(state).norm_limit
     state = state._replace(norm_limit=where(given == WITHHELD, withheld, state.norm_limit))

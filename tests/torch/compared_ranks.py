@@ -27,7 +27,10 @@ NAMES = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")
 
 def options(rollbacks: list[Any]) -> dict[str, Any]:
     """Of a Healer that notes its rollbacks."""
-    note = lambda event: rollbacks.append({name: event.get(name) for name in NAMES})  # noqa: E731
+
+    def note(event: Any) -> None:
+        rollbacks.append({name: event.get(name) for name in NAMES})
+
     return {
         "checkpoints": Checkpoints(every=SAVE_EVERY),
         "rollback": {"probation": SAVE_EVERY},

@@ -61,7 +61,8 @@ def test_removed_parameters_are_refused_where_each_has_a_history():
 def test_the_loss_that_a_closure_returns_is_judged(where: Any):
     p = Parameter(torch.ones(3))
     optimizer = AdamW([p], fused=True)
-    heal, p.grad = attach(optimizer, policies.SKIPS, engine=where), torch.ones(3)
+    heal = attach(optimizer, policies.SKIPS, engine=where)
+    p.grad = torch.ones(3)
     optimizer.step(lambda: (p * 2).sum())  # type: ignore[arg-type]
     assert float(heal.metrics()["heal/loss"]) == 6.0
 
@@ -174,7 +175,8 @@ def test_a_step_that_raises_does_not_end_healing(where: Any, fused: bool):
 def test_a_step_without_gradients_is_a_no_op(where: Any):
     optimizer = AdamW([Parameter(torch.ones(3))], fused=True)
     heal = attach(optimizer, policies.EVERYTHING, engine=where)
-    before, state = snapshot(optimizer), heal.state_dict()
+    before = snapshot(optimizer)
+    state = heal.state_dict()
     heal.observe(1.0)
     optimizer.step()
     assert_same(before, snapshot(optimizer))

@@ -139,7 +139,8 @@ class Model(nnx.Module):
 
 def in_place(policy: Any = POLICY) -> SmallJaxRun:
     """Nnx objects, with a metric that is not differentiated."""
-    model, (tx, step, traces) = Model(nnx.Rngs(0)), _nnx_program(policy)
+    model = Model(nnx.Rngs(0))
+    tx, step, traces = _nnx_program(policy)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     state = {"model": model, "optimizer": optimizer, "metric": nnx.metrics.Average("loss")}
     return SmallJaxRun(state, step, lambda: len(traces))

@@ -75,12 +75,14 @@ def test_a_replay_equals_the_engine_stepped_by_hand(tmp_path):
     for onset in (300, 450, 600, 750):
         run["loss"][onset : onset + 12] = ["nan"] * 12
     path = logs.write(tmp_path / "a.csv", run)
-    rows, engine = rows_of(path), load("pretraining").engine()
+    rows = rows_of(path)
+    engine = load("pretraining").engine()
     wanted, _ = by_hand(engine, engine.init(), rows, range(900))
     got: list[Any]
     got, result = replayed(logs.trace(path), "pretraining")
     assert got == wanted
-    summary, decisions = result.summary, [line for _, line in got]
+    summary = result.summary
+    decisions = [line for _, line in got]
     assert summary.rows == 900
     assert summary.unjudged == sum(not row["loss"] + row["grad_norm"] for row in rows) > 0
     assert summary.skips == sum(line[2] for line in decisions)

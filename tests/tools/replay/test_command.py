@@ -67,7 +67,8 @@ def test_lines_of_json(run, tmp_path):
     out = tmp_path / "out.jsonl"
     assert healcore_replay(run, "-p", "pretraining", "-p", "zclip", "--jsonl", out).exit_code == 0
     *lines, last = (json.loads(line, parse_constant=pytest.fail) for line in out.open())
-    first, end = lines[0], next(at for at, line in enumerate(lines) if line.get("summary"))
+    first = lines[0]
+    end = next(at for at, line in enumerate(lines) if line.get("summary"))
     rows, summary = lines[:end], lines[end]
     assert [summary["policy"], last["policy"]] == ["pretraining", "zclip"]
     assert summary["fingerprint"] != last["fingerprint"]

@@ -38,7 +38,8 @@ def train(
     folder: Path, bad: Iterable[int], policy: Any = "pretraining", batches: int = 600, **more: Any
 ) -> Path:
     """Events file of a torch run with NaN batches; a store in `more` continues the run before."""
-    events, data = folder / "run.events.jsonl", range(batches)
+    events = folder / "run.events.jsonl"
+    data = range(batches)
     options = {"events": events, "metrics": folder / "run.metrics.jsonl", "save_every": None}
     with contextlib.suppress(SystemExit):
         training_loops.train(loop_of("torch", Faults(always=bad)), policy, data, **options, **more)
@@ -331,7 +332,8 @@ def test_nothing_is_loaded_and_texts_cannot_become_elements(healed):
 
 def empty() -> PageReport:
     """A run with no event but its start."""
-    rows, state = Curves(np.zeros(0), np.zeros(0, np.float32)), RunState.RUNNING
+    rows = Curves(np.zeros(0), np.zeros(0, np.float32))
+    state = RunState.RUNNING
     return PageReport("nothing", Mode.HEAL, "default", "", "", rows, (), Counts(), {}, state)
 
 
@@ -374,7 +376,8 @@ def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request
 @pytest.mark.slow
 def test_a_picture_of_anything():
     step = np.arange(100.0)
-    nan, ones = np.full(100, np.nan), np.ones(100)
+    nan = np.full(100, np.nan)
+    ones = np.ones(100)
     odd = [
         Curves(step, nan, nonfinite=np.ones(100, bool), grad_norm=nan),
         Curves(step, np.where(step == 5, np.inf, 1e30), grad_norm=ones, threshold=ones),

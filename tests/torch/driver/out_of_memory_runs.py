@@ -53,7 +53,10 @@ def plain() -> nn.Module:
 
 def data(seed: int, samples: int) -> list[tuple[Tensor, ...]]:
     random = torch.Generator().manual_seed(100 + seed)
-    draw = lambda n: torch.randn(samples, n, generator=random, dtype=torch.float64)  # noqa: E731
+
+    def draw(n: int) -> Tensor:
+        return torch.randn(samples, n, generator=random, dtype=torch.float64)
+
     return [(draw(4), draw(2)) for _ in range(STEPS * ACCUMULATED)]
 
 
@@ -97,7 +100,8 @@ def train(
         with Healer(state=state, logging=Logging(metrics=metrics, events=events)) as healer:
             healer._run.record.part_growth.wait = wait
             for number, batch in enumerate(healer.batches(data(seed, samples))):
-                done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
+                done = sizes[number // ACCUMULATED]
+                last = number % ACCUMULATED == ACCUMULATED - 1
                 if (limit := most(healer.step)) is not None:
                     healer._run.record.part_limit = limit
                 for part in healer.microbatches(batch):

@@ -85,7 +85,8 @@ class SmallTorchRun:
 
 def roll_back(driver: TorchDriver, saved: Any) -> None:
     """The Healer's part of a rollback: state and detectors of then, the current budget and cut."""
-    live, engine = driver.engines(), ROLLS_BACK
+    live = driver.engines()
+    engine = ROLLS_BACK
     merged = {
         name: engine.to_dict(
             engine.on_rollback(

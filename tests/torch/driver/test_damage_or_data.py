@@ -52,7 +52,8 @@ def noise(run: ComparedRun, size: float) -> None:
 )
 def test_damaged_weights_are_rolled_back(tmp_path, damage, size, parts, undisturbed):
     """Every batch of an accumulation is compared, also in a loop that calls observe."""
-    run, seen = ComparedRun(parts=parts), set[int]()
+    run = ComparedRun(parts=parts)
+    seen: set[int] = set()
 
     def loss_fn(number: int) -> torch.Tensor:
         if number and not torch.is_grad_enabled():  # 0 is tried alone
@@ -133,7 +134,10 @@ def test_damage_that_comes_again_is_skipped_at_its_onset(tmp_path, loaders, at):
 @pytest.mark.slow
 def test_a_rate_that_rises_slowly_is_not_the_only_suspect(tmp_path):
     run = OneBatchDamages()
-    rises = lambda healer: rate(run, 0.01 * (1 + healer.step / 20_000))  # noqa: E731
+
+    def rises(healer: Healer) -> None:
+        rate(run, 0.01 * (1 + healer.step / 20_000))
+
     run.train(tmp_path, at=rises)
     backs = events(tmp_path, "rollback")
     assert "lr_limit" in backs[0], "the rate is above each healthy one"
@@ -153,7 +157,10 @@ def rate(run: ComparedRun, value: float) -> None:
 @pytest.mark.slow
 def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, undisturbed, caplog):
     run = ComparedRun()
-    jump = lambda healer: rate(run, 0.3 if healer.step >= CHANGE else 0.01)  # noqa: E731
+
+    def jump(healer: Healer) -> None:
+        rate(run, 0.3 if healer.step >= CHANGE else 0.01)
+
     healer = run.train(tmp_path, at=jump, gives_loss=True)
     backs = events(tmp_path, "rollback")
     assert 1 <= len(backs) <= 2
@@ -175,7 +182,8 @@ def test_a_rate_that_is_too_high_does_not_stay(tmp_path, start, curvature, raise
     At the start no healthy rate is known: the limit lasts until the first healthy checkpoint. If
     the program's rate does damage from there on, the limit is the rate that was healthy until then.
     """
-    weight, count = torch.nn.Parameter(torch.ones(8)), iter(range(9 * STEPS))
+    weight = torch.nn.Parameter(torch.ones(8))
+    count = iter(range(9 * STEPS))
     optimizer = torch.optim.SGD([weight], lr=start)
 
     def loss_fn(number: int) -> torch.Tensor:
@@ -189,7 +197,8 @@ def test_a_rate_that_is_too_high_does_not_stay(tmp_path, start, curvature, raise
             group = optimizer.param_groups[0]
             group["lr"] = raised.get(next(count), group["lr"])
             optimizer.zero_grad()
-            (loss := healer.loss(number)).backward()
+            loss = healer.loss(number)
+            loss.backward()
             optimizer.step()
     assert {e["checkpoint"] for e in events(tmp_path, "rollback")} == restored
     assert float(loss.detach()) < 1.2
@@ -300,7 +309,8 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
     ids=["observe", "no rollback"],
 )
 def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change, caplog):
-    run, policy = ComparedRun(), load("default", **change)
+    run = ComparedRun()
+    policy = load("default", **change)
     harm = at_change(lambda: times(run, 50.0))
     healer = run.train(tmp_path, at=harm, policy=policy, steps=CHANGE + 30)
     assert events(tmp_path, "alarm"), "there was a reason"
@@ -329,7 +339,8 @@ def test_comparing_changes_not_one_bit_of_the_run(tmp_path):
     ended = []
     for way in ("not asked", "observe", "loss"):
         np.random.seed(0)  # noqa: NPY002
-        run, calls = Attacked(dropout=0.3), list[int]()
+        run = Attacked(dropout=0.3)
+        calls: list[int] = []
         run.relabelled_from = CHANGE
 
         def loss_fn(number: int, run: ComparedRun = run, calls: list[int] = calls) -> torch.Tensor:
@@ -397,7 +408,8 @@ def test_a_copy_that_cannot_be_read_does_not_cost_the_newest_checkpoint(tmp_path
 @pytest.mark.parametrize(("asks", "value"), [(False, float("nan")), (True, float("inf"))])
 def test_losses_that_are_not_finite_change_nothing_in_finite_weights(tmp_path, asks, value):
     """A third of the batches is fully masked (loss 0/0), for as long as the run lasts."""
-    run, skipped = ComparedRun(), []
+    run = ComparedRun()
+    skipped = []
 
     def mask(healer: Any) -> None:
         run.scale = value if healer.step % 3 == 0 or 200 <= healer.step < 260 else 1.0

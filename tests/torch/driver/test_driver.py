@@ -135,7 +135,8 @@ def run(kind, folder, interrupt=-1):
     torch.manual_seed(0)
     data = list(torch.randn(80, 6, 4))
     body, head = nn.Linear(4, 8), nn.Linear(8, 1)
-    model, both = nn.Sequential(body, nn.Tanh(), head), [*body.parameters(), *head.parameters()]
+    model = nn.Sequential(body, nn.Tanh(), head)
+    both = [*body.parameters(), *head.parameters()]
     first = torch.optim.Adam(head.parameters(), 1e-3)
     second = torch.optim.SGD(both if kind == "two stages" else body.parameters(), 1e-2)
     state = {"model": model, "first": first, "second": second}

@@ -42,7 +42,9 @@ class Program:
         """What the state has beside the model and the optimizer."""
         (group,) = self.optimizer.param_groups
         self.usual = {name: group[name] for name in numbers or {}}
-        self.numbers, self.grads, self.bad_steps = numbers or {}, grads, bad_steps
+        self.numbers = numbers or {}
+        self.grads = grads
+        self.bad_steps = bad_steps
         self.clip_until = clip_until
         self.rewinds = True
         """Whether the batches are a list, and not a generator."""
@@ -264,7 +266,8 @@ def test_a_loss_fn_that_fails_among_the_withheld_steps_ends_the_withholding(tmp_
         logging=Logging(console=False),
     ) as healer:
         for batch in healer.batches(program.batches[:STEPS]):
-            before, number = parameter.detach().clone(), healer.step
+            before = parameter.detach().clone()
+            number = healer.step
             held = healer._run.holding.held
             if frozen is None and held.withholds(number):
                 frozen = held.withheld

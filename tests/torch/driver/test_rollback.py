@@ -91,7 +91,14 @@ def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
     store = driver.store(None)
     run.step(0)
     store.save(1, driver.state(), record=driver.engines())
-    owned = lambda: [t for p, s in run.optimizer.state.items() for t in (p.grad, *s.values())]  # noqa: E731
+
+    def owned() -> list[Any]:
+        """The gradients, and the tensors of the optimizer's state."""
+        found: list[Any] = []
+        for p, state in run.optimizer.state.items():
+            found += [p.grad, *state.values()]
+        return found
+
     before = [*owned(), *run.optimizer.param_groups]
     driver.load(store.restore(1, driver.state()).state)
     assert all(a is b for a, b in zip([*owned(), *run.optimizer.param_groups], before, strict=True))
@@ -117,7 +124,8 @@ def test_the_scalers_state_is_restored_too(fused: bool):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     run = SmallTorchRun(partial(AdamW, lr=0.01, fused=fused), dtype=torch.float32)
     driver = TorchDriver({**run.state, "scaler": scaler}, ROLLS_BACK)
-    store, ends = driver.store(None), []
+    store = driver.store(None)
+    ends = []
     for i in (0, 1, 2, 3, 1, 2, 3):
         # After two good steps the scale doubles; an overflow halves it, which is not ours to judge.
         run.optimizer.zero_grad()

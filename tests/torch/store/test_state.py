@@ -40,7 +40,8 @@ class SavedRun:
 
 @over(*CASES)
 def test_trees_are_overwritten_in_place(case, tmp_path):
-    tensor, inner = torch.arange(4.0), [torch.ones(2), 1.5]
+    tensor = torch.arange(4.0)
+    inner = [torch.ones(2), 1.5]
     live = {"ema": {"weight": tensor, "inner": inner, "count": 3}, "alone": torch.zeros(3)}
     store = case.make(tmp_path)
     observer = live["observer"] = default_per_channel_weight_fake_quant()
@@ -63,7 +64,8 @@ def test_trees_are_overwritten_in_place(case, tmp_path):
 
 def test_apply_touches_nothing_if_one_part_does_not_fit():
     run = SavedRun()
-    before, wrong = run.everything(), {"1.running_mean": torch.zeros(4), "more": torch.zeros(1)}
+    before = run.everything()
+    wrong = {"1.running_mean": torch.zeros(4), "more": torch.zeros(1)}
     restored = {"model": {**run.model.state_dict(), **wrong}, "optimizer": before[1]}
     message = r"alone has the shape \(1,\).*model\.1\.running_mean has .*model\.more is not in both"
     with pytest.raises(StateMismatch, match=message):
@@ -89,7 +91,8 @@ CHANGES = {
 @over(*CASES)
 @pytest.mark.parametrize("message", CHANGES)
 def test_another_optimizer_is_named_and_gets_nothing(case, tmp_path, message):
-    run, store = SavedRun(), case.make(tmp_path)
+    run = SavedRun()
+    store = case.make(tmp_path)
     store.save(1, run.state)
     store.wait()
     if case is not TORCH_MEMORY:  # as a new process
@@ -152,7 +155,8 @@ def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     store.save(1, {"x": torch.ones(2)})
     store.save(2, {"x": torch.tensor([1, float("inf")])})
     assert [saved.step for saved in store.checkpoints()] == [1]
-    gate, waited = threading.Event(), []
+    gate = threading.Event()
+    waited = []
     store.submit(3, lambda: waited.append(gate.wait(10)))  # save 3 is not inspected
     store.save(3, {"x": torch.tensor([1, float("nan")])})
     assert (store.take_nonfinite(2), waited) == ([(2, ("x",))], [])

@@ -85,7 +85,8 @@ def lightning_run(world: int) -> dict[str, Any]:
         strategy="ddp" if world > 1 else "auto",
         use_distributed_sampler=False,
     )
-    rank, rows = int(os.environ.get("RANK", "0")), fits.data(STEPS, ROWS)
+    rank = int(os.environ.get("RANK", "0"))
+    rows = fits.data(STEPS, ROWS)
     sampler = DistributedSampler(rows, num_replicas=world, rank=rank, shuffle=False)
     running.fit(module, DataLoader(rows, batch_size=ROWS // world, sampler=sampler))
     return result(rollbacks, running.global_step, module)

@@ -43,7 +43,9 @@ class Busy(Regression):
         self.register_buffer("scale", torch.ones(()))
         self.noise = np.random.default_rng(0)
         self.outputs: list[Tensor] = []
-        self.calls, self.notes, self.kinds = 0, Notes(), Counter[str]()
+        self.calls = 0
+        self.notes = Notes()
+        self.kinds = Counter[str]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
@@ -117,10 +119,13 @@ class Slow(Regression):
 @pytest.mark.slow
 def test_damaged_weights_are_rolled_back_without_a_loss_fn():
     rollbacks = []
+
+    def rows() -> list[Any]:
+        return [DataLoader(data(), 8, shuffle=True)]
+
     for loss_fn in (None, "auto"):
         options: Any = {"loss_fn": loss_fn, "rollback": {"probation": 10}}
         callback = LightningHealingCallback(checkpoints=Checkpoints(every=10), **options)
-        rows = lambda: [DataLoader(data(), 8, shuffle=True)]  # noqa: E731
         fit(Damage(), callback, make=Slow, loaders=rows, max_epochs=10)
         rollbacks.append(callback.healer.rollbacks)  # type: ignore[union-attr]
     assert rollbacks[0] == 0
