@@ -19,6 +19,7 @@ from healcore.errors import StateMismatch
 from healcore.torch import DCPStore
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import rules
+from tests.open_run import run_of
 
 EPOCHS, BATCHES = 4, 7
 CHANGED_EPOCH = 2
@@ -355,7 +356,7 @@ def test_copies_of_weights_from_before_a_change_are_not_compared(tmp_path):
     anchors = []
 
     def look(healer: Healer) -> None:
-        comparisons = healer._run.comparisons  # type: ignore[union-attr]
+        comparisons = run_of(healer).comparisons  # type: ignore[union-attr]
         anchors.append((healer.step, [each.step for each in comparisons.anchors]))
 
     saves = Checkpoints(every=5)

@@ -36,6 +36,7 @@ from tests.healer.training_loops import (
     train,
 )
 from tests.jax.driver.small_runs import batch, in_place
+from tests.open_run import run_of
 from tests.runtime.store.disk_faults import small_disk
 
 
@@ -76,7 +77,7 @@ def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_th
 
     def ask(healer):
         path.touch()
-        while not healer._run.end_requests.stop_file.found:
+        while not run_of(healer).end_requests.stop_file.found:
             time.sleep(0.01)
 
     def run(**options: Any) -> None:
@@ -304,7 +305,7 @@ def trains(framework: str, folder: Path, full_at: int) -> None:
     keep = Keep(good=50, candidates=50)  # nothing is deleted, which would make room
 
     def fill(healer: Any) -> None:
-        healer._run.store.wait()  # a save that fails would free its part of the disk
+        run_of(healer).store.wait()  # a save that fails would free its part of the disk
         with suppress(OSError), file.open("wb", buffering=0) as disk:
             while True:
                 disk.write(bytes(4096))

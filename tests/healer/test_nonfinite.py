@@ -28,6 +28,7 @@ from tests.healer.training_loops import (
     rules,
     train,
 )
+from tests.open_run import run_of
 
 
 def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
@@ -297,7 +298,7 @@ def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_pat
     else:
         assert not first
     assert healer.report().counts["skips"] == 5
-    assert healer._run.ledger.unhealthy == [*range(20, 25)]
+    assert run_of(healer).ledger.unhealthy == [*range(20, 25)]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from healcore.core.decision import Cause
 from healcore.runtime.run.batch_parts import FIRST_WAIT
 from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
+from tests.open_run import run_of
 from tests.runtime.faults.test_page import assert_on_the_page
 
 
@@ -49,7 +50,7 @@ def train(
     data = [torch.randn(8, 2, generator=random) for _ in range(batches)]
     with healcore.Healer(policy, state=state, **grouped(options)) as healer:
         if part_limit is not None:
-            healer._run.record.part_limit = part_limit
+            run_of(healer).record.part_limit = part_limit
         for batch in healer.batches(data):
             memory.step = healer.step
             for part in healer.microbatches(batch):

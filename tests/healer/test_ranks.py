@@ -30,6 +30,7 @@ from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt, with_answers
 from tests.healer.training_loops import Faults, rules
+from tests.open_run import run_of
 from tests.runtime.store.disk_faults import flip
 from tests.torch.forked_ranks import Worlds, folder, serve, worlds_of
 from tests.torch.layouts import spread, whole
@@ -66,41 +67,41 @@ class Interrupted(Rows):
 
 def does_not_list(healer: Any) -> None:
     """This rank's view of the checkpoints lacks one."""
-    store, every = healer._run.store, healer._run.store.checkpoints
+    store, every = run_of(healer).store, run_of(healer).store.checkpoints
     store.checkpoints = lambda: [each for each in every() if each.step != 15]
 
 
 def forgets(healer: Any) -> None:
     """This rank's memory has lost the snapshots that the other one's has."""
-    healer._run.store.join()
-    healer._run.store.ring.copies = {}
+    run_of(healer).store.join()
+    run_of(healer).store.ring.copies = {}
 
 
 def rots(healer: Any) -> None:
     """A bit of the newest snapshots in this rank's memory flips."""
-    healer._run.store.join()
-    for step, copy in healer._run.store.ring.copies.items():
+    run_of(healer).store.join()
+    for step, copy in run_of(healer).store.ring.copies.items():
         if step >= 15:
             next(iter(copy.flat.leaves.values())).parts[""][0] ^= 1
 
 
 def loses_a_shard(healer: Any) -> None:
     """Both memories are empty, and rank 1's part of the newest checkpoint is damaged on disk."""
-    healer._run.store.wait()
+    run_of(healer).store.wait()
     forgets(healer)
     if dist.get_rank() == 1:
-        (shard,) = healer._run.store.root.glob("step-*15.*/**/__1_0.distcp")
+        (shard,) = run_of(healer).store.root.glob("step-*15.*/**/__1_0.distcp")
         flip(shard, 4 * shard.stat().st_size)
     dist.barrier()
 
 
 def propose(healer: Any) -> None:
     for why in ("the device is needed", "signal 15"):
-        healer._run.end_requests.propose(requests.Proposal(why))
+        run_of(healer).end_requests.propose(requests.Proposal(why))
 
 
 def stop_file(healer: Any) -> None:
-    found = healer._run.end_requests.stop_file
+    found = run_of(healer).end_requests.stop_file
     found.path.touch()
     while not found.found:
         time.sleep(0.01)

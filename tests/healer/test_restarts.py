@@ -28,6 +28,7 @@ from tests.healer.training_loops import (
     same,
     train,
 )
+from tests.open_run import run_of
 
 POINTS = [
     *((CheckpointStore, name) for name in ("restore", "replace_record")),
@@ -120,7 +121,7 @@ def poisoned_run(
         if number == at and not healer.rollbacks:
             bias.add_(1e8)
         if number == until:
-            healer._run.store.wait()
+            run_of(healer).store.wait()
             raise RuntimeError("power")
         loop.faults.always = frozenset([number] if number >= shows and bias.max() > 1e6 else [])
 
@@ -182,7 +183,7 @@ def start(framework, store, program, kill_at=None, faults=None):
     try:
         program(healer, step)
     except Crash as crash:
-        end_without_log(Shutdown(healer._run, crash))
+        end_without_log(Shutdown(run_of(healer), crash))
     except ValueError as error:
         healer.__exit__(ValueError, error, None)
     else:

@@ -26,6 +26,7 @@ from tests.healer.training_loops import (
     same,
     train,
 )
+from tests.open_run import run_of
 from tests.runtime.store.disk_faults import before_completion
 
 STEPS = 30
@@ -117,12 +118,12 @@ def test_a_checkpoint_stays_known_good_while_one_copy_is_intact(tmp_path):
     with suppress(ZeroDivisionError), Healer(rules(), state=loop.state, **options) as healer:
         for number in healer.batches(range(60)):
             loop.step(healer, number)
-            healer._run.store.wait()
+            run_of(healer).store.wait()
             for folder in {each.folder for each in scan(local).complete.values()} - damaged:
                 flip_a_bit(folder, 1)
                 damaged.add(folder)
             if number == 50:
-                last_good = healer._run.known.last_good_step
+                last_good = run_of(healer).known.last_good_step
                 raise ZeroDivisionError
     found = events(local, "damaged")
     assert found
@@ -228,7 +229,7 @@ def test_a_directory_that_missed_a_rollback_does_not_undo_it(tmp_path, monkeypat
 
     def keep(healer: Healer, number: int) -> None:
         if number == 12 and healer.rollbacks == 0:
-            healer._run.saver.wait()
+            run_of(healer).saver.wait()
             shutil.copytree(roots[0], before)
         if number == 7 and healer.rollbacks:
             raise RuntimeError("power")

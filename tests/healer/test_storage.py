@@ -42,6 +42,7 @@ from tests.healer.training_loops import (
     same,
     train,
 )
+from tests.open_run import run_of
 from tests.runtime.store.disk_faults import before_completion
 
 
@@ -196,7 +197,7 @@ def test_memory_has_what_a_rollback_needs_when_the_directory_was_deleted(framewo
 
         def before(healer: Any, number: int, folder: Path = folder) -> None:
             if number == 22 and folder.name == "deleted" and not healer.rollbacks:
-                healer._run.store.wait()
+                run_of(healer).store.wait()
                 shutil.rmtree(folder)
 
         log = folder.with_suffix(".jsonl")

@@ -25,6 +25,7 @@ from healcore.torch import store as torch_stores
 from tests import forked_programs
 from tests.healer.run_directory import events_of
 from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, loop_of, rules, train
+from tests.open_run import run_of
 
 pytestmark = pytest.mark.slow  # test_power_failures.py has a simulated disk
 
@@ -144,7 +145,7 @@ if __name__ == "__main__":
     def before(healer, number: int) -> None:
         if rest:
             time.sleep(0.05)
-            healer._run.store.wait()
+            run_of(healer).store.wait()
             temporary = Path(rest[0] + ".new")
             temporary.write_text(json.dumps(checkpoints(Path(folder))))
             temporary.rename(rest[0])

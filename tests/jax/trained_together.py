@@ -17,6 +17,7 @@ from healcore.jax import engine_rows, protect
 from healcore.jax.heal_state import find
 from healcore.jax.store import MemoryStore, OrbaxStore
 from healcore.runtime.store.checkpoints import Keep
+from tests.open_run import run_of
 from tests.torch import compared_ranks
 from tests.torch.compared_ranks import FAULT
 from tests.torch.policies import OF_RANKS
@@ -239,7 +240,7 @@ def compared(root: Path, fault: str) -> dict[str, Any]:
         **compared_ranks.options(rollbacks),
     )
     with healer:
-        compared_ranks.watched(healer._run.comparisons, seen)
+        compared_ranks.watched(run_of(healer).comparisons, seen)
         for number in healer.batches(list(range(compared_ranks.STEPS))):
             damages = fault == "damage" and number == FAULT and not damaged
             damaged |= damages

@@ -30,6 +30,7 @@ from healcore.runtime.store.ranks import RankFailed
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules
 from tests.jax.trained_together import begin, digest, healthy_batch, loss_of, mesh_of, placed, whole
+from tests.open_run import run_of
 
 BAD = 23
 POLICY = rules()
@@ -111,7 +112,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
                     rows[len(rows) // 2 :] = np.nan  # of process 1
                 healer.update(step(healer.state, placed(mesh, rows, P("data"))))
                 if kind == "stopped" and healer.step == 31:
-                    healer._run.recovery.stop("far enough")
+                    run_of(healer).recovery.stop("far enough")
                 if ends:
                     if number == 5 and jax.process_index() == 1:
                         os.kill(os.getpid(), signal.SIGTERM)
@@ -131,7 +132,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         "rollbacks": healer.rollbacks,
         "order": order,
         "state": digest(held),
-        "listed": [save.step for save in healer._run.store.checkpoints()],
+        "listed": [save.step for save in run_of(healer).store.checkpoints()],
         "traced": len(traces),
         "votes": [[e["step"], e["outcome"], e["why"]] for e in votes],
     }

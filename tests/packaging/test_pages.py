@@ -122,8 +122,9 @@ def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, m
     for block in blocks("data-and-resume.md") + blocks("checkpoints.md"):
         exec(block, scope)
     program = blocks("data-and-resume.md")[0]
-    killed = f"import os\n{program}        if healer.step == 151:\n"
-    killed += "            healer._run.store.wait()\n            os.kill(os.getpid(), 9)\n"
+    imports = "import os\nfrom tests.open_run import run_of\n"
+    killed = f"{imports}{program}        if healer.step == 151:\n"
+    killed += "            run_of(healer).store.wait()\n            os.kill(os.getpid(), 9)\n"
     for code, status in ((killed, -signal.SIGKILL), (program, 0)):
         run = forked_programs.run("-c", code, cwd=tmp_path, timeout=120)
         assert run.returncode == status, run.stderr

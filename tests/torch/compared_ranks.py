@@ -10,6 +10,7 @@ from torch.optim import AdamW
 from healcore import Checkpoints, Hooks, Logging
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.compare.comparisons import Comparisons
+from tests.open_run import run_of
 from tests.torch.forked_ranks import serve
 from tests.torch.layouts import spread, whole
 
@@ -89,7 +90,7 @@ def run(case: str) -> dict[str, Any]:
         loss_fn=loss_fn,
         **options(rollbacks),
     ) as healer:
-        comparisons: Any = healer._run.comparisons
+        comparisons: Any = run_of(healer).comparisons
         if fault != "raises":
             watched(comparisons, compared)
         comparisons.loss_function._warn = problems.append

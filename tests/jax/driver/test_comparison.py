@@ -24,6 +24,7 @@ from tests.healer.run_options import grouped
 from tests.jax.bit_comparison import bits
 from tests.jax.driver.small_runs import batch as small_batch
 from tests.jax.driver.small_runs import in_place, mse
+from tests.open_run import run_of
 
 TX = protect(optax.adam(1e-2), "default")
 
@@ -216,7 +217,7 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     healer, compared = averaged_run(tmp_path / "compared", compares=True)
     assert healer.rollbacks == 0
     jax.tree.map(np.testing.assert_array_equal, plain, compared)
-    comparison: Any = healer._run.comparisons
+    comparison: Any = run_of(healer).comparisons
     assert comparison._credit.left < 30, "weights were compared"
     assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
 
@@ -308,7 +309,7 @@ def test_both_sides_have_the_same_key(make_key, uses_key):
     with Healer("default", state=state, loss_fn=loss_fn) as healer:
         for batch in healer.batches([data(number) for number in range(310)]):
             healer.update(step(healer.state, batch))
-    comparison: Any = healer._run.comparisons
+    comparison: Any = run_of(healer).comparisons
     assert healer.rollbacks == 0
     assert comparison.loss_function.draws is uses_key
     assert comparison.loss_function.gives_loss is not uses_key

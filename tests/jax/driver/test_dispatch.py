@@ -17,6 +17,7 @@ from healcore.jax.driver.driver import JaxDriver
 from tests.healer.run_options import grouped
 from tests.jax import policies
 from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, driven, every_third, plain
+from tests.open_run import run_of
 
 
 def read(handles: list[Any]) -> list[Any]:
@@ -186,11 +187,10 @@ def run_dispatches(xs, k, tmp_path, **options):
 def test_steps_have_the_same_line_each_however_many_are_in_a_dispatch(tmp_path):
     logs = []
     for k in (1, 7):
-        healer, lines = run_dispatches(
-            stacked_batches(52), k, tmp_path, save_every=20
-        )  # the last of 7 is shorter
+        # 52 is no multiple of 7: the last dispatch is shorter.
+        healer, lines = run_dispatches(stacked_batches(52), k, tmp_path, save_every=20)
         assert healer.step == 52
-        kept = [saved.step for saved in healer._run.store.checkpoints()]
+        kept = [saved.step for saved in run_of(healer).store.checkpoints()]
         assert kept[0] == 0
         assert all(step % k == 0 for step in kept[:-1])
         logs.append([{key: v for key, v in e.items() if key not in ("time", "run")} for e in lines])

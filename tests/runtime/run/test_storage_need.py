@@ -26,6 +26,7 @@ from healcore.runtime.run.checkpoints.storage_need import (
 from healcore.runtime.store.checkpoints import IN_MEMORY, CheckpointInfo, superfluous
 from healcore.runtime.store.host_copy import parts_of
 from healcore.torch.expected_moments import missing_moments
+from tests.open_run import run_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 SIDE = 300
@@ -90,8 +91,8 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
             checkpoints=Checkpoints(every=2, keep=Keep(good=2, candidates=3)),
         ) as healer,
     ):
-        need = healer._run.saver.storage_need()
-        store: Any = healer._run.store
+        need = run_of(healer).saver.storage_need()
+        store: Any = run_of(healer).store
         for _ in healer.batches(range(12)):
             loss = healer.loss(data) if with_loss else model(data).square().mean()
             if not with_loss:
@@ -124,7 +125,7 @@ def test_in_jax_the_state_has_its_moments(tmp_path):
     params = {"w": jnp.ones((SIDE, SIDE))}
     state = {"params": params, "opt_state": tx.init(params)}
     with Healer("default", state=state, store=tmp_path) as healer:
-        need = healer._run.saver.storage_need()
+        need = run_of(healer).saver.storage_need()
         for _ in healer.batches(range(2)):
             params, opt_state = healer.state["params"], healer.state["opt_state"]
             updates, opt_state = tx.update(params, opt_state, params, value=jnp.float32(1.0))

@@ -15,6 +15,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.torch.driver import accumulation
 from healcore.torch.trainers import healings_of
+from tests.open_run import run_of
 from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train
 
 VOCABULARY, IGNORED = 11, -100
@@ -79,7 +80,7 @@ def test_mean_losses(run, loss_fn, options, batch, most):
     loss = loss_fn(model, batch)
     loss.backward()
     expected = gradients(model)
-    healer._run.record.part_limit = most
+    run_of(healer).record.part_limit = most
     for part in healer.microbatches(batch, **options):
         with part:
             loss_of_part = loss_fn(model, part.batch)
@@ -97,7 +98,7 @@ def test_a_part_without_a_token_that_counts_is_left_out(run):
     batch = tokens(0, 4, 3, 0.0)
     parts: list[Any] = []
     batch["labels"][2:] = IGNORED
-    healer._run.record.part_limit = 2
+    run_of(healer).record.part_limit = 2
     for part in healer.microbatches(batch, count="labels"):
         with part:
             parts.append((part.weight, part.first, part.last))

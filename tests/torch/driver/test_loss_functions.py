@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 
 from healcore import Healer
 from healcore.torch.driver.driver import TorchDriver
+from tests.open_run import run_of
 from tests.torch.driver.compared_run import CHANGE, ComparedRun
 
 
@@ -168,14 +169,14 @@ def test_an_expected_change_drops_the_copies(tmp_path):
     def at(healer: Healer) -> None:
         if healer.step == CHANGE:
             healer.expect_change()
-            assert not healer._run.comparisons.anchors
+            assert not run_of(healer).comparisons.anchors
             with torch.no_grad():
                 for p in run.model.parameters():
                     p.copy_(torch.randn(p.shape) / 3)
 
     healer: Any = run.train(tmp_path, at=at)
     assert healer.rollbacks == 0
-    anchors = healer._run.comparisons.anchors
+    anchors = run_of(healer).comparisons.anchors
     assert anchors
     assert all(each.step > CHANGE for each in anchors)
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from healcore import Checkpoints
 from healcore.torch import LightningHealingCallback
+from tests.open_run import run_of
 from tests.torch.trainers.lightning.fits import Regression, data, fit, vector
 from tests.torch.trainers.lightning.test_fit import Gan
 
@@ -95,7 +96,7 @@ def test_a_comparison_leaves_no_trace(tmp_path: Path):
         options: Any = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2}
         module, running = fit(*callbacks, make=Busy, precision="bf16-mixed", **options)
         found.append((vector(module).tolist(), facts(module, running)))
-    compared = callback.healer._run.comparisons  # type: ignore[arg-type]
+    compared = run_of(callback.healer).comparisons  # type: ignore[arg-type]
     assert compared.is_enabled
     assert compared.loss_function.is_checked
     plain, healed = found
@@ -180,7 +181,7 @@ def test_a_step_that_differentiates_is_compared_with_the_same_bits():
     plain, _ = fit(make=Penalized)
     callback = LightningHealingCallback()
     module, _ = fit(callback, make=Penalized)
-    assert callback.healer._run.comparisons.is_enabled  # type: ignore[arg-type]
+    assert run_of(callback.healer).comparisons.is_enabled  # type: ignore[arg-type]
     assert torch.equal(vector(module), vector(plain))
     assert module.seen == plain.seen
 
