@@ -37,6 +37,7 @@ def parts(name: str) -> set[str]:
 
 
 def test_some_policies_have_every_part():
+    """`make test` runs these policies alone, and has each detector, clipping rule and mode."""
     assert set().union(*map(parts, COVERING)) == set().union(*map(parts, ALL))
 
 

@@ -130,6 +130,7 @@ def one_noise(steps: int) -> np.ndarray:
 
 
 def test_after_patience_steps_in_a_row():
+    """Norms that vanish for a few steps only are no alarm."""
     norms = [1.0] * 50 + [1e-9] * 10 + [np.nan] * 30 + [1e-9] * 20 + [1.0] * 5
     found = watched("vanishing", {"threshold": 1e-6, "patience": 20}, grad_norm=norms)
     assert np.flatnonzero(found).tolist() == [*range(99, 110)], "NaN counts nothing, resets nothing"

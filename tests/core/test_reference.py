@@ -65,6 +65,7 @@ def test_some_detectors_alone(lanes, wild, which, seed):
 
 @pytest.mark.parametrize("present", ["loss", "grad_norm", "loss grad_norm", "grad_norm eval_loss"])
 def test_a_detector_without_its_signal_rests(present):
+    """It keeps its state: a signal that is logged now and then raises no alarm by its absence."""
     trace = fuzz.signals(np.random.default_rng(5), STEPS, LANES)
     check(policies.full("zclip"), Signals(**{k: getattr(trace, k) for k in present.split()}))
 

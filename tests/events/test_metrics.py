@@ -36,11 +36,15 @@ def test_a_line_per_step_and_the_undone_ones_stay(framework, tmp_path):
     path = tmp_path / "run.metrics.jsonl"  # by default next to the events
     loop = loop_of(framework, Faults(once=[23]), rules())
     facts = train(loop, rules(), range(40), events=tmp_path / "run.events.jsonl")
+
+    # Every step has a line, the undone ones too.
     found = lines(path)
     steps = [line["step"] for line in found]
     back = next(i for i, (a, b) in enumerate(itertools.pairwise(steps)) if b <= a) + 1
     assert steps[:back] == list(range(24)), "each step until the bad one"
     assert steps[back:] == list(range(steps[back], facts["step"]))
+
+    # The line of the bad step, and the cut after the rollback.
     bad = found[23]
     assert (bad["loss"], bad["skip"]) == ("nan", True)
     assert "ROLLBACK" in bad["action"]
@@ -48,6 +52,8 @@ def test_a_line_per_step_and_the_undone_ones_stay(framework, tmp_path):
     assert all(isinstance(line["loss"], float) for line in found if line is not bad)
     assert {line["lr_scale"] for line in found[back : back + 2]} == {0.5}
     assert len({line["run"] for line in found}) == 1
+
+    # The same run without a file.
     plain = loop_of(framework, Faults(once=[23]), rules())
     events = tmp_path / "a.events.jsonl"
     train(plain, rules(), range(40), events=events, metrics=None)

@@ -150,16 +150,20 @@ def test_the_end_of_an_incident_has_the_numbers_of_its_optimizer(tmp_path):
 def test_used_where_it_cannot_be():
     loop = loop_of("torch")
     healer = Healer(rules(), state=loop.state)
+    # Before the block.
     with pytest.raises(RuntimeError, match="with Healer"):
         healer.observe(1.0)
+    # In the block: a method of JAX in a torch run.
     with pytest.raises(IncompleteRun), healer, pytest.raises(RuntimeError, match="other framework"):
         healer.update(None)
+    # After the block.
     with pytest.raises(RuntimeError, match="has ended"):
         next(healer.batches([1]))
     with pytest.raises(ValueError, match="epochs is a whole number >= 1, or None"):
         healer.batches([1], epochs=0)
     with pytest.raises(RuntimeError, match="opened once"), healer:
         pass
+    # Arguments of other types.
     with pytest.raises(ValueError, match=r"hooks is a healcore.Hooks\(...\), not 3"):
         Healer(rules(), state=loop.state, hooks=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"store is a path, .* not ''"):
@@ -194,16 +198,21 @@ def test_hooks_receive_saves_and_rollbacks_and_the_report_is_a_plain_dict(framew
     loop = loop_of(framework, Faults(always=[23]), rules())
     hooks = {"on_saved": [broken, saved.append], "on_rollback": rolled_back.append}
     train(loop, rules(), range(40), store=tmp_path, before=before, **hooks)
+
+    # The hook of the rollback has received what the event says.
     (logged,) = events(tmp_path, "rollback")
     (seen,) = rolled_back
     assert (seen["kind"], seen["checkpoint"]) == ("rollback", logged["checkpoint"])
     for each in (seen, logged):
         assert (each["step"], each["onset"], each["batches"]) == (25, 23, [[0, 23]])
+
+    # The hook of the saves too, although the hook before it raises each time.
     assert [each["step"] for each in saved] == [each["step"] for each in events(tmp_path, "save")]
     problems = [each["problem"] for each in events(tmp_path, "problem")]
     assert sum("a hook of the user" in each for each in problems) == len(saved)
     assert all(np.isfinite(each).all() for each in loop.weights())
 
+    # The report is plain JSON, during the run and after it.
     report = running[0].report()
     found = report.to_dict()
     assert json.loads(json.dumps(found)) == found
@@ -484,18 +493,26 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
             rates[step] = rate * warm_up(step) * float(decision.lr_scale)
 
     train(loop, policy, range(70), events=tmp_path / "healcore.events.jsonl", before=before)
+
+    # The report: the limit is a quarter of the schedule's rate at the cut.
     (done,) = healers[0].report().rollbacks
     limit = cut * rate * warm_up(37)
     assert (done.step, done.target, done.lr_scale) == (39, 0, 1.0)
     assert (done.lr, done.lr_limit) == pytest.approx((rate, limit))
+
+    # The rates that the steps had.
     assert max(rates.values()) == pytest.approx(limit), "no step after it has had more"
     assert rates[1] == pytest.approx(rate * warm_up(1)), "and the first ones their schedule's"
+
+    # The events.
     (back,) = events(tmp_path, "rollback")
     assert (back["lr"], back["lr_limit"], back["lr_scale"]) == (done.lr, done.lr_limit, 1.0)
     first, second = events(tmp_path, "lr")
     assert (first["step"], first["action"], first["lr_scale"]) == (37, ["CUT_LR"], cut)
     assert ("action" in second, second["lr_scale_before"]) == (False, 1.0)
     assert rate * warm_up(second["step"] - 1) < limit < rate * warm_up(second["step"])
+
+    # The line on the screen.
     (line,) = (e for e in capsys.readouterr().err.splitlines() if "to the checkpoint of" in e)
     assert f"learning rate at most {limit:.3g} (the schedule's rate was 0.01)" in line
     assert "data rewound" in line

@@ -129,6 +129,7 @@ def train(run: Any, store: Any, steps: int = STEPS, **options: Any) -> dict[str,
 
 
 def test_without_a_finite_step_nothing_is_tried(tmp_path):
+    """No weights are known to be good: a rollback to the start would fail the same way."""
     with pytest.raises(RunStopped, match="none of the first 100 steps was finite"):
         train(TorchRun(bad=range(STEPS)), tmp_path)
     assert events(tmp_path, "rollback") == []

@@ -115,6 +115,7 @@ def test_the_budget_of_shrinks():
     [("observe", "only observes"), ("zclip", "no rule for out of memory: add to = ")],
 )
 def test_a_policy_that_does_not_answer(policy, note):
+    """The error is raised as it came, with a note about what the policy lacks."""
     memory = Memory(fits=4)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         train(1, memory, policy)

@@ -283,6 +283,8 @@ def test_an_order_that_the_program_draws_is_the_same_after_a_kill(kind, kill_at,
 
 @pytest.mark.slow
 def test_no_update_on_a_batch_is_lost(tmp_path):
+    """A resume in the middle of a batch would leave out its other updates."""
+
     def program(healer, step):
         for batch in healer.batches(range(8)):
             for _ in range(3):

@@ -222,6 +222,7 @@ with Healer(SKIPS, state=loop.state) as healer:
 
 
 def test_an_iterator_that_is_left_and_kept_ends_with_the_interpreter():
+    """The guard of its wait would raise while the interpreter takes down its modules."""
     done = forked_programs.run("-c", LEFT)
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr

@@ -117,6 +117,7 @@ def test_schedulers_made_before_and_after_attach(case: Case, recwarn: pytest.War
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_is_free_of_the_policy(copied: Any):
+    """A copy that still heals would count its steps for the original optimizer."""
     optimizer = SGD([Parameter(torch.ones(3))], lr=0.5)
     heal = attach(optimizer, policies.SKIPS)
     other = copied(optimizer)
@@ -210,6 +211,7 @@ def norm(*grads: torch.Tensor) -> float:
     ids=["float16", "bfloat16", "large", "transposed"],
 )
 def test_it_is_that_of_the_exact_numbers(grads: list[torch.Tensor], torch_fails: bool):
+    """Squares overflow in float16 and lose digits in bfloat16, so the norm would be wrong."""
     exact = float(torch.cat(grads).double().norm())
     assert norm(*grads) == pytest.approx(exact, rel=1e-6)
     theirs = float(torch.nn.utils.get_total_norm(grads))

@@ -269,6 +269,7 @@ def test_an_average_follows_the_parameters(before, decay):
 
 
 def test_parts_are_of_one_group_only_if_all_their_tensors_have_the_same_shapes():
+    """Earlier parameters beside the statistics of later ones would have a wrong loss."""
     tensors = {"a": np.ones(3), "b": np.ones(3), "mean": np.ones(2)}
     assert not mixed_groups([[("a",), ("mean",)]], tensors)
     assert not mixed_groups([[("a",), ("b",)]] * 2, tensors)

@@ -45,9 +45,13 @@ def test_steps_are_reported_in_order_though_each_was_donated_to_the_next(kind, e
     assert driver.take_dispatch() is None  # no step since
     first, second, bad, after = read(handles)
     assert [each.step for each in (first, second, bad, after)] == [1, 2, 3, 4]
+
+    # A healthy step.
     assert first.engine == engine
     assert neutral(first)
     assert (first.onset, first.incident, first.incident_open) == (-1, 0, False)
+
+    # The bad step, and the tensor that it names.
     assert bad.cause == Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
     assert bad.action == Action.ROLLBACK | Action.CUT_LR
     assert (bad.skip, bad.rollback_depth, bad.lr_scale) == (True, 1, 0.25)
@@ -55,6 +59,8 @@ def test_steps_are_reported_in_order_though_each_was_donated_to_the_next(kind, e
     assert (bad.loss, bad.grad_norm) == (second.loss, second.grad_norm)  # the last finite ones
     assert bad.evidence[0].name == tensor
     assert all(np.isnan(each.grad_norm) for each in bad.evidence)
+
+    # The step after it is healthy, within the same incident.
     assert (after.cause, after.onset, after.incident) == (0, 2, 1)
 
 
@@ -77,6 +83,7 @@ def test_the_values_are_those_on_the_device_and_have_python_types():
 
 @pytest.mark.slow
 def test_averages_of_the_parameters_are_not_taken_for_them():
+    """An average has the shapes of the parameters; an alert would name its tensors."""
     run, driver = driven(plain(ema={"hidden": jnp.zeros((4, 3)), "out": {"w": jnp.zeros((3, 1))}}))
     (handle,) = advance(driver, run, [batch(0, bad=True)])
     names = [each.name for each in handle.read()[-1][0].evidence]

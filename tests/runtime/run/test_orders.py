@@ -308,6 +308,7 @@ MICRO_STEP = record(judged=False)
 
 @pytest.mark.parametrize(("last", "onset"), [(MICRO_STEP, 3), (record(), 13)])
 def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
+    """Skipped steps would seem interrupted, and the trouble to begin later than it did."""
     ledger = Ledger()
     update = [MICRO_STEP, MICRO_STEP, MICRO_STEP, SKIPPED]
     for index, each in enumerate([*update, *update, *update, last]):
@@ -317,6 +318,7 @@ def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
 
 @pytest.mark.parametrize("alert", [Cause.RECORDS, Cause.DIVERGENCE])
 def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(alert):
+    """One long incident would be told as many, each with an onset of its own."""
     ledger = Ledger()
     opening = incidents.incident_causes(load("default").engine().config)
     for index in range(3, 13):
@@ -327,6 +329,7 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
 
 
 def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
+    """Its trials go on where they were. As new trouble it would get the first trial again."""
     ledger = Ledger()
     back = RollbackRecord(index=0, onset=250, target=100, step=420, lr_at_fault={"": 0.1})
     ledger.on_rollback(back, None)

@@ -79,7 +79,11 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
     optimizer = torch.optim.AdamW(model.parameters())
     roots = {"disk": tmp_path, "memory": None, "list": [tmp_path / "a", tmp_path / "b"]}
     data = torch.ones(1, SIDE)
-    loss_fn = (lambda batch: model(batch).square().mean()) if with_loss else None
+
+    def mean_square(batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    loss_fn = mean_square if with_loss else None
     most = 0
     with (
         caplog.at_level(logging.INFO, "healcore"),
@@ -104,12 +108,18 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
             most = max(most, len(store.ring.copies) + 1)
         copy = next(reversed(store.ring.copies.values()))
         arrays = sum(part.nbytes for part in parts_of(copy.flat))
+
+    # The sizes: the parameters and two moments of each.
     assert need.size_on_disk == need.size_in_memory
     assert abs(need.size_on_disk - 3 * BYTES) < 20_000
     assert abs(need.size_in_memory - arrays) < 20_000
+
+    # The numbers of copies and checkpoints. With a `loss_fn` earlier weights are kept too.
     assert need.in_memory == (7 if with_loss else 4)
     assert need.on_disk == (9 if with_loss else 6)
     assert most <= need.in_memory
+
+    # The line, and the files that the run has left.
     assert f": {need.text()}" in caplog.text
     if place == "disk":
         for folder in tmp_path.glob("step-*"):

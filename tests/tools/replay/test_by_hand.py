@@ -81,6 +81,8 @@ def test_a_replay_equals_the_engine_stepped_by_hand(tmp_path):
     got: list[Any]
     got, result = replayed(logs.trace(path), "pretraining")
     assert got == wanted
+
+    # The summary counts these decisions.
     summary = result.summary
     decisions = [line for _, line in got]
     assert summary.rows == 900
@@ -93,6 +95,8 @@ def test_a_replay_equals_the_engine_stepped_by_hand(tmp_path):
     assert summary.rollbacks == sum("ROLLBACK" in each.action for each in result.incidents) > 1
     assert summary.lowest_lr == pytest.approx(min(float(line[4]) for line in decisions))
     assert summary.incidents == len(result.incidents) > 2
+
+    # Each row has scores of the signals that it logged.
     for row in result:
         logged = {name for name in ("loss", "grad_norm") if rows[row.index][name] != ""}
         assert set(row.z) == logged

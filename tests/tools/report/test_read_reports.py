@@ -141,10 +141,14 @@ def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
     policy = load("pretraining", mode="observe")
     events = train(tmp_path, range(300, 900), policy=policy, batches=900)
+
+    # The postmortem.
     (written,) = postmortems(events.parent)
     assert (written["skips"], written["observed_skips"]) == (0, 600)
     assert "Tried: nothing: the policy only observes." in written["diagnosis"]
     assert written["metrics"]["heal/observed_skips"] == 600
+
+    # The report.
     (report,) = read_reports(events)
     (incident,) = report.incidents
     counts = report.counts
@@ -152,6 +156,8 @@ def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     assert incident.lr_path[:4] == (1.0, 0.25, 0.0625, 0.015625)
     assert "only observed" in response_text(incident)
     assert not report.curves.undone().any()
+
+    # Its page.
     page = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", render([report])))
     assert "would have skipped 100 steps or more, rolled back, stopped the run" in page
     assert "600 steps would be skipped" in page

@@ -186,6 +186,8 @@ WARMUP = 6
 def test_a_record_has_what_the_engine_ordered(where: str):
     run, driver = driven(where)
     assert driver.take_dispatch() is None
+
+    # A healthy step.
     driver.observe(7.0)
     run.step(0)
     first = single_record(driver)
@@ -196,6 +198,7 @@ def test_a_record_has_what_the_engine_ordered(where: str):
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
     assert first.grad_norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item())
 
+    # A bad step.
     driver.observe(NAN)
     run.step(1, NAN)
     bad = single_record(driver)
@@ -206,6 +209,7 @@ def test_a_record_has_what_the_engine_ordered(where: str):
     assert (bad.step, bad.onset, bad.incident, bad.incident_open) == (2, 1, 1, True)
     assert (bad.loss, bad.grad_norm) == (7.0, first.grad_norm)
 
+    # Two healthy steps end the incident.
     for i in (2, 3):
         run.step(i)
         record = single_record(driver)

@@ -105,13 +105,17 @@ def test_the_end_by_an_exception_is_reported_and_nothing_stays(tmp_path: Path, l
     run.log = set_by_user = run.log
     with pytest.raises(ZeroDivisionError):
         run.train()
-    assert run.log is set_by_user
+
+    # What is left of the run.
     report: Any = callback.report()
     assert (report.ending, report.steps, report.counts["skips"]) == ("exception", 9, 1)
     assert not report.converged
     assert "ZeroDivisionError" in report.postmortem.read_text()
     assert len(tracked) > 5
     assert not list(tmp_path.glob("**/step-*"))  # no checkpoint
+
+    # Nothing stays on the trainer's objects.
+    assert run.log is set_by_user
     optimizer = run.optimizer.optimizer
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks

@@ -38,6 +38,7 @@ AT = 6
 
 @pytest.mark.slow
 def test_generation_goes_on_after_a_rollback(tmp_path: Path):
+    """GRPO keeps generated batches for several steps: after a rollback they would be old ones."""
     trainer = tiny.grpo(tmp_path, max_steps=12, steps_per_generation=2)
     before = float(small_runs.weights(trainer).abs().max())
     rewarded, hooks = list[int](), list[Any]()
@@ -138,6 +139,7 @@ def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp
 
 
 def test_gradient_checkpointing_is_the_further_step(tmp_path: Path):
+    """One sample does not fit: no smaller part is left, so memory is saved another way."""
     trainer = tiny.sft(tmp_path, max_steps=3)
     model: Any = trainer.model
     on: list[bool] = []
@@ -190,18 +192,22 @@ def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
     options = {"store": tmp_path / "store", "loss_fn": None, **grouped(OFTEN)}
     healed: Any = heal_trainer(trainer, "pretraining", **options)
     healed.train()
+
+    # The run went back once, and then trained every step to the end.
     (back,) = steps.returns
     first, before = steps.steps[back], steps.steps[back - 1]
     assert 1 < first <= before
     assert steps.steps[back:] == list(range(first, 51))
     assert healed.healer.rollbacks == 1
     assert trainer.state.global_step == healed.healer.step == 50
+
     # The cut learning rate is effective at the next step: same weights, same batch, shorter step.
     earlier = steps.steps.index(first)
     assert steps.epochs[back] == steps.epochs[earlier]
     assert scales[back] < 0.9
     expected = steps.moved[earlier] * scales[back] / scales[earlier]
     assert steps.moved[back] == pytest.approx(expected, rel=1e-4)
+
     # The log has each step once, and the sums of the loss have gone back with it.
     logged = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
     rows = events_of(tmp_path / "store" / "healcore.metrics.jsonl")
@@ -210,6 +216,7 @@ def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
     assert logged == pytest.approx(means, rel=1e-3)
     mean = sum(losses.values()) / 50
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(mean, rel=1e-4)
+
     # Without healing the same run is lost.
     alone = tiny.sft(tmp_path, **DIVERGES)
     alone.train()
@@ -225,6 +232,8 @@ def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Pat
         arguments |= {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
     alone = getattr(tiny, kind)(tmp_path, **arguments)
     alone.train()
+
+    # The healed run, before its first step.
     folder = tmp_path / "out"
     called: list[Any] = []
     trainer = getattr(tiny, kind)(folder, **arguments, save_strategy="steps", save_steps=1)
@@ -237,6 +246,7 @@ def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Pat
         draws = random.getstate(), numpy, torch.get_rng_state().tolist()
         return draws, repr(trainer.state), trainer.args.to_json_string()
 
+    # The dry run changes nothing.
     weights = small_runs.weights(trainer)
     before = facts()
     found = healed.dry_run(steps=2)
@@ -248,6 +258,7 @@ def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Pat
     assert len(found.losses) == len(found.grad_norms) == 2
     assert found.finite
 
+    # The training after it has the bits and the log of the run without healcore.
     trainer.args.save_strategy = "no"
     healed.train()
     if kind not in ("summed", "cpo", "grpo"):
