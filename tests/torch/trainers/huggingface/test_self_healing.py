@@ -38,7 +38,7 @@ AT = 6
 
 @pytest.mark.slow
 def test_generation_goes_on_after_a_rollback(tmp_path: Path):
-    """GRPO keeps generated batches for several steps: after a rollback they would be old ones."""
+    """GRPO keeps generated batches for several steps; a rollback has to generate them again."""
     trainer = tiny.grpo(tmp_path, max_steps=12, steps_per_generation=2)
     before = float(small_runs.weights(trainer).abs().max())
     rewarded, hooks = list[int](), list[Any]()
