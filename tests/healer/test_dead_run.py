@@ -86,14 +86,14 @@ class JaxRun:
         @jax.jit
         def step(state: Any, inputs: Any, targets: Any) -> Any:
             weights, memory = state
-            loss, gradient = jax.value_and_grad(self._loss)(weights, inputs, targets)
+            loss, gradient = jax.value_and_grad(self.loss_of)(weights, inputs, targets)
             updates, memory = tx.update(gradient, memory, weights, value=loss)
             return optax.apply_updates(weights, updates), memory
 
         self._step = step
 
     @staticmethod
-    def _loss(weights: Any, inputs: Any, targets: Any) -> Any:
+    def loss_of(weights: Any, inputs: Any, targets: Any) -> Any:
         predicted = inputs @ weights
         return jnp.mean(jnp.exp(predicted) - targets * predicted)
 
@@ -199,7 +199,7 @@ def test_bad_data_cost_repeated_steps_and_no_bits(framework, compares, tmp_path)
     if compares:
 
         def of_jax(state: Any, number: Any) -> Any:
-            return JaxRun._loss(state[0], *batch(int(number), bad))
+            return JaxRun.loss_of(state[0], *batch(int(number), bad))
 
         loss_fn = run.loss if framework == "torch" else of_jax
     counts = train(run, tmp_path, loss_fn=loss_fn)

@@ -278,7 +278,7 @@ def test_in_jax_the_loop_goes_back_with_the_state_of_the_rollback(tmp_path):
                     poisoned |= bad
                     batch = Faults(always=[number] if bad else []).batch(number)
                     places.append((epoch, number))
-                    state = healer.update(loop._step(state, *batch))
+                    state = healer.update(loop.compiled_step(state, *batch))
             loop.state = healer.state
         return loop
 

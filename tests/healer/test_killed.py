@@ -76,7 +76,8 @@ def main(framework: str, root: Path, kills: int) -> None:
         jax.config.update("jax_compilation_cache_dir", str(root / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    counts, kinds = Counter[str](), dict[str, Kind]()
+    counts = Counter[str]()
+    kinds: dict[str, Kind] = {}
     for number, name in enumerate(itertools.cycle(VARIANTS)):
         left = kills - counts["kills"]
         if left <= 0:

@@ -90,7 +90,8 @@ def loses_a_shard(healer: Any) -> None:
     run_of(healer).store.wait()
     forgets(healer)
     if dist.get_rank() == 1:
-        (shard,) = run_of(healer).store.root.glob("step-*15.*/**/__1_0.distcp")
+        root: Any = run_of(healer).store.root
+        (shard,) = root.glob("step-*15.*/**/__1_0.distcp")
         flip(shard, 4 * shard.stat().st_size)
     dist.barrier()
 
@@ -101,7 +102,7 @@ def propose(healer: Any) -> None:
 
 
 def stop_file(healer: Any) -> None:
-    found = run_of(healer).end_requests.stop_file
+    found: Any = run_of(healer).end_requests.stop_file
     found.path.touch()
     while not found.found:
         time.sleep(0.01)
@@ -230,7 +231,7 @@ def prepared() -> list[list[int]]:
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     policy = with_answers(retry={"base_delay_s": 1e-3, "max_delay_s": 1e-3})
-    used = list[list[int]]()
+    used: list[list[int]] = []
     with Healer(policy, state={"model": model, "optimizer": optimizer}) as healer:
         for batch in healer.batches(loader, epochs=2):
             used.append(batch)

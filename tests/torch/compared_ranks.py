@@ -66,7 +66,9 @@ def run(case: str) -> dict[str, Any]:
     model, data = spread("DDP" if kind == "accumulated" else kind, net)
     shares = 1 if kind in ("alone", "tensor parallel") else dist.get_world_size()
     optimizer = AdamW(net.parameters(), lr=RATE)
-    compared, rollbacks, problems = list[Any](), list[Any](), list[str]()
+    compared: list[Any] = []
+    rollbacks: list[Any] = []
+    problems: list[str] = []
     damaged, compared_at = False, -1
 
     def loss_fn(number: int) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 import healcore
 from healcore.errors import AlreadyCompleted
 from healcore.runtime.healer import hooks_of
-from healcore.runtime.run import start
 from healcore.runtime.run.loop import LoopPhase
+from tests.healer.run_directory import new_process
 from tests.open_run import run_of
 
 
@@ -67,7 +67,7 @@ def test_a_completed_run_stays_completed(tmp_path):
     with healer:
         for _ in healer.steps(2):
             train(model, optimizer, healer)
-    start._records.pop(tmp_path.resolve())  # as in another process
+    new_process()
     torch.manual_seed(0)
     model, optimizer, healer = opened(tmp_path)
     with healer:

@@ -67,9 +67,9 @@ class SmallTorchRun:
         """One step of the loop; how far each parameter moved."""
         before = [p.detach().clone() for p in self.model.parameters()]
         if isinstance(self.optimizer, torch.optim.LBFGS):
-            self.optimizer.step(lambda: self._evaluate(i, factor))
+            self.optimizer.step(lambda: self.evaluate(i, factor))
         else:
-            self._evaluate(i, factor)
+            self.evaluate(i, factor)
             self.optimizer.step()
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(float(i))  # never better: the rate falls when patience is over
@@ -78,7 +78,7 @@ class SmallTorchRun:
         after = self.model.parameters()
         return [p.detach() - old for p, old in zip(after, before, strict=True)]
 
-    def _evaluate(self, i: int, factor: float) -> Tensor:
+    def evaluate(self, i: int, factor: float) -> Tensor:
         self.optimizer.zero_grad()
         return self.backward(i, factor)
 

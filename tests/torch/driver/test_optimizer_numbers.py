@@ -235,7 +235,7 @@ def test_a_closure_may_set_numbers_and_counts_stay_integers():
 
     def closure() -> Any:
         group["max_iter"] = 5
-        return run._evaluate(0, 1.0)
+        return run.evaluate(0, 1.0)
 
     run.optimizer.step(closure)
     assert used == [3]

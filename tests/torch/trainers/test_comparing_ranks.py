@@ -44,7 +44,8 @@ def transformers_run(world: int) -> dict[str, Any]:
     from healcore.torch import heal_trainer
     from tests.torch.trainers.huggingface import small_runs
 
-    done, rollbacks = list[int](), list[Any]()
+    done: list[int] = []
+    rollbacks: list[Any] = []
 
     def before_step(state: Any, *, model: Any, **_: Any) -> None:
         damage(state.global_step, model.layers[2], done)
@@ -70,7 +71,8 @@ def lightning_run(world: int) -> dict[str, Any]:
     from healcore.torch import LightningHealingCallback
     from tests.torch.trainers.lightning import fits
 
-    done, rollbacks = list[int](), list[Any]()
+    done: list[int] = []
+    rollbacks: list[Any] = []
 
     damages: Any = lightning.Callback()
     damages.on_train_batch_start = lambda run, own, *_: damage(run.global_step, own.net[2], done)

@@ -75,7 +75,9 @@ def test_the_policy_sees_the_norm_of_the_whole_step_before_clipping(kind: str):
 
 def rollbacks(kind: str, root: Path, *, here: bool = True) -> Any:
     """Rollbacks, step, batch and weights of a run with a bad batch, and weights of one without."""
-    counts, back, traces = list[int](), list[Any](), list[dict[tuple[int, int], str]]()
+    counts: list[int] = []
+    back: list[Any] = []
+    traces: list[dict[tuple[int, int], str]] = []
     for bad in (True, False):
         loop = Loop(KINDS[kind])
         trace = {}

@@ -41,7 +41,8 @@ def test_generation_goes_on_after_a_rollback(tmp_path: Path):
     """GRPO keeps generated batches for several steps; a rollback has to generate them again."""
     trainer = tiny.grpo(tmp_path, max_steps=12, steps_per_generation=2)
     before = float(small_runs.weights(trainer).abs().max())
-    rewarded, hooks = list[int](), list[Any]()
+    rewarded: list[int] = []
+    hooks: list[Any] = []
     reward = trainer.reward_funcs[0]
 
     def noted(**given: Any) -> list[float | None]:
@@ -58,7 +59,8 @@ def test_generation_goes_on_after_a_rollback(tmp_path: Path):
 
     trainer.reward_funcs[0] = noted
     removed = calling("on_step_end", lambda *_, **__: hooks and hooks[0].remove())
-    for each in (calling("on_step_begin", damage, at=AT), removed, steps := small_runs.Steps()):
+    steps = small_runs.Steps()
+    for each in (calling("on_step_begin", damage, at=AT), removed, steps):
         trainer.add_callback(each)
     healed: Any = heal_trainer(
         trainer,
