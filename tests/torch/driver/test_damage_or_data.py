@@ -2,7 +2,6 @@
 
 import json
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -78,7 +77,11 @@ def test_damaged_weights_are_rolled_back(tmp_path, damage, size, parts, undistur
 def test_steps_that_a_failed_rollback_has_read_are_reported(tmp_path, monkeypatch):
     """Without a usable checkpoint the run continues: each step has its metrics."""
     run = ComparedRun()
-    monkeypatch.setattr(Restorer, "restore", Mock(side_effect=NoGoodCheckpoint("none")))
+
+    def no_good_checkpoint(*_: Any, **__: Any) -> None:
+        raise NoGoodCheckpoint("none")
+
+    monkeypatch.setattr(Restorer, "restore", no_good_checkpoint)
     harm = at_change(lambda: times(run, -4.0))
     healer = run.train(tmp_path, at=harm, metrics=tmp_path / "m.jsonl")
     assert "none" in str(events(tmp_path, "problem"))
