@@ -86,14 +86,14 @@ class JaxRun:
         @jax.jit
         def step(state: Any, inputs: Any, targets: Any) -> Any:
             weights, memory = state
-            loss, gradient = jax.value_and_grad(self._loss)(weights, inputs, targets)
+            loss, gradient = jax.value_and_grad(self.loss_of)(weights, inputs, targets)
             updates, memory = tx.update(gradient, memory, weights, value=loss)
             return optax.apply_updates(weights, updates), memory
 
         self._step = step
 
     @staticmethod
-    def _loss(weights: Any, inputs: Any, targets: Any) -> Any:
+    def loss_of(weights: Any, inputs: Any, targets: Any) -> Any:
         predicted = inputs @ weights
         return jnp.mean(jnp.exp(predicted) - targets * predicted)
 
@@ -129,6 +129,7 @@ def train(run: Any, store: Any, steps: int = STEPS, **options: Any) -> dict[str,
 
 
 def test_without_a_finite_step_nothing_is_tried(tmp_path):
+    """No weights are known to be good: a rollback to the start would fail the same way."""
     with pytest.raises(RunStopped, match="none of the first 100 steps was finite"):
         train(TorchRun(bad=range(STEPS)), tmp_path)
     assert events(tmp_path, "rollback") == []
@@ -196,7 +197,10 @@ def test_bad_data_cost_repeated_steps_and_no_bits(framework, compares, tmp_path)
     train(skipping, None, data=[number for number in range(STEPS) if number not in bad])
     loss_fn = None
     if compares:
-        of_jax = lambda state, number: JaxRun._loss(state[0], *batch(int(number), bad))  # noqa: E731
+
+        def of_jax(state: Any, number: Any) -> Any:
+            return JaxRun.loss_of(state[0], *batch(int(number), bad))
+
         loss_fn = run.loss if framework == "torch" else of_jax
     counts = train(run, tmp_path, loss_fn=loss_fn)
     attempts = events(tmp_path, "rollback")

@@ -28,6 +28,7 @@ from tests.healer.training_loops import (
     rules,
     train,
 )
+from tests.open_run import run_of
 
 
 def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
@@ -155,7 +156,8 @@ def test_without_a_rollback_in_the_budget_the_array_is_allowed(tmp_path):
 
 def test_an_array_that_no_loss_reads_neither_cuts_the_rate_nor_stops_the_run(tmp_path):
     """Bad batches leave Inf in it, which torch restores at a skip. Only these are skipped."""
-    policy, bad = policies.load("default", rollback={"probation": 5}), {12, 22, 32, 42, 52}
+    policy = policies.load("default", rollback={"probation": 5})
+    bad = {12, 22, 32, 42, 52}
     loop = with_statistics("jax", policy)
     loop.faults = Faults(always=bad)
     facts = spoilt_run(loop, policy, tmp_path, bad)
@@ -250,7 +252,8 @@ def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
 @pytest.mark.parametrize("recoveries", [1, 3])
 def test_damage_again_right_after_a_rollback_is_rolled_back_in_the_budget(recoveries, tmp_path):
     changed = {"rollback": {"probation": 5}, "budget": {"recoveries": recoveries}}
-    policy, loop = policies.load("default", **changed), loop_of("torch")
+    policy = policies.load("default", **changed)
+    loop = loop_of("torch")
 
     def before(healer: Any, number: int) -> None:
         if number in (30, 45):
@@ -341,7 +344,8 @@ def test_nan_up_to_the_end_of_the_data_says_where_to_look(tmp_path):
 
 
 def test_observing_never_ends_a_run(tmp_path):
-    policy, steps = policies.load("default", mode="observe"), FROM_START + 20
+    policy = policies.load("default", mode="observe")
+    steps = FROM_START + 20
     train(loop_of("torch", Faults(always=range(steps))), policy, range(steps), store=tmp_path)
     assert events(tmp_path, "end")[0]["ending"] == "completed"
 
@@ -384,7 +388,8 @@ def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_pat
     tx = protect(optax.sgd(0.01))
     if guard == "apply_if_finite":
         tx = optax.with_extra_args_support(optax.apply_if_finite(tx, 10**6))
-    step, state = guarded(guard, tx), (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    step = guarded(guard, tx)
+    state = (jnp.zeros(2), tx.init(jnp.zeros(2)))
     with Healer("default", state=state, store=tmp_path) as healer:
         for number in healer.batches(range(40)):
             factor = np.float32(math.nan if 20 <= number < 25 else 1.0)
@@ -399,13 +404,14 @@ def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_pat
     else:
         assert not first
     assert healer.report().counts["skips"] == 5
-    assert healer._run.ledger.unhealthy == [*range(20, 25)]
+    assert run_of(healer).ledger.unhealthy == [*range(20, 25)]
 
 
 @pytest.mark.slow
 def test_damaged_weights_behind_a_guard_are_found_by_the_loss_of_the_batches(tmp_path):
     tx = protect(optax.inject_hyperparams(optax.sgd)(0.01))
-    step, state = guarded("where", tx), (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    step = guarded("where", tx)
+    state = (jnp.zeros(2), tx.init(jnp.zeros(2)))
     loss_fn = jax.jit(lambda state, x: loss_of(state[0], x))
     with Healer(state=state, store=tmp_path, loss_fn=loss_fn) as healer:
         for number, x in enumerate(healer.batches(INPUTS)):

@@ -135,7 +135,8 @@ class Process:
     """One process of the run, constructed as in `start._construct`."""
 
     def __init__(self, store: Listed) -> None:
-        self.store, self.loaders = store, LoaderRegistry()
+        self.store = store
+        self.loaders = LoaderRegistry()
         self.events: list[dict[str, Any]] = []
         log: Any = RunLog(Log(None), console=False)
         log.event = lambda kind, **fields: self.events.append({"kind": kind, **fields})

@@ -66,10 +66,14 @@ def test_a_schedule_of_momentum_is_inside_of_its_range(shape: Literal["linear", 
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 1000, anneal_strategy=shape)
-    ranges, low, high, outside = HealthyRanges(), 1.0, 0.0, 0
+    ranges = HealthyRanges()
+    low = 1.0
+    high = 0.0
+    outside = 0
     for step in range(1000):
         value = optimizer.param_groups[0]["momentum"]
-        low, high = min(low, value), max(high, value)
+        low = min(low, value)
+        high = max(high, value)
         seen = NumberRange(low, high, value)
         if step % 100 == 0:
             ranges.learn({}, {"optimizer.weight_decay": seen}, {})
@@ -183,7 +187,8 @@ def test_ranges_and_holds_are_saved_exactly(seen, until):
     ranges.learn({"a": constant(0.1)}, seen, {})
     ranges.learn({"a": constant(0.2)}, seen, {})
     numbers = {name: HeldNumber(each, each.high) for name, each in seen.items()}
-    norms, frozen = {"a": HeldNorm(0.1, 3.0)}, (until, until + 9) if until % 2 else None
+    norms = {"a": HeldNorm(0.1, 3.0)}
+    frozen = (until, until + 9) if until % 2 else None
     ranges.held = Held(numbers=numbers, norms=norms, frozen_steps=frozen, until=until)
     text = json.dumps(asdict(ranges), allow_nan=False)
     assert TypeAdapter(HealthyRanges).validate_json(text, strict=True) == ranges

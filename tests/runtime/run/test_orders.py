@@ -197,7 +197,8 @@ def test_a_lasting_alarm_at_the_end_is_not_over(monitor, cause):
 
 
 def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
-    reader, found = DelayedReader(), list[StepResult]()
+    reader = DelayedReader()
+    found: list[StepResult] = []
     for judged in (False, True):
         read: Any = SimpleNamespace(read=lambda j=judged: [[record(judged=j)]], count=1)
         read.vote_requested = False
@@ -266,9 +267,12 @@ def nothing(incident):
 def test_each_hook_sees_the_result_so_far_and_the_last_result_counts():
     seen = []
     look = seen.append
+
+    def stop(incident: Any) -> Action:
+        return Action.STOP
+
     assert Hooks(look).run(INCIDENT) == (None, "", [])
     assert seen == [INCIDENT]
-    stop = lambda incident: Action.STOP  # noqa: E731
     action, hook, problems = Hooks([stop, look, nothing, look]).run(INCIDENT)
     assert [each.action for each in seen] == [ORDERED, Action.STOP, Action(0)]
     assert (action, problems) == (Action(0), [])
@@ -305,6 +309,7 @@ MICRO_STEP = record(judged=False)
 
 @pytest.mark.parametrize(("last", "onset"), [(MICRO_STEP, 3), (record(), 13)])
 def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
+    """Skipped steps would seem interrupted, and the trouble to begin later than it did."""
     ledger = Ledger()
     update = [MICRO_STEP, MICRO_STEP, MICRO_STEP, SKIPPED]
     for index, each in enumerate([*update, *update, *update, last]):
@@ -314,7 +319,9 @@ def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
 
 @pytest.mark.parametrize("alert", [Cause.RECORDS, Cause.DIVERGENCE])
 def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(alert):
-    ledger, opening = Ledger(), incidents.incident_causes(load("default").engine().config)
+    """One long incident would be told as many, each with an onset of its own."""
+    ledger = Ledger()
+    opening = incidents.incident_causes(load("default").engine().config)
     for index in range(3, 13):
         both = record(cause=Cause.NONFINITE_GRAD | alert, skip=True)
         ledger.add_step(index, [both if index == 6 else SKIPPED], opening)
@@ -323,6 +330,7 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
 
 
 def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
+    """Its trials go on where they were. As new trouble it would get the first trial again."""
     ledger = Ledger()
     order = Order(index=0, onset=250, changes=RepeatChanges(lr_at_fault={"": 0.1}))
     back = RollbackRecord(order=order, continues_at=100, step=420)

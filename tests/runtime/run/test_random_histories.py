@@ -289,7 +289,8 @@ def test_the_next_older_one_stays_for_a_second_rollback():
 
 
 def test_an_alarm_delays_a_save_by_two_steps():
-    process, delayed = begun(), []
+    process = begun()
+    delayed = []
     goes_well(process, EVERY - 1)
     process.take(alarm=True, skip=True, is_open=False)
     for _ in range(3):

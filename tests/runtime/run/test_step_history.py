@@ -155,7 +155,8 @@ def test_the_cached_maxima_are_the_maxima(seed):
     """An oracle of `sign` and `high` that remembers all losses; many of them are equal."""
     numbers = random.Random(seed)
     losses = [round(numbers.gauss(0.0, 3.0) - index / 100) for index in range(350)]
-    history, usual = StepHistory(), list[float]()
+    history = StepHistory()
+    usual: list[float] = []
     for index, loss in enumerate(losses):
         last = losses[max(0, index - REGULAR_INTERVAL) : index]
         sign = len(last) == REGULAR_INTERVAL and loss > max(last)

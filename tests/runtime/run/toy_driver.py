@@ -78,13 +78,15 @@ class ToyRun:
         self.record = run.record
         run.data = SimpleNamespace(step=0)  # type: ignore[assignment]
         run.schedule = SaveSchedule(run, interval)
-        rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731
-        run.monitor = SimpleNamespace(rates_in_force=rates)  # type: ignore[assignment]
+        run.monitor = SimpleNamespace(rates_in_force=self._rates_in_force)  # type: ignore[assignment]
         self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)
         self.holding = run.holding = Holding(run)
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.add_anchor(0, self.restorable)
+
+    def _rates_in_force(self) -> dict[str, float | None]:
+        return {"optimizer": self.driver.rate}
 
     def take(
         self, batch: Any, *, weight: Any = None, loss: Any = None, norm: Any = math.nan, alarm=False
