@@ -15,7 +15,7 @@ from healcore import console
 from healcore.core.decision import Cause
 from healcore.policy import PolicyLike
 from healcore.policy.document import Retry
-from healcore.runtime.faults.failures import Fault, classify
+from healcore.runtime.faults.classification import Fault, classify
 from healcore.runtime.run_options import HostPolicy
 
 P = ParamSpec("P")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.core.decision import Cause
 from healcore.events.file_names import process_path
-from healcore.runtime.faults.failures import Fault, classify
+from healcore.runtime.faults.classification import Fault, classify
 from healcore.runtime.faults.microbatches import (
     Count,
     Microbatch,
@@ -31,6 +31,7 @@ from healcore.runtime.faults.microbatches import (
     split,
 )
 from healcore.runtime.run.batch_parts import largest_part
+from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.store import files
 from healcore.runtime.store.ranks import RankFailed
 
@@ -75,7 +76,7 @@ class OutOfMemory:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._answers = self.run.policy.answers(Cause.OOM)
-        self._retries = self.run.data.retries("a part of healer.microbatches")
+        self._retries = retries_of(run, "a part of healer.microbatches")
         self._gradients = self.run.driver.window
         self._last_resort: Callable[[], str] = _change_nothing
         self.part: Microbatch[Any] | None = None
@@ -151,7 +152,7 @@ class OutOfMemory:
                 clear_cache = "clear_cache" in self._answers
                 self._gradients.redo_window(self._held, clear_cache=clear_cache)
                 self._held.clear()
-                self.run.data.forget_parts()
+                self.run.step_batches.forget_parts()
         finally:
             self.part = None
 
@@ -229,7 +230,7 @@ class OutOfMemory:
         have the same size. They ask each other only when a try is due, which is the same step on
         all ranks.
         """
-        step, record, ranks = self.run.data.step, self.run.record, self.run.ranks
+        step, record, ranks = self.run.progress.step, self.run.record, self.run.ranks
         size, growth = record.part_limit, record.part_growth
         if size is None:
             return
@@ -371,16 +372,16 @@ class OutOfMemory:
         budget. So does a size that an earlier part of the run has had.
         """
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
-        step, record, growth = self.run.data.step, self.run.record, self.run.record.part_growth
+        step, record, growth = self.run.progress.step, self.run.record, self.run.record.part_growth
         before = largest_part(samples, parts)
         after = largest_part(samples, min(2 * parts, samples))
         goes_back = growth.smaller is not None and growth.smaller < before
-        why_not = self._why_not_smaller(before, after, goes_back=goes_back)
-        if why_not:
+        obstacle = self._obstacle_to_smaller(before, after, goes_back=goes_back)
+        if obstacle:
             changed = self._last_resort()
             if not changed:
-                self.run.recovery.stop(prefix + why_not, error, Cause.OOM)
-            self.run.log.fault(step, fault, f"{prefix}{why_not}: {changed}", answer="clear_cache")
+                self.run.recovery.stop(prefix + obstacle, error, Cause.OOM)
+            self.run.log.fault(step, fault, f"{prefix}{obstacle}: {changed}", answer="clear_cache")
             return
         then = ""
         if goes_back:
@@ -402,7 +403,7 @@ class OutOfMemory:
             size=after,
         )
 
-    def _why_not_smaller(self, before: int, after: int, *, goes_back: bool) -> str:
+    def _obstacle_to_smaller(self, before: int, after: int, *, goes_back: bool) -> str:
         """Why the parts may not become smaller, as a clause, or an empty string.
 
         `before` and `after` are samples of a part.

@@ -58,7 +58,7 @@ class WarmUp:
             IncompleteRun: the loop took no step in as many iterations as are allowed, or the
                 weights change without a step that the Healer sees.
         """
-        step = self.run.data.step
+        step = self.run.progress.step
         if step == self._step and not rolled_back:
             self._iterations += 1
         else:
@@ -120,7 +120,7 @@ class StructureChanges:
         if not changes:
             return
         run = self.run
-        step = run.data.step
+        step = run.progress.step
         epoch = run.loaders.place.epoch
         run.record.add_change(max(step - 1, 0), epoch)
         run.record.param_groups = run.driver.param_groups()

@@ -41,9 +41,11 @@ from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.ending.requests import EndRequests, StopFile
+from healcore.runtime.run.host_state import HostState
 from healcore.runtime.run.loop import Loop, LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
+from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.restore.restorer import Restorer, failed_trials
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
@@ -52,6 +54,7 @@ from healcore.runtime.run.rollback.nonfinite import NonfiniteState
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.step_batches import StepBatches
 from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
@@ -213,7 +216,10 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         claims=claims,
         batch_parts=BatchParts(record),
     )
-    run.data = RunBatches(run, end_requests.stop_signals, keeps_batches=loss_fn is not None)
+    run.batches = RunBatches(run)
+    run.step_batches = StepBatches(run, keeps_contents=loss_fn is not None)
+    run.host_state = HostState(run.loaders.position)
+    run.pass_states = PassStates(run)
     run.schedule = SaveSchedule(run, options.checkpoints.every)
     run.monitor = IncidentMonitor(run, options.hooks)
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
@@ -228,7 +234,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.nonfinite = NonfiniteState(run)
     of_trainer = run_settings.trainer_settings(options.state)
     run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
-    run.guard = HangGuard(policy, ranks, log)
+    run.hang_guard = HangGuard(policy, ranks, log)
     run.out_of_memory = OutOfMemory(run)
     run.loop = Loop(run, has_trainer=bool(of_trainer))
     return run
@@ -315,13 +321,13 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         _log_failed_start(run, error)
         raise
     # A completed run stays COMPLETED only if its last checkpoint could be loaded.
-    if not run.data.had_completed:
+    if not run.progress.had_completed:
         run.loop.phase = LoopPhase.BEFORE_STEP
     _log_first_lines(run, settings, changes, resumed=bool(saves))
     if saves and not run.loop.has_trainer:
         _warn_of_snapshot(run, settings, saved)
     log.trackers.start(run.record.run or log.events.process_id)
-    run.guard.start()
+    run.hang_guard.start()
     run.driver.on_step = run.loop.on_step
     if store.root is not None:
         _records[store.root.resolve()] = run.record
@@ -332,7 +338,7 @@ def _log_failed_start(run: Run, error: BaseException) -> None:
 
     With an end event, the next start does not take this process for killed.
     """
-    step = run.data.step
+    step = run.progress.step
     run.log.event("problem", step=step, problem=f"the run did not start: {error_text(error)}")
     run.log.event("end", step=step, ending="exception")
     run.end_requests.stop_signals.stop()
@@ -362,12 +368,12 @@ def _log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
 def _warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
     if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
-        run.loop.own_count_error = (
+        run.loop.use.own_count_obstacle = (
             "the optimizer that the program has passed was trained already, and checkpoint "
-            f"{run.data.step} replaces its state and the weights. A loop that counts its own steps "
-            "would lose or repeat steps: write healer.steps or healer.epochs"
+            f"{run.progress.step} replaces its state and the weights. A loop that counts its own "
+            "steps would lose or repeat steps: write healer.steps or healer.epochs"
         )
-        run.loop.warn(run.loop.own_count_error)
+        run.loop.warn(run.loop.use.own_count_obstacle)
 
 
 def _check_resume(
@@ -412,7 +418,7 @@ def _spent_before(run: Run) -> int:
 
 def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
     """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
-    saver, data, record = run.saver, run.data, run.record
+    saver, progress, record = run.saver, run.progress, run.record
     run.stored.find_damage()
     if resume:
         _resume(run, newest)
@@ -421,9 +427,9 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
         if run.known.damage:
             raise _no_usable_checkpoint(run, {})
         record.run = broadcast(run.ranks, run.log.events.process_id)
-        record.first_step = data.step
+        record.first_step = progress.step
         record.ledger.spent = _spent_before(run)
-        saver.begin_attempt(data.step)
+        saver.begin_attempt(progress.step)
     record.settings = record.settings or settings
     run.monitor.read_engines()
     comparisons = run.comparisons.state
@@ -454,11 +460,12 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         if saved.finite and saved.status != "abandoned":
             usable.append(saved.step)
     try:
-        step, generators = run.restorer.resume(newest, usable[::-1])
+        step, random_states = run.restorer.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
         raise _no_usable_checkpoint(run, wrong) from error
     completed = newest is not None and newest.completed and newest.step == step
-    run.data.resume(step, generators, completed=completed)
+    run.progress.resume(step, completed=completed)
+    run.pass_states.resume(random_states)
     trials = failed_trials(newest)
     if trials is None:
         run.log.event("resume", step=step, checkpoint=step)
@@ -522,7 +529,7 @@ def _log_first_lines(
     run: Run, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
 ) -> None:
     """Logs what begins where, under which policy, and which settings have changed."""
-    policy, store, step = run.policy, run.store, run.data.step
+    policy, store, step = run.policy, run.store, run.progress.step
     if store.durable:
         where = f"in {store.place or type(store).__name__}"
     elif store.trainer_save:

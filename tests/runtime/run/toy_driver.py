@@ -76,7 +76,6 @@ class ToyRun:
         log.problem = lambda step, problem: self.warnings.append(problem)
         run = bare_run(log, driver)
         self.record = run.record
-        run.data = SimpleNamespace(step=0)  # type: ignore[assignment]
         run.schedule = SaveSchedule(run, interval)
         rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731
         run.monitor = SimpleNamespace(rates_in_force=rates)  # type: ignore[assignment]

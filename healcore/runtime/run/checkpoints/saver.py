@@ -82,7 +82,7 @@ class Saver:
     def __init__(self, run: Run, keep: Keep | None) -> None:
         self.run = run
         if run.store.arrays_by_rank:
-            run.data.host.save_batches(run.comparisons.batches_to_save)
+            run.host_state.save_batches(run.comparisons.batches_to_save)
         self.resumes_exactly = run.store.durable and run.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
@@ -93,7 +93,7 @@ class Saver:
 
     def items(self) -> dict[str, Any]:
         """Name -> item of the live state to save, except healcore's record."""
-        return {**self.run.driver.state(), HOST_ITEM: self.run.data.host}
+        return {**self.run.driver.state(), HOST_ITEM: self.run.host_state}
 
     def storage_need(self) -> StorageNeed:
         """The bytes that the checkpoints of this run need. Every rank calls it.
@@ -166,7 +166,7 @@ class Saver:
         cannot resume exactly.
         """
         if self.resumes_exactly:
-            self.run.data.host.after_step()
+            self.run.host_state.after_step()
 
     def keep_weight_sample(self) -> None:
         """Keeps a sample of the weights, to notice at an exception that they were replaced.
@@ -185,7 +185,7 @@ class Saver:
             why: the reason.
         """
         with self.run.schedule.saving(regular=why is SaveReason.REGULAR):
-            step = self.run.data.step
+            step = self.run.progress.step
             if why.adds_anchor and self.run.store.trainer_save is None:
                 # Before the save: a restart from it has to know what is learnt here.
                 self.add_anchor()
@@ -200,7 +200,7 @@ class Saver:
         memory and on disk. An anchor whose checkpoint was deleted could lead to a verdict that no
         rollback can carry out.
         """
-        step = self.run.data.step
+        step = self.run.progress.step
         self.run.comparisons.add_anchor(step, {*self.run.known.restorable, step})
         self.run.store.protect(self.run.comparisons.steps_needed)
 
@@ -268,7 +268,7 @@ class Saver:
                 self.run.known.report_damage(error, other_copy=True)
                 self.run.log.warning(f"{error}; another copy was used")
             else:
-                self.run.log.problem(self.run.data.step, str(error))
+                self.run.log.problem(self.run.progress.step, str(error))
 
     def _save_failed(self, step: int, error: Exception) -> None:
         """Notes a failed save. Warns at the 1st, 2nd, 4th, ... failure of this process."""
@@ -299,7 +299,10 @@ class Saver:
         nothing if this step is saved already, if no alarm is recent, or if gradients are
         accumulated.
         """
-        due = self.run.data.step != self.run.schedule.last_saved and self.run.schedule.recent_alarm
+        due = (
+            self.run.progress.step != self.run.schedule.last_saved
+            and self.run.schedule.recent_alarm
+        )
         if due and self.run.schedule.may_save and not self.run.driver.has_finite_weights():
             self.save(SaveReason.LAST)
 
@@ -313,7 +316,7 @@ class Saver:
         Raises:
             StoreError: the changes by batches of an unfinished step cannot be undone.
         """
-        step = self.run.data.step
+        step = self.run.progress.step
         if step == self.run.schedule.last_saved:
             self.wait()
             if step not in self.unsaved:
@@ -351,9 +354,9 @@ class Saver:
             return "the last steps had an alarm"
         if not self.run.driver.has_finite_weights():
             return "the weights are not finite"
-        if self.run.data.within_batch:
+        if self.run.step_batches.within_batch:
             return "the updates on this batch have not ended"
-        if self.run.data.step == self.run.schedule.last_saved:
+        if self.run.progress.step == self.run.schedule.last_saved:
             return ""
         if replaced:
             return replaced
@@ -374,18 +377,18 @@ class Saver:
         if not self.resumes_exactly or (in_body and not pending):
             yield
             return
-        why_not = self.run.driver.undo_window()
-        if why_not:
-            raise StoreError(why_not)
+        obstacle = self.run.driver.undo_window()
+        if obstacle:
+            raise StoreError(obstacle)
         position = loaders.position_after_step()
         if position is None:
             raise StoreError("the loader cannot be rewound to the first batch of the step")
-        with self.run.data.host.before_batches(position):
+        with self.run.host_state.before_batches(position):
             yield
         if pending:
             line = "batches that were read for the next step come again after a restart"
-            self.run.log.event("data", step=self.run.data.step, outcome=line)
-            self.run.log.info(f"step {self.run.data.step}: {line}")
+            self.run.log.event("data", step=self.run.progress.step, outcome=line)
+            self.run.log.info(f"step {self.run.progress.step}: {line}")
 
 
 MAX_CANDIDATES = 8

@@ -110,7 +110,7 @@ class Restorer:
         saved_ledger = None if saved.record is None else saved.record.ledger
         self.run.ledger.on_rollback(done, saved_ledger)
         if saved.host is not None:  # after the loaders, which draw random numbers
-            self.run.data.host.put_back(saved.host)
+            self.run.host_state.put_back(saved.host)
         self.run.holding.held = self._held_after(order)
         self.run.comparisons.on_rollback(done.target)
         self.run.record.monitor.on_rollback(done.target)
@@ -170,7 +170,7 @@ class Restorer:
         remaining = [*steps]
         while remaining:
             try:
-                return self.run.stored.load_first_intact(remaining, load, self.run.data.step)
+                return self.run.stored.load_first_intact(remaining, load, self.run.progress.step)
             except StateMismatch as error:
                 if error.step is None or error.step not in remaining:
                     raise
@@ -215,7 +215,7 @@ class Restorer:
         which may do harm or raise. So only weights and moments go back. Raises `mismatch` if no
         checkpoint has enough in common.
         """
-        driver, saver, step = self.run.driver, self.run.saver, self.run.data.step
+        driver, saver, step = self.run.driver, self.run.saver, self.run.progress.step
         if self.run.ranks.world > 1:
             raise mismatch
         live = driver.engines()
@@ -318,7 +318,7 @@ class Restorer:
         return RollbackRecord(
             **vars(order),
             number=len(self.run.ledger.rollbacks) + 1,
-            step=self.run.data.step,
+            step=self.run.progress.step,
             target=saved.step,
             skipped=len(order.batches),
             engine=lowest,
@@ -329,7 +329,7 @@ class Restorer:
 
     def _with_repeat(self, done: RollbackRecord, lost: int, why_not: str) -> RollbackRecord:
         """The record of a rollback with the numbers of repeated and of lost steps."""
-        skipped = self.run.data.steps_of(len({*done.batches}))
+        skipped = self.run.step_batches.steps_of(len({*done.batches}))
         why, _, _ = why_not.partition(": ")  # without the advice
         repeated = max(done.step - done.target - lost - skipped, 0)
         why_lost = why if lost else ""
@@ -497,7 +497,7 @@ class Restorer:
         if saved.position is not None:
             self.run.loaders.rewind(saved.position, (), 0)
         if saved.host is not None:
-            self.run.data.repeat_pass(saved.host)
+            self.run.pass_states.repeat_pass(saved.host)
 
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.

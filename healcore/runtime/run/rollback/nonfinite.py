@@ -210,7 +210,7 @@ class NonfiniteState:
         if bad and since <= state.last_trained < bad[0]:
             bad.insert(0, state.last_trained)  # no step has been trained after the damage
         return Order(
-            index=self.run.data.step - 1,
+            index=self.run.progress.step - 1,
             onset=max(first - 1, 0),  # the state after that step is bad
             since=since,
             action=int(action),
@@ -258,4 +258,4 @@ class NonfiniteState:
                 "without any alarm and with finite weights: the run continues. If this is "
                 "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good"
             )
-        self.run.log.problem(self.run.data.step, problem)
+        self.run.log.problem(self.run.progress.step, problem)
