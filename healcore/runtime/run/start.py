@@ -22,6 +22,7 @@ from healcore.core.errors import error_text
 from healcore.events import Log
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
+from healcore.history import RunHistory
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver
@@ -244,21 +245,24 @@ def _events(given: str | os.PathLike[str] | None, folder: Path | None) -> Log:
     """The log of events: the file that the user names, else a file in the store's directory."""
     if given is not None:
         return Log(Path(given).absolute())
-    path = None if folder is None else folder / "healcore.events.jsonl"
+    path = None
+    if folder is not None:
+        path = folder / "healcore.events.jsonl"
     return Log(_unlinked(path, "events"), follow_links=False)
 
 
 def _metrics(
     given: str | os.PathLike[str] | None, log: Log, ranks: Ranks, *, tracked: bool
 ) -> MetricsLog:
-    """The table of metrics: the file that the user names, or beside the events with "auto".
+    """The table of metrics: the file that the user names, or next to the events with "auto".
 
     Only rank 0 writes it: every rank has the same numbers.
     """
-    if ranks.rank or given != "auto":
-        path = None if ranks.rank or given is None else Path(given)
-        return MetricsLog(path, process_id=log.process_id, tracked=tracked)
     path = None
+    if ranks.rank or given != "auto":
+        if given is not None and not ranks.rank:
+            path = Path(given)
+        return MetricsLog(path, process_id=log.process_id, tracked=tracked)
     if log.path and (log.path.is_file() or not log.path.exists()):  # not a pipe or a terminal
         path = metrics_path(log.path)
     path = _unlinked(path, "metrics")
@@ -278,35 +282,41 @@ def _unlinked(path: Path | None, option: str) -> Path | None:
 def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     """Checks `resume`, logs the start, and resumes or takes the first snapshot.
 
-    `warnings` are the problems of the claims of directories.
+    Args:
+        run: the parts of the run.
+        options: the arguments of `Healer`.
+        warnings: problems of the claims of directories, for the log.
+
+    Raises:
+        EndRequested: the stop file exists.
+        StoreNotEmpty: the store holds a run that this start must not continue.
+        NoGoodCheckpoint: the store holds a run, and none of its checkpoints can be used.
     """
     log, policy, ranks, store = run.log, run.policy, run.ranks, run.store
+    history, after_kill = _read_previous_process(log)
     stop_file = run.end_requests.stop_file
-    events = log.events.path
-    previous = None
-    after_kill = False
-    if events is not None:
-        previous = postmortem.read_last_run(events)
-        if previous:
-            after_kill = postmortem.write_for_killed(events, previous, log.metrics.path)
     if any(ranks.gather(stop_file.found)):
         log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
         raise EndRequested(stop_file.why)
     saves, newest = run.stored.listed(), run.stored.newest_record()
     settings = run_settings.settings_of(run.driver, policy, options.state, ranks.world)
-    saved = {} if newest is None else newest.settings
-    changes = broadcast(ranks, run_settings.changes_since(saved, settings))
+    saved_settings: Mapping[str, Any] = {}
+    if newest is not None:
+        saved_settings = newest.settings
+    changes = broadcast(ranks, run_settings.changes_since(saved_settings, settings))
     if saves and options.resume is not True:
-        last = max((each.step for each in saves if each.status != "abandoned"), default=0)
-        _check_resume(run, options.resume, newest, last, changes)
+        newest_step = max((each.step for each in saves if each.status != "abandoned"), default=0)
+        _check_resume(run, options.resume, newest, newest_step, changes)
         # A trainer decides itself when its run is complete.
         if not run.loop.has_trainer:
             run.loop.phase = LoopPhase.COMPLETED
-    if newest and {each.step for each in saves} == {newest.first_step} and WEIGHTS in changes:
-        store.delete(newest.first_step)  # the program has loaded a checkpoint of its own
+    has_only_first = newest and {each.step for each in saves} == {newest.first_step}
+    if newest and has_only_first and WEIGHTS in changes:
+        # The program has loaded a checkpoint of its own since: the run begins from its weights.
+        store.delete(newest.first_step)
         saves, newest = [], None
-    if saves and previous is not None:
-        log.history = previous
+    if saves and history is not None:
+        log.history = history
     _log_start(run, settings, resumes=bool(saves))
     for warning in warnings:
         log.problem(None, warning)
@@ -325,12 +335,27 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         run.loop.phase = LoopPhase.BEFORE_STEP
     _log_first_lines(run, settings, changes, resumed=bool(saves))
     if saves and not run.loop.has_trainer:
-        _warn_of_snapshot(run, settings, saved)
+        _warn_of_snapshot(run, settings, saved_settings)
     log.trackers.start(run.record.run or log.events.process_id)
     run.hang_guard.start()
     run.driver.on_step = run.loop.on_step
     if store.root is not None:
         _records[store.root.resolve()] = run.record
+
+
+def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, bool]:
+    """Reads what the previous process has logged, and writes its postmortem if it was killed.
+
+    Returns the history of the run until then, or None without one, and whether a postmortem was
+    written.
+    """
+    events = log.events.path
+    if events is None:
+        return None, False
+    history = postmortem.read_last_run(events)
+    if not history:
+        return history, False
+    return history, postmortem.write_for_killed(events, history, log.metrics.path)
 
 
 def _log_failed_start(run: Run, error: BaseException) -> None:
@@ -380,15 +405,23 @@ def _check_resume(
     run: Run,
     resume: bool | Literal["auto"],
     newest: RunRecord | None,
-    last: int,
+    newest_step: int,
     changes: Mapping[str, str],
 ) -> None:
-    """Raises if a run with checkpoints up to step `last` must not be resumed."""
+    """Raises StoreNotEmpty if the run in the store must not be resumed.
+
+    Args:
+        run: the parts of the run.
+        resume: the argument of `Healer`, here "auto" or False.
+        newest: the newest record in the store, or None if the store has none.
+        newest_step: step of the newest checkpoint, for the message.
+        changes: settings of the program that differ from the saved settings.
+    """
     root = run.store.root
     where = run.store.place or "the store"
     if resume is False:
         raise StoreNotEmpty(
-            f"{where} holds checkpoints of an earlier run, up to step {last}: pass an empty "
+            f"{where} holds checkpoints of an earlier run, up to step {newest_step}: pass an empty "
             'directory, or resume="auto" to resume from them'
         )
     if newest is None or not newest.completed:
@@ -400,9 +433,10 @@ def _check_resume(
             which = "that this process has completed"
     if which:
         raise StoreNotEmpty(
-            f"{where} holds a run {which}. Its last step is {last}. Nothing was trained. Pass an "
-            'empty directory for each run, as in store=f"runs/{fold}", and set the seed before the '
-            "model is made; resume=True resumes the saved run, with its weights and settings"
+            f"{where} holds a run {which}. Its last step is {newest_step}. Nothing was trained. "
+            'Pass an empty directory for each run, as in store=f"runs/{fold}", and set the seed '
+            "before the model is made; resume=True resumes the saved run, with its weights and "
+            "settings"
         )
 
 

@@ -192,7 +192,7 @@ class Process:
         self.saver.poll()
 
     def save(self, why: SaveReason) -> None:
-        self.saver.write(self.step, why)
+        self.saver.save_state_as(self.step, why)
 
     def go_back(self, depth: int) -> RollbackRecord:
         order = Order(index=self.step - 1, onset=self.onset, depth=depth)

@@ -1,8 +1,9 @@
 """`Saver`: saves the checkpoints of a run.
 
-`save` is for a step that is complete: regular, first, last or ordered by the policy. `write` puts
-the live state into the store without any further thought. `save_last` and `save_emergency` are for
-the end of a run, where a step may have begun: they save the state before its batches were read.
+    save             a checkpoint of a complete step: regular, first, last, ordered by the policy
+    save_last,       at the end of a run, where a step may have begun: the state before the batches
+    save_emergency   of this step were read
+    save_state_as    puts the live state into the store; the other three methods end in it
 
 The `Deleter` deletes checkpoints that are not needed any more, in the queue of the saves. So the
 contents of a store depend on the steps, and not on the speed of a disk.
@@ -52,7 +53,7 @@ class SaveReason(StrEnum):
     REGULAR = "regular"
     """The schedule says so."""
     ORDERED = "ordered"
-    """A rule of the policy or a hook says so. Where a trainer saves, the trainer is told to."""
+    """A rule of the policy or a hook says so. If a trainer saves, healcore calls the trainer."""
     REQUESTED = "requested"
     """The program has called `Healer.save`."""
     ROLLBACK = "rollback"
@@ -89,7 +90,9 @@ class Saver:
         """Step whose save failed and was not repeated -> the problem."""
         self._deleter = Deleter(run, keep)
         self._failures = 0
+        """Number of failed saves of this process."""
         self._saved_once = False
+        """Whether a save of this process has succeeded, so that the state can be saved."""
 
     def items(self) -> dict[str, Any]:
         """Name -> item of the live state to save, except healcore's record."""
@@ -182,14 +185,14 @@ class Saver:
         """Saves a checkpoint of this step.
 
         Args:
-            why: the reason.
+            why: becomes `why` of the event `save`. FIRST and REGULAR also add an anchor.
         """
         with self.run.schedule.saving(regular=why is SaveReason.REGULAR):
             step = self.run.progress.step
             if why.adds_anchor and self.run.store.trainer_save is None:
                 # Before the save: a restart from it has to know what is learnt here.
                 self.add_anchor()
-            self.write(step, why)
+            self.save_state_as(step, why)
             if step not in self.run.known.restorable:
                 self.run.comparisons.forget_unsaved_anchor(step)
 
@@ -204,14 +207,14 @@ class Saver:
         self.run.comparisons.add_anchor(step, {*self.run.known.restorable, step})
         self.run.store.protect(self.run.comparisons.steps_needed)
 
-    def write(self, step: int, why: SaveReason) -> None:
+    def save_state_as(self, step: int, why: SaveReason) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
 
         Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
 
         Args:
             step: steps done, or the target of a rollback.
-            why: the reason.
+            why: becomes `why` of the event `save`.
 
         Raises:
             UnsavableState: the first save found a value that cannot be saved. At a later save this
@@ -421,7 +424,8 @@ class Deleter:
         self.run = run
         self.keep = keep or default_keep(run.policy.rollback.probation, run.schedule.every)
         """The checkpoints to keep on disk."""
-        self._known_good_up_to = -1  # of the record, at the last deletion
+        self._known_good_up_to = -1
+        """`RunRecord.known_good_up_to` at the last deletion, or -1 before."""
         self._results: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
 
@@ -473,7 +477,9 @@ class Deleter:
         """Target of the last rollback in this region of the run, or -1."""
         ledger = self.run.record.ledger
         past = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)
-        return past[-1].target if past else -1
+        if not past:
+            return -1
+        return past[-1].target
 
     def collect_results(self) -> None:
         """Reads the results of the deletions that have ended in the background. Does not wait.

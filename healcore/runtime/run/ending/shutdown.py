@@ -33,6 +33,7 @@ from healcore.runtime.run.ending.exits import (
     RunStopped,
     Terminated,
 )
+from healcore.runtime.run.memory_profile import memory_text
 from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:
@@ -322,7 +323,7 @@ class Shutdown:
         loop = self.run.loop
         if not loop.count_last_step():
             return
-        if self.replaced:  # an order may compare the weights, which are not those of the training
+        if self.replaced:  # an order may compare the weights, which the training has not made
             loop.report_last_steps()
         else:
             loop.read_and_act(every=True)
@@ -452,7 +453,7 @@ class Shutdown:
                 answer = "save"
         problem = f"the loop raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
-            self.memory_text = f". {self.run.out_of_memory.profile()}"
+            self.memory_text = f". {memory_text(self.run)}"
             advice = self.run.out_of_memory.advice()
             if advice and not self.run.loop.has_trainer:
                 self.memory_text += f". {advice}"

@@ -248,7 +248,7 @@ class Restorer:
         self.run.record.monitor.on_rollback(step)
         self.run.comparisons.on_structure_change()
         saver.begin_attempt(step)
-        saver.write(step, SaveReason.ROLLBACK)
+        saver.save_state_as(step, SaveReason.ROLLBACK)
         return done
 
     def _forget_changes(self, *, since: int) -> None:
@@ -348,7 +348,7 @@ class Restorer:
             saver.replace_record(step)
             on_disk = self.run.store.steps_on_disk
             if self.run.store.durable and step not in run_on_first(self.run.ranks, on_disk):
-                saver.write(step, SaveReason.ROLLBACK)
+                saver.save_state_as(step, SaveReason.ROLLBACK)
         except (StoreError, OSError) as error:
             problem = f"the rollback could not be written: {error}; a restart before the next save"
             self.run.log.problem(done.step, f"{problem} does it again")
