@@ -22,7 +22,6 @@ The host reads a record a fixed number of steps later, so that it does not wait 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Action, names
@@ -32,6 +31,7 @@ from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
+from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.loop_use import LoopUse
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.program_watch import MAX_ITERATIONS, StructureChanges, WarmUp
@@ -42,39 +42,6 @@ if TYPE_CHECKING:
 
 _MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
-
-
-class LoopPhase(Enum):
-    """What the loop of a run waits for.
-
-    The phase decides what an early end may save. An exception in `BEFORE_STEP` leaves the state of
-    the last step, unless it interrupts `optimizer.step()` itself. In `AFTER_STEP` of a trainer, and
-    in `EPOCH_END`, the code that belongs to a step is not complete, so nothing is saved.
-
-        phase          event                                                   next phase
-        ------------   -----------------------------------------------------   ------------
-        BEFORE_STEP    the start finds that an earlier process has completed   COMPLETED
-                       the run
-        BEFORE_STEP    a step is counted (`queue_dispatch`)                    AFTER_STEP
-        AFTER_STEP     the work between two steps begins                       BEFORE_STEP
-        BEFORE_STEP    a trainer has ended an epoch, and still evaluates,      EPOCH_END
-                       logs or saves (`mark_step_unfinished`)
-        EPOCH_END      a step is counted                                       AFTER_STEP
-        EPOCH_END      the work between two steps begins                       BEFORE_STEP
-        COMPLETED      a step is taken: AlreadyCompleted is raised             COMPLETED
-
-    Any other event leaves the phase as it is.
-    """
-
-    BEFORE_STEP = "before_step"
-    """All counted steps are dealt with: the next step may begin."""
-    AFTER_STEP = "after_step"
-    """A step was counted, and the work between two steps has not begun. The rest of the body of the
-    loop runs, which may change the state. A trainer evaluates, logs or saves here."""
-    EPOCH_END = "epoch_end"
-    """The last step of an epoch is dealt with, and the trainer's own code after it runs."""
-    COMPLETED = "completed"
-    """An earlier process has completed the run. Loops yield nothing, and no step is permitted."""
 
 
 class Loop:

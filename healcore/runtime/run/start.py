@@ -18,21 +18,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from healcore.console import counted, first_of
-from healcore.core.errors import error_text
 from healcore.events import Log
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
 from healcore.history import RunHistory
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
-from healcore.runtime.driver import STEPPED, WEIGHTS, Driver
+from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.reporting.trackers import Trackers
-from healcore.runtime.run import run_settings
+from healcore.runtime.run import run_settings, start_log
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches import RunBatches
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
@@ -43,7 +42,8 @@ from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.ending.requests import EndRequests, StopFile
 from healcore.runtime.run.host_state import HostState
-from healcore.runtime.run.loop import Loop, LoopPhase
+from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.pass_states import PassStates
@@ -317,7 +317,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         saves, newest = [], None
     if saves and history is not None:
         log.history = history
-    _log_start(run, settings, resumes=bool(saves))
+    start_log.log_start(run, settings, resumes=bool(saves))
     for warning in warnings:
         log.problem(None, warning)
     if after_kill:
@@ -328,14 +328,14 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     try:
         _begin(run, newest, settings, bool(saves))
     except BaseException as error:
-        _log_failed_start(run, error)
+        start_log.log_failed_start(run, error)
         raise
     # A completed run stays COMPLETED only if its last checkpoint could be loaded.
     if not run.progress.had_completed:
         run.loop.phase = LoopPhase.BEFORE_STEP
-    _log_first_lines(run, settings, changes, resumed=bool(saves))
+    start_log.log_first_lines(run, settings, changes, resumed=bool(saves))
     if saves and not run.loop.has_trainer:
-        _warn_of_snapshot(run, settings, saved_settings)
+        start_log.warn_of_snapshot(run, settings, saved_settings)
     log.trackers.start(run.record.run or log.events.process_id)
     run.hang_guard.start()
     run.driver.on_step = run.loop.on_step
@@ -356,49 +356,6 @@ def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, bool]:
     if not history:
         return history, False
     return history, postmortem.write_for_killed(events, history, log.metrics.path)
-
-
-def _log_failed_start(run: Run, error: BaseException) -> None:
-    """Logs that the run did not start, and stops watching signals.
-
-    With an end event, the next start does not take this process for killed.
-    """
-    step = run.progress.step
-    run.log.event("problem", step=step, problem=f"the run did not start: {error_text(error)}")
-    run.log.event("end", step=step, ending="exception")
-    run.end_requests.stop_signals.stop()
-
-
-def _log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
-    """Writes the event `start`: the policy, the settings, and where checkpoints go."""
-    store = run.store
-    rate = next(iter(run.driver.learning_rates().values()))
-    run.log.event(
-        "start",
-        step=None,
-        policy=run.policy.name,
-        fingerprint=run.policy.engine.fingerprint,
-        policy_toml=run.policy.text,
-        mode=run.policy.engine.mode,
-        framework=run.driver.framework,
-        rank=run.ranks.rank,
-        world=run.ranks.world,
-        save_every=run.schedule.every,
-        store=str(store.root or type(store).__name__),
-        settings=run_settings.settings_for_events(settings, rate),
-        resumes=resumes,
-    )
-
-
-def _warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
-    if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
-        run.loop.use.own_count_obstacle = (
-            "the optimizer that the program has passed was trained already, and checkpoint "
-            f"{run.progress.step} replaces its state and the weights. A loop that counts its own "
-            "steps would lose or repeat steps: write healer.steps or healer.epochs"
-        )
-        run.loop.warn(run.loop.use.own_count_obstacle)
 
 
 def _check_resume(
@@ -557,56 +514,3 @@ def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoin
         f"{first_of(lines)}. Restore an intact copy, or pass an empty directory to "
         "begin a new run"
     )
-
-
-def _log_first_lines(
-    run: Run, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
-) -> None:
-    """Logs what begins where, under which policy, and which settings have changed."""
-    policy, store, step = run.policy, run.store, run.progress.step
-    if store.durable:
-        where = f"in {store.place or type(store).__name__}"
-    elif store.trainer_save:
-        where = "by the trainer only"
-    else:
-        where = "in host memory only"
-    need = _storage_text(run)
-    if run.loop.is_complete:
-        run.log.info(
-            f"this run has completed at step {step}: its final state is loaded, the loop trains "
-            f"nothing, and the program goes on after it; checkpoints {where}. To train further, "
-            "raise the number of epochs or steps and pass resume=True; an empty directory begins a "
-            "new run"
-        )
-        return
-    begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
-    facts = [f"policy {policy.name}"]
-    if policy.observes:
-        facts[0] += " (observes, changes nothing)"
-    rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
-    if rate is not None:
-        facts.append(f"learning rate {rate:.4g}")
-    size = run_settings.settings_for_events(settings, rate).get("batch_size")
-    if size is not None:
-        facts.append(f"batch size {size}")
-    run.log.info(f"{begins}: {', '.join(facts)}; checkpoints {where}{need}")
-    for line in run.driver.start_lines:
-        run.log.info(line)
-    text = run_settings.changes_text(changes)
-    if text:
-        run.loop.warn(
-            f"other settings than at the start of this run (saved -> given): {text}. "
-            "Numbers in the state, such as the rate of a torch optimizer, stay as saved. What the "
-            "program computes, such as a schedule of optax, is as given. To train with new "
-            "settings from the start, pass an empty directory"
-        )
-
-
-def _storage_text(run: Run) -> str:
-    """The bytes that the checkpoints need, as the end of the first line. Every rank calls it."""
-    if run.store.trainer_save:
-        return ""
-    try:
-        return f": {run.saver.storage_need().text()}"
-    except StoreError:  # a save says why
-        return ""

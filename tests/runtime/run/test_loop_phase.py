@@ -7,7 +7,7 @@ import healcore
 from healcore.errors import AlreadyCompleted
 from healcore.runtime.healer import hooks_of
 from healcore.runtime.run import start
-from healcore.runtime.run.loop import LoopPhase
+from healcore.runtime.run.loop_phase import LoopPhase
 
 
 def opened(store=None):
