@@ -81,7 +81,8 @@ class Loop:
     def begin(self) -> None:
         """Begins or continues a loop that has data of its own and knows the number of the step.
 
-        A restart restores random states here, because the loop has no loader that does so.
+        A restart restores random states here, because the loop has no loader that does so. A loop
+        that asks for the number of the step has not lost count, so `own_count_obstacle` is gone.
         """
         self.use.own_count_obstacle = ""
         if not self._has_random_states:

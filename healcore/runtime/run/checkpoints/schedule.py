@@ -4,7 +4,7 @@
             |-----------|-----------|-----------|
     due                 ^           ^           ^
 
-A save is delayed by at most one interval after an alarm, and is left out if the saves so far took
+A save is delayed by at most one interval after an alarm. It is skipped if the saves so far took
 more than their share of the time.
 """
 
@@ -34,7 +34,8 @@ class SaveSchedule:
 
     Args:
         run: the parts of the run.
-        every: steps between two saves. None saves once per probation, or rarer if saves are slow.
+        every: steps between two saves, or None to save once per probation, and less often if saves
+            are slow.
     """
 
     def __init__(self, run: Run, every: int | None) -> None:

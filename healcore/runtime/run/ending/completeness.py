@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from healcore.console import counted, first_of
-from healcore.runtime.reporting.nonfinite_steps import likely_cause_text
+from healcore.console import counted
 from healcore.runtime.run.ending.exits import IncompleteRun, RunStopped
+from healcore.runtime.run.ending.judgement import stop_if_not_trained
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -54,8 +54,7 @@ def incomplete_run_error(run: Run) -> BaseException | None:
             f"start begins at step {progress.step}"
         )
     try:
-        _stop_if_damaged(run)
-        _stop_if_untrained(run)
+        stop_if_not_trained(run)
     except RunStopped as stop:
         return stop
     is_at_end = use.reached_end or progress.had_completed or run.pass_states.repeated_all_passes
@@ -67,32 +66,3 @@ def incomplete_run_error(run: Run) -> BaseException | None:
             "directory begins a new run"
         )
     return None
-
-
-def _stop_if_damaged(run: Run) -> None:
-    """Raises RunStopped if the final weights have NaN or Inf that the policy would roll back."""
-    run.nonfinite.stop_if_never_finite(at_end=True)
-    if run.policy.rollback.nonfinite_state != "rollback" or run.policy.observes:
-        return
-    if run.nonfinite.weights_are_finite():
-        return
-    found = run.saver.nonfinite_in_state()
-    if found:
-        run.recovery.stop(f"{first_of(found)} became NaN or Inf at the end")
-
-
-def _stop_if_untrained(run: Run) -> None:
-    """Raises RunStopped if the run has trained on less than half of its data."""
-    untrained = run.ledger.untrained
-    skipped = run.step_batches.skipped_steps
-    total = run.progress.step + skipped
-    if run.policy.observes or 2 * (untrained + skipped) <= total:
-        return
-    undone = ""
-    if skipped:
-        undone = f", and {skipped} were undone and their batches skipped"
-    run.recovery.stop(
-        "the data have ended, and the run has not trained on most of them: of "
-        f"{total} steps, {untrained} were skipped{undone}"
-        f"{likely_cause_text(run.monitor.nonfinite_record)}"
-    )
