@@ -89,7 +89,7 @@ class Watched:
         self._begun = Counter[str]()
         self._calls_left: int | None = None
         for owner, name, phase in (
-            (Saver, "write", SAVE),
+            (Saver, "save_state_as", SAVE),
             (CheckpointStore, "_write_checkpoint", WRITE),
             (Recovery, "roll_back", BACK),
         ):

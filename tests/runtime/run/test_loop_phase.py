@@ -6,7 +6,7 @@ import torch
 import healcore
 from healcore.errors import AlreadyCompleted
 from healcore.runtime.healer import hooks_of
-from healcore.runtime.run.loop import LoopPhase
+from healcore.runtime.run.loop_phase import LoopPhase
 from tests.healer.run_directory import new_process
 from tests.open_run import run_of
 

@@ -301,7 +301,7 @@ def test_an_alarm_delays_a_save_by_two_steps():
 
 def test_a_run_that_cannot_save_says_so_at_twice_the_distance_each_time():
     process = begun()
-    for process.data.step in range(1, 25 * EVERY):
+    for process.run.progress.step in range(1, 25 * EVERY):
         assert not process.run.schedule.due()
     assert [e["step"] for e in process.events if e["kind"] == "problem"] == [12, 24, 48, 96]
 

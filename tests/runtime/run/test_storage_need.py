@@ -15,7 +15,7 @@ import torch
 
 from healcore import Checkpoints, Healer, Keep
 from healcore.jax import protect
-from healcore.runtime.run.checkpoints.saver import default_keep
+from healcore.runtime.run.checkpoints.deleter import default_keep
 from healcore.runtime.run.checkpoints.storage_need import (
     RECORD_BYTES,
     StorageNeed,

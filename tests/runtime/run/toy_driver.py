@@ -76,7 +76,6 @@ class ToyRun:
         log.problem = lambda step, problem: self.warnings.append(problem)
         run = bare_run(log, driver)
         self.record = run.record
-        run.data = SimpleNamespace(step=0)  # type: ignore[assignment]
         run.schedule = SaveSchedule(run, interval)
         run.monitor = SimpleNamespace(rates_in_force=self._rates_in_force)  # type: ignore[assignment]
         self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)

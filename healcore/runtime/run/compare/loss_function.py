@@ -12,7 +12,7 @@ from healcore.core.errors import HealcoreError
 from healcore.core.signals import SignalError, check_scalar
 from healcore.runtime.data.random_states import isolated
 from healcore.runtime.driver import LossFn, WeightsChanged
-from healcore.runtime.faults.failures import classify
+from healcore.runtime.faults.classification import classify
 from healcore.runtime.faults.microbatches import clear_frames
 from healcore.runtime.run.batch_parts import largest_part
 from healcore.runtime.run.compare.trained_step import TrainedStep
@@ -122,7 +122,7 @@ class LossFunction:
 
     def _warn(self, problem: str) -> None:
         """Logs a problem. The run continues without comparisons."""
-        self.run.log.problem(self.run.data.step, problem)
+        self.run.log.problem(self.run.progress.step, problem)
 
     def learn_first_step(self, step: TrainedStep, loss: float, first_weights: Any) -> None:
         """Checks `loss_fn` on the first step, and compares it with the step's training loss.
@@ -239,7 +239,7 @@ class LossFunction:
 
         All ranks have the same size, so a try is due in the same step on all ranks.
         """
-        step, record = self.run.data.step, self.run.record
+        step, record = self.run.progress.step, self.run.record
         size, growth = record.evaluation_limit, record.evaluation_growth
         if size is None:
             return
@@ -263,7 +263,7 @@ class LossFunction:
         sizes = [item.samples for item in everyone if isinstance(item, _EvaluationOverrun)]
         if not sizes or any(isinstance(item, str) for item in everyone):
             return False
-        step, record = self.run.data.step, self.run.record
+        step, record = self.run.progress.step, self.run.record
         growth = record.evaluation_growth
         before = min(sizes)
         then = ""

@@ -120,7 +120,7 @@ class Restorer:
         saved_ledger = None if saved.record is None else saved.record.ledger
         self.run.ledger.on_rollback(done, saved_ledger)
         if saved.host is not None:  # after the loaders, which draw random numbers
-            self.run.data.host.put_back(saved.host)
+            self.run.host_state.put_back(saved.host)
         self.run.holding.held = self._held_after(order)
         self.run.comparisons.on_rollback(saved.step)
         self.run.record.monitor.on_rollback(saved.step)
@@ -180,7 +180,7 @@ class Restorer:
         remaining = [*steps]
         while remaining:
             try:
-                return self.run.stored.load_first_intact(remaining, load, self.run.data.step)
+                return self.run.stored.load_first_intact(remaining, load, self.run.progress.step)
             except StateMismatch as error:
                 if error.step is None or error.step not in remaining:
                     raise
@@ -225,7 +225,7 @@ class Restorer:
         which may do harm or raise. So only weights and moments go back. Raises `mismatch` if no
         checkpoint has enough in common.
         """
-        driver, saver, step = self.run.driver, self.run.saver, self.run.data.step
+        driver, saver, step = self.run.driver, self.run.saver, self.run.progress.step
         if self.run.ranks.world > 1:
             raise mismatch
         live = driver.engines()
@@ -258,7 +258,7 @@ class Restorer:
         self.run.record.monitor.on_rollback(step)
         self.run.comparisons.on_structure_change()
         saver.begin_attempt(step)
-        saver.write(step, SaveReason.ROLLBACK)
+        saver.save_state_as(step, SaveReason.ROLLBACK)
         return done
 
     def _forget_changes(self, *, since: int) -> None:
@@ -355,14 +355,14 @@ class Restorer:
         """
         scales, limits = after.scales, after.limits
         lowest = min(scales, key=lambda name: (scales[name], name not in limits), default="")
-        skipped_steps = self.run.data.steps_of(len({*order.batches}))
+        skipped_steps = self.run.step_batches.steps_of(len({*order.batches}))
         return RollbackRecord(
             order=order,
             number=len(self.run.ledger.rollbacks) + 1,
-            step=self.run.data.step,
+            step=self.run.progress.step,
             continues_at=step,
             skipped=len(order.batches),
-            repeated=max(self.run.data.step - step - lost - skipped_steps, 0),
+            repeated=max(self.run.progress.step - step - lost - skipped_steps, 0),
             lost=lost,
             rewind_obstacle=obstacle,
             engine=lowest,
@@ -384,7 +384,7 @@ class Restorer:
             saver.replace_record(step)
             on_disk = self.run.store.steps_on_disk
             if self.run.store.durable and step not in run_on_first(self.run.ranks, on_disk):
-                saver.write(step, SaveReason.ROLLBACK)
+                saver.save_state_as(step, SaveReason.ROLLBACK)
         except (StoreError, OSError) as error:
             problem = f"the rollback could not be written: {error}; a restart before the next save"
             self.run.log.problem(done.step, f"{problem} does it again")
@@ -546,7 +546,7 @@ class Restorer:
         if saved.position is not None:
             self.run.loaders.rewind(saved.position, (), 0)
         if saved.host is not None:
-            self.run.data.repeat_pass(saved.host)
+            self.run.pass_states.repeat_pass(saved.host)
 
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.

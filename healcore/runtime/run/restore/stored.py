@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from healcore.core.decision import Cause
 from healcore.runtime.data.positions import position_of_other_ranks
 from healcore.runtime.driver import Engines
-from healcore.runtime.faults.failures import classify
+from healcore.runtime.faults.classification import classify
 from healcore.runtime.run.engine_states import compatible_states
 from healcore.runtime.run.host_state import HOST_ITEM, HostParts
 from healcore.runtime.run.run_record import RunRecord, Trials
@@ -240,7 +240,7 @@ class StoredCheckpoints:
     def _checked(self, step: int, restored: Restored) -> SavedCheckpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
         record = None if restored.record is None else RunRecord.of(restored.record)
-        host = self.run.data.host.read(restored.state.get(HOST_ITEM))
+        host = self.run.host_state.read(restored.state.get(HOST_ITEM))
         stored: Engines = {}
         if record is not None:
             stored = record.engines

@@ -214,7 +214,7 @@ class BetterWeights:
         otherwise the run continues where it is, with the program's own rates and numbers.
         """
         ledger = self.run.ledger
-        until = self.run.data.step + 1
+        until = self.run.progress.step + 1
         ledger.accepted += 1
         ledger.accepted_until = until
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
@@ -262,7 +262,7 @@ class BetterWeights:
         intended = self.run.holding.take_intended()
         if not intended:
             return None
-        until = self.run.data.step + 1
+        until = self.run.progress.step + 1
         held = self.run.holding.held
         values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
         past = self._trials_that_hold(intended)

@@ -221,7 +221,7 @@ class NonfiniteState:
             return ()
         if last.batches or last.rewind_obstacle:
             return ()  # a batch was skipped already, or the steps have other batches
-        if not last.continues_at < self.run.data.step <= last.onset + 1:
+        if not last.continues_at < self.run.progress.step <= last.onset + 1:
             return ()
         if self.run.policy.rollback.nonfinite_state != "rollback":
             return ()
@@ -239,14 +239,14 @@ class NonfiniteState:
         Returns:
             The rollback, or None if the data has no batches or no rollback is left.
         """
-        data, loader = self.run.data, self.run.data.last_read
-        batches = tuple(data.last_ids)
+        loader = self.run.step_batches.last_read
+        batches = tuple(self.run.step_batches.last_ids)
         if loader is not None and loader.is_scan:
             batches = ()
         self._may_skip = False
         if not batches:
             return None
-        index = data.step - 1
+        index = self.run.progress.step - 1
         order = Order(
             index=index,
             onset=index,
@@ -286,7 +286,7 @@ class NonfiniteState:
         if bad and sound <= state.last_trained < bad[0]:
             bad.insert(0, state.last_trained)  # no step has been trained after the damage
         return Order(
-            index=self.run.data.step - 1,
+            index=self.run.progress.step - 1,
             onset=max(first - 1, 0),  # the state after that step is bad
             first_alarm_of_cause=sound,
             reason=OrderReason.SAVED_NAN,
@@ -343,4 +343,4 @@ class NonfiniteState:
                 "without any alarm and with finite weights: the run continues. If this is "
                 "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good"
             )
-        self.run.log.problem(self.run.data.step, problem)
+        self.run.log.problem(self.run.progress.step, problem)

@@ -85,7 +85,7 @@ class Recovery:
             The order that the rules of the policy or a hook give, or None.
         """
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
-        self.run.data.step += self.run.reader.take_count_correction()
+        self.run.progress.step += self.run.reader.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in step.records]
         step = step._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
         self.run.log.records(
@@ -318,7 +318,7 @@ class Recovery:
         """
         # Unread steps belong to the trouble up to their last alarm.
         unread = list(self.run.reader.read_all())
-        self.run.data.step += self.run.reader.take_count_correction()
+        self.run.progress.step += self.run.reader.take_count_correction()
         skips = 0
         for late in unread:
             if any(each.skip for each in late.records):
@@ -338,7 +338,7 @@ class Recovery:
                 self.process(late)
             return None
         report_rollback(self.run, done)
-        self.run.data.on_rollback(done.continues_at)
+        self.run.batches.on_rollback(done.continues_at)
         self.run.reader.forget_accumulation()
         self.run.nonfinite.on_rollback()
         self.run.monitor.read_engines()
@@ -356,7 +356,7 @@ class Recovery:
                 reason = f"the checkpoint of step {error.step} does not fit: "
                 reason += first_of(error.differences, separator="; ")
             problem = f"{why}, but {reason}; the run continues without a rollback"
-            self.run.log.problem(self.run.data.step, problem)
+            self.run.log.problem(self.run.progress.step, problem)
 
     def _lost_steps(self, target: int, obstacle: str) -> int:
         """Steps since `target` that the loop does not repeat, where the data was not rewound.
@@ -365,7 +365,7 @@ class Recovery:
         """
         if not obstacle or self.counts_steps or self._ends_by_steps:
             return 0
-        end = self.run.data.step
+        end = self.run.progress.step
         if obstacle == EPOCH_LOST:
             end = self.run.monitor.state.loader_start
         return max(end - target, 0)
@@ -377,7 +377,7 @@ class Recovery:
         left their loop at different places, so no call may wait for another rank.
         """
         for step in self.run.reader.read_all():
-            self.run.data.step += self.run.reader.take_count_correction()
+            self.run.progress.step += self.run.reader.take_count_correction()
             several = self.run.monitor.metrics.has_several_engines
             self.run.log.records(step.index, step.records, several=several)
             self.run.monitor.metrics.add(step.records)
@@ -444,7 +444,9 @@ class Recovery:
             self.run.stored.mark_failed(trials)
         except (StoreError, OSError) as error:
             problem = f"the stop could not be written: {error}; a restart begins with the limits"
-            self.run.log.problem(self.run.data.step, f"{problem} and the skipped batches of today")
+            self.run.log.problem(
+                self.run.progress.step, f"{problem} and the skipped batches of today"
+            )
 
     def outcome(self, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
         """Collects how the run ends, for its diagnosis, its postmortem and its report.
@@ -468,7 +470,7 @@ class Recovery:
         return RunOutcome(
             self.run.log.history,
             ending,
-            self.run.data.step,
+            self.run.progress.step,
             monitor.counts(),
             why,
             open=monitor.is_unhealthy,
