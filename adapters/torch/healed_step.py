@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.core.errors import ParametersChangedError
+from healcore.core.numerics import FLOAT32_MAX
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, MomentReset, moments_obstacle
 from healcore.torch.engines import LiveEngine, StepOrder
@@ -434,7 +435,7 @@ class HealedStep:
         for group in self.optimizer.param_groups:
             rate = group.get("lr")
             # A finite float, the usual rate, costs no call.
-            if type(rate) is not float or rate - rate != 0:
+            if type(rate) is not float or not -FLOAT32_MAX <= rate <= FLOAT32_MAX:
                 signals, bad_rates = self.measurer.mark_bad_rates(signals)
                 break
         signals = self.measurer.overflows.mark(signals, found_inf)

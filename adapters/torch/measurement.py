@@ -251,6 +251,8 @@ class Measurer:
     def mark_bad_rates(self, signals: Signals) -> tuple[Signals, tuple[float, ...]]:
         """Marks a step as not finite if a learning rate is NaN or Inf, which spoils every weight.
 
+        A rate above the largest float32 counts as Inf.
+
         A rate in a tensor on an accelerator is not read on the host: the mark is computed there,
         and the rate is not among the returned values.
 
@@ -268,7 +270,7 @@ class Measurer:
                 is_finite = self._at_home(rate).reshape(()).isfinite()
                 norm = torch.where(is_finite, signals.grad_norm, math.nan)
                 signals = signals._replace(grad_norm=norm)
-            elif rate is None or math.isfinite(rate):
+            elif rate is None or abs(rate) <= FLOAT32_MAX:
                 continue
             elif any(p.grad is not None for p in group["params"]):
                 bad.append(float(rate))
@@ -328,6 +330,8 @@ class Measurer:
     def _at_home(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
             return gradients.moved(value, self.home, torch.float32)
+        if abs(value) > FLOAT32_MAX:  # torch raises instead of rounding the number to Inf
+            value = math.copysign(math.inf, value)
         return torch.full((), value, dtype=torch.float32, device=self.home)
 
     def _learning_rate(self) -> Tensor | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from healcore.core import numerics
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.array_namespace import PRODUCT_LIMIT, ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.decision import NONFINITE, Action
 from healcore.core.engine.state import (
     BudgetState,
@@ -474,12 +474,15 @@ def may_limit_rate(config: LrConfig) -> bool:
 def _known_rate(rate: Float | None, state: LrState, *, xp: ArrayNamespace) -> Float:
     """The schedule's rate, 0 for the smallest rates, or 1 for a rate that is unknown or of no use.
 
+    Every finite rate counts: a limit must hold at the rate of a broken schedule too.
+
     Rounding makes the last rates of a schedule that ends with 0 a little larger or smaller than 0.
     """
     if rate is None:
         return numerics.zero_like(state.scale) + 1.0
-    usable = (rate >= -numerics.TINY) & (rate < _MAX_RATE)
-    known = xp.where(usable, rate, 1.0)
+    usable = (rate >= -numerics.TINY) & (rate <= numerics.FLOAT32_MAX)
+    # A multiplier for a rate above the limit of products is flushed to 0.
+    known = xp.minimum(xp.where(usable, rate, 1.0), PRODUCT_LIMIT)
     return xp.where(known > numerics.TINY, known, 0.0)
 
 
