@@ -354,16 +354,20 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
         checkpoint: step 300".
     """
     how = STATES[RunState(outcome.ending)]
+    after = f" after step {outcome.step}"
     if outcome.ending == Ending.REQUESTED:
         how = f"ended by {outcome.why}"
     elif outcome.ending == Ending.STOPPED:
         how += f" ({outcome.why})"
+    elif outcome.ending == Ending.EXCEPTION and outcome.why:
+        how = f"ended incomplete ({outcome.why})"
+        after = ""  # the Healer may not have counted the steps
     phrases = interventions(outcome)
     if outcome.counts.rollbacks:
         phrases.append(f"rolled back {_times(outcome.counts.rollbacks)}")
     if outcome.history.observes:
         phrases = [f"would have {phrase}" for phrase in phrases]
-    text = f"{how} after step {outcome.step}: {', '.join(phrases) or 'no intervention'}"
+    text = f"{how}{after}: {', '.join(phrases) or 'no intervention'}"
     if outcome.steps_lost:
         text += f"; {lost_steps_text(outcome)}"
     checkpoints: list[str] = []

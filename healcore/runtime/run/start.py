@@ -512,9 +512,13 @@ def _report_undone(run: Run, count: int, step: int) -> None:
         count: number of rollbacks that are undone.
         step: step of the checkpoint from which the run resumes.
     """
-    rollbacks = counted(count, "rollback")
-    why = f"the run had stopped after {rollbacks} for the same trouble, so what they had changed "
-    why += "(learning rate, skipped batches, held values) is undone"
+    if count:
+        rollbacks = counted(count, "rollback")
+        why = f"the run had stopped after {rollbacks} for the same trouble, so what they had "
+        why += "changed (learning rate, skipped batches, held values) is undone"
+    else:
+        why = "the steps since then were skipped or taken without the Healer, so they are trained "
+        why += "again"
     run.log.event("resume", step=step, checkpoint=step, why=why)
     run.log.info(f"step {step}: {why}")
     try:

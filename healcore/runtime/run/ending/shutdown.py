@@ -22,7 +22,6 @@ from healcore.runtime.faults.failures import Fault, classify, is_broken_connecti
 from healcore.runtime.faults.nan_checks import nan_variables
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.diagnosis import AFTER_A_KILL, advice, last_line, lasting_text
-from healcore.runtime.reporting.nonfinite_steps import likely_cause_text
 from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.run.ending.exits import (
     AlreadyCompleted,
@@ -33,6 +32,7 @@ from healcore.runtime.run.ending.exits import (
     RunStopped,
     Terminated,
 )
+from healcore.runtime.run.ending.judgement import stop_if_not_trained
 from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:
@@ -556,38 +556,25 @@ def _incomplete_run_error(run: Run) -> BaseException | None:
     if run.loop.is_complete:
         return None
     data = run.data
-    untrained = run.ledger.untrained
     unread = len(data.pending_ids)
-    skipped = data.skipped_steps
-    total = data.step + skipped
     loop_text = _RECOMMENDED_LOOPS[run.driver.framework]
     if data.steps_taken and not run.loop.was_used:
         return IncompleteRun(
             "healcore: the loop took its steps without the Healer, which could not save between "
             f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
-            "step. The last state is saved"
+            f"step. The last state is saved as checkpoint {data.step}. "
+            f"{_next_start_of_unseen(run)}",
+            "the loop took its steps without the Healer",
         )
     if not data.steps_taken and (data.step == 0 or (unread and not run.loop.break_place)):
         return IncompleteRun(
             "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
             f"state ({counted(unread, 'batch', 'batches')} read). Write `{loop_text}`. The next "
-            f"start begins at step {data.step}"
+            f"start begins at step {data.step}",
+            "the Healer has seen no step",
         )
     try:
-        run.nonfinite.stop_if_never_finite(at_end=True)
-        judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
-        found: list[str] = []
-        if judges and not run.nonfinite.weights_are_finite():
-            found = run.saver.nonfinite_in_state()
-        if found:
-            run.recovery.stop(f"{first_of(found)} became NaN or Inf at the end")
-        if not run.policy.observes and 2 * (untrained + skipped) > total:
-            undone = f", and {skipped} were undone and their batches skipped" if skipped else ""
-            run.recovery.stop(
-                "the data have ended, and the run has not trained on most of them: of "
-                f"{total} steps, {untrained} were skipped{undone}"
-                f"{likely_cause_text(run.monitor.nonfinite_record)}"
-            )
+        stop_if_not_trained(run)
     except RunStopped as stop:
         return stop
     has_ended = run.loop.reached_end or data.had_completed or data.repeated_all_passes
@@ -596,6 +583,19 @@ def _incomplete_run_error(run: Run) -> BaseException | None:
             f"healcore: the run was resumed at step {data.step}, and the loop has ended without a "
             "step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and reads "
             "healer.batches(loader, epoch=epoch). If the run has no more steps, an empty directory "
-            "begins a new run"
+            "begins a new run",
+            "the loop has taken no step since the restart",
         )
     return None
+
+
+def _next_start_of_unseen(run: Run) -> str:
+    """Makes the next start resume from before the unseen steps. Returns the sentence about it.
+
+    The position in the data after these steps is unknown, so a start from the last state would
+    train the same batches again.
+    """
+    step = run.recovery.repeat_from(before=run.data.step)
+    if step is None:
+        return f"The next start resumes from checkpoint {run.data.step}"
+    return f"The next start resumes from checkpoint {step}, before these steps"

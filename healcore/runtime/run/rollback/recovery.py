@@ -33,6 +33,7 @@ from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
 from healcore.runtime.run.rollback.report import nonfinite_save, reason_of, report_rollback
+from healcore.runtime.run.run_record import Trials
 from healcore.runtime.run.steps import HostRules, StepResult
 from healcore.runtime.store.checkpoints import (
     CheckpointInfo,
@@ -390,6 +391,7 @@ class Recovery:
         error: BaseException | None = None,
         fault: Cause = Cause(0),  # noqa: B008 -- immutable
         onset: int | None = None,
+        repeats_skips: bool = False,
     ) -> NoReturn:
         """Stops the run with a diagnosis.
 
@@ -400,6 +402,8 @@ class Recovery:
             error: the exception that is the reason, or None. It becomes the cause of RunStopped.
             fault: what kind of failure `error` is, or no flags without `error`.
             onset: step at which the trouble begins, or None for the last unhealthy steps.
+            repeats_skips: whether the next start repeats the steps since the first skipped step,
+                also if no rollback was tried for them.
 
         Raises:
             RunStopped: always.
@@ -407,7 +411,7 @@ class Recovery:
         if error is None:
             if onset is None:
                 onset = self.run.ledger.first_consecutive(self.run.ledger.next_step - 1)
-            self._mark_failed_trials(onset)
+            self._mark_failed_trials(onset, repeats_skips=repeats_skips)
         self.count_last_steps()
         outcome = self.outcome(Ending.STOPPED, why, fault=fault)
         text = explain(outcome)
@@ -417,17 +421,71 @@ class Recovery:
         )
         raise RunStopped(text, why, good) from error
 
-    def _mark_failed_trials(self, onset: int) -> None:
+    def _mark_failed_trials(self, onset: int, *, repeats_skips: bool) -> None:
         """Marks the trials for the trouble that begins at `onset` as failed. Collective."""
-        trials = self.run.record.trials_for(onset, self.run.policy.rollback.probation)
-        if trials is None or self.run.store.trainer_save is not None:
+        if self.run.store.trainer_save is not None:
             return
+        trials = self.run.record.trials_for(onset, self.run.policy.rollback.probation)
         try:
             self.run.saver.wait()
+            if trials is None and repeats_skips:
+                first_skip = next(iter(self.run.ledger.unhealthy), self.run.data.step)
+                trials = self._no_trials(before=first_skip + 1)
+            if trials is None:
+                return
             self.run.stored.mark_failed(trials)
+            if self.run.store.durable:
+                self.run.log.info(
+                    f"the next start resumes from the checkpoint of step {trials.oldest}: mend the "
+                    "program, and start it again"
+                )
         except (StoreError, OSError) as error:
             problem = f"the stop could not be written: {error}; a restart begins with the limits"
             self.run.log.problem(self.run.data.step, f"{problem} and the skipped batches of today")
+
+    def repeat_from(self, *, before: int) -> int | None:
+        """Makes the next start resume from the newest checkpoint before a step. Collective.
+
+        Args:
+            before: steps from here on are repeated.
+
+        Returns:
+            The step of the checkpoint, or None if the next start resumes from the newest one.
+        """
+        if self.run.store.trainer_save is not None:
+            return None
+        trials = self._no_trials(before=before)
+        if trials is None:
+            return None
+        try:
+            self.run.stored.mark_failed(trials)
+        except (StoreError, OSError):
+            return None
+        return trials.oldest
+
+    def _no_trials(self, *, before: int) -> Trials | None:
+        """Trials that have changed nothing, for a start from the newest checkpoint before a step.
+
+        Returns:
+            The trials, or None without such a checkpoint.
+        """
+        ledger = self.run.ledger
+        steps: list[int] = []
+        for saved in self.listed():
+            if saved.step < before and saved.finite and saved.status != "abandoned":
+                steps.append(saved.step)
+        if not steps:
+            return None
+        return Trials(
+            first=len(ledger.rollbacks),
+            oldest=max(steps),
+            engines={},
+            skipped=self.run.loaders.skipped_by_loader(),
+            held=self.run.holding.held,
+            silent_until=self.run.comparisons.state.silent_until,
+            accepted=ledger.accepted,
+            accepted_until=ledger.accepted_until,
+        )
 
     def outcome(self, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
         """Collects how the run ends, for its diagnosis, its postmortem and its report.
