@@ -701,8 +701,8 @@ class Healer(Generic[State]):
             Name -> value. Of the newest step: `heal/loss`, `heal/threshold`, `heal/grad_scale`,
             `heal/lr_scale`. Counts since the run began: `heal/clips` (unless each tensor is clipped
             by itself), `heal/skips`, `heal/lr_cuts`, `heal/rollbacks`, `heal/alarms`,
-            `heal/incidents`. With several optimizers the names are `heal/<name>/loss` and so on.
-            Empty until the first step is read.
+            `heal/incidents`, and `heal/scaler_skips` once a GradScaler has skipped a step. With
+            several optimizers the names are `heal/<name>/loss` and so on. Empty until the first step is read.
         """
         return self._run.monitor.metrics.values()
 

@@ -137,7 +137,7 @@ class Recorder:
         record = entry.record()
         if record.step == self._last_step:
             # A GradScaler has skipped this step: the state has the previous step's record.
-            return record.unjudged()
+            return record.unjudged()._replace(dropped=True)
         self._last_step = record.step
         if record.lr in (0.0, 1.0):  # the engine reads the rate only if the host has limited it
             record = record._replace(lr=entry.lr)

@@ -368,6 +368,8 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
     if outcome.history.observes:
         phrases = [f"would have {phrase}" for phrase in phrases]
     text = f"{how}{after}: {', '.join(phrases) or 'no intervention'}"
+    if outcome.counts.dropped:
+        text += f"; the GradScaler skipped {counted(outcome.counts.dropped, 'step')}"
     if outcome.steps_lost:
         text += f"; {lost_steps_text(outcome)}"
     checkpoints: list[str] = []

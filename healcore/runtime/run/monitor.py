@@ -105,6 +105,7 @@ class IncidentMonitor:
         incident = self.run.ledger.add_step(step.index, records, self._causes)
         has_trained = is_judged = False
         for record in records:
+            self.state.dropped += record.dropped
             is_judged |= record.judged
             has_trained |= record.judged and not record.skip
         if has_trained:
@@ -114,6 +115,7 @@ class IncidentMonitor:
         if incident is not None and begins:
             self._begin(incident, step)
         self.metrics.add(records)
+        self.metrics.dropped = self.state.dropped
         if self._unclosed:
             self._report_over(step)
         for record in records:
@@ -160,6 +162,7 @@ class IncidentMonitor:
             skips=ledger.skips,
             clips=total("clips"),
             lr_cuts=total("lr_cuts"),
+            dropped=self.state.dropped,
         )
 
     @property
