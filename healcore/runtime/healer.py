@@ -702,7 +702,8 @@ class Healer(Generic[State]):
             `heal/lr_scale`. Counts since the run began: `heal/clips` (unless each tensor is clipped
             by itself), `heal/skips`, `heal/lr_cuts`, `heal/rollbacks`, `heal/alarms`,
             `heal/incidents`, and `heal/scaler_skips` once a GradScaler has skipped a step. With
-            several optimizers the names are `heal/<name>/loss` and so on. Empty until the first step is read.
+            several optimizers the names are `heal/<name>/loss` and so on. Empty until the first
+            step is read.
         """
         return self._run.monitor.metrics.values()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 from functools import partial
 from typing import Any
@@ -201,6 +202,7 @@ def test_a_scaler_that_is_not_enabled_counts_as_none(attached: bool):
 
 def test_a_step_that_the_scaler_skips_leaves_a_count(tmp_path, caplog):
     """A NaN that only the gradients have looks like an overflow: no line, but a count."""
+    caplog.set_level(logging.INFO, logger="healcore")
     loop = Loop()
     state = {"p": loop.p, "optimizer": loop.optimizer, "scaler": loop.scaler}
     with Healer("default", state=state, store=tmp_path) as healer:

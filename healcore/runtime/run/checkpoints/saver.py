@@ -25,6 +25,7 @@ from healcore.runtime.run.checkpoints.storage_need import (
     checkpoints_on_disk,
     copies_in_memory,
 )
+from healcore.runtime.run.compare.saved_form import MAX_BATCH_BYTES
 from healcore.runtime.run.host_state import HOST_ITEM
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
@@ -105,7 +106,12 @@ class Saver:
         Raises:
             StoreError: the state cannot be saved.
         """
-        whole, local = self.run.store.format.sizes(self.items())
+        host = self.run.data.host
+        pack_batches, host.pack_batches = host.pack_batches, lambda: None  # they are named apart
+        try:
+            whole, local = self.run.store.format.sizes(self.items())
+        finally:
+            host.pack_batches = pack_batches
         missing = self.run.driver.missing_moments()
         more_whole, more_local = 0, 0
         if missing is not None:
@@ -119,6 +125,7 @@ class Saver:
             older=keep.older,
             at_least=missing is None,
             directories=self.run.store.directories,
+            batches=MAX_BATCH_BYTES if compares and self.run.store.arrays_by_rank else 0,
         )
 
     def record_of(self, step: int) -> dict[str, Any]:
