@@ -355,6 +355,8 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
     """
     how = STATES[RunState(outcome.ending)]
     after = f" after step {outcome.step}"
+    if outcome.ending == Ending.COMPLETED and outcome.steps_skipped:
+        after += f" of {outcome.step + outcome.steps_skipped}"
     if outcome.ending == Ending.REQUESTED:
         how = f"ended by {outcome.why}"
     elif outcome.ending == Ending.STOPPED:
@@ -368,6 +370,12 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
     if outcome.history.observes:
         phrases = [f"would have {phrase}" for phrase in phrases]
     text = f"{how}{after}: {', '.join(phrases) or 'no intervention'}"
+    if outcome.history.alerts:
+        text += f"; {counted(outcome.history.alerts, 'alert')} changed nothing"
+    if outcome.history.observes and phrases:
+        text += " (without the changes, one fault may cause many of these steps)"
+    if outcome.history.observes and outcome.compares is False:
+        text += '; "observe" compares no weights, so it names no rollback to better weights'
     if outcome.counts.dropped:
         text += f"; the GradScaler skipped {counted(outcome.counts.dropped, 'step')}"
     if outcome.steps_lost:
@@ -375,10 +383,12 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
     checkpoints: list[str] = []
     if newest is not None:
         checkpoints.append(f"checkpoint {newest} is on disk")
-    if outcome.last_good is not None:
+    ends_healthy = outcome.ending == Ending.COMPLETED and not outcome.open
+    if ends_healthy and not outcome.nonfinite_saves:
+        pass  # nobody needs an earlier checkpoint
+    elif outcome.last_good is not None:
         checkpoints.append(f"newest known-good checkpoint: step {outcome.last_good}")
     elif outcome.open or outcome.nonfinite_saves or outcome.ending == Ending.STOPPED:
-        # After a healthy end nobody needs an earlier checkpoint.
         checkpoints.append("no checkpoint is known-good")
     if checkpoints:
         text += f"; {', '.join(checkpoints)}"

@@ -109,8 +109,10 @@ def incident_cause_text(incident: Incident) -> str:
         return "unknown cause"
     by = ""
     for event in incident.responses:
+        if event.by == "state" and event.problem:
+            return event.problem
         by = by or event.by or ""
-    return _FOUND_BY.get(by, "a rollback that a hook ordered")
+    return _FOUND_BY.get(by, "a rollback without an alarm")
 
 
 def _remedies(incident: Incident) -> list[str]:

@@ -122,9 +122,15 @@ def test_the_last_line_of_a_run():
     assert last_line(end, None) == "completed after step 50: no intervention"
     assert last_line(end._replace(open=True), 50).endswith(", no checkpoint is known-good")
     assert last_line(end._replace(last_good=20), 50) == (
-        "completed after step 50: no intervention; checkpoint 50 is on disk, newest known-good "
-        "checkpoint: step 20"
+        "completed after step 50: no intervention; checkpoint 50 is on disk"
     )
+    assert last_line(end._replace(last_good=20, open=True), 50).endswith(
+        ", newest known-good checkpoint: step 20"
+    )
+    assert last_line(end._replace(steps_skipped=1), 50).startswith("completed after step 50 of 51:")
+    alert = ("alert", 7, {"cause": ["LOSS_SPIKE"], "action": ["ALERT"]})
+    alerted = end_of("completed", 50, alert, alert, open=False)
+    assert "no intervention; 2 alerts changed nothing" in last_line(alerted, 50)
     nan = {"cause": ["NONFINITE_LOSS"], "verdict": "unknown", "by": "nothing", "onset": 3}
     run = end_of("completed", 50, *[("assessment", 9, nan)] * 2, ("rollback", 9, {"checkpoint": 2}))
     assert last_line(run, 50).startswith(

@@ -522,6 +522,8 @@ class Recovery:
             metrics=monitor.metrics.values(),
             steps_lost=sum(each.lost for each in lost),
             why_lost=lost[-1].why_lost if lost else "",
+            steps_skipped=0 if self.counts_steps else self.run.data.skipped_steps,
+            compares=self.run.comparisons.is_enabled,
             **fields,
         )
 

@@ -33,6 +33,9 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
     held = None
     if done.held is not None:
         held = done.held.sentences() or None
+    problem = None
+    if done.arrays:
+        problem = nonfinite_save(done)
     rollback = run.log.event(
         "rollback",
         step=done.step,
@@ -41,6 +44,7 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
         cause=Cause(done.cause),
         checkpoint=done.checkpoint,
         by=_decided_by(done),
+        problem=problem,
         outcome="done",
         lr=done.lr,
         lr_limit=done.lr_limit,
@@ -72,13 +76,15 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
 
 
 def _decided_by(done: RollbackRecord) -> str | None:
-    """The field `by` of a rollback's event, or None for a rule, a hook or a save with NaN."""
+    """The field `by` of a rollback's event, or None for a rule or a hook."""
     if done.attempt:
         return "nonfinite_steps"
     if done.intended:
         return "intended_numbers"
     if done.better_step is not None:
         return "earlier_weights"
+    if done.arrays:
+        return "state"
     return None
 
 
