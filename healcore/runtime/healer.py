@@ -206,7 +206,10 @@ class Healer(Generic[State]):
         """
         if self._begun_run is not None:
             raise HealerError("a Healer is opened once: create another one")
-        self._begun_run = open_run(self._options)
+        try:
+            self._begun_run = open_run(self._options)
+        except HealcoreError as error:  # the message says what to do, without frames of healcore
+            raise error.with_traceback(None)  # noqa: B904 -- the same error
         self._pid = os.getpid()
         return self
 

@@ -11,7 +11,7 @@ from healcore.events.models import Ending
 from healcore.events.schema import batch_names, flag_names, readings_text
 from healcore.history import RunState
 from healcore.runtime.faults.failures import FAILURES
-from healcore.runtime.reporting.faults_found import faults_found
+from healcore.runtime.reporting.faults_found import faults_found, joined
 from healcore.runtime.reporting.run_outcome import RunOutcome
 
 _WIDTH = 96
@@ -53,7 +53,7 @@ _REPEATED = (
 _HEADLINES = {
     Ending.COMPLETED: "The run is complete {}.",
     Ending.STOPPED: "healcore stopped the run {}.",
-    Ending.EXCEPTION: "The training loop raised an exception {}",
+    Ending.EXCEPTION: "The program raised an exception {}",
     Ending.SIGNAL: "The run was ended from outside {}.",
     Ending.REQUESTED: "The run was ended on request {}.",
     Ending.INTERRUPTED: "The run was interrupted from the keyboard {}.",
@@ -65,7 +65,7 @@ _HEADLINES = {
 def explain(outcome: RunOutcome) -> str:
     """Writes the diagnosis for a person: a headline, then paragraphs with a label.
 
-        The training loop raised an exception at step 412: ValueError: ...
+        The program raised an exception at step 412: ValueError: ...
         Seen: loss spike from step 398 on. At the first alarm: loss 9.1 (limit 4).
         Faults found:
           - step 240: nonfinite loss. Skipped 1 step.
@@ -130,6 +130,9 @@ def _hints(outcome: RunOutcome) -> list[str]:
     """What to look at. The advice about this run comes before the advice about its causes."""
     hints: list[str] = []
     cause = outcome.cause
+    damaged = _damaged_weights(outcome)
+    if damaged:
+        hints.append(damaged)
     if outcome.hint:
         hints.append(outcome.hint)
     last = outcome.history.last_incident
@@ -140,6 +143,21 @@ def _hints(outcome: RunOutcome) -> list[str]:
     if not outcome.hint:  # a hint is about this exception, the advice about all of the same cause
         cause |= outcome.fault
     return hints + advice(cause, rollbacks=len(outcome.history.rollbacks))
+
+
+def _damaged_weights(outcome: RunOutcome) -> str:
+    """Where to look if the weights themselves were NaN, or an empty string.
+
+    The loss and the gradients are NaN as a consequence then, so the advice about them misleads.
+    """
+    for event in outcome.history.newest["assessment"]:
+        if event.verdict == "damage" and event.by == "weights" and event.onset is not None:
+            return (
+                f"The weights were NaN or Inf since step {event.onset}, so NaN in the loss follows "
+                "from them. Steps with NaN are skipped, so look at what else writes the weights, "
+                "and at the optimizer's settings."
+            )
+    return ""
 
 
 def _last_good(outcome: RunOutcome) -> str:
@@ -228,7 +246,7 @@ def _tried(outcome: RunOutcome) -> Iterator[str]:
 
 def _list_faults(outcome: RunOutcome) -> list[str]:
     """The paragraph about the faults of a run: its lines, or nothing without a fault."""
-    faults = faults_found(outcome.history)
+    faults = joined(faults_found(outcome.history))
     if not faults:
         return []
     # If a run has many faults, the list has the faults with a remedy first, then the newest faults.

@@ -22,6 +22,7 @@ from healcore.core.errors import error_text
 from healcore.events import Log
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
+from healcore.history import RunState
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver
@@ -329,6 +330,11 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         log.problem(None, warning)
     if after_kill:
         log.warning("the previous run was killed; its postmortem was written")
+    elif saves and previous is not None and previous.state is RunState.EXCEPTION:
+        faults = previous.newest["fault"]
+        if faults and faults[-1].problem:
+            problem = faults[-1].problem.partition("\n")[0]
+            log.warning(f"the previous start ended at step {faults[-1].step}: {problem:.200}")
     if options.loss_fn and not (policy.rolls_back or policy.observes):
         how = 'compares no weights with loss_fn; "default" does, with any clip={...}'
         log.warning(f"policy {policy.name} never rolls back, so it {how}")
@@ -566,6 +572,8 @@ def _log_first_lines(
         )
         return
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
+    if run.data.had_completed:
+        begins = f"loads the final state of step {step} of a run that has completed"
     facts = [f"policy {policy.name}"]
     if policy.observes:
         facts[0] += " (observes, changes nothing)"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause
 from healcore.core.errors import HealcoreError, error_text, with_short_arrays
+from healcore.core.signals import SignalError
 from healcore.events.models import Ending
 from healcore.events.schema import batch_names
 from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
@@ -396,6 +397,8 @@ class Shutdown:
             answers |= self.run.policy.answers(Cause.UNKNOWN)
         if self.run.loop.reading_error is not None:
             why_not = "the records of a step could not be read"
+            if isinstance(raised, SignalError):
+                why_not = "loss_fn is wrong, and the next start begins before these steps"
         elif self.run.saver.resumes_exactly and "save" in answers:
             why_not = "the exception interrupted the updates of a step"
             try:
@@ -410,7 +413,7 @@ class Shutdown:
                 why_not = f"{type(problem).__name__}: {problem}"
             if not why_not:
                 answer = "save"
-        problem = f"the loop raised {error_text(raised):.600}"
+        problem = f"the program raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
             self.memory_text = f". {self.run.out_of_memory.profile()}"
             advice = self.run.out_of_memory.advice()
@@ -419,7 +422,7 @@ class Shutdown:
             problem += self.memory_text
         self.run.log.fault(self.run.data.step, fault, problem, answer=answer)
         if why_not:
-            self.run.loop.warn(f"no checkpoint was saved at the exception: {why_not}")
+            self.run.loop.warn(f"the state at the exception was not saved: {why_not}")
 
     def _is_lost_on_any_rank(self, saved: bool) -> bool:
         """Whether the last state is lost on any rank. Collective.
