@@ -33,7 +33,6 @@ from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
 from healcore.runtime.run.rollback.report import nonfinite_save, reason_of, report_rollback
-from healcore.runtime.run.run_record import Trials
 from healcore.runtime.run.steps import HostRules, StepResult
 from healcore.runtime.store.checkpoints import (
     CheckpointInfo,
@@ -430,7 +429,7 @@ class Recovery:
             self.run.saver.wait()
             if trials is None and repeats_skips:
                 first_skip = next(iter(self.run.ledger.unhealthy), self.run.data.step)
-                trials = self._no_trials(before=first_skip + 1)
+                trials = self.run.restorer.no_trials(self.listed(), before=first_skip + 1)
             if trials is None:
                 return
             self.run.stored.mark_failed(trials)
@@ -454,7 +453,7 @@ class Recovery:
         """
         if self.run.store.trainer_save is not None:
             return None
-        trials = self._no_trials(before=before)
+        trials = self.run.restorer.no_trials(self.listed(), before=before)
         if trials is None:
             return None
         try:
@@ -462,30 +461,6 @@ class Recovery:
         except (StoreError, OSError):
             return None
         return trials.oldest
-
-    def _no_trials(self, *, before: int) -> Trials | None:
-        """Trials that have changed nothing, for a start from the newest checkpoint before a step.
-
-        Returns:
-            The trials, or None without such a checkpoint.
-        """
-        ledger = self.run.ledger
-        steps: list[int] = []
-        for saved in self.listed():
-            if saved.step < before and saved.finite and saved.status != "abandoned":
-                steps.append(saved.step)
-        if not steps:
-            return None
-        return Trials(
-            first=len(ledger.rollbacks),
-            oldest=max(steps),
-            engines={},
-            skipped=self.run.loaders.skipped_by_loader(),
-            held=self.run.holding.held,
-            silent_until=self.run.comparisons.state.silent_until,
-            accepted=ledger.accepted,
-            accepted_until=ledger.accepted_until,
-        )
 
     def outcome(self, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
         """Collects how the run ends, for its diagnosis, its postmortem and its report.
