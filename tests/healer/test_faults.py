@@ -194,7 +194,7 @@ class Breaking(torch.optim.SGD):
         ("half updated", 0, "interrupted"),
         ("alarm", 5, "alarm"),
         ("weights", 5, "not finite"),
-        ("donated", 5, "was not saved"),
+        ("donated", 5, "no checkpoint of the state at the exception"),
         ("no rule", 5, "the program raised ZeroDivisionError"),
     ],
 )

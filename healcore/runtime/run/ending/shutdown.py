@@ -422,7 +422,7 @@ class Shutdown:
             problem += self.memory_text
         self.run.log.fault(self.run.data.step, fault, problem, answer=answer)
         if why_not:
-            self.run.loop.warn(f"the state at the exception was not saved: {why_not}")
+            self.run.loop.warn(f"no checkpoint of the state at the exception was saved: {why_not}")
 
     def _is_lost_on_any_rank(self, saved: bool) -> bool:
         """Whether the last state is lost on any rank. Collective.
