@@ -388,7 +388,7 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
     if outcome.history.observes:
         phrases = [f"would have {phrase}" for phrase in phrases]
     text = f"{how}{after}: {', '.join(phrases) or 'no intervention'}"
-    if outcome.history.alerts:
+    if outcome.history.alerts and not outcome.counts.rollbacks:  # a rollback may have healed them
         text += f"; {counted(outcome.history.alerts, 'alert')} changed nothing"
     if outcome.history.observes and phrases:
         text += " (without the changes, one fault may cause many of these steps)"
