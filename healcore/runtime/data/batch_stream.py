@@ -14,7 +14,7 @@ from typing import Any
 from healcore.core.decision import Cause
 from healcore.core.errors import error_text
 from healcore.runtime.data.loader_adapters import BatchIterator, UnreadableBatch
-from healcore.runtime.data.loader_epoch import LoaderEpoch, ReadRetries
+from healcore.runtime.data.loader_epoch import LoaderEpoch
 from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader
 from healcore.runtime.data.position_history import EpochRange, PositionHistory
 from healcore.runtime.data.positions import (
@@ -24,6 +24,7 @@ from healcore.runtime.data.positions import (
     SavedPosition,
 )
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
+from healcore.runtime.data.read_retries import ReadRetries
 from healcore.runtime.faults.failures import classify
 
 _SILENT_SECONDS = 5.0

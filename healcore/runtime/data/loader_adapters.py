@@ -20,6 +20,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from healcore.runtime.data.loader_parts import (
+    class_name,
+    connects_again,
+    generators_of,
+    has_methods,
+    has_shuffle_buffer,
+    is_type,
+    samplers_of,
+)
 from healcore.runtime.data.loader_protocols import (
     GET_STATE,
     STATE_DICT,
@@ -28,13 +37,6 @@ from healcore.runtime.data.loader_protocols import (
     Indexed,
     LoaderState,
     StatefulLoader,
-    class_name,
-    connects_again,
-    generators_of,
-    has_methods,
-    has_shuffle_buffer,
-    is_type,
-    samplers_of,
 )
 
 # These samplers draw a new order in every epoch and do not record it. A restored torchdata loader

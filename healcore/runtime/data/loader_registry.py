@@ -11,24 +11,23 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from healcore.runtime.data.batch_stream import Inform
-from healcore.runtime.data.cursor import RunLoader
-from healcore.runtime.data.loader_epoch import ReadRetries
+from healcore.runtime.data.earlier_loaders import EarlierLoaders
+from healcore.runtime.data.epoch_loop import EpochLoop
+from healcore.runtime.data.loader_numbers import LoaderNumbers
 from healcore.runtime.data.loader_protocols import AnyLoader
-from healcore.runtime.data.loop_places import (
+from healcore.runtime.data.positions import (
     BEGUN,
     COUNT,
     EPOCH,
-    EarlierLoaders,
-    EpochLoop,
+    BatchId,
+    Positions,
+    SavedPosition,
     check_positions,
     has_begun,
 )
-from healcore.runtime.data.positions import BatchId, SavedPosition
+from healcore.runtime.data.read_retries import ReadRetries
+from healcore.runtime.data.run_loader import RunLoader
 
-MODEL_CHANGED = (
-    "the program would change the structure of its model again at the beginning of that epoch"
-)
-"""Reason of a rollback after which a loop over `Healer.epochs` does not return."""
 EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
 """Reason of a rollback after which only the steps of the current loader are repeated."""
 
@@ -38,13 +37,11 @@ _MAX_IN_EPOCHS = 64
 """Number of loaders to keep if they were read in this epoch or the epoch before. A program that
 reads many loaders in each epoch comes back to them."""
 
-Positions = dict[str, Any]
-"""Number of a loader, as text -> `SavedPosition`; and `COUNT`, `EPOCH` and `BEGUN`."""
 Limit = Callable[[int], int] | None
 """Takes the number of an epoch and returns its largest number of batches; None for no limit."""
 
 
-class LoaderRegistry(EpochLoop):
+class LoaderRegistry:
     """All loaders of a run.
 
     A checkpoint has the position of every loader (`position`). A restart stores them (`resume`),
@@ -56,13 +53,14 @@ class LoaderRegistry(EpochLoop):
         retries: the attempts to read a batch after failures in the network, or None for one.
 
     Attributes:
+        epoch_loop: the program's own loop over epochs.
         notices: sentences for the log; the Healer clears them.
         last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
     """
 
     def __init__(self, *, inform: Inform | None = None, retries: ReadRetries | None = None) -> None:
-        super().__init__()
+        self.epoch_loop = EpochLoop()
         self.notices: list[str] = []
         self._inform = inform
         self._retries = retries
@@ -71,8 +69,8 @@ class LoaderRegistry(EpochLoop):
         """The loaders in the order of their last use."""
         self._skipped: defaultdict[int, set[BatchId]] = defaultdict(set)
         """Number of a loader -> its batches to skip."""
-        self._next_number = 0
         self._earlier = EarlierLoaders()
+        self._numbers = LoaderNumbers(self._earlier, self.epoch_loop)
         self._completed: list[AnyLoader] = []
         """Loaders of a completed run, which are not read again."""
         self._is_short = False
@@ -100,16 +98,17 @@ class LoaderRegistry(EpochLoop):
         """
         loader = self._reading or self.last_trained
         if loader is None:
-            place = self._earlier.furthest_place(default=BatchId(self.next_epoch, 0))
+            default = BatchId(self.epoch_loop.next_epoch, 0)
+            place = self._earlier.furthest_place(default)
         elif loader.in_use and loader.last_id is not None:
             place = loader.last_id
         else:
             place = loader.next_id
-        if not self.can_return:
+        if not self.epoch_loop.can_return:
             return place
-        epoch = self.next_epoch
-        if self.returns_to is not None:
-            epoch = self.returns_to
+        epoch = self.epoch_loop.next_epoch
+        if self.epoch_loop.returns_to is not None:
+            epoch = self.epoch_loop.returns_to
         if place.epoch == epoch:
             return BatchId(epoch, place.index)
         return BatchId(epoch, 0)
@@ -121,13 +120,14 @@ class LoaderRegistry(EpochLoop):
         No step may have used it yet. In an epoch with several loaders the last step used the loader
         before.
         """
-        if not self.can_return or not self.names_epochs or not self._loaders:
+        epoch_loop = self.epoch_loop
+        if not epoch_loop.can_return or not epoch_loop.names_epochs or not self._loaders:
             return None
         newest = self._loaders[-1]
         trained = self.last_trained
         if not newest.in_use or (trained is not None and trained.in_use):
             return None
-        if newest.last_id is None or newest.last_id.epoch != self.next_epoch:
+        if newest.last_id is None or newest.last_id.epoch != epoch_loop.next_epoch:
             return None
         return newest
 
@@ -154,8 +154,7 @@ class LoaderRegistry(EpochLoop):
         Args:
             number: the least number of the next new loader.
         """
-        self._next_number = max(self._next_number, number)
-        self._earlier.forget_before(number)
+        self._numbers.count_from(number)
 
     def saved_position(self, loader: AnyLoader, epoch: int | None = None) -> SavedPosition | None:
         """The position that an earlier process has saved for a loader.
@@ -171,7 +170,7 @@ class LoaderRegistry(EpochLoop):
         """
         known = self.find(loader)
         if known is None:
-            number = self._number_in(epoch)
+            number = self._numbers.of_new(epoch)
         elif known.trains:
             number = known.number
         else:
@@ -193,12 +192,11 @@ class LoaderRegistry(EpochLoop):
             return known.trains
         if any(loader is each for each in self._completed):
             return True
-        number = self._number_in(epoch)
+        number = self._numbers.of_new(epoch)
         has_trained = self._earlier.has_trained(number)
         if has_trained:
             self._completed.append(loader)
-            self._next_number = max(self._next_number, number + 1)
-            self._note_begun(number, epoch)
+            self._numbers.use(number, epoch)
         return has_trained
 
     def pass_over_completed(self) -> None:
@@ -208,9 +206,7 @@ class LoaderRegistry(EpochLoop):
         loader for an evaluation after the loop would take the position of the first training
         loader.
         """
-        for number, saved in self._earlier.positions.items():
-            if has_begun(saved):
-                self._next_number = max(self._next_number, int(number) + 1)
+        self._numbers.pass_over_completed()
 
     # -- the start of a pass --------------------------------------------------------------------
 
@@ -247,19 +243,15 @@ class LoaderRegistry(EpochLoop):
             begun.exhausted_before = begun.is_undone = False
             begun.in_loop = True
         self._loaders.append(begun)
-        self._next_number = max(self._next_number, begun.number + 1)
-        self._note_begun(begun.number, epoch)
+        self._numbers.use(begun.number, epoch)
         self.last_trained = self.last_trained or begun
         if saved is not None:
             del self._earlier.positions[str(begun.number)]
             self._continue_at(begun, saved)
-            if self._returned and begun.trains:
+            if self.epoch_loop.returned and begun.trains:
                 self.last_trained = begun  # `place` is of the loader that continues
         if epoch is not None:
-            resumes = saved is not None or bool(self._returned)
-            begun.read_only(epoch, resumes=resumes and epoch == self.next_epoch)
-            self.next_epoch = epoch
-            self.names_epochs = True
+            self._read_named_epoch(begun, epoch, resumes=saved is not None)
         elif saved is not None and begun.beyond_last_epoch:
             self.notices.append(
                 f"the run resumes in epoch {saved['epoch']}, so a pass over an earlier epoch "
@@ -271,15 +263,27 @@ class LoaderRegistry(EpochLoop):
         self._forget_surplus(begun)
         return begun
 
+    def _read_named_epoch(self, begun: RunLoader, epoch: int, *, resumes: bool) -> None:
+        """Makes a loader read the only epoch that the program's loop has named.
+
+        Args:
+            begun: the loader.
+            epoch: the epoch.
+            resumes: whether the loader has just taken over a saved position.
+        """
+        epoch_loop = self.epoch_loop
+        continues = resumes or bool(epoch_loop.returned)
+        begun.read_only(epoch, resumes=continues and epoch == epoch_loop.next_epoch)
+        epoch_loop.next_epoch = epoch
+        epoch_loop.names_epochs = True
+
     def _forget_surplus(self, begun: RunLoader) -> None:
         """Forgets the oldest loaders beyond the maximum, first loaders that train nothing.
 
         Never forgets a loader that a loop reads, although it may have trained nothing yet: its
         batches would belong to no loader of the run, and no checkpoint would have its position.
         """
-        recent: set[int] = set()
-        if self._begun_epoch is not None:
-            recent.update(self._begun, self._earlier.begun.get(self._begun_epoch - 1, ()))
+        recent = self._numbers.recent()
         while len(self._loaders) > _MAX_LOADERS:
             others = []
             for each in self._loaders:
@@ -301,7 +305,7 @@ class LoaderRegistry(EpochLoop):
         epoch. The new loader gets the number of the old one, which the program does not read again.
         So it continues where the old one was, and skips the same batches.
         """
-        number = self._number_in(epoch)
+        number = self._numbers.of_new(epoch)
         self._loaders = [each for each in self._loaders if each.number != number]
         new = RunLoader(
             number,
@@ -320,6 +324,15 @@ class LoaderRegistry(EpochLoop):
             self.notices.append(notice)
         return new
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Begins an epoch of a loop over `Healer.epochs`.
+
+        Args:
+            epoch: number of the epoch. After a return it is an earlier one.
+        """
+        self.epoch_loop.begin(epoch)
+        self._numbers.begin_epoch(epoch)
+
     def return_to_epoch(self) -> int:
         """Ends the passes of the loaders in a loop that returns to an earlier epoch.
 
@@ -331,13 +344,13 @@ class LoaderRegistry(EpochLoop):
         Returns:
             The epoch that the loop yields next.
         """
-        epoch = self._end_return()
+        epoch = self.epoch_loop.end_return()
+        returned = self.epoch_loop.returned
         for loader in self:
             if loader.trains:
                 loader.end_before(epoch)
-                loader.is_undone = str(loader.number) not in self._returned
-        self._earlier.load(self._returned)
-        self._next_number = self._earlier.count
+                loader.is_undone = str(loader.number) not in returned
+        self._numbers.return_to(returned)
         return epoch
 
     def _continue_at(self, begun: RunLoader, saved: SavedPosition) -> None:
@@ -353,53 +366,10 @@ class LoaderRegistry(EpochLoop):
         if length and begun.next_id.index > length:
             self._is_short = True
 
-    def _number_in(self, epoch: int | None) -> int:
-        """Number of a loader that the program has made since the start or the last return.
-
-        The loop has begun this epoch before if a restart or a return has led into it. The program
-        begins its loaders in the same order again, so each one gets the number that it had.
-
-        Args:
-            epoch: the epoch of the program's own loop, or None if the loop does not name it.
-        """
-        before = self._earlier.begun.get(self._epoch_of_loop(epoch), [])
-        place = 0
-        if self._epoch_of_loop(epoch) == self._begun_epoch:
-            place = len(self._begun)
-        if place < len(before) and before[place] not in self._begun:
-            return before[place]
-        if epoch is None:
-            return self._next_number
-        return self._earlier.number_in(epoch, self._next_number)
-
-    def _epoch_of_loop(self, epoch: int | None) -> int:
-        """The epoch of the program's own loop, or -1 if no loop tells it."""
-        if epoch is not None:
-            return epoch
-        if self.can_return:
-            return self.next_epoch
-        return -1
-
-    def _note_begun(self, number: int, epoch: int | None) -> None:
-        """Notes that the loop has begun a loader in its epoch."""
-        of_loop = self._epoch_of_loop(epoch)
-        if of_loop < 0:
-            return
-        if of_loop != self._begun_epoch:
-            self._begun, self._begun_epoch = [], of_loop
-        if number not in self._begun:
-            self._begun.append(number)
-            self._earlier.note_begun(of_loop, self._begun)
-
     @property
     def has_begun_last(self) -> bool:
-        """Whether the loop has begun the loader in which the checkpoint was saved.
-
-        An epoch may read several loaders. After a restart within the second one, the pass over the
-        first one has no batch, and its end is not the place of the checkpoint. Also True for a
-        checkpoint that does not name this loader.
-        """
-        return self._earlier.last_begun is None or self._earlier.last_begun in self._begun
+        """See `LoaderNumbers.has_begun_last`."""
+        return self._numbers.has_begun_last
 
     @property
     def at_epochs(self) -> bool:
@@ -442,10 +412,12 @@ class LoaderRegistry(EpochLoop):
                 positions[str(loader.number)] = loader.position()
             else:
                 positions[str(loader.number)] = loader.start
-        positions[COUNT] = self._next_number
-        positions[EPOCH] = self.next_epoch
-        if self._begun_epoch == self.next_epoch:
-            positions[BEGUN] = [*self._begun]
+        epoch = self.epoch_loop.next_epoch
+        positions[COUNT] = self._numbers.next
+        positions[EPOCH] = epoch
+        begun = self._numbers.begun_in(epoch)
+        if begun is not None:
+            positions[BEGUN] = begun
         return positions
 
     def position_after_step(self) -> Positions | None:
@@ -512,7 +484,7 @@ class LoaderRegistry(EpochLoop):
             position: result of `position`.
             skipped: result of `skipped_by_loader`.
         """
-        self.next_epoch = self._earlier.load(position)
+        self.epoch_loop.next_epoch = self._earlier.load(position)
         for number, ids in skipped.items():
             self._skipped[int(number)] = {BatchId(*pair) for pair in ids}
 
@@ -542,27 +514,29 @@ class LoaderRegistry(EpochLoop):
         loaders = self._of_steps()
         if not loaders:
             return "the loop does not read its batches through healcore"
-        trained, self.crossed = loaders[0], None
+        trained, epoch_loop = loaders[0], self.epoch_loop
         before = trained.last_id
-        returns = self.can_return and position is not None and self._returns_with(position)
-        at_same_batch = [each for each in loaders if each.next_id == trained.next_id]
-        for loader in at_same_batch:
-            _skip(loader, bad, more, again)
+        epoch_loop.crossed = None
+        for loader in loaders:
+            if loader.next_id == trained.next_id:
+                _skip(loader, bad, more, again)
         if position is None:
             return "the checkpoint has no position of this loader"
+        returns = epoch_loop.returns_with(position, trained)
         if returns:
-            if position[EPOCH] <= self.changed_in:
-                return MODEL_CHANGED
+            obstacle = epoch_loop.return_obstacle(position)
+            if obstacle:
+                return obstacle
             # Also the loaders of earlier passes, which the loop will read again.
             loaders += [each for each in self if each.trains and each not in loaders]
-        why_not = self._rewind_each(loaders, position)
-        if why_not:
-            return why_not
+        obstacle = self._rewind_each(loaders, position)
+        if obstacle:
+            return obstacle
         if returns:
-            self._begin_return(position)
+            epoch_loop.begin_return(position)
             return ""
         if before is not None and trained.next_id.epoch < before.epoch:
-            self.crossed = before.epoch
+            epoch_loop.crossed = before.epoch
         if str(trained.number) not in position and self._ended_within(position, loaders):
             return EPOCH_LOST
         return ""
@@ -590,23 +564,6 @@ class LoaderRegistry(EpochLoop):
                 if saved and saved["index"]:
                     return True
         return False
-
-    def _returns_with(self, position: Mapping[str, Any]) -> bool:
-        """Whether a loop over `Healer.epochs` has to return after a rewind to this position.
-
-        To an earlier epoch, to an earlier pass of the same epoch, or to an earlier batch of the
-        same pass. In the last case the loop begins the pass again, at this batch: otherwise the
-        program would count more batches than the loader has, and many programs divide by, index
-        with or compare with this length. A stream without a length just continues.
-        """
-        epoch = position.get(EPOCH, self.next_epoch)
-        trained = self.last_trained
-        if epoch < self.next_epoch:
-            return True
-        if trained is None:
-            return False
-        is_earlier_pass = self.names_epochs and str(trained.number) not in position
-        return is_earlier_pass or trained.length is not None
 
     def _of_steps(self) -> list[RunLoader]:
         """The last trained loader, and the other loaders that a loop reads for steps."""

@@ -20,14 +20,12 @@ import numpy as np
 
 from healcore.events.schema import MAX_ROWS
 from healcore.runtime.data.loader_adapters import BatchIterator, LoaderAdapter, catch_unreadable
+from healcore.runtime.data.loader_parts import generators_of, is_type, samplers_of
 from healcore.runtime.data.loader_protocols import (
     AnyBatch,
     AnyLoader,
     LoaderState,
     RandomGenerator,
-    generators_of,
-    is_type,
-    samplers_of,
 )
 from healcore.runtime.data.positions import DataError
 

@@ -21,7 +21,8 @@ from healcore import console
 from healcore.console import counted
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries
@@ -285,7 +286,7 @@ class RunBatches:
         """
         saved = self._generators
         if saved is not None:
-            caught_up = self.repeated_all_passes or self.loaders.names_epochs
+            caught_up = self.repeated_all_passes or self.loaders.epoch_loop.names_epochs
             if ended and caught_up and self.loaders.has_begun_last:
                 self.host.put_back(saved)
                 self._generators = None

@@ -8,9 +8,11 @@
     ring            the newest copies in host memory
     writer          a queue of jobs in the background of the training loop
     manifest        the directories of checkpoints: written, listed, verified, removed
-    single_file     a small checkpoint of one process as one file; values as one array
+    single_file     a small checkpoint of one process as one file
     files           files that a crash never leaves half written, and their digests
-    values          nested Python values as JSON, and how the structures of two differ
+    values          nested Python values as JSON
+    packed_values   nested values as text, and their arrays as one array
+    mismatches      how the structures of a saved and a live value differ
     ranks           exchanges between the processes that write one checkpoint together
     claim           reserves a directory for one run
     forks           resets objects with locks or threads in forked children

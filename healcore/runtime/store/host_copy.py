@@ -31,7 +31,7 @@ from healcore.runtime.store.checkpoints import (
     StoreError,
 )
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.values import is_stateful, mismatches
+from healcore.runtime.store.mismatches import is_stateful, mismatches
 
 MEMORY = "memory"
 """Place of a copy in messages, where a file has a path."""
@@ -228,7 +228,7 @@ class ArrayFormat(ABC):
     """Format of the files, for the manifest."""
     arrays_by_rank: bool = True
     """Whether each rank may save arrays of its own, from objects with `per_rank = True`."""
-    single_file_bytes: int = single_file.MOST_BYTES
+    single_file_bytes: int = single_file.MAX_BYTES
     """Largest size of a state that one process saves as one file; 0 for never."""
     _spare: FlatState | None = None
 

@@ -12,7 +12,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from healcore.runtime.data import BatchId, Cursor, EmptyLoader, UnusableLoader
-from healcore.runtime.data.positions import DataError, position_of_other_ranks
+from healcore.runtime.data.other_ranks import position_of_other_ranks
+from healcore.runtime.data.positions import DataError
 from tests.runtime.data.loaders import BATCHES, EXAMPLES, REWINDING, SIZE, Kind, over, take
 
 

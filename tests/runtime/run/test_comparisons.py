@@ -30,7 +30,7 @@ from healcore.runtime.run.compare.evidence import (
 from healcore.runtime.run.compare.step_history import StepHistory
 from healcore.runtime.run.healthy_ranges import Held, HeldNorm
 from healcore.runtime.run.orders import RollbackRecord
-from healcore.runtime.store.single_file import PackedValues
+from healcore.runtime.store.packed_values import PackedValues
 from tests.runtime.run.toy_driver import LASTS, Run, damaged, healthy, noisy
 
 PER_STEP = 0.03

@@ -52,7 +52,7 @@ from healcore.runtime.run.compare.step_history import (
     WINDOWS,
     StepHistory,
 )
-from healcore.runtime.store.single_file import PackedValues
+from healcore.runtime.store.packed_values import PackedValues
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
