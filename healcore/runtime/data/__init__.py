@@ -4,12 +4,17 @@ loader_protocols   what healcore looks for in a user's loader
 loader_parts       finds that: classes, methods, samplers, random generators
 positions          ids of batches, positions for a checkpoint
 other_ranks        positions that another number of ranks has saved
-position_history   the epochs that a loop asks for, and the last positions in them
+position_history   the last positions of a loader, from which earlier batches are reached
+epoch_range        the epochs that a loop asks for
 random_states      the global random generators, read and restored
-loader_adapters    the state of each kind of loader; and of special kinds:
-torch_loader       torch's DataLoader,
-function_loader    a function that makes a stream again,
+loader_adapter     what saves and restores the state of a loader; for the kinds of loaders:
+stateful_loaders   loaders with a state, by `state_dict`, by an iterator, or by an index
+torch_loader       torch's DataLoader of a map-style dataset
+torch_stream       torch's DataLoader of a stream
+function_loader    a function that makes a stream again
 scan_blocks        the blocks of a loop that JAX compiles as a whole
+adapter_choice     which of these a loader gets
+unreadable_batch   takes the place of a batch that cannot be read, in a generator
 sampler_epochs     the numbers that `set_epoch` of samplers gets
 read_retries       the attempts to read a batch
 loader_epoch       the epoch that is read: start, end, state

@@ -62,8 +62,8 @@ class Cursor(BatchStream):
         self.skipped_batch_ids: set[BatchId] = set()
         self._skipped: list[BatchId] = []
         """The batches skipped since `take_skipped`."""
-        self._rewind_error: str | None = None
-        """Why the last `rewind` has failed, or None."""
+        self._rewind_error = ""
+        """Why the last `rewind` has failed, or an empty string."""
         self.extend(epochs)
 
     # -- epochs ---------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ class Cursor(BatchStream):
     def length(self) -> int | None:
         """Number of batches in the epoch, or None if the loader has no length.
 
-        The smaller one of the loader's length and `limit`. It is asked anew each time, because a
-        program may change its loader between two epochs.
+        The smaller one of the loader's length and `limit`. The loader is asked each time, because a
+        program may change it between two epochs.
         """
         limit = None
         if self.limit is not None:
@@ -229,7 +229,8 @@ class Cursor(BatchStream):
                     raise
                 self.unreadable = None
             else:
-                # The epoch's order may be drawn when its first batch is read.
+                # The order of an epoch may be drawn when its first batch is read. A position from
+                # before this batch then serves only for this batch, so one after it is taken.
                 newest = self._history.newest
                 if newest is not None and newest < (which.epoch, 1):
                     self.position()
@@ -247,24 +248,33 @@ class Cursor(BatchStream):
     # -- positions ------------------------------------------------------------------------------
 
     @property
-    def why_not(self) -> str | None:
-        """Why the loader cannot be rewound, or why the last `rewind` failed, or None.
+    def rewind_obstacle(self) -> str:
+        """Why the loader cannot be rewound, or why the last `rewind` failed, or an empty string.
 
         The log and the report of a rollback name the reason: without a rewind, a rollback restores
         the weights and continues with the next batches.
         """
-        return self._epoch.adapter.why_not or self._rewind_error
+        return self._epoch.adapter.obstacle or self._rewind_error
 
     def rewind(self, position: Mapping[str, Any]) -> bool:
         """Moves to a position, backwards or forwards, also into another epoch.
 
-        Batches keep their ids, and batches that are skipped stay skipped.
+        Batches keep their ids, and batches that are skipped stay skipped. No failure leaves the
+        loader at an unknown place without an exception:
+
+            decode the position ── fails ──► False, nothing has moved
+                    │
+            take the current position
+                    │
+            move to the position ── fails ── move back ── fails ──► DataError
+                    │                            └────────────────► False, at the old place
+            forget later positions ──► True
 
         Args:
             position: result of `position` in this process or an earlier process.
 
         Returns:
-            False if the cursor could not move; `why_not` has the reason.
+            False if the cursor could not move; `rewind_obstacle` has the reason.
 
         Raises:
             DataError: the loader failed on the position and could not return to the old position.
@@ -293,7 +303,7 @@ class Cursor(BatchStream):
                 ) from error
             return False
         self._history.restart_at(target.batch, dict(position))
-        self._rewind_error = None
+        self._rewind_error = ""
         return True
 
     def _decoded_for_rewind(self, position: Mapping[str, Any]) -> Position:

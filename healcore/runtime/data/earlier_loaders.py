@@ -19,10 +19,10 @@ from healcore.runtime.data.positions import (
 class EarlierLoaders:
     """The saved positions that no loader of this process has taken over yet.
 
-    A restarted program makes its loaders anew. They are recognized by their number, in the order of
-    first use. After a rollback a loop over `Healer.epochs` returns to an epoch as a restart would,
-    and a program that makes a loader for each epoch makes the loaders of that epoch anew. A loader
-    that an earlier process has read to its end has a number and no position.
+    A restarted program makes its loaders again, as other objects. A loader takes over the position
+    that was saved under its number, see `LoaderNumbers`. A loop over `Healer.epochs` that returns
+    to an earlier epoch is like a restart: the loaders of that epoch take over their positions in
+    the same way. A loader that an earlier process has read to its end has a number and no position.
 
     Attributes:
         positions: number of a loader, as text -> its position.
@@ -73,9 +73,11 @@ class EarlierLoaders:
         """Forgets the loaders of earlier epochs, which the program does not make again.
 
         Args:
-            number: number of the first loader that it makes again.
+            number: number of the first loader that the program makes again.
         """
-        self.positions = {key: at for key, at in self.positions.items() if int(key) >= number}
+        for key in [*self.positions]:
+            if int(key) < number:
+                del self.positions[key]
 
     def has_ended(self, number: int) -> bool:
         """Whether an earlier process has read all epochs of a loader.
@@ -91,11 +93,10 @@ class EarlierLoaders:
         """Whether an earlier process has read batches of a loader.
 
         Args:
-            number: number of the loader. One without a position has ended if its number was used,
-                and is new otherwise.
+            number: number of the loader.
         """
         saved = self.positions.get(str(number))
-        if saved is None:  # an earlier process has read all of its batches, or it is new
+        if saved is None:  # an earlier process has read all of its batches, or the loader is new
             return number < self.count
         return has_begun(saved)
 
@@ -112,11 +113,11 @@ class EarlierLoaders:
     def number_in(self, epoch: int, next_number: int) -> int:
         """Number of a loader whose first use in this process is in an epoch of the loop.
 
-        A program may make a loader for each epoch. A restart in epoch 2 makes no loaders of the
-        epochs 0 and 1 again, so their numbers are skipped: the loader gets the number of the loader
-        that stands furthest in this epoch. Numbers only grow: a loader that has no number yet is
-        none of those before `next_number`, although their positions may be at the end of the epoch
-        before.
+        A program may make a loader for each epoch. After a restart in epoch 2, it makes no loaders
+        of the epochs 0 and 1 again, so their numbers are passed over: the loader gets the number of
+        the loader that stands furthest in this epoch. Numbers only grow: the loaders below
+        `next_number` exist in this process already, although the end of their epoch may be the
+        place where this epoch begins.
 
         Args:
             epoch: the epoch of the program's loop.

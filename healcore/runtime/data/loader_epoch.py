@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import TypeVar
 
+from healcore.runtime.data.adapter_choice import adapter_for
 from healcore.runtime.data.function_loader import FunctionLoader, function_name, is_function
-from healcore.runtime.data.loader_adapters import BatchIterator, LoaderAdapter, adapter_for
+from healcore.runtime.data.loader_adapter import BatchIterator, LoaderAdapter
 from healcore.runtime.data.loader_parts import class_name
 from healcore.runtime.data.loader_protocols import AnyLoader, LoaderState
 from healcore.runtime.data.other_ranks import check_division, division
@@ -50,8 +51,8 @@ class EpochPhase(Enum):
     NOT_BEGUN = "not begun"
     """The next epoch has to begin before its state can be taken.
 
-    At the first use of the loader, and after a `break`: the loader's own state still belongs to the
-    epoch that was left, and would restore its rest.
+    At the first use of the loader, and after a `break`. After a `break` the loader's own state
+    still belongs to the epoch that was left, and a restore would continue this epoch.
     """
     READING = "reading"
     """The epoch was begun. An epoch that ends now without a batch is an error, `EmptyLoader`."""
@@ -60,8 +61,9 @@ class EpochPhase(Enum):
     BETWEEN = "between two epochs"
     """An epoch has ended, and the next one has not begun.
 
-    The state of a loader is its state after the end. To begin the next epoch for its state would
-    read ahead: it may draw an order from the random generators, before the code after the epoch.
+    A state that is taken now is the state after the end. The next epoch does not begin only to take
+    its state: it may draw an order from the random generators, before the program's code after the
+    epoch has drawn its own numbers.
     """
     EXHAUSTED = "exhausted"
     """The only epoch of an iterator has ended."""
@@ -85,7 +87,8 @@ class LoaderEpoch:
         sampler_epochs: the numbers that `set_epoch` of the loader and its samplers gets.
         begin_states: random states before this epoch has begun. Empty without `retries`.
         reads_again: whether a batch is read once more after a failure in the network. An epoch that
-            begins meanwhile has begun before, and other ranks do not begin it again.
+            begins during this is an epoch that has begun before, and that other ranks do not begin
+            again.
 
     Raises:
         UnusableLoader: the loader cannot be iterated over.
@@ -111,9 +114,8 @@ class LoaderEpoch:
     def adapter(self) -> LoaderAdapter:
         """Saves and restores the loader's state.
 
-        Made on first use, and not with this object: to find out what an iterator can do, it may
-        have to be made, and that begins an epoch and draws its order. A failure in the network is
-        retried.
+        Made on first use. To find out what an iterator can do, the iterator may have to be made,
+        and that begins an epoch and draws its order. A failure in the network is retried.
         """
         loader = self.loader
         if self._is_function:
@@ -213,16 +215,16 @@ class LoaderEpoch:
         """
         return self.adapter.state(ended=self.is_between_epochs)
 
-    def forget_state(self, why_not: str) -> None:
-        """Makes the loader a loader that cannot be rewound from now on.
+    def forget_state(self, obstacle: str) -> None:
+        """Treats the loader as a loader that cannot be rewound from now on.
 
-        Called where the loader's state cannot be trusted any more. A rollback then keeps the loader
-        where it is.
+        Called where the loader's state cannot be trusted any more. A later rollback then leaves the
+        loader where it is.
 
         Args:
-            why_not: the reason, for `Cursor.why_not`.
+            obstacle: the reason, for `Cursor.rewind_obstacle`.
         """
-        self.adapter = LoaderAdapter(self.loader, why_not=why_not)
+        self.adapter = LoaderAdapter(self.loader, obstacle=obstacle)
 
     def restore(self, target: Position) -> int:
         """Moves the loader to the state of a position.

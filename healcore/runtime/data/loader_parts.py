@@ -30,7 +30,7 @@ def is_type(thing: object, package: str, *names: str) -> bool:
 
     Args:
         thing: the object.
-        package: begin of the module's name, such as "torch.utils.data".
+        package: first part of the module's name, such as "torch.utils.data".
         *names: names of classes there, of which any may be a base of the object's class.
     """
     for kind in type(thing).__mro__:
@@ -65,7 +65,7 @@ def samplers_of(loader: AnyLoader) -> list[Any]:
     return parts[1:]
 
 
-def generators_of(parts: Iterable[Any]) -> list[RandomGenerator]:
+def random_generators_of(parts: Iterable[Any]) -> list[RandomGenerator]:
     """The random generators of loaders and samplers.
 
     A DataLoader and its sampler often share one generator. Setting its state twice would be
@@ -104,11 +104,12 @@ def has_shuffle_buffer(loader: AnyLoader) -> bool:
 def connects_again(batches: Iterator[AnyBatch]) -> bool:
     """Whether an iterator can probably continue after an exception, where it was.
 
-    An iterator of a class in Python that holds no other iterator, such as a stream that connects
-    again to its server, decides itself what its next `next` reads. A generator has ended with its
-    exception. A wrapper around another iterator may have lost what it had read from there.
+        a generator                                  no: it has ended with its exception
+        a wrapper around another iterator            no: it may have lost what it had read from it
+        a Python class that holds no other iterator  yes: a stream that connects again to its server
+                                                     decides itself what its next `next` reads
 
-    Open files and responses of a server are iterators too, and belong to the connection.
+    Open files and responses of a server are iterators too. They count as parts of the connection.
     """
     if not inspect.isfunction(getattr(type(batches), "__next__", None)):
         return False  # a generator, a `zip`, a `map`

@@ -121,6 +121,7 @@ class ExplainsWhyNot(Protocol):
     """A loader that says itself why it cannot be rewound. healcore prints the reason.
 
     With `why_not = None` the loader has an exact `state_dict`, and healcore examines it no further.
+    Within healcore the reason is called an obstacle.
     """
 
     why_not: str | None

@@ -32,10 +32,10 @@ EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epo
 """Reason of a rollback after which only the steps of the current loader are repeated."""
 
 _MAX_LOADERS = 8
-"""Number of loaders to keep that no loop reads; a loop may make a new loader for every epoch."""
+"""Number of loaders to keep. A loop may make a new loader for every epoch, without an end."""
 _MAX_IN_EPOCHS = 64
 """Number of loaders to keep if they were read in this epoch or the epoch before. A program that
-reads many loaders in each epoch comes back to them."""
+reads many loaders in each epoch reads the same loaders again in the next epoch."""
 
 Limit = Callable[[int], int] | None
 """Takes the number of an epoch and returns its largest number of batches; None for no limit."""
@@ -44,9 +44,14 @@ Limit = Callable[[int], int] | None
 class LoaderRegistry:
     """All loaders of a run.
 
-    A checkpoint has the position of every loader (`position`). A restart stores them (`resume`),
-    and each loader takes over its own at its first use (`begin`). A rollback moves the loaders of
-    the steps back, and marks batches to skip (`rewind`).
+    A checkpoint has the position of every loader (`position`). A rollback moves the loaders back
+    that it finds, and a restart has no loader yet. So there are two ways back:
+
+        rollback   `rewind`: each loader of the steps moves to its position at once
+        restart    `resume`: the positions wait in `EarlierLoaders`
+                   `begin`: the loop begins a loader, which takes over the position of its number
+
+    A rollback in a loop over `Healer.epochs` uses both ways, see `EpochLoop`.
 
     Args:
         inform: called with lines about the progress of a long read, or None.
@@ -164,9 +169,9 @@ class LoaderRegistry:
             epoch: the epoch of the program's own loop, or None if the loop does not name it.
 
         Returns:
-            The position, or None for a new loader, and for one that has taken over its position.
-            None too for a loader of this process that trains nothing: a return to an earlier epoch
-            moves only the loaders of steps.
+            The position, or None for a new loader and for a loader that has taken over its
+            position. None too for a loader of this process that trains nothing: a return to an
+            earlier epoch moves only the loaders of steps.
         """
         known = self.find(loader)
         if known is None:
@@ -318,7 +323,7 @@ class LoaderRegistry:
             first_epoch=epoch or 0,
         )
         new.exhausted_before = self._earlier.has_ended(number)
-        notice = f"after rollbacks the data continues forward: {new.why_not}"
+        notice = f"after rollbacks the data continues forward: {new.rewind_obstacle}"
         if not new.can_rewind and notice not in self._noticed:
             self._noticed.add(notice)
             self.notices.append(notice)
@@ -455,7 +460,10 @@ class LoaderRegistry:
         Returns:
             Number of a loader as text -> pairs of epoch and index, sorted.
         """
-        return {str(n): [list(batch) for batch in sorted(ids)] for n, ids in self._skipped.items()}
+        skipped: dict[str, list[list[int]]] = {}
+        for number, ids in self._skipped.items():
+            skipped[str(number)] = [list(batch) for batch in sorted(ids)]
+        return skipped
 
     def skipped_ids(self) -> frozenset[BatchId]:
         """Ids of all skipped batches, of any loader."""
@@ -499,14 +507,14 @@ class LoaderRegistry:
     ) -> str:
         """Rewinds the loaders of the steps and skips some batches.
 
-        Loaders of which one cannot be rewound continue forward, past the bad batches. The ids apply
-        to the last trained loader, and to loaders at the same batch, as in a `zip`.
+        If one of the loaders cannot be rewound, all of them continue forward, past the bad batches.
+        The ids apply to the last trained loader, and to loaders at the same batch, as in a `zip`.
 
         Args:
             position: positions of the checkpoint, or None if the checkpoint has no positions.
             bad: batches to skip.
             more: number of batches to skip after them.
-            again: batches to read again, which are skipped no longer.
+            again: batches that an earlier rollback has skipped, and that are read again now.
 
         Returns:
             Reason why the loaders were not rewound, or an empty string.
@@ -544,12 +552,12 @@ class LoaderRegistry:
     def _rewind_each(self, loaders: list[RunLoader], position: Mapping[str, Any]) -> str:
         """Rewinds some loaders. Returns the reason why one could not be rewound, or "".
 
-        Those that cannot be rewound come first, so that in this case no loader has moved.
+        Loaders that cannot be rewound come first, so that no loader has moved if there is one.
         """
         for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
             saved = position.get(str(loader.number))
             if not loader.rewind(saved or loader.start):
-                return loader.why_not or "it could not be rewound"
+                return loader.rewind_obstacle or "it could not be rewound"
             if saved is None:
                 loader.call_again()
                 loader.next_id = BatchId(loader.first_epoch, 0)

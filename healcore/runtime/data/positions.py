@@ -32,8 +32,11 @@ _STATE_PATH = ("the loader's state",)
 SavedPosition = dict[str, Any]
 """A position as JSON-safe values, see `encode_position`."""
 Positions = dict[str, Any]
-"""The positions of all loaders of a run: number of a loader, as text -> `SavedPosition`; and the
-keys `COUNT`, `EPOCH` and `BEGUN`."""
+"""The positions of all loaders of a run, as a checkpoint has them:
+
+    {"0": position, "1": position, "count": 2, "epoch": 1, "begun": [1]}
+
+The keys of the positions are the numbers of the loaders, see `LoaderNumbers`."""
 EPOCH = "epoch"
 """Key next to the positions of loaders: the epoch of the program's loop."""
 COUNT = "count"
@@ -49,7 +52,7 @@ class DataError(HealcoreError, RuntimeError):
     """The data cursor cannot do what was requested.
 
     Exceptions of the user's loader propagate unchanged, and are no `DataError`. So a program can
-    tell a bad batch from a wrong use of healcore. The message says what to write instead.
+    distinguish a bad batch from a wrong use of healcore. The message says what to write instead.
     """
 
 
@@ -128,7 +131,7 @@ class Position(NamedTuple):
     sampler_epoch: int | None
     """Argument of `set_epoch` for this epoch, or None if unknown."""
     behind: int
-    """Number of batches between the state and the next batch, to pass again."""
+    """Number of batches between the state and the next batch, which a rewind passes again."""
 
 
 def encode_position(

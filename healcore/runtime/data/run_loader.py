@@ -63,10 +63,11 @@ class RunLoader(Cursor):
         first_epoch: the epoch of the program's loop in which the loader was first used.
         exhausted_before: whether an earlier process has read all epochs.
         is_undone: whether a return to an earlier epoch has undone all of its epochs. The program
-            may not make it again, so checkpoints do not have it until a loop begins it.
+            may not make the loader again, so checkpoints lack its position until a loop begins it.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
         use: what the loop does with the last batch.
-        trains: whether a step has used its batches. Others are read from the start after a restart.
+        trains: whether a step has used its batches. After a restart, a loader that trains nothing
+            is read from its start.
         pending_ids: ids of the batches since the last step.
         contents: the batches since the last step, if weights are compared.
         substitute: the batch that replaces an unreadable batch, with several ranks.
@@ -103,7 +104,7 @@ class RunLoader(Cursor):
 
     @property
     def is_scan(self) -> bool:
-        """Whether the batches are blocks of `Healer.scan`, of which a rollback skips none."""
+        """Whether the batches are blocks of `Healer.scan`, which a rollback never skips."""
         return isinstance(self.loader, ScanBlocks)
 
     @property
@@ -114,10 +115,11 @@ class RunLoader(Cursor):
         return self.unreadable
 
     def call_again(self) -> None:
-        """Makes the next batch call the loader anew, if it is a function that makes a stream.
+        """Makes the next batch call the loader again, if it is a function that makes a stream.
 
-        A rollback before the first batch has called it in the body of a later epoch. Only in the
-        pass that follows are the variables that the function reads (`epoch`) right.
+        A rollback to before the first batch happens in the body of a later epoch, and has called
+        the function there. Variables that the function reads, such as the program's `epoch`, are
+        right only in the pass that follows.
         """
         if isinstance(self._epoch.adapter, FunctionLoader):
             self._restore(decode_position({**self.start, "state": None}))
@@ -170,7 +172,7 @@ class RunLoader(Cursor):
     def leave_loop(self) -> None:
         """Notes that no loop reads the loader, so that the next loop continues where the loader is.
 
-        Called after the last batch, and after a rollback, whose position a `break` before it must
-        not change. Without this, the next loop would drop the rest of the epoch.
+        Called after the last batch and after a rollback. Without this call, a `break` that came
+        before the rollback would make the next loop drop the rest of the epoch.
         """
         self.in_loop = False

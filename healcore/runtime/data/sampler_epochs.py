@@ -10,11 +10,11 @@ from healcore.runtime.data.torch_loader import base_of, is_replayable, without_f
 
 
 class SamplerEpochs:
-    """Calls `set_epoch` on samplers and records its arguments: epoch of the cursor -> number.
+    """Calls `set_epoch` of samplers, and records the argument for each epoch of the cursor.
 
-    DistributedSampler and others need `set_epoch` with the next number for a new order, and with
-    the earlier number after a rewind. A user's loop over epochs usually calls `set_epoch`; the
-    number is then read, not overwritten.
+    A DistributedSampler draws the order of an epoch from the number that `set_epoch` gets. It needs
+    the next number for a new order, and the earlier number after a rewind. A user's loop over
+    epochs usually calls `set_epoch` itself. This number is then read and recorded, and not set.
 
     Args:
         loader: the user's loader. `set_epoch` is called on it, its samplers and its dataset, where
@@ -32,6 +32,7 @@ class SamplerEpochs:
         if is_replayable(loader) and without_fabric(loader) is not loader:
             self._fabric = loader
         self._numbers: dict[int, int] = {}
+        """Epoch of the cursor -> argument of `set_epoch`."""
 
     @property
     def sampler_name(self) -> str:
@@ -88,7 +89,7 @@ class SamplerEpochs:
             self._fabric._num_iter_calls = number + 1
 
     def _read(self, default: int) -> int:
-        """The number that the user's loop has set, or the default if no object tells it."""
+        """The number that the user's loop has set, or the default if no object has it."""
         if self._fabric is not None:
             return self._fabric._num_iter_calls
         for owner in self._owners:

@@ -3,7 +3,9 @@
     store           the checkpoints of one run, in host memory and in a directory
     several         the same in several directories
     checkpoints     which checkpoints are restored and deleted, and the errors of stores
-    host_copy       copies of a state in host memory, and the format of an adapter's store
+    array_format    how the arrays of a framework are copied, written, read and restored
+    flat_state      a state as JSON-safe structures and named arrays
+    host_copy       a copy of the state after one step in host memory
     host_memory     bytes in host memory: allocated, digested, searched for NaN and Inf
     ring            the newest copies in host memory
     writer          a queue of jobs in the background of the training loop

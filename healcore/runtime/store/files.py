@@ -5,8 +5,8 @@ go to disk first, then the name, then the directory that holds the name: without
 power cut can undo the name. The same holds for each parent of the run directory. Work in progress
 is named `.tmp-healcore-<random>`, so that the next start can remove the files of a killed process.
 
-Digests are xxh3, 128 bits; they detect damage, not malice. xxh3 costs little beside a copy
-(measured: 15 to 22 GB/s on one core; crc32 7, sha256 2).
+Digests are xxh3, 128 bits. They detect damage, not malice. xxh3 takes little time compared with a
+copy (measured: 15 to 22 GB/s on one core; crc32 7, sha256 2).
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from healcore import regular_file
 _WORTH_THREADS = 8 << 20
 """Least number of bytes that are worth several threads."""
 DIFFERS = "is not what was written: its digest differs"
+"""End of a message that begins with the name of the file."""
 _MAX_SEALED = 1 << 26
 """Largest size of a sealed file: enough for a manifest of half a million files."""
 TEMPORARY = re.compile(r"\.tmp-healcore-[0-9a-f]{16}")
+"""Names of work in progress, see `new_temporary`."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -105,8 +107,8 @@ def make_directory(path: Path) -> None:
     """Makes a directory with its parents, and waits until all their names are on disk.
 
     Without this wait a power cut can undo the name of the directory, and with it everything that
-    was synced below: a run would begin again at step 0, as if it had never saved. The names may be
-    as new where the directory exists, because the program may have just made it itself.
+    was synced below: a run would begin again at step 0, as if it had never saved. If the directory
+    exists, the wait is needed too, because the program may have just made it itself.
     """
     path.mkdir(parents=True, exist_ok=True)
     for parent in {*path.absolute().parents, *path.resolve().parents}:  # of a link too
@@ -117,8 +119,8 @@ def make_directory(path: Path) -> None:
 def discard(path: Path) -> bool:
     """Removes a file or a directory, never through a link. Returns whether that succeeded.
 
-    When one array of a save fails, the framework's threads may still be writing the others: what
-    appears or vanishes meanwhile is looked at again, for a second at most.
+    When one array of a save fails, threads of the framework may still be writing other arrays. If
+    files appear or vanish during the removal, it is tried again, for a second at most.
     """
     for wait in (0.01, 0.09, 0.9, 0):
         try:
@@ -138,7 +140,8 @@ def entries_of(folder: Path) -> list[Path]:
     """The sorted entries of a directory.
 
     Returns:
-        Paths, or an empty list if the directory cannot be read. For work that can be left undone.
+        Paths, or an empty list if the directory cannot be read. So use it only for work that can be
+        left undone, such as a cleanup.
     """
     try:
         return sorted(folder.iterdir())
@@ -290,10 +293,11 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def _sealed(body: Mapping[str, Any]) -> bytes:
-    """`seal` of a content that JSON does not change any more."""
+    """The sealed form of a content that a round trip through JSON does not change."""
     digest = xxhash.xxh3_128_hexdigest(_canonical(body))
     return _canonical({**body, "digest": digest}) + b"\n"
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
+    """The only form in which a content is written: sorted keys, no spaces."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

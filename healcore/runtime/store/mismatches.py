@@ -11,8 +11,8 @@ from healcore.runtime.store import values
 def is_stateful(entry: Mapping[str, Any]) -> bool:
     """Whether an entry is the state of an object with `state_dict`.
 
-    Such an object receives its state by `load_state_dict`, which checks and moves it. Any other
-    value is built anew from its entry.
+    Such an object receives its state by `load_state_dict`, which checks and moves the arrays. Any
+    other value is built as a new object from its entry.
     """
     return entry.get("stateful", "tree" in entry)
 
@@ -22,11 +22,11 @@ def mismatches(name: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> 
 
     Args:
         name: name of the value in the state.
-        saved: the saved entry, see `host_copy.Entries`.
+        saved: the saved entry, see `flat_state.Entries`.
         live: the live entry.
 
     Returns:
-        How they differ, as texts. Empty if the saved value can be restored into the live one.
+        How they differ, as texts. Empty if the saved value can be restored into the live value.
     """
     if is_stateful(live):
         if "identity" in live and "identity" in saved:
@@ -39,7 +39,9 @@ def mismatches(name: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> 
     # A program's dictionaries and lists may grow and shrink: only common arrays are compared.
     before, now = _array_types(name, saved), _array_types(name, live)
     common = before.keys() & now
-    return _differences({key: before[key] for key in common}, {key: now[key] for key in common})
+    common_before = {key: before[key] for key in common}
+    common_now = {key: now[key] for key in common}
+    return _differences(common_before, common_now)
 
 
 def _array_types(name: str, entry: Mapping[str, Any]) -> dict[str, str]:

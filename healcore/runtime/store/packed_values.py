@@ -28,7 +28,7 @@ class PackedValues:
         PackedValues.read(packed.state())  # {120: {"x": array([1., 1., 1.])}}
 
     Args:
-        limit: max bytes of all values, about. A value that does not fit is not added.
+        limit: approximate max bytes of all values. A value that does not fit is not added.
     """
 
     def __init__(self, limit: int) -> None:
@@ -85,7 +85,8 @@ class PackedValues:
         data = np.zeros(capacity, np.uint8)
         if self._parts:
             np.concatenate(self._parts, out=data[: self._size])
-        return {"texts": {str(number): text for number, text in self._texts.items()}, "bytes": data}
+        texts = {str(number): text for number, text in self._texts.items()}
+        return {"texts": texts, "bytes": data}
 
     @staticmethod
     def read(state: Mapping[str, Any], path: values.Path = ("values",)) -> dict[int, Any]:
@@ -109,7 +110,7 @@ class PackedValues:
                 raise StoreError(f"{values.path_text(path)} has no bytes {start} to {stop}")
             return data[start:stop]
 
-        return {
-            int(number): values.loads(text, path, bytes_at=part)
-            for number, text in state["texts"].items()
-        }
+        found: dict[int, Any] = {}
+        for number, text in state["texts"].items():
+            found[int(number)] = values.loads(text, path, bytes_at=part)
+        return found

@@ -32,7 +32,8 @@ FILE = "checkpoint.safetensors"
 """Name of the file in the directory of its checkpoint."""
 MAX_BYTES = 16 << 20
 """Largest size of the arrays and of the structure of a state that is saved as one file. The file is
-composed in memory; above this size the fixed cost of DCP and Orbax is small beside the copying."""
+composed in memory. Above this size the fixed cost of DCP and Orbax is small compared with the
+copying."""
 _MAX_FILE_BYTES = 1 << 28
 """Largest size of a file that is read. A file has at most `MAX_BYTES` of arrays and as much of
 structure, which takes twice the bytes as text in a text, and a record of at most 64 MiB."""
@@ -70,8 +71,7 @@ class ArrayType(NamedTuple):
 class Header(NamedTuple):
     """The header of a file, parsed.
 
-    Reading it tells step, attempt and record of a checkpoint without reading the arrays. A list of
-    checkpoints needs no more.
+    It has step, attempt and record of a checkpoint, so a list of checkpoints reads no arrays.
     """
 
     manifest: str

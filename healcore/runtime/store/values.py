@@ -1,4 +1,4 @@
-"""Converts nested Python values to JSON, beside named arrays or with the arrays in the text.
+"""Converts nested Python values to JSON, with their arrays in the text or kept elsewhere.
 
 In the JSON an object is a node with one tag. All other values are stored unchanged:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
