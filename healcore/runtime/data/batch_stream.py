@@ -59,7 +59,7 @@ class BatchStream:
         retries: the attempts to read a batch after failures in the network, or None for one.
 
     Attributes:
-        loader: the loader.
+        loader: the user's loader.
         next_id: the id of the next batch.
         last_id: the id of the last batch that the loop has received, or None after a rewind.
         inform: called with lines about the progress of a long read.
@@ -217,7 +217,7 @@ class BatchStream:
             failure = error
         # Outside of the `except` block: an error of the next attempt must not have this failure as
         # its context, or it would be classified as a failure in the network too.
-        if put_back is None:  # reading draws no numbers: the states are those of before the read
+        if put_back is None:  # reading draws no numbers, so the states are as before it
             put_back = functools.partial(set_random_states, random_states())
         go_back = self._way_back_to(which, put_back, had_begun=had_begun)
         return self._read_again(which, failure, self._retries, go_back)

@@ -62,7 +62,7 @@ class EarlierLoaders:
         """Notes which loaders an epoch of the program's loop begins.
 
         Args:
-            epoch: the epoch.
+            epoch: number of the epoch, from 0.
             numbers: numbers of the loaders begun so far, in order. A repeated pass over the epoch
                 has begun fewer of them than the pass before.
         """

@@ -12,7 +12,7 @@ class EpochRange:
 
     A program calls `batches` once for all epochs, or once in each epoch of its own loop. The second
     kind of program also calls `set_epoch` itself, before each of these calls. `requested` is the
-    epoch for which it has done so.
+    epoch for which the program has called it.
     """
 
     requested: float = 0

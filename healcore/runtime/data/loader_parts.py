@@ -29,7 +29,7 @@ def is_type(thing: object, package: str, *names: str) -> bool:
     """Whether an object is of a library's class, or of a subclass.
 
     Args:
-        thing: the object.
+        thing: a loader, a sampler, a dataset, or an iterator of these.
         package: first part of the module's name, such as "torch.utils.data".
         *names: names of classes there, of which any may be a base of the object's class.
     """
@@ -50,7 +50,7 @@ def samplers_of(loader: AnyLoader) -> list[Any]:
     `set_epoch` and the random generators of a loader are found in these parts.
 
     Args:
-        loader: any loader.
+        loader: the user's loader, of any kind.
 
     Returns:
         Each sampler once, outer samplers before inner samplers. Empty for a loader without

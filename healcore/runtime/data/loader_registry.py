@@ -26,6 +26,7 @@ from healcore.runtime.data.positions import (
     has_begun,
 )
 from healcore.runtime.data.read_retries import ReadRetries
+from healcore.runtime.data.rewinding import is_within_epoch, rewind_each, skip_batches
 from healcore.runtime.data.run_loader import RunLoader
 
 EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
@@ -272,8 +273,8 @@ class LoaderRegistry:
         """Makes a loader read the only epoch that the program's loop has named.
 
         Args:
-            begun: the loader.
-            epoch: the epoch.
+            begun: the cursor of the loader, which the loop begins.
+            epoch: number of the epoch, from 0.
             resumes: whether the loader has just taken over a saved position.
         """
         epoch_loop = self.epoch_loop
@@ -446,8 +447,8 @@ class LoaderRegistry:
     def forward_positions(self) -> Positions:
         """The positions of loaders that cannot be rewound, JSON-safe.
 
-        A rollback keeps them, while it moves all other loaders back: a restart after it has to
-        continue where such a loader really is.
+        A rollback moves all other loaders back, and saves these positions. A restart after the
+        rollback then continues where such a loader really is.
         """
         forward = [each for each in self if each.trains and not each.can_rewind]
         return {str(loader.number): loader.position() for loader in forward}
@@ -507,6 +508,14 @@ class LoaderRegistry:
     ) -> str:
         """Rewinds the loaders of the steps and skips some batches.
 
+            mark the bad batches
+                   │
+            does the loop have to return to an earlier epoch, and may it? ── no ──► MODEL_CHANGED
+                   │
+            rewind each loader ── one of them cannot ──► its obstacle
+                   │
+            begin the return, or note the epoch that the loop crosses
+
         If one of the loaders cannot be rewound, all of them continue forward, past the bad batches.
         The ids apply to the last trained loader, and to loaders at the same batch, as in a `zip`.
 
@@ -527,7 +536,7 @@ class LoaderRegistry:
         epoch_loop.crossed = None
         for loader in loaders:
             if loader.next_id == trained.next_id:
-                _skip(loader, bad, more, again)
+                skip_batches(loader, bad, more, again)
         if position is None:
             return "the checkpoint has no position of this loader"
         returns = epoch_loop.returns_with(position, trained)
@@ -537,7 +546,7 @@ class LoaderRegistry:
                 return obstacle
             # Also the loaders of earlier passes, which the loop will read again.
             loaders += [each for each in self if each.trains and each not in loaders]
-        obstacle = self._rewind_each(loaders, position)
+        obstacle = rewind_each(loaders, position)
         if obstacle:
             return obstacle
         if returns:
@@ -545,33 +554,10 @@ class LoaderRegistry:
             return ""
         if before is not None and trained.next_id.epoch < before.epoch:
             epoch_loop.crossed = before.epoch
-        if str(trained.number) not in position and self._ended_within(position, loaders):
+        others = [each for each in self if each not in loaders]
+        if str(trained.number) not in position and is_within_epoch(position, others):
             return EPOCH_LOST
         return ""
-
-    def _rewind_each(self, loaders: list[RunLoader], position: Mapping[str, Any]) -> str:
-        """Rewinds some loaders. Returns the reason why one could not be rewound, or "".
-
-        Loaders that cannot be rewound come first, so that no loader has moved if there is one.
-        """
-        for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
-            saved = position.get(str(loader.number))
-            if not loader.rewind(saved or loader.start):
-                return loader.rewind_obstacle or "it could not be rewound"
-            if saved is None:
-                loader.call_again()
-                loader.next_id = BatchId(loader.first_epoch, 0)
-            loader.leave_loop()  # a `break` came after this position
-        return ""
-
-    def _ended_within(self, position: Mapping[str, Any], loaders: list[RunLoader]) -> bool:
-        """Whether a loader that was not rewound stands within an epoch at a position."""
-        for loader in self:
-            if loader not in loaders:
-                saved = position.get(str(loader.number))
-                if saved and saved["index"]:
-                    return True
-        return False
 
     def _of_steps(self) -> list[RunLoader]:
         """The last trained loader, and the other loaders that a loop reads for steps."""
@@ -580,18 +566,3 @@ class LoaderRegistry:
             return []
         others = [each for each in self if each is not last and each.trains and each.in_loop]
         return [last, *others]
-
-
-def _skip(loader: RunLoader, bad: Collection[BatchId], more: int, again: Sequence[BatchId]) -> None:
-    """Marks the `bad` batches and `more` after them to be skipped, except those to read `again`.
-
-    Earlier bad batches stay marked, because a deeper rollback reads them again.
-    """
-    loader.skipped_batch_ids.update(bad)
-    last = max(bad, default=None)
-    if last is not None:
-        end = loader.length
-        for index in range(last.index + 1, last.index + 1 + more):
-            if end is None or index < end:
-                loader.skipped_batch_ids.add(BatchId(last.epoch, index))
-    loader.skipped_batch_ids.difference_update(again)

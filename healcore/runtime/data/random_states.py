@@ -150,7 +150,7 @@ def torch_states() -> dict[str, Any]:
 
 
 def set_torch_states(states: Mapping[str, Any]) -> None:
-    """Sets torch's generators, if the program uses torch, on the devices that it has.
+    """Sets torch's random generators, if the program uses torch, on the devices that it has.
 
     A run that continues on fewer devices ignores the states of the missing devices.
 

@@ -100,7 +100,7 @@ class ArrayFormat(ABC):
         Args:
             flat: the flat state to extend.
             name: name of the value in the state.
-            value: the value.
+            value: a tree of arrays and Python values, or an object with `state_dict`.
 
         Raises:
             UnsavableState: the value cannot be saved.
@@ -302,7 +302,7 @@ class ArrayFormat(ABC):
 
         Args:
             step: step of the checkpoint, for the message.
-            saved: the saved entries.
+            saved: the entries of the checkpoint, or of its copy in memory.
             like: the live values. Of these, optional values may be missing in the checkpoint.
             common: whether the structures may differ. Then the result has every value that both
                 sides have by its name.

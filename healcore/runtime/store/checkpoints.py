@@ -361,7 +361,7 @@ def choose_checkpoints(
     checkpoint of the onset's step holds the last state before the trouble.
 
     Args:
-        saves: the checkpoints.
+        saves: the checkpoints of the run with their statuses, ascending by step.
         onset: step of the incident's first alarm.
         depth: 1 for the newest known-good checkpoint before the onset, 2 for the next older one.
         tried: steps of the checkpoints that were restored for the same trouble. The choice is

@@ -84,7 +84,7 @@ def rename(old: Path, new: Path) -> None:
     """Renames a directory within its parent, and waits until the new name is on disk.
 
     Args:
-        old: the directory.
+        old: the directory, whose content is on disk already.
         new: its new path, which must not exist.
     """
     old.rename(new)

@@ -88,7 +88,7 @@ class Manifest(NamedTuple):
     attempt: Annotated[_Count, Field(ge=1)]
     """Number of the attempt that saved the checkpoint, from 1. See `AttemptHistory`."""
     files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
-    """Relative path -> size and digest, for every file except this one and the record."""
+    """Relative path -> size and digest, for every file except the manifest and the record."""
     nonfinite: tuple[str, ...]
     """Names of arrays with NaN or Inf, allowed or not."""
     healing: bool
@@ -432,7 +432,7 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
     """Recomputes the digests of a rank's share of the files.
 
     Args:
-        stored: the checkpoint.
+        stored: a complete checkpoint, whose files have their sizes.
         rank: number of this rank.
         world: number of ranks, which share the files.
 

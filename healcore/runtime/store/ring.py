@@ -55,7 +55,7 @@ class Ring:
         """Adds an inspected copy, and removes the copies that are superfluous then.
 
         Args:
-            copy: the copy.
+            copy: an inspected copy, whose digests and NaN are known.
             nonfinite_ok: patterns of array names where NaN and Inf are allowed.
 
         Returns:

@@ -178,8 +178,8 @@ class SeveralStores(CheckpointStore):
     def delete(self, step: int) -> None:
         """Removes a checkpoint from each directory, also an older save of its step.
 
-        A directory that cannot delete is reported once. It keeps what it has, and must not prevent
-        the other directories from deleting.
+        A directory that cannot delete is reported once. Its checkpoints stay, and the other
+        directories still delete.
 
         Raises:
             CheckpointNotFound: the step has no checkpoint.

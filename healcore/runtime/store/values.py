@@ -118,8 +118,8 @@ def encode(value: Any, path: Path, special: Special) -> Node:
     """Converts a value to a node.
 
     Args:
-        value: the value.
-        path: its place in the state, for the names of arrays and for errors.
+        value: nested containers and numbers of Python, and whatever `special` encodes.
+        path: place of the value in the state, for the names of arrays and for errors.
         special: encodes a value that this module cannot, such as an array.
 
     Raises:
@@ -265,8 +265,8 @@ def dumps(value: Any, path: Path, keep: Keep = base64_text) -> str:
     JSON, and `loads` reads it without calling anything that it names: a pickle could run code.
 
     Args:
-        value: the value.
-        path: its place in the state, for error messages.
+        value: nested Python values, with arrays of NumPy, torch or JAX.
+        path: place of the value in the state, for error messages.
         keep: keeps the bytes of the arrays elsewhere. By default they are in the text.
 
     Raises:
@@ -279,7 +279,7 @@ def loads(text: str, path: Path, bytes_at: Callable[[Any], np.ndarray] = base64_
     """Converts text of `dumps` back to the value, and calls no function that the text names.
 
     Args:
-        text: the text.
+        text: result of `dumps`, from a file that anybody may have written.
         path: place of the value in the state, for error messages.
         bytes_at: the bytes of what `keep` has returned.
 
