@@ -8,8 +8,8 @@ from healcore.core.decision import Decision as Decision
 from healcore.policy import PolicyError as PolicyError
 from healcore.runtime.data import Cursor as Cursor
 from healcore.runtime.data import DataError as DataError
-from healcore.runtime.faults.failures import Fault as Fault
-from healcore.runtime.faults.failures import classify as classify
+from healcore.runtime.faults.classification import Fault as Fault
+from healcore.runtime.faults.classification import classify as classify
 from healcore.runtime.faults.retry import retrying as retrying
 from healcore.runtime.healer import Healer as Healer
 from healcore.runtime.reporting.trackers import Tracker as Tracker

@@ -58,7 +58,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     healcore prints its lines only in a program that has set up no logging.
     """
     names = {*pyfuncitem.fixturenames}
-    prints, root = bool({"capsys", "capfd"} & names) and "caplog" not in names, logging.root
+    prints = bool({"capsys", "capfd"} & names) and "caplog" not in names
+    root = logging.root
     handlers = root.handlers[:]
     if prints:
         root.handlers.clear()

@@ -19,8 +19,8 @@ class Cause(enum.IntFlag):
     """What is wrong: bit flags, because a step may have several causes.
 
     Detectors set the flags up to RECORDS within the step. The host sets the other flags, for
-    exceptions and hangs (`healcore/runtime/faults/failures.py`). A flag keeps its number, because
-    the numbers are saved in states. The value 256 belonged to a cause of older versions.
+    exceptions and hangs (`healcore/runtime/faults/classification.py`). A flag keeps its number,
+    because the numbers are saved in states. The value 256 belonged to a cause of older versions.
     """
 
     NONFINITE_LOSS = 1

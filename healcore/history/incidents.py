@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from healcore.events.models import EventRecord, EvidenceRecord, ReadingsRecord
 
-MOST_ALARMS = 100  # limit of alarms with an event: per incident, and in total outside of incidents
+MAX_ALARMS = 100  # limit of alarms with an event: per incident, and in total outside of incidents
 
 
 class Mode(enum.StrEnum):
@@ -59,7 +59,7 @@ class Incident:
     @property
     def capped(self) -> bool:
         """Whether some alarms may have no event, so that `skipped` is a lower bound."""
-        return self.alarms >= MOST_ALARMS
+        return self.alarms >= MAX_ALARMS
 
     @property
     def rolled_back(self) -> bool:

@@ -22,8 +22,9 @@ from healcore.runtime.healer_options import Options
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.optional_driver import OptionalMethods
 from healcore.runtime.reporting.trackers import select
+from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.saver import SaveReason
-from healcore.runtime.run.compare.evidence import FORWARD_PASS
+from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
 from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.runtime.run.ending.shutdown import Shutdown
@@ -261,7 +262,7 @@ class Healer(Generic[State]):
         Raises:
             HealerError: the Healer was not opened.
         """
-        return self._run.loop.left_early
+        return self._run.loop.use.left_early
 
     @property
     def store(self) -> Places:
@@ -507,14 +508,14 @@ class Healer(Generic[State]):
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
             )
-        if run.loop.own_count_error:
-            raise IncompleteRun(f"healcore: {run.loop.own_count_error}")
+        if run.loop.use.own_count_obstacle:
+            raise IncompleteRun(f"healcore: {run.loop.use.own_count_obstacle}")
         weight = 1.0
         if run.out_of_memory.part is not None:
             weight = run.out_of_memory.part.weight
-        if batch is not None and run.data.add_observed(batch, weight):
+        if batch is not None and run.step_batches.add_observed(batch, weight):
             run.comparisons.loss_function.gives_loss = True
-        run.guard.resume()  # a hang between the loss and the optimizer's step counts
+        run.hang_guard.resume()  # a hang between the loss and the optimizer's step counts
         losses.observe(loss, optimizer, weight=weight)
 
     def update(self, state: State | None = None, *, batch: object = None) -> State:
@@ -540,7 +541,7 @@ class Healer(Generic[State]):
         if states is None:
             raise HealerError("update is for the other framework: in torch the state is in place")
         if batch is not None:
-            run.data.add_observed(batch, 1.0)
+            run.step_batches.add_observed(batch, 1.0)
         run.loop.update(partial(states.update, state))
         return self.state
 
@@ -627,7 +628,7 @@ class Healer(Generic[State]):
         """
         self._live.driver.expect_change()
         self._live.saver.keep_weight_sample()
-        self._live.comparisons.pause_until(self._live.data.step + 1)
+        self._live.comparisons.pause_until(self._live.progress.step + 1)
 
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular checkpoints.
@@ -642,8 +643,8 @@ class Healer(Generic[State]):
         self._live.loop.queue_dispatch()
         if self._live.loop.returns_to_epoch:
             self._live.log.info(
-                f"step {self._live.data.step}: not saved, because healer.epochs is about to return "
-                "to the epoch of the rollback"
+                f"step {self._live.progress.step}: not saved, because healer.epochs is about to "
+                "return to the epoch of the rollback"
             )
             return
         self._live.saver.save(SaveReason.REQUESTED)
@@ -661,7 +662,7 @@ class Healer(Generic[State]):
         run: after a restart, this restores the random states of the checkpoint.
         """
         self._run.loop.begin()
-        return self._run.data.step + bool(self._run.driver.pending_steps())
+        return self._run.progress.step + bool(self._run.driver.pending_steps())
 
     @property
     def epoch(self) -> int:
@@ -716,7 +717,7 @@ class Healer(Generic[State]):
 
     def _retries(self, name: str) -> Retries:
         """The attempts at one call, for `healcore.retrying`."""
-        return self._live.data.retries(name)
+        return retries_of(self._live, name)
 
     @property
     def _run(self) -> Run:

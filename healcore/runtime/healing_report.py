@@ -129,6 +129,7 @@ class HealingReport:
             Name of a field -> value. Incidents and rollbacks are dicts, paths are texts.
         """
         report: Any = to_json(self)
+        report["rollbacks"] = [to_json(each.to_saved()) for each in self.rollbacks]
         return report
 
     def __str__(self) -> str:

@@ -84,7 +84,7 @@ class RunHooks:
         Returns:
             True if the run was complete; False for a new run and for a run that continues.
         """
-        return self._run.data.had_completed
+        return self._run.progress.had_completed
 
     def adopt_trainer_checkpoint(
         self, engines: Mapping[str, Any], *, step: int | None = None
@@ -112,7 +112,7 @@ class RunHooks:
             run.monitor.read_engines()
             run.record.settings.pop(WEIGHTS, None)
             if step is not None:
-                run.data.step = step
+                run.progress.step = step
 
     def reload_before_first_batch(self) -> None:
         """Loads the resumed checkpoint again, unless this process has read a batch.
@@ -121,9 +121,9 @@ class RunHooks:
         the Healer and the first batch, and may have changed weights that the Healer had restored.
         Does nothing for a new run.
         """
-        data = self._run.data
-        if data.resumed_here and not data.passes:
-            self._run.restorer.load_state_of(data.step)
+        run = self._run
+        if run.progress.resumed_here and not run.pass_states.passes:
+            run.restorer.load_state_of(run.progress.step)
 
     @property
     def is_trial(self) -> bool:
@@ -137,11 +137,11 @@ class RunHooks:
             True during a try. Always False in a resumed run, whose steps must not be lost: there,
             setting True has no effect.
         """
-        return self._run.loop.is_trial
+        return self._run.loop.use.is_trial
 
     @is_trial.setter
     def is_trial(self, is_trial: bool) -> None:
-        self._run.loop.is_trial = is_trial and not self._run.data.resumed_here
+        self._run.loop.use.is_trial = is_trial and not self._run.progress.resumed_here
 
     # -- batches and steps ----------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class RunHooks:
         Returns:
             The position of the loader that was read last.
         """
-        return ReadPosition(self._run.data.pending_ids, self._run.data.last_read)
+        return ReadPosition(self._run.step_batches.pending_ids, self._run.step_batches.last_read)
 
     def parts(
         self,

@@ -44,7 +44,7 @@ class HostPolicy(NamedTuple):
     """How a rollback is carried out."""
     budget: Budget
     """How many recoveries the run may use."""
-    rules: tuple[RuleConfig, ...]
+    host_rules: tuple[RuleConfig, ...]
     """The rules that the host applies, because they need evidence. See `Policy.host_rules`."""
     faults: Mapping[Cause, frozenset[str]]
     """Kind of a fault -> actions of the policy's rule for it, such as "retry"."""
@@ -90,7 +90,7 @@ class HostPolicy(NamedTuple):
             incident=resolved.incident,
             rollback=resolved.rollback,
             budget=resolved.budget,
-            rules=resolved.host_rules(),
+            host_rules=resolved.host_rules(),
             faults=MappingProxyType(resolved.fault_actions()),
             retry=resolved.retry,
             skip_batch=resolved.skip_batch,
@@ -100,7 +100,7 @@ class HostPolicy(NamedTuple):
     @property
     def rolls_back(self) -> bool:
         """Whether a rule rolls back."""
-        rules = (*self.engine.config.rules, *self.rules)
+        rules = (*self.engine.config.rules, *self.host_rules)
         return not self.observes and any(rule.action & Action.ROLLBACK for rule in rules)
 
     @property

@@ -40,7 +40,8 @@ OF_PROCESS = {"time", "mono", "seconds", "run", "environment", *Process._fields}
 
 def recorded(job: Job) -> Result:
     """In a worker process: runs a job, writes its events and the losses of its comparisons."""
-    original, path = healcore.Healer, _path(Path(os.environ[FOLDER]), job)
+    original = healcore.Healer
+    path = _path(Path(os.environ[FOLDER]), job)
     losses = hashlib.sha256()
     count = 0
 
@@ -104,14 +105,12 @@ def test_a_busy_machine_changes_no_bit_and_no_event(tmp_path, monkeypatch):
         with busy_processes(busy):
             results = [*run_all(jobs, workers=1, limit=LIMIT_S, run=recorded)]
         assert [each.error for each in results if each.status != DONE] == []
-        found[name] = {
-            each.job: (
-                _events(path := _path(folder, each.job)),
-                path.with_suffix(".losses").read_text(),
-                (each.weights, each.metric, each.rollbacks, each.steps),
-            )
-            for each in results
-        }
+        found[name] = {}
+        for each in results:
+            path = _path(folder, each.job)
+            losses = path.with_suffix(".losses").read_text()
+            outcome = (each.weights, each.metric, each.rollbacks, each.steps)
+            found[name][each.job] = (_events(path), losses, outcome)
     assert len(found["idle"]) == 20
     rollbacks = [results[2] for _, _, results in found["idle"].values()]
     assert sum(map(bool, rollbacks)) >= 6

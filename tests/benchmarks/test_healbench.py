@@ -40,7 +40,8 @@ class FakeRun(contextlib.AbstractContextManager):
         if does == "unavailable":
             raise Unavailable("no such package")
         self.problem, self.does = problem, does
-        self.steps, self.counts = 4 if does == "stop" else 10, Counts()
+        self.steps = 4 if does == "stop" else 10
+        self.counts = Counts()
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -209,7 +210,8 @@ def test_a_real_run_and_the_first_rollback_of_its_damage():
     finally:
         torch.set_num_threads(threads)
     assert found.status == "done"
-    of, there = found.evidence, running.suite("torch")
+    of = found.evidence
+    there = running.suite("torch")
     assert {comparing.OFF, *comparing.OURS, *summary.PEERS} == there.arms.keys()
     assert of["steps"] == found.steps > of["later_steps"]
     assert of["fault"] == there.tasks["layer_50x"].build(0).fault

@@ -75,7 +75,8 @@ def test_a_number_is_wrong_for_some_steps_from_its_place_on(name):
 
 def test_the_program_sets_the_number_before_the_step_by_the_number_of_the_batch():
     problem: Any = TASKS["swapped_betas_late"].build(0)
-    run, betas = Training(problem), []
+    run = Training(problem)
+    betas = []
     for step in (0, first_step("swapped_betas_late"), 0):  # as after a rollback
         problem.step(problem.batches[step], run.update)
         betas.append(problem.optimizers[MAIN].param_groups[0]["betas"])

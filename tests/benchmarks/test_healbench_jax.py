@@ -52,7 +52,8 @@ def graded(loss: Any) -> Any:
 
 @pytest.mark.parametrize("name", [*TASKS][::2])
 def test_gradients_and_optimizer_are_those_of_the_torch_task(name):
-    problem, source = build(name), TORCH[name].build(0)
+    problem = build(name)
+    source = TORCH[name].build(0)
     assert len(problem.batches) == len(source.batches)
     (loss, seen), grads = graded(problem.loss)(problem.params, problem.batches[0])
     assert jnp.isfinite(loss)

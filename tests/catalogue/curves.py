@@ -37,7 +37,8 @@ def first(flags: Any) -> int | None:
 
 def decisions_of(policy: Any, losses: Any, norms: Any = None, evals: Any = None) -> Decisions:
     """Drives a policy. As in a replay an ordered rollback is paid for, and nothing is restored."""
-    runner, rows = Runner(load(policy).config()), []
+    runner = Runner(load(policy).config())
+    rows = []
     columns = [[None] * len(losses) if c is None else c for c in (losses, norms, evals)]
     for loss, norm, evaluation in zip(*columns, strict=True):
         runner.step(loss=loss, grad_norm=norm, eval_loss=evaluation)
@@ -49,7 +50,7 @@ def decisions_of(policy: Any, losses: Any, norms: Any = None, evals: Any = None)
     return Decisions(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
-class Run(NamedTuple):
+class CurveRun(NamedTuple):
     """Losses and norms of one run, float32 (steps,)."""
 
     name: str
@@ -57,22 +58,23 @@ class Run(NamedTuple):
     norm: np.ndarray
 
 
-def on(runs: list[Run], policy: Any) -> list[tuple[Run, Decisions]]:
+def on(runs: list[CurveRun], policy: Any) -> list[tuple[CurveRun, Decisions]]:
     """Each run, and the decisions of a policy on it."""
     return [(run, decisions_of(policy, run.loss, run.norm)) for run in runs]
 
 
-def healthy(seed: int = 0, steps: int = STEPS) -> Run:
+def healthy(seed: int = 0, steps: int = STEPS) -> CurveRun:
     """A falling, noisy, positive loss, and norms with a lognormal scatter of ten percent."""
     rng = np.random.default_rng(seed)
     loss = 2 + 3 * np.exp(-np.arange(steps) / 100) + 0.04 * rng.normal(size=steps)
     norm = (0.6 + np.exp(-np.arange(steps) / 90)) * np.exp(0.1 * rng.normal(size=steps))
-    return Run(f"healthy {seed}", loss.astype(np.float32), norm.astype(np.float32))
+    return CurveRun(f"healthy {seed}", loss.astype(np.float32), norm.astype(np.float32))
 
 
-def synthetic() -> list[Run]:
+def synthetic() -> list[CurveRun]:
     """Healthy runs, single spikes, rows of them, level shifts, heavy tails; all finite, above 0."""
-    runs, ones = [], np.ones(STEPS)
+    runs = []
+    ones = np.ones(STEPS)
     for seed in range(2):
         rng = np.random.default_rng(90 + seed)
         base = healthy(seed)
@@ -96,7 +98,7 @@ def synthetic() -> list[Run]:
             ("moderate shift", 1 + rise, 1 + 2 * rise),
         ):
             scaled = (base.loss * loss).astype(np.float32), (base.norm * norm).astype(np.float32)
-            runs.append(Run(f"{name} {seed}", *scaled))
+            runs.append(CurveRun(f"{name} {seed}", *scaled))
     return runs
 
 

@@ -37,6 +37,7 @@ def parts(name: str) -> set[str]:
 
 
 def test_some_policies_have_every_part():
+    """`make test` runs these policies alone, and has each detector, clipping rule and mode."""
     assert set().union(*map(parts, COVERING)) == set().union(*map(parts, ALL))
 
 
@@ -73,7 +74,8 @@ def test_it_is_attached_in_torch(name):
 def test_it_protects_in_jax_as_in_torch(name):
     tx = healcore.jax.protect(optax.sgd(1e-2), policy=name)
     params: Any = {"a": jnp.ones(1), "b": jnp.ones(1)}
-    state, skipped = tx.init(params), []
+    state = tx.init(params)
+    skipped = []
     for i, (loss, row) in enumerate(zip(LOSSES, GRADIENTS, strict=True)):
         made = {"a": jnp.full(1, row[0]), "b": jnp.full(1, row[1])}
         updates, state = tx.update(made, state, params, value=jnp.asarray(loss))

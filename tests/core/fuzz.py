@@ -51,7 +51,8 @@ def signals(
 
 def growths(rng: np.random.Generator, steps: int, lanes: int) -> Signals:
     """Runs whose loss and norm grow twice; norms or the rate may rise first, the loss may fall."""
-    shape, t = (steps, lanes), np.arange(steps)[:, None]
+    shape = (steps, lanes)
+    t = np.arange(steps)[:, None]
     loss = rng.choice([3.0, 0.1, -1.0], lanes) + rng.choice([0.0, 0.01, 0.1], lanes) * rng.normal(
         size=shape
     )

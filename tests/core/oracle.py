@@ -81,7 +81,8 @@ def reference_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> E
     close = np.zeros((steps, lanes), bool)
     rows: list[list[Any]] = [[None] * lanes for _ in range(steps)]
     for lane in range(lanes):
-        machine, (is_limited, limit) = reference.Engine(config, groups=groups), limits(lane)
+        machine = reference.Engine(config, groups=groups)
+        is_limited, limit = limits(lane)
         for i in range(steps):
             seen = Signals(*(None if c is None else c[i][lane] for c in columns))
             sets_limit, norm_limit = norm_limits(i, np.int32(lane))
@@ -114,8 +115,10 @@ def growing_run(
 ) -> Iterator[Columns]:
     """The same, yielded after each of these numbers of steps, always from the first step on."""
     numbers = np.arange(lanes_of(trace)[1])
-    engine, (is_limited, limit) = Engine(config), limits(numbers)
-    state, rows = engine.init(groups=groups, batch=lanes_of(trace)[1:]), []
+    engine = Engine(config)
+    is_limited, limit = limits(numbers)
+    state = engine.init(groups=groups, batch=lanes_of(trace)[1:])
+    rows = []
     for stop in stops:
         for i in range(len(rows), stop):
             sets_limit, norm_limit = norm_limits(i, numbers)

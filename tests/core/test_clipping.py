@@ -113,7 +113,8 @@ def steps_until_back(taken: np.ndarray, usual: np.ndarray) -> int:
 @pytest.mark.parametrize("clip", LEARNING_CLIPS)
 def test_clipping_is_back_at_its_usual_amount(clip):
     """After a true level shift, within the steps that the page states."""
-    (rule, config), steps = LEARNING_CLIPS[clip], np.arange(BEFORE + AFTER)
+    rule, config = LEARNING_CLIPS[clip]
+    steps = np.arange(BEFORE + AFTER)
     rises = [f ** np.clip((steps - BEFORE + 1) / length, 0, 1) for f, length in SHIFTS.values()]
     for noise, bound in zip(NOISES, BOUNDS[clip], strict=True):
         lanes = 1 if noise == 0 else 20 if rule == "autoclip" else 150

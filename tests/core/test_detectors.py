@@ -130,6 +130,7 @@ def one_noise(steps: int) -> np.ndarray:
 
 
 def test_after_patience_steps_in_a_row():
+    """Norms that vanish for a few steps only are no alarm."""
     norms = [1.0] * 50 + [1e-9] * 10 + [np.nan] * 30 + [1e-9] * 20 + [1.0] * 5
     found = watched("vanishing", {"threshold": 1e-6, "patience": 20}, grad_norm=norms)
     assert np.flatnonzero(found).tolist() == [*range(99, 110)], "NaN counts nothing, resets nothing"
@@ -148,7 +149,8 @@ def test_noise_without_progress_is_a_plateau(offset):
 
 
 def test_sitting_at_chance_level_is_seen_after_one_window():
-    losses, settings = np.log(2) + 0.002 * one_noise(150), {**PLATEAU, "chance_level": 0.693147}
+    losses = np.log(2) + 0.002 * one_noise(150)
+    settings = {**PLATEAU, "chance_level": 0.693147}
     losses = np.insert(losses, 50, [np.nan] * 30)
     assert np.flatnonzero(watched("plateau", settings, loss=losses)).tolist() == [*range(129, 180)]
     assert not watched("plateau", PLATEAU, loss=losses).any(), "opt-in"
@@ -157,7 +159,8 @@ def test_sitting_at_chance_level_is_seen_after_one_window():
 
 @pytest.mark.parametrize("offset", [1.0, -5.0])
 def test_two_wide_gaps_in_a_row(offset):
-    train, evaluations = offset + 0.1 * one_noise(600), np.full(600, np.nan)
+    train = offset + 0.1 * one_noise(600)
+    evaluations = np.full(600, np.nan)
     evaluations[[100, 200, 300, 400, 500]] = offset + np.array([2.0, 0.1, 2.0, 2.0, 0.1])
     settings = {"max_gap": 1.0, "patience": 2}
     found = watched("overfit", settings, loss=train, eval_loss=evaluations)
@@ -206,8 +209,11 @@ def test_growth_alarms_within_a_few_steps_of_standing_out(kind, factor):
 
 def test_data_that_are_different_at_once_never_alarm():
     """Steps of any height, any norms, noise up to 20 % of the height, learnt or not: no alarm."""
-    rng, steps, many = np.random.default_rng(10), 300, 400
-    t, at = np.arange(steps)[:, None], rng.integers(250, size=many)
+    rng = np.random.default_rng(10)
+    steps = 300
+    many = 400
+    t = np.arange(steps)[:, None]
+    at = rng.integers(250, size=many)
     kinds = np.stack([of(np.arange(steps)) for of in LOSSES.values()], axis=1)
     learnt = rng.choice([0.0, 0.01, 0.1], many)
     relative = rng.uniform(0, 0.2, many) * rng.uniform(-1, 1, (steps, many))
@@ -218,7 +224,8 @@ def test_data_that_are_different_at_once_never_alarm():
     norms = np.exp(0.3 * rng.normal(size=(steps, many))) * jump
     assert not np.flatnonzero(unstable(losses, norms).any(0)).tolist(), "lanes"
     # A mix of two sources.
-    ratio, share = 10.0 ** rng.uniform(0.3, 3, many), rng.choice([0.01, 0.15, 0.5], many)
+    ratio = 10.0 ** rng.uniform(0.3, 3, many)
+    share = rng.choice([0.01, 0.15, 0.5], many)
     factor = np.where(rng.random((steps, many)) < share, ratio, 1.0)
     losses, norms = (spread ** rng.normal(size=factor.shape) * factor for spread in (1.05, 1.3))
     assert not np.flatnonzero(unstable(losses, norms).any(0)).tolist(), "lanes"

@@ -137,8 +137,8 @@ def test_observe_judges_as_heal_does_and_enforces_nothing():
         assert np.array_equal(ordered.cause, enforced.cause)
         assert (enforced.grad_scale == 1).all()
         assert (enforced.lr_scale == 1).all()
-        flags = (enforced.skip, enforced.action, enforced.rollback_depth)
-        assert not any(flag.any() for flag in flags)
+        neutral_flags = (enforced.skip, enforced.action, enforced.rollback_depth)
+        assert not any(flag.any() for flag in neutral_flags)
 
 
 def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
@@ -150,8 +150,12 @@ def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
         if i == 60:
             restored = state
     back = engine.on_rollback(state, restored, xp=np)
+
+    # Restored: what the detectors and rules had seen.
     for part in ("clip", "detectors", "rules", "step", "grace"):
         assert same(getattr(back, part), getattr(restored, part))
+
+    # Kept: the cut of the learning rate, unless an earlier one was lower.
     lower = (restored.lr.rate_at_cut > 0) & (restored.lr.rate_at_cut < state.lr.rate_at_cut)
     assert 0 < lower.sum() < len(lower)
     limit = {
@@ -159,12 +163,16 @@ def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
         for name in ("rate_at_cut", "rate_after_cut")
     }
     assert same(back.lr, state.lr._replace(**limit)), "the cut, or the lower limit of then"
+
+    # Counted: the rollback itself.
     left = np.maximum(state.budget.recoveries - 1, 0)
     assert state.budget.healthy_steps.any()
     none = np.zeros_like(state.budget.healthy_steps)  # healthy steps count from the rollback on
     assert same(back.budget, state.budget._replace(recoveries=left, healthy_steps=none))
     assert not state.tally.rollbacks.any(), "a step orders rollbacks, it does not carry them out"
     assert same(back.tally, state.tally._replace(rollbacks=state.tally.rollbacks + 1))
+
+    # Live: the limit of the norm, and the numbers of incidents.
     assert back.norm_limit is state.norm_limit, "the limit of the norm is the live one"
     assert not back.incident.open.any()
     assert np.array_equal(back.incident.number, state.incident.number)

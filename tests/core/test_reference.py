@@ -65,6 +65,7 @@ def test_some_detectors_alone(lanes, wild, which, seed):
 
 @pytest.mark.parametrize("present", ["loss", "grad_norm", "loss grad_norm", "grad_norm eval_loss"])
 def test_a_detector_without_its_signal_rests(present):
+    """It keeps its state: a signal that is logged now and then raises no alarm by its absence."""
     trace = fuzz.signals(np.random.default_rng(5), STEPS, LANES)
     check(policies.full("zclip"), Signals(**{k: getattr(trace, k) for k in present.split()}))
 
@@ -169,7 +170,8 @@ def _mutants_of(module: ModuleType, original: Any, function: ast.FunctionDef) ->
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
     """The core with the error in it."""
-    original, found = mutant.function, {}
+    original = mutant.function
+    found = {}
     exec(compile(mutant.tree, f"<{mutant}>", "exec"), mutant.module.__dict__, found)
     code = original.__code__
     try:
@@ -215,7 +217,8 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
 }
 """The modules to break, and the policies that must notice."""
 
-STOPS, FEW_LANES = (15, 40, 100, 160), 16
+STOPS = (15, 40, 100, 160)
+FEW_LANES = 16
 """Steps after which a run is compared with the reference: most errors show early; and runs."""
 
 
@@ -261,7 +264,8 @@ def name(module: ModuleType) -> str:
 def test_nearly_all_errors_in_each_file_are_noticed(module, share):
     every = list(mutants(module))
     order = np.random.default_rng(zlib.crc32(name(module).encode())).permutation(len(every))
-    some, left = [every[i] for i in order[: max(4, int(share * len(every)))]], []
+    some = [every[i] for i in order[: max(4, int(share * len(every)))]]
+    left = []
     for mutant in some:
         with planted(mutant):
             if not any(complaint(clip) for clip in PARTS[module]):

@@ -133,7 +133,8 @@ def test_no_random_damage_gets_through_or_crashes():
     data = json.loads(json.dumps(engine.to_dict(state)))
     junk = [None, "x", float("nan"), [], {}, 2**70, -1.5, [[1], 2], b"\0"]
     for _ in range(100):
-        path, place = [], data
+        path = []
+        place = data
         while isinstance(place, dict | list) and len(place):
             keys = list(place) if isinstance(place, dict) else range(len(place))
             path.append(keys[int(rng.integers(len(keys)))])

@@ -99,6 +99,7 @@ class Spiteful:
     ids=lambda value: type(value).__name__,
 )
 def test_any_value_is_written_somehow(path, value, written):
+    """An event with a value of any type would otherwise raise within the training loop."""
     assert Log(path).write("problem", step=1, value=value, other=1)
     (line,) = path.read_bytes().splitlines()
     event = json.loads(line, parse_constant=pytest.fail)

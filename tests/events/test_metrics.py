@@ -36,11 +36,15 @@ def test_a_line_per_step_and_the_undone_ones_stay(framework, tmp_path):
     path = tmp_path / "run.metrics.jsonl"  # by default next to the events
     loop = loop_of(framework, Faults(once=[23]), rules())
     facts = train(loop, rules(), range(40), events=tmp_path / "run.events.jsonl")
+
+    # Every step has a line, the undone ones too.
     found = lines(path)
     steps = [line["step"] for line in found]
     back = next(i for i, (a, b) in enumerate(itertools.pairwise(steps)) if b <= a) + 1
     assert steps[:back] == list(range(24)), "each step until the bad one"
     assert steps[back:] == list(range(steps[back], facts["step"]))
+
+    # The line of the bad step, and the cut after the rollback.
     bad = found[23]
     assert (bad["loss"], bad["skip"]) == ("nan", True)
     assert "ROLLBACK" in bad["action"]
@@ -48,7 +52,10 @@ def test_a_line_per_step_and_the_undone_ones_stay(framework, tmp_path):
     assert all(isinstance(line["loss"], float) for line in found if line is not bad)
     assert {line["lr_scale"] for line in found[back : back + 2]} == {0.5}
     assert len({line["run"] for line in found}) == 1
-    plain, events = loop_of(framework, Faults(once=[23]), rules()), tmp_path / "a.events.jsonl"
+
+    # The same run without a file.
+    plain = loop_of(framework, Faults(once=[23]), rules())
+    events = tmp_path / "a.events.jsonl"
     train(plain, rules(), range(40), events=events, metrics=None)
     assert same(plain.weights(), loop.weights()), "writing changes nothing"
     assert not list(tmp_path.glob("a.metrics*"))
@@ -56,7 +63,10 @@ def test_a_line_per_step_and_the_undone_ones_stay(framework, tmp_path):
 
 def test_the_numbers_are_those_of_the_loop(tmp_path, monkeypatch):
     """Losses bit for bit as float32, norms as torch computes them."""
-    loop, path, losses, norms = loop_of("torch"), tmp_path / "m.jsonl", [], []
+    loop = loop_of("torch")
+    path = tmp_path / "m.jsonl"
+    losses = []
+    norms = []
     observe = Healer.observe
 
     def observed(healer: Healer, loss: torch.Tensor) -> None:
@@ -77,7 +87,8 @@ def test_the_numbers_are_those_of_the_loop(tmp_path, monkeypatch):
 
 @BOTH
 def test_an_evaluation_and_the_height_of_each_loss_are_metrics(framework, tmp_path):
-    path, logged = tmp_path / "m.jsonl", []
+    path = tmp_path / "m.jsonl"
+    logged = []
 
     def before(healer: Healer, number: int) -> None:
         logged.append(healer.metrics() if number else {})

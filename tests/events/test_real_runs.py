@@ -43,7 +43,8 @@ def wrong_then_right(incident):
 
 @BOTH_FRAMEWORKS
 def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
-    path, policy = tmp_path / "run.events.jsonl", rules(recoveries=2)
+    path = tmp_path / "run.events.jsonl"
+    policy = rules(recoveries=2)
     options = {"store": tmp_path / "store", "events": path}
     # A transient fault and one that stays; what the loop raises ends the run.
     loop = loop_of(framework, Faults(once=[8], always=[19]), policy)
@@ -62,7 +63,8 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
 
 @BOTH_FRAMEWORKS
 def test_the_settings_of_a_run_are_in_its_events_and_its_report(framework, tmp_path):
-    loop, path = loop_of(framework, policy=rules()), tmp_path / "run.events.jsonl"
+    loop = loop_of(framework, policy=rules())
+    path = tmp_path / "run.events.jsonl"
     known = {"precision": "float32", "policy": "test (dc64ba47)"}
     if framework == "torch":  # as a trainer does
         sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}

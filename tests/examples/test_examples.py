@@ -83,7 +83,8 @@ def test_trl_sft():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_program_of_a_page_prints_what_the_page_quotes(name, tmp_path):
-    page, program = f"trainers/{name}.md", tmp_path / "program.py"
+    page = f"trainers/{name}.md"
+    program = tmp_path / "program.py"
     program.write_text(snippet(page, PROGRAMS[name]))
     _, messages = output(str(program), cwd=tmp_path, imports=IMPORTS)
     check_lines(page, messages)

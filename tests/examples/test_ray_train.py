@@ -15,7 +15,8 @@ pytest.importorskip("ray.train", reason="run by .ci/run with Ray on its path")
 
 def test_a_killed_worker_resumes(tmp_path: Path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # Ray is on it
-    ends, options = [], {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": path}}
+    ends = []
+    options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": path}}
     options |= {"capture_output": True, "text": True, "timeout": 600}
     for arguments in ([tmp_path / "left alone"], [tmp_path / "killed", 150]):
         command = [sys.executable, "examples/ray_train.py", *map(str, arguments)]

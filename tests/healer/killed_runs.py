@@ -89,7 +89,7 @@ class Watched:
         self._begun = Counter[str]()
         self._calls_left: int | None = None
         for owner, name, phase in (
-            (Saver, "write", SAVE),
+            (Saver, "save_state_as", SAVE),
             (CheckpointStore, "_write_checkpoint", WRITE),
             (Recovery, "roll_back", BACK),
         ):
@@ -203,7 +203,8 @@ def run_ranks(
         target(rank)
 
     left = {forked(partial(begin, rank), files[rank]): rank for rank in range(world)}
-    statuses, until = [0] * world, float("inf")
+    statuses = [0] * world
+    until = float("inf")
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in left:
@@ -239,7 +240,8 @@ class Kind:
     def __init__(self, root: Path, start: Callable[[Path, Watched], None], world: int = 1) -> None:
         self.root, self.world, self._start = root, world, start
         assert self.start(root, 0, None).statuses == [0] * world
-        self.steps, self.facts = steps_of(root), facts_of(root)
+        self.steps = steps_of(root)
+        self.facts = facts_of(root)
         assert min(each["rollbacks"] for each in self.facts) >= 2, self.facts
 
     def start(self, root: Path, number: int, aim: Aim | None) -> Ended:
@@ -250,7 +252,8 @@ class Kind:
 
     def killed(self, root: Path, kills: int, seed: object) -> Counter[str]:
         """A run with up to `kills` kills, to its end; counts what was under way at each."""
-        counts, logged = Counter[str](), b""
+        counts = Counter[str]()
+        logged = b""
         for number in itertools.count():
             aim = aim_of(seed, number, kills, self.world)
             ended = self.start(root, number, aim)

@@ -33,7 +33,8 @@ from tests.runtime.faults.test_page import assert_on_the_page
 
 @BOTH_FRAMEWORKS
 def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
-    plain, policy = loop_of(framework, Faults(always=[5, 23])), rules(mode="observe")
+    plain = loop_of(framework, Faults(always=[5, 23]))
+    policy = rules(mode="observe")
     for number in range(30):
         plain.step(None, number)
     watched = loop_of(framework, Faults(always=[5, 23]), policy)
@@ -65,7 +66,10 @@ def test_a_hook_may_override(tmp_path):
 
 def test_a_hook_that_adds_a_save_is_no_evidence():
     """Weights that are finite after skipped steps are not rolled back."""
-    add_save = lambda incident: incident.action | Action.SAVE  # noqa: E731
+
+    def add_save(incident: Any) -> Action:
+        return incident.action | Action.SAVE
+
     loop = loop_of("torch", Faults(always=range(20, 32)))
     assert train(loop, "default", range(50), on_incident=add_save)["rollbacks"] == 0
 
@@ -146,16 +150,20 @@ def test_the_end_of_an_incident_has_the_numbers_of_its_optimizer(tmp_path):
 def test_used_where_it_cannot_be():
     loop = loop_of("torch")
     healer = Healer(rules(), state=loop.state)
+    # Before the block.
     with pytest.raises(RuntimeError, match="with Healer"):
         healer.observe(1.0)
+    # In the block: a method of JAX in a torch run.
     with pytest.raises(IncompleteRun), healer, pytest.raises(RuntimeError, match="other framework"):
         healer.update(None)
+    # After the block.
     with pytest.raises(RuntimeError, match="has ended"):
         next(healer.batches([1]))
     with pytest.raises(ValueError, match="epochs is a whole number >= 1, or None"):
         healer.batches([1], epochs=0)
     with pytest.raises(RuntimeError, match="opened once"), healer:
         pass
+    # Arguments of other types.
     with pytest.raises(ValueError, match=r"hooks is a healcore.Hooks\(...\), not 3"):
         Healer(rules(), state=loop.state, hooks=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"store is a path, .* not ''"):
@@ -190,16 +198,21 @@ def test_hooks_receive_saves_and_rollbacks_and_the_report_is_a_plain_dict(framew
     loop = loop_of(framework, Faults(always=[23]), rules())
     hooks = {"on_saved": [broken, saved.append], "on_rollback": rolled_back.append}
     train(loop, rules(), range(40), store=tmp_path, before=before, **hooks)
+
+    # The hook of the rollback has received what the event says.
     (logged,) = events(tmp_path, "rollback")
     (seen,) = rolled_back
     assert (seen["kind"], seen["checkpoint"]) == ("rollback", logged["checkpoint"])
     for each in (seen, logged):
         assert (each["step"], each["onset"], each["batches"]) == (25, 23, [[0, 23]])
+
+    # The hook of the saves too, although the hook before it raises each time.
     assert [each["step"] for each in saved] == [each["step"] for each in events(tmp_path, "save")]
     problems = [each["problem"] for each in events(tmp_path, "problem")]
     assert sum("a hook of the user" in each for each in problems) == len(saved)
     assert all(np.isfinite(each).all() for each in loop.weights())
 
+    # The report is plain JSON, during the run and after it.
     report = running[0].report()
     found = report.to_dict()
     assert json.loads(json.dumps(found)) == found
@@ -438,7 +451,8 @@ def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, resets, 
 
 def test_a_restart_resets_no_moments(tmp_path):
     breaks_off(loop_of("torch"), RESETS, range(12), at=7, store=tmp_path)
-    train(loop := loop_of("torch"), RESETS, range(12), store=tmp_path)
+    loop = loop_of("torch")
+    train(loop, RESETS, range(12), store=tmp_path)
     assert {int(each["step"]) for each in loop.optimizer.state.values()} == {12}
 
 
@@ -458,7 +472,9 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     def warm_up(step: int) -> float:
         return min(1.0, ((step + 1) / 40) ** 3)
 
-    loop, rates, healers = loop_of("torch", Faults(once=range(35, 39))), {}, []
+    loop = loop_of("torch", Faults(once=range(35, 39)))
+    rates = {}
+    healers = []
     loop.scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, warm_up)
     loop.state["scheduler"] = loop.scheduler
     three = {"to": ["nonfinite"], "do": ["rollback", "cut_lr"], "when": {"consecutive": 3}}
@@ -470,24 +486,33 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     )
 
     def before(healer: Any, number: int) -> None:
-        healers[:], step = [healer], healer.step - 1
+        healers[:] = [healer]
+        step = healer.step - 1
         decision = healings_of(healer)["optimizer"].last_decision()
         if decision is not None:  # after the first step
             rates[step] = rate * warm_up(step) * float(decision.lr_scale)
 
     train(loop, policy, range(70), events=tmp_path / "healcore.events.jsonl", before=before)
+
+    # The report: the limit is a quarter of the schedule's rate at the cut.
     (done,) = healers[0].report().rollbacks
     limit = cut * rate * warm_up(37)
-    assert (done.step, done.target, done.lr_scale) == (39, 0, 1.0)
+    assert (done.step, done.continues_at, done.lr_scale) == (39, 0, 1.0)
     assert (done.lr, done.lr_limit) == pytest.approx((rate, limit))
+
+    # The rates that the steps had.
     assert max(rates.values()) == pytest.approx(limit), "no step after it has had more"
     assert rates[1] == pytest.approx(rate * warm_up(1)), "and the first ones their schedule's"
+
+    # The events.
     (back,) = events(tmp_path, "rollback")
     assert (back["lr"], back["lr_limit"], back["lr_scale"]) == (done.lr, done.lr_limit, 1.0)
     first, second = events(tmp_path, "lr")
     assert (first["step"], first["action"], first["lr_scale"]) == (37, ["CUT_LR"], cut)
     assert ("action" in second, second["lr_scale_before"]) == (False, 1.0)
     assert rate * warm_up(second["step"] - 1) < limit < rate * warm_up(second["step"])
+
+    # The line on the screen.
     (line,) = (e for e in capsys.readouterr().err.splitlines() if "to the checkpoint of" in e)
     assert f"learning rate at most {limit:.3g} (the schedule's rate was 0.01)" in line
     assert "data rewound" in line

@@ -19,6 +19,7 @@ from healcore.errors import StateMismatch
 from healcore.torch import DCPStore
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import rules
+from tests.open_run import run_of
 
 EPOCHS, BATCHES = 4, 7
 CHANGED_EPOCH = 2
@@ -77,7 +78,8 @@ class Program:
             model[0] = Adapter(layers[0].requires_grad_(False))
             optimizer.add_param_group({"params": [layers[0].a, layers[0].b], "lr": 0.02})
         if self.kind == "head":
-            old, model[3] = {*layers[3].parameters()}, nn.Linear(8, 1)
+            old = {*layers[3].parameters()}
+            model[3] = nn.Linear(8, 1)
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if p not in old]
             optimizer.add_param_group({"params": model[3].parameters()})
@@ -307,7 +309,8 @@ class Changing:
     """Calls a change at a step of a loop with its own data."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.at = program, [CHANGE]
+        self.program = program
+        self.at = [CHANGE]
 
     def run(self, healer: Healer) -> Iterator[int]:
         for step in healer.steps(EPOCHS * BATCHES):
@@ -353,10 +356,11 @@ def test_copies_of_weights_from_before_a_change_are_not_compared(tmp_path):
     anchors = []
 
     def look(healer: Healer) -> None:
-        comparisons = healer._run.comparisons  # type: ignore[union-attr]
+        comparisons = run_of(healer).comparisons  # type: ignore[union-attr]
         anchors.append((healer.step, [each.step for each in comparisons.anchors]))
 
-    saves, state = Checkpoints(every=5), program.state
+    saves = Checkpoints(every=5)
+    state = program.state
     with Healer(
         "default",
         state=state,

@@ -61,7 +61,8 @@ def test_the_program_goes_on_with_the_final_state(over, framework, tmp_path, cap
     for _ in range(2):
         new_process()
         capsys.readouterr()
-        loop, steps = loop_of(framework, policy=rules()), 0
+        loop = loop_of(framework, policy=rules())
+        steps = 0
         validation = [100, 101]
         with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
             for number in over(healer):

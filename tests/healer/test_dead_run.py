@@ -14,8 +14,8 @@ from healcore.jax import protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.reporting.nonfinite_steps import IN_A_ROW
 from healcore.runtime.run.ending.exits import RunStopped
-from healcore.runtime.run.orders import RollbackRecord
-from healcore.runtime.run.rollback.dead_run import Attempt, next_attempt
+from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
+from healcore.runtime.run.rollback.dead_run import Revival, next_revival
 from tests.healer.run_directory import events, new_process
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import BOTH_FRAMEWORKS
@@ -86,14 +86,14 @@ class JaxRun:
         @jax.jit
         def step(state: Any, inputs: Any, targets: Any) -> Any:
             weights, memory = state
-            loss, gradient = jax.value_and_grad(self._loss)(weights, inputs, targets)
+            loss, gradient = jax.value_and_grad(self.loss_of)(weights, inputs, targets)
             updates, memory = tx.update(gradient, memory, weights, value=loss)
             return optax.apply_updates(weights, updates), memory
 
         self._step = step
 
     @staticmethod
-    def _loss(weights: Any, inputs: Any, targets: Any) -> Any:
+    def loss_of(weights: Any, inputs: Any, targets: Any) -> Any:
         predicted = inputs @ weights
         return jnp.mean(jnp.exp(predicted) - targets * predicted)
 
@@ -129,6 +129,7 @@ def train(run: Any, store: Any, steps: int = STEPS, **options: Any) -> dict[str,
 
 
 def test_without_a_finite_step_nothing_is_tried(tmp_path):
+    """No weights are known to be good: a rollback to the start would fail the same way."""
     with pytest.raises(RunStopped, match="none of the first 100 steps was finite"):
         train(TorchRun(bad=range(STEPS)), tmp_path)
     assert events(tmp_path, "rollback") == []
@@ -196,7 +197,10 @@ def test_bad_data_cost_repeated_steps_and_no_bits(framework, compares, tmp_path)
     train(skipping, None, data=[number for number in range(STEPS) if number not in bad])
     loss_fn = None
     if compares:
-        of_jax = lambda state, number: JaxRun._loss(state[0], *batch(int(number), bad))  # noqa: E731
+
+        def of_jax(state: Any, number: Any) -> Any:
+            return JaxRun.loss_of(state[0], *batch(int(number), bad))
+
         loss_fn = run.loss if framework == "torch" else of_jax
     counts = train(run, tmp_path, loss_fn=loss_fn)
     attempts = events(tmp_path, "rollback")
@@ -268,22 +272,24 @@ def test_a_policy_that_observes_changes_nothing(tmp_path):
     assert train(run, tmp_path, policy=observing)["rollbacks"] == 0
 
 
-def rollback(attempt: Attempt, step: int) -> RollbackRecord:
-    return RollbackRecord(index=step - 1, onset=0, step=step, attempt=attempt)
+def rollback(revival: Revival, step: int) -> RollbackRecord:
+    changes = RepeatChanges(revival=revival)
+    order = Order(index=step - 1, onset=0, reason=OrderReason.DEAD_RUN, changes=changes)
+    return RollbackRecord(order=order, step=step)
 
 
 def test_when_a_dead_run_is_brought_back():
     def asked(streak: int, *past: RollbackRecord, repeats: bool = True, sure: bool = False) -> Any:
-        return next_attempt(streak, past, 100, repeats=repeats, sure=sure)
+        return next_revival(streak, past, 100, repeats=repeats, sure=sure)
 
-    assert [asked(streak) for streak in (19, 20, 21)] == [None, Attempt.REPEAT, None]
-    tried = [rollback(each, 121) for each in Attempt]
-    assert asked(20, *tried[:1]) == Attempt.LIMIT_RATE
-    assert asked(20, *tried[:2]) == Attempt.UNDO
+    assert [asked(streak) for streak in (19, 20, 21)] == [None, Revival.REPEAT, None]
+    tried = [rollback(each, 121) for each in Revival]
+    assert asked(20, *tried[:1]) == Revival.LIMIT_RATE
+    assert asked(20, *tried[:2]) == Revival.UNDO
     assert asked(20, *tried) is asked(IN_A_ROW, *tried) is None
-    elsewhere = [rollback(each, 60) for each in Attempt]
-    assert asked(20, *elsewhere[:2]) == Attempt.REPEAT, "the trouble of another place"
+    elsewhere = [rollback(each, 60) for each in Revival]
+    assert asked(20, *elsewhere[:2]) == Revival.REPEAT, "the trouble of another place"
     assert asked(20, *elsewhere) is None, "that place had bad data"
-    assert asked(IN_A_ROW, *elsewhere) == asked(20, *elsewhere, sure=True) == Attempt.REPEAT
+    assert asked(IN_A_ROW, *elsewhere) == asked(20, *elsewhere, sure=True) == Revival.REPEAT
     assert asked(20, repeats=False) is None
-    assert asked(IN_A_ROW, repeats=False) == asked(20, repeats=False, sure=True) == Attempt.REPEAT
+    assert asked(IN_A_ROW, repeats=False) == asked(20, repeats=False, sure=True) == Revival.REPEAT

@@ -45,7 +45,8 @@ class OwnStep:
     per_rank = True
 
     def __init__(self) -> None:
-        self.step, self.rank = 0, dist.get_rank()
+        self.step = 0
+        self.rank = dist.get_rank()
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "rank": self.rank}
@@ -74,7 +75,8 @@ def train(kind: str, root: Path, watched: Watched, *, any_world: bool = False) -
     `any_world`: with nothing that only the same number of ranks can restore, and the digests of
     whole tensors.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1)
@@ -206,7 +208,8 @@ def test_torchrun_restarts_a_killed_rank_and_ends_when_it_may_no_more(tmp_path, 
 def under_torchrun(kind: str, root: str, kills: str, seed: str) -> None:
     number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=killed_runs.TIMEOUT))
-    rank, aim = dist.get_rank(), killed_runs.aim_of(seed, number, int(kills), WORLD)
+    rank = dist.get_rank()
+    aim = killed_runs.aim_of(seed, number, int(kills), WORLD)
     start(kind, Path(root), Watched(Path(root) / f"phases-{number}-{rank}", aim, rank))
 
 

@@ -26,6 +26,7 @@ from healcore.torch.store import gloo
 from tests import forked_programs
 from tests.healer.killed_runs import AFTER_ANOTHER, run_ranks
 from tests.healer.training_loops import rules
+from tests.open_run import run_of
 from tests.torch.layouts import spread, whole
 
 pytestmark = pytest.mark.slow  # several processes; the ranks of test_ranks.py are in `make test`
@@ -89,7 +90,7 @@ def train(case: str, root: Path, kind: str, rank: int) -> None:
         for number in healer.batches(data(case, rank)):
             here = case if number == AT and rank == 1 else ""
             if number == AT - 1:
-                healer._run.store.wait()  # the newest checkpoint is on disk
+                run_of(healer).store.wait()  # the newest checkpoint is on disk
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
             if here == "FSDP2":
                 raise ZeroDivisionError("forward")
@@ -97,7 +98,7 @@ def train(case: str, root: Path, kind: str, rank: int) -> None:
                 name = {"terminated": "SIGTERM", "killed": "SIGKILL", "stopped": "SIGSTOP"}[here]
                 os.kill(os.getpid(), signal.Signals[name])
             if here == "stop":
-                healer._run.recovery.stop("the user has seen enough")
+                run_of(healer).recovery.stop("the user has seen enough")
             loss = model(x).square().mean()
             healer.observe(loss)
             loss.backward()
@@ -122,7 +123,8 @@ def main(root: Path, cases: list[str]) -> None:
         assert run_ranks(at, WORLD, partial(train, "", at, kind)).statuses == [0] * WORLD
         undisturbed[kind] = json.loads((at / "end-0.json").read_text())["weights"]
     for case in cases or CASES:
-        kind, at = case if case == "FSDP2" else "DDP", root / case
+        kind = case if case == "FSDP2" else "DDP"
+        at = root / case
         seconds = TIMEOUT if case in TIMES_OUT else BOUND
         gloo.MIN_TIMEOUT = timedelta(seconds=seconds)
         target = partial(train, case, at, kind)

@@ -36,6 +36,7 @@ from tests.healer.training_loops import (
     train,
 )
 from tests.jax.driver.small_runs import batch, in_place
+from tests.open_run import run_of
 from tests.runtime.store.disk_faults import small_disk
 
 
@@ -58,7 +59,8 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     loop = loop_of(framework, Faults(always=range(20, 40)), policy)
     with pytest.raises(RunStopped) as stopped:
         train(loop, policy, range(40), store=tmp_path)
-    text, last_good = str(stopped.value), stopped.value.last_good
+    text = str(stopped.value)
+    last_good = stopped.value.last_good
     for part in ("budget", "nonfinite loss", "Rolled back from step", f"step {last_good}"):
         assert part in " ".join(text.split())
     (found,) = postmortems(tmp_path)
@@ -75,7 +77,7 @@ def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_th
 
     def ask(healer):
         path.touch()
-        while not healer._run.end_requests.stop_file.found:
+        while not run_of(healer).end_requests.stop_file.found:
             time.sleep(0.01)
 
     def run(**options: Any) -> None:
@@ -118,7 +120,8 @@ def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen()
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "Slurm"])
 def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(asked, tmp_path):
-    before, ask = signal.getsignal(asked), at(7, lambda healer: os.kill(os.getpid(), asked))
+    before = signal.getsignal(asked)
+    ask = at(7, lambda healer: os.kill(os.getpid(), asked))
     with pytest.raises(Terminated) as ended:
         train(loop_of("torch"), rules(), range(12), store=tmp_path, before=ask)
     assert ended.value.code == 128 + asked
@@ -297,11 +300,12 @@ def test_a_disk_that_is_full_at_the_end_is_no_completed_run(framework, tmp_path)
 
 
 def trains(framework: str, folder: Path, full_at: int) -> None:
-    policy, file = rules(), folder / "filler"
+    policy = rules()
+    file = folder / "filler"
     keep = Keep(good=50, candidates=50)  # nothing is deleted, which would make room
 
     def fill(healer: Any) -> None:
-        healer._run.store.wait()  # a save that fails would free its part of the disk
+        run_of(healer).store.wait()  # a save that fails would free its part of the disk
         with suppress(OSError), file.open("wb", buffering=0) as disk:
             while True:
                 disk.write(bytes(4096))

@@ -67,7 +67,8 @@ def healed_run(
     batches: Callable[[int], Any], store: Any = None, *, named: bool = True
 ) -> tuple[Poisoned, list[tuple[int, int]], int]:
     """A run in a loop over `epochs`. Returns the loop, its places and the number of rollbacks."""
-    loop, places = Poisoned(), []
+    loop = Poisoned()
+    places = []
     with Healer(POLICY, state=loop.state, store=store, checkpoints=Checkpoints(every=5)) as healer:
         for epoch in healer.epochs(EPOCHS):
             kwargs = {"epoch": epoch} if named else {}
@@ -121,7 +122,8 @@ def test_a_loader_for_each_epoch_after_a_restart_and_a_rollback(broken_at, tmp_p
         return DataLoader(numbers(epoch), batch_size=None, shuffle=True)
 
     def run_once(breaks: bool) -> tuple[Poisoned, list[tuple[int, int]], int]:
-        loop, places = Poisoned(), []
+        loop = Poisoned()
+        places = []
         with Healer(
             POLICY, state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
         ) as healer:
@@ -155,7 +157,8 @@ def test_a_pass_never_has_more_batches_than_its_loader(named, tmp_path):
     bad = 2, 5  # step 19; the checkpoint before it is of step 15, the second batch of this epoch
     loader, again = shuffled(), shuffled()
     plain = plain_run(lambda _: again, bad)
-    loop, counted = Shrinking(), []
+    loop = Shrinking()
+    counted = []
     spoilt = False
     with Healer(POLICY, state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)) as run:
         for epoch in run.epochs(EPOCHS):
@@ -175,7 +178,8 @@ def test_a_pass_never_has_more_batches_than_its_loader(named, tmp_path):
 
 
 def test_a_loop_over_range_is_told(tmp_path, caplog):
-    loop, loader = Poisoned(), shuffled()
+    loop = Poisoned()
+    loader = shuffled()
     with Healer(POLICY, state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
         differs = 0
         for epoch in range(EPOCHS):
@@ -193,7 +197,8 @@ def test_a_loop_over_range_is_told(tmp_path, caplog):
 def test_a_restarted_loop_over_range_is_told_what_its_passes_do(tmp_path, caplog):
     """No epoch is trained twice, but the program's code after each pass runs again."""
     caplog.set_level(logging.INFO, "healcore")
-    loader, passes = list(range(BATCHES)), []
+    loader = list(range(BATCHES))
+    passes = []
     for start in range(2):
         loop = TorchLoop()
         checkpoints = Checkpoints(every=BATCHES)
@@ -216,7 +221,9 @@ def test_a_restarted_loop_over_range_is_told_what_its_passes_do(tmp_path, caplog
 
 
 def test_the_epoch_of_a_single_pass_needs_no_line(caplog):
-    loop, loader, places = Poisoned(), shuffled(), []
+    loop = Poisoned()
+    loader = shuffled()
+    places = []
     with Healer(POLICY, state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
         for number in healer.batches(loader, epochs=EPOCHS):
             loop.epoch, loop.index = healer.epoch, healer.batch_index
@@ -249,7 +256,8 @@ def test_epoch_and_batch_index_after_a_restart(kind, tmp_path):
 @pytest.mark.slow
 def test_in_jax_the_loop_goes_back_with_the_state_of_the_rollback(tmp_path):
     """The program holds the state that `update` has returned, and goes on from it."""
-    data, places = list(range(BATCHES)), []
+    data = list(range(BATCHES))
+    places = []
 
     def run(store: Any, *, healed: bool) -> JaxLoop:
         loop = JaxLoop(policy=POLICY if healed else None)
@@ -270,7 +278,7 @@ def test_in_jax_the_loop_goes_back_with_the_state_of_the_rollback(tmp_path):
                     poisoned |= bad
                     batch = Faults(always=[number] if bad else []).batch(number)
                     places.append((epoch, number))
-                    state = healer.update(loop._step(state, *batch))
+                    state = healer.update(loop.compiled_step(state, *batch))
             loop.state = healer.state
         return loop
 
@@ -284,7 +292,8 @@ def test_an_exception_in_the_code_after_the_pass_changes_no_checkpoint(tmp_path)
     again = shuffled()
     plain = plain_run(lambda _: again, (BAD_EPOCH, BAD_BATCH))
     for fails in (True, False):
-        loop, places = Poisoned(), []
+        loop = Poisoned()
+        places = []
         loop.used = not fails
         checkpoints = Checkpoints(every=5)
         try:
@@ -307,7 +316,10 @@ def test_an_exception_in_the_code_after_the_pass_changes_no_checkpoint(tmp_path)
 
 
 def test_an_evaluation_after_the_pass_is_read_whole_before_the_loop_goes_back(tmp_path):
-    loop, loader, evaluation, counts = Poisoned(), shuffled(), list(range(3)), []
+    loop = Poisoned()
+    loader = shuffled()
+    evaluation = list(range(3))
+    counts = []
     with Healer(POLICY, state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
         for epoch in healer.epochs(EPOCHS):
             for number in healer.batches(loader, epoch=epoch):

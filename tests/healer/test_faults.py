@@ -41,7 +41,8 @@ def with_answers(**more: Any) -> Any:
 
 class Corrupt(Dataset):
     def __init__(self, count: int, bad: Iterable[int]) -> None:
-        self.count, self.bad = count, frozenset(bad)
+        self.count = count
+        self.bad = frozenset(bad)
 
     def __len__(self) -> int:
         return self.count
@@ -163,7 +164,8 @@ def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework
 def test_shapes_that_do_not_fit_end_the_run_with_a_hint_and_a_checkpoint(framework, tmp_path):
     """A rule for unknown errors saves, as for other errors of a program; no batch is skipped."""
     policy = with_answers()
-    loop, wrong = loop_of(framework, policy=policy), at(7, lambda _: torch.ones(3) + torch.ones(4))
+    loop = loop_of(framework, policy=policy)
+    wrong = at(7, lambda _: torch.ones(3) + torch.ones(4))
     with pytest.raises(RuntimeError, match="size of tensor"):
         train(loop, policy, range(12), store=tmp_path, before=wrong)
     (fault,) = events(tmp_path, "fault")
@@ -199,6 +201,7 @@ class Breaking(torch.optim.SGD):
     ],
 )
 def test_a_state_that_may_be_spoilt_is_not_saved(spoilt, saved, why, tmp_path):
+    """The next start would resume from weights that an exception left half updated, or from NaN."""
     answers = [] if spoilt == "no rule" else ANSWERS
     policy = load(with_answers(), respond=[{"to": ["nonfinite"], "do": ["skip"]}, *answers])
     framework = "jax" if spoilt == "donated" else "torch"
@@ -212,7 +215,8 @@ def test_a_state_that_may_be_spoilt_is_not_saved(spoilt, saved, why, tmp_path):
         if spoilt == "weights":
             loop.model[0].weight.data.fill_(math.nan)
         if spoilt == "donated":
-            _ = [leaf.delete() for leaf in jax.tree.leaves(healer.state)]
+            for leaf in jax.tree.leaves(healer.state):
+                leaf.delete()
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

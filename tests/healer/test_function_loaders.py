@@ -72,7 +72,8 @@ def test_a_rollback_and_a_kill_lose_no_step(make, framework, tmp_path):
 
 def test_the_function_can_ask_for_the_epoch(tmp_path):
     """Its order differs from epoch to epoch, also where a rollback leads into an earlier epoch."""
-    loop, used = loop_of("torch", Faults(always=[102])), []
+    loop = loop_of("torch", Faults(always=[102]))
+    used = []
     with Healer(POLICY, state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
 
         def make() -> Iterator[int]:

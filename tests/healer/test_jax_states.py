@@ -60,7 +60,8 @@ def test_a_stale_state_is_refused_in_the_next_update(tmp_path):
     def loop(healer: Any, run: Any, numbers: Any) -> None:
         state = healer.state
         for number in healer.batches(numbers):
-            healer.update(state := step(run, state, number))
+            state = step(run, state, number)
+            healer.update(state)
 
     with pytest.raises(HealStateError, match=r"state = healer\.update\(step\(healer\.state, batch"):
         healed(loop, tmp_path)

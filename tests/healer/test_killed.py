@@ -32,7 +32,8 @@ VARIANTS: dict[str, tuple[int, ...]] = {"rewound": (13, 14, 31), "forward": (13,
 def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
     """Checks what is on disk, then trains to the end, writing each step's state."""
     check(framework, root)
-    policy, data = rules(recoveries=6), range(45)
+    policy = rules(recoveries=6)
+    data = range(45)
 
     def run() -> dict[str, Any]:
         loop = loop_of(framework, Faults(always=VARIANTS[variant]), policy)
@@ -75,7 +76,8 @@ def main(framework: str, root: Path, kills: int) -> None:
         jax.config.update("jax_compilation_cache_dir", str(root / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    counts, kinds = Counter[str](), dict[str, Kind]()
+    counts = Counter[str]()
+    kinds: dict[str, Kind] = {}
     for number, name in enumerate(itertools.cycle(VARIANTS)):
         left = kills - counts["kills"]
         if left <= 0:

@@ -36,7 +36,9 @@ class Network:
 
     def __init__(self, folder: Path, *failing: int, error: Callable[[], Exception]) -> None:
         folder.mkdir(exist_ok=True)
-        self.count, self.failing, self.error = folder / "requests", failing, error
+        self.count = folder / "requests"
+        self.failing = failing
+        self.error = error
 
     def request(self) -> None:
         with self.count.open("ab") as file:
@@ -171,7 +173,8 @@ def train(
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     state = {"model": model, "optimizer": optimizer}
-    loader, found = make(network), []
+    loader = make(network)
+    found = []
     policy = healcore.policy.load("default", **QUICK) if policy is None else policy
     with healcore.Healer(policy, state=state, store=store) as healer:
         for epoch in healer.epochs(epochs):
@@ -201,7 +204,8 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 @pytest.mark.parametrize("name", [name for name in LOADERS if name not in FORKS])
 def test_the_batches_are_those_of_a_run_that_lost_no_connection(name, failing, tmp_path):
     make = LOADERS[name]
-    expected = train(make, whole := Network(tmp_path / "whole", error=lost))
+    whole = Network(tmp_path / "whole", error=lost)
+    expected = train(make, whole)
     requests = whole.count.stat().st_size
     network = Network(tmp_path / "lost", *failing, error=lost)
     assert same(train(make, network, tmp_path), expected)
@@ -235,7 +239,10 @@ def test_the_batches_of_workers(name, failing, tmp_path):
 @pytest.mark.slow
 def test_a_server_that_is_busy_in_a_worker(tmp_path):
     """The exception of urllib cannot be made again in this process: torch raises a RuntimeError."""
-    busy = lambda: urllib.error.HTTPError("http://x", 503, "busy", Message(), None)  # noqa: E731
+
+    def busy() -> urllib.error.HTTPError:
+        return urllib.error.HTTPError("http://x", 503, "busy", Message(), None)
+
     make = LOADERS["workers"]
     expected = train(make, Network(tmp_path / "whole", error=lost), epochs=1)
     found = train(make, Network(tmp_path / "lost", 8, error=busy), tmp_path, epochs=1)
@@ -292,7 +299,10 @@ def test_after_all_attempts_the_error_is_raised_and_the_restart_loses_no_batch(n
     network = Network(tmp_path / "lost", *range(11, 300), error=lost)
     policy = healcore.policy.load("default", retry=QUICK["retry"] | {"attempts": 3})
     before: list[Tensor] = []
-    keep = lambda healer: before.append(torch.empty(0))  # noqa: E731
+
+    def keep(healer: Any) -> None:
+        before.append(torch.empty(0))
+
     with pytest.raises(ConnectionResetError):
         train(make, network, tmp_path, policy=policy, each_step=keep)
     faults = events(tmp_path, "fault")

@@ -50,7 +50,7 @@ class BrokenJax(JaxLoop):
 
     def step(self, healer: Healer | None, number: Any) -> None:
         assert healer is not None
-        state = self._step(healer.state, *self.faults.batch(int(number)))
+        state = self.compiled_step(healer.state, *self.faults.batch(int(number)))
         if healer.step >= BROKEN_FROM:
             params = {**state["params"], "b1": state["params"]["b1"].at[0].set(jnp.nan)}
             state = {**state, "params": params}

@@ -28,6 +28,7 @@ from tests.healer.training_loops import (
     rules,
     train,
 )
+from tests.open_run import run_of
 
 
 def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
@@ -40,6 +41,14 @@ def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
     return loop
 
 
+def spoil(loop: Any, healer: Any) -> None:
+    """Makes the statistics Inf."""
+    if loop.framework == "torch":
+        loop.model.seen.fill_(np.inf)
+    else:
+        healer.state["seen"] = jnp.full(3, np.inf)
+
+
 def spoilt_run(
     loop: Any, policy: Any, store: Any, at: Any, *, once: bool = False, **options: Any
 ) -> dict[str, Any]:
@@ -50,10 +59,7 @@ def spoilt_run(
         if number not in at or (once and number in spoilt):
             return
         spoilt.append(number)
-        if loop.framework == "torch":
-            loop.model.seen.fill_(np.inf)
-        else:
-            healer.state["seen"] = jnp.full(3, np.inf)
+        spoil(loop, healer)
 
     return train(loop, policy, range(60), store=store, before=before, **options)
 
@@ -75,24 +81,83 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     assert "step 25" in after["diagnosis"]
 
 
+def finite_statistics(loop: Any) -> bool:
+    """Whether the array `seen` is finite at the end of a run."""
+    seen = loop.model.seen.numpy() if loop.framework == "torch" else np.asarray(loop.state["seen"])
+    return bool(np.isfinite(seen).all())
+
+
 @BOTH_FRAMEWORKS
-@pytest.mark.parametrize("at", [[22], range(22, 100)], ids=["one batch", "every batch"])
-def test_an_array_that_no_loss_reads_costs_no_data(at, framework, tmp_path):
-    """It is infinite again after the same batches, so the program writes it. That is said once."""
+def test_an_array_that_every_batch_spoils_costs_one_batch(framework, tmp_path):
+    """It is infinite after the next batch too, so the program writes it. That is said once."""
     policy = policies.load("default", rollback={"probation": 5})
     loop = with_statistics(framework, policy)
     loop.faults = Faults(always={41, 48})  # their alarms have another reason
-    facts = spoilt_run(loop, policy, tmp_path, at)
-    assert (facts["rollbacks"], facts["step"]) == (1, 60)
+    facts = spoilt_run(loop, policy, tmp_path, range(22, 100))
+    assert (facts["rollbacks"], facts["step"]) == (2, 59)
     problems = [each["problem"] for each in events(tmp_path, "problem")]
     (line,) = [each for each in problems if "again after a rollback" in each]
+    assert "without the batch of step 22, which stays skipped" in line
     assert "it does not read them" in line
     assert facts["good"] > 30
 
 
+@BOTH_FRAMEWORKS
+@pytest.mark.parametrize("bad", [20, 22, 24])
+def test_only_the_batch_is_skipped_that_spoils_an_array_again(bad, framework, tmp_path):
+    """An outlier leaves Inf in running statistics, and loss and gradients stay finite."""
+    policy = policies.load("default", rollback={"probation": 5, "skip_batches": 3})
+    loop = with_statistics(framework, policy)
+    facts = spoilt_run(loop, policy, tmp_path, [bad])
+    assert finite_statistics(loop)
+    first, second = events(tmp_path, "rollback")
+    assert not first.get("batches")
+    assert second["batches"] == [[0, bad]]
+    assert (second["onset"], second["step"]) == (bad, bad + 1)
+    assert second["checkpoint"] == 20, "no older one: its steps were repeated and checked"
+    assert (facts["step"], loop.faults.order.count(bad)) == (59, 2)
+    assert "seen" in events(tmp_path, "order")[1]["why"]
+    assert not any("again after" in each["problem"] for each in events(tmp_path, "problem"))
+
+
+@BOTH_FRAMEWORKS
+def test_a_kill_between_the_two_rollbacks_changes_nothing(framework, tmp_path):
+    policy = policies.load("default", rollback={"probation": 5})
+    killed = with_statistics(framework, policy)
+    visits = []
+
+    def before(healer: Any, number: int) -> None:
+        visits.append(number)
+        if visits.count(23) == 2:  # never: the second rollback is at the step before
+            raise AssertionError
+        if visits.count(21) == 2:
+            raise RuntimeError("power")
+        if number == 22:
+            spoil(killed, healer)
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(killed, policy, range(60), store=tmp_path, before=before)
+    new_process()
+    loop = with_statistics(framework, policy)
+    facts = spoilt_run(loop, policy, tmp_path, [22])
+    assert (facts["step"], finite_statistics(loop)) == (59, True)
+    assert [each.get("batches", []) for each in events(tmp_path, "rollback")] == [[], [[0, 22]]]
+
+
+def test_without_a_rollback_in_the_budget_the_array_is_allowed(tmp_path):
+    policy = policies.load("default", rollback={"probation": 5}, budget={"recoveries": 1})
+    loop = with_statistics("torch", policy)
+    facts = spoilt_run(loop, policy, tmp_path, [22])
+    assert (facts["rollbacks"], facts["step"]) == (1, 60)
+    problems = [each["problem"] for each in events(tmp_path, "problem")]
+    assert sum("the budget of rollbacks is exhausted" in each for each in problems) == 1
+    assert sum("it does not read them" in each for each in problems) == 1
+
+
 def test_an_array_that_no_loss_reads_neither_cuts_the_rate_nor_stops_the_run(tmp_path):
     """Bad batches leave Inf in it, which torch restores at a skip. Only these are skipped."""
-    policy, bad = policies.load("default", rollback={"probation": 5}), {12, 22, 32, 42, 52}
+    policy = policies.load("default", rollback={"probation": 5})
+    bad = {12, 22, 32, 42, 52}
     loop = with_statistics("jax", policy)
     loop.faults = Faults(always=bad)
     facts = spoilt_run(loop, policy, tmp_path, bad)
@@ -105,6 +170,49 @@ def test_an_array_that_no_loss_reads_neither_cuts_the_rate_nor_stops_the_run(tmp
     assert not any(each.get("lr_limit") for each in rollbacks)
     problems = [each["problem"] for each in events(tmp_path, "problem")]
     assert any("the budget of rollbacks is exhausted; the run continues" in x for x in problems)
+
+
+@pytest.mark.parametrize("bad", [[33], range(33, 80)], ids=["one batch", "every batch"])
+def test_an_outlier_in_one_batch_does_not_break_the_evaluation(bad, tmp_path):
+    """Its square overflows in the running variance, while loss and gradients stay finite."""
+    tx = protect(optax.sgd(0.01))
+
+    @jax.jit
+    def step(state: Any, x: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            normed = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)
+            return jnp.mean((normed @ params["w"] + params["b"] - 1) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        updates, memory = tx.update(grads, state["memory"], state["params"], value=loss)
+        params = optax.apply_updates(state["params"], updates)
+        variance = 0.9 * state["variance"] + 0.1 * x.var(0)
+        return {"params": params, "memory": memory, "variance": variance}
+
+    params = {"w": jnp.zeros((2, 1)), "b": jnp.zeros(1)}
+    state = {"params": params, "memory": tx.init(params), "variance": jnp.ones(2)}
+    with Healer(state=state, store=tmp_path, checkpoints=EVERY_5) as healer:
+        for number in healer.batches(range(80)):
+            x = np.array(INPUTS[8 * number % 400 : 8 * number % 400 + 8])
+            if number in bad:
+                x[0, 0] = 1e25
+            healer.update(step(healer.state, x))
+    assert not events(tmp_path, "alarm")
+    assert (healer.step, healer.rollbacks) == (79, 2)
+    assert [each.get("batches", []) for each in events(tmp_path, "rollback")] == [[], [[0, 33]]]
+    assert np.isfinite(healer.state["variance"]).all() == (bad == [33])
+
+
+def test_an_array_that_no_loss_reads_is_no_evidence_for_a_rule(tmp_path):
+    """No rollback is left for the array, so it stays Inf when a rule asks for a rollback."""
+    policy, bad = policies.load("default", rollback={"probation": 5}), {12, 22, 32, 38}
+    loop = with_statistics("jax", policy)
+    loop.faults = Faults(always=bad | {*range(46, 57)})
+    facts = spoilt_run(loop, policy, tmp_path, bad)
+    assert not finite_statistics(loop)
+    assert facts["rollbacks"] == policy.budget.recoveries, "none by the rule"
+    by_rule = [each for each in events(tmp_path, "assessment") if each["cause"]]
+    assert {each["by"] for each in by_rule} == {"nothing"}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +252,8 @@ def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
 @pytest.mark.parametrize("recoveries", [1, 3])
 def test_damage_again_right_after_a_rollback_is_rolled_back_in_the_budget(recoveries, tmp_path):
     changed = {"rollback": {"probation": 5}, "budget": {"recoveries": recoveries}}
-    policy, loop = policies.load("default", **changed), loop_of("torch")
+    policy = policies.load("default", **changed)
+    loop = loop_of("torch")
 
     def before(healer: Any, number: int) -> None:
         if number in (30, 45):
@@ -235,7 +344,8 @@ def test_nan_up_to_the_end_of_the_data_says_where_to_look(tmp_path):
 
 
 def test_observing_never_ends_a_run(tmp_path):
-    policy, steps = policies.load("default", mode="observe"), FROM_START + 20
+    policy = policies.load("default", mode="observe")
+    steps = FROM_START + 20
     train(loop_of("torch", Faults(always=range(steps))), policy, range(steps), store=tmp_path)
     assert events(tmp_path, "end")[0]["ending"] == "completed"
 
@@ -278,7 +388,8 @@ def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_pat
     tx = protect(optax.sgd(0.01))
     if guard == "apply_if_finite":
         tx = optax.with_extra_args_support(optax.apply_if_finite(tx, 10**6))
-    step, state = guarded(guard, tx), (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    step = guarded(guard, tx)
+    state = (jnp.zeros(2), tx.init(jnp.zeros(2)))
     with Healer("default", state=state, store=tmp_path) as healer:
         for number in healer.batches(range(40)):
             factor = np.float32(math.nan if 20 <= number < 25 else 1.0)
@@ -293,13 +404,14 @@ def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_pat
     else:
         assert not first
     assert healer.report().counts["skips"] == 5
-    assert healer._run.ledger.unhealthy == [*range(20, 25)]
+    assert run_of(healer).ledger.unhealthy == [*range(20, 25)]
 
 
 @pytest.mark.slow
 def test_damaged_weights_behind_a_guard_are_found_by_the_loss_of_the_batches(tmp_path):
     tx = protect(optax.inject_hyperparams(optax.sgd)(0.01))
-    step, state = guarded("where", tx), (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    step = guarded("where", tx)
+    state = (jnp.zeros(2), tx.init(jnp.zeros(2)))
     loss_fn = jax.jit(lambda state, x: loss_of(state[0], x))
     with Healer(state=state, store=tmp_path, loss_fn=loss_fn) as healer:
         for number, x in enumerate(healer.batches(INPUTS)):
@@ -330,6 +442,19 @@ def test_a_policy_without_rollbacks_finds_weights_that_are_not_finite(policy, tm
     (logged,) = events(tmp_path, "rollback")
     assert logged["step"] - 25 < 20
     assert model.weight.isfinite().all()
+
+
+def test_a_stop_for_weights_that_are_not_finite_says_so(tmp_path):
+    """No hook is involved: the policy has no rule, and stops a run for such a state."""
+    policy, loop = policies.load("zclip", rollback={"nonfinite_state": "stop"}), loop_of("torch")
+
+    def before(healer: Any, number: int) -> None:
+        if number == 20:
+            loop.model[0].weight.data.fill_(math.nan)
+
+    with pytest.raises(RunStopped) as stop:
+        train(loop, policy, range(40), store=tmp_path, save_every=100, before=before)
+    assert stop.value.why == "the weights have NaN or Inf"
 
 
 @pytest.mark.slow

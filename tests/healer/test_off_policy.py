@@ -41,7 +41,7 @@ class SavedWalk(Walk):
         self.at, self.random.bit_generator.state = state["at"], state["random"]
 
 
-class Run(nn.Module):
+class QLearner(nn.Module):
     """A Q-learner with a replay buffer in a dictionary of arrays."""
 
     def __init__(self, env: Walk) -> None:
@@ -91,7 +91,8 @@ def test_a_warm_up_may_be_as_long_as_the_training(tmp_path, caplog):
 
     def numbers(total: int, first: int, *, then: int = 10, **options: Any) -> list[int]:
         """The numbers of a loop that trains from its iteration `first` on, `then` steps."""
-        run, seen = Run(Walk()), list[int]()
+        run = QLearner(Walk())
+        seen: list[int] = []
         run.act()
         with Healer(state=run.state()) as healer:
             for iteration, step in enumerate(healer.steps(total, **options)):
@@ -114,7 +115,7 @@ def test_a_warm_up_may_be_as_long_as_the_training(tmp_path, caplog):
 
 
 def test_a_loop_that_trains_unseen_ends_soon():
-    run = Run(Walk())
+    run = QLearner(Walk())
     other = torch.optim.SGD(run.net.parameters(), 0.1)
 
     def train() -> None:
@@ -132,7 +133,7 @@ def test_an_environment_that_cannot_be_saved_is_named(caplog):
     caplog.set_level(logging.INFO, "healcore")
     for env in (Walk(), SavedWalk()):
         caplog.clear()
-        run = Run(env)
+        run = QLearner(env)
         with Healer(state=run.state()) as healer:
             for _ in healer.steps(1):
                 run.act()
@@ -148,13 +149,14 @@ def test_an_environment_that_cannot_be_saved_is_named(caplog):
         def step(self, epoch: int | None = None) -> None: ...
 
     with pytest.raises(AttachError, match=r'state\["env"\] is of type Schedule'):
-        Healer(state={**Run(Walk()).state(), "env": Schedule()}).__enter__()
+        Healer(state={**QLearner(Walk()).state(), "env": Schedule()}).__enter__()
 
 
-def trained(folder: Path | None = None, *, ends: int = -1, damaged: int = -1) -> Run:
+def trained(folder: Path | None = None, *, ends: int = -1, damaged: int = -1) -> QLearner:
     """A run of 60 steps, two rows for each; `ends` and `damaged` are steps."""
     new_process()
-    run, faults = Run(SavedWalk()), {damaged}
+    run = QLearner(SavedWalk())
+    faults = {damaged}
     options: dict[str, Any] = {
         "checkpoints": Checkpoints(every=7),
         "rollback": {"probation": 2, "confirm": False},
@@ -176,7 +178,7 @@ def trained(folder: Path | None = None, *, ends: int = -1, damaged: int = -1) ->
     return run
 
 
-def bits(run: Run) -> list[Any]:
+def bits(run: QLearner) -> list[Any]:
     arrays = [run.net.weight.detach().numpy(), *map(np.asarray, run.replay.values())]
     return [*(each.tobytes() for each in arrays), run.env.at]
 

@@ -13,6 +13,7 @@ from healcore.core.decision import Cause
 from healcore.runtime.run.batch_parts import FIRST_WAIT
 from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
+from tests.open_run import run_of
 from tests.runtime.faults.test_page import assert_on_the_page
 
 
@@ -49,7 +50,7 @@ def train(
     data = [torch.randn(8, 2, generator=random) for _ in range(batches)]
     with healcore.Healer(policy, state=state, **grouped(options)) as healer:
         if part_limit is not None:
-            healer._run.record.part_limit = part_limit
+            run_of(healer).record.part_limit = part_limit
         for batch in healer.batches(data):
             memory.step = healer.step
             for part in healer.microbatches(batch):
@@ -114,6 +115,7 @@ def test_the_budget_of_shrinks():
     [("observe", "only observes"), ("zclip", "no rule for out of memory: add to = ")],
 )
 def test_a_policy_that_does_not_answer(policy, note):
+    """The error is raised as it came, with a note about what the policy lacks."""
     memory = Memory(fits=4)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         train(1, memory, policy)
@@ -127,7 +129,8 @@ def test_a_policy_that_does_not_answer(policy, note):
     [("default", True), ("observe", False), ("zclip", False)],
 )
 def test_a_plain_loop_that_runs_out_of_memory_is_told_of_microbatches(policy, named, tmp_path):
-    model, error = nn.Linear(2, 1), torch.OutOfMemoryError("CUDA out of memory")
+    model = nn.Linear(2, 1)
+    error = torch.OutOfMemoryError("CUDA out of memory")
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
     def train_plainly() -> None:
@@ -152,7 +155,8 @@ def test_a_loop_with_microbatches_is_not_told_of_them(tmp_path):
 
 def test_gradients_from_elsewhere_are_not_lost():
     """A backward pass outside of the parts cannot be done again."""
-    model, memory = nn.Linear(2, 1), Memory(fits=4)
+    model = nn.Linear(2, 1)
+    memory = Memory(fits=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(healer: healcore.Healer[Any]) -> None:
@@ -192,7 +196,8 @@ class Sometimes(Memory):
 
 def sizes_by_step(memory: Memory) -> list[int]:
     """The size of the parts of each step, all of which train on 8 samples in equal parts."""
-    found, left = list[int](), list(memory.sizes)
+    found: list[int] = []
+    left = list(memory.sizes)
     while left:
         size = left[0]
         assert left[: 8 // size] == [size] * (8 // size)
@@ -261,7 +266,8 @@ def test_a_restart_tries_the_sizes_of_the_run_that_was_not_killed(tmp_path: Path
 
 def test_no_trial_where_a_window_cannot_be_repeated():
     """Gradients from elsewhere would be lost if the larger part did not fit."""
-    model, memory = nn.Linear(2, 1), Memory(fits=4)
+    model = nn.Linear(2, 1)
+    memory = Memory(fits=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
         for batch in healer.batches([torch.ones(8, 2)] * (2 * FIRST_WAIT)):

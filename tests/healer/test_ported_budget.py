@@ -92,6 +92,7 @@ FRAMEWORKS = [
 @pytest.mark.parametrize("rollbacks", FRAMEWORKS)
 @pytest.mark.parametrize("left", [0, 1, 3])
 def test_what_is_left_is_what_follows(rollbacks, left, tmp_path):
+    """A run that moves to another framework would get its whole budget of rollbacks again."""
     assert rollbacks(ported_state(left), tmp_path) == left
 
 

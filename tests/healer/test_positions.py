@@ -132,7 +132,8 @@ def test_a_position_of_workers_continues_without_workers():
 @pytest.mark.parametrize(("bad", "named"), [(3, False), (3, True), (5, False)])
 def test_a_rollback_after_a_break_goes_on_in_the_epoch_that_it_restores(bad, named):
     """The order for the last step before the `break` is read when the loop begins again."""
-    loop, data = TorchLoop(Faults(once=[bad])), listed()
+    loop = TorchLoop(Faults(once=[bad]))
+    data = listed()
     with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=2)) as healer:
         for epoch in range(2):
             for number in healer.batches(data, epoch=epoch if named else None):
@@ -187,11 +188,14 @@ def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):
     # A rollback repeats the same batches.
     monkeypatch.setattr(MonitorState, "batches_of", lambda *_: [])
     monkeypatch.setattr(IncidentMonitor, "batches_of_alarms", lambda *_: [])
-    policy, clean = rules(cut=False), loop_of(framework, policy=rules(cut=False))
+    policy = rules(cut=False)
+    clean = loop_of(framework, policy=rules(cut=False))
     train(clean, policy, data(), epochs=5)
-    hurt, bad = loop_of(framework, policy=policy), clean.faults.order[23]
+    hurt = loop_of(framework, policy=policy)
+    bad = clean.faults.order[23]
     # Bad only this time, which may be in a later epoch.
-    hurt.faults.once, hurt.faults.seen[bad] = {bad}, -clean.faults.order[:23].count(bad)
+    hurt.faults.once = {bad}
+    hurt.faults.seen[bad] = -clean.faults.order[:23].count(bad)
     facts = train(hurt, policy, data(), epochs=5)
     assert (facts["rollbacks"], facts["step"]) == (1, len(clean.faults.order))
     assert len(hurt.faults.order) > len(clean.faults.order), "the run did not go back"
@@ -216,7 +220,8 @@ def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(
     lines = capsys.readouterr().err
     assert f", 10 steps are not repeated, {because}\n" in lines
     assert f"; 10 of 40 steps were not repeated, {because}; " in lines.splitlines()[-1]
-    (end,), (written,) = events(tmp_path, "end"), postmortems(tmp_path)
+    (end,) = events(tmp_path, "end")
+    (written,) = postmortems(tmp_path)
     assert end["steps_lost"] == written["steps_lost"] == written["rollbacks"][0]["lost"] == 10
 
 
@@ -243,7 +248,11 @@ def test_a_rollback_that_cannot_lower_the_rate_says_so(framework, tmp_path, caps
     changes: Any = {"lr": {"ceiling": 0.25}, "rollback": {"confirm": True}, "respond": do}
     policy = policies.load(rules(), **changes)
     loop = loop_of(framework, Faults(always=[23]), policy)
-    order = lambda incident: Action.ROLLBACK  # noqa: E731 -- an order of a hook needs no evidence
+
+    def order(incident: Any) -> Action:
+        """An order of a hook needs no evidence."""
+        return Action.ROLLBACK
+
     train(loop, policy, range(30), store=tmp_path, on_incident=order)
     assert len(events(tmp_path, "rollback")) == 1
     said = "the learning rate is unknown and stays as it is: pass learning_rate=rate to tx.update"
@@ -252,7 +261,10 @@ def test_a_rollback_that_cannot_lower_the_rate_says_so(framework, tmp_path, caps
 
 def test_a_rollback_says_how_many_steps_are_repeated(tmp_path, capsys):
     healers: list[Any] = []
-    before = lambda healer, number: healers.append(healer)  # noqa: E731
+
+    def before(healer: Any, number: int) -> None:
+        healers.append(healer)
+
     loop = loop_of("torch", Faults(always=[23]))
     train(loop, rules(cut=False), range(40), store=tmp_path, before=before)
     (rollback,) = events(tmp_path, "rollback")
@@ -284,7 +296,8 @@ def test_a_loop_that_asks_for_the_number_of_each_step_repeats_it_with_its_own_da
 
 
 def test_loaders_that_a_step_reads_together_are_rewound_together(tmp_path):
-    loop, pairs = loop_of("torch", Faults(once=[23])), []
+    loop = loop_of("torch", Faults(once=[23]))
+    pairs = []
     with Healer(rules(), state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
         inputs, targets = (healer.batches(range(at, at + 40)) for at in (0, 100))
         for pair in zip(inputs, targets, strict=True):
@@ -301,7 +314,8 @@ def test_loaders_that_a_step_reads_together_are_rewound_together(tmp_path):
 def test_the_policy_sets_how_many_batches_are_left_out(tmp_path):
     """No more than the epoch has: the next one is read from its first batch."""
     for count, batches in ((4, range(23, 28)), (1000, range(23, 40))):
-        loop, store = loop_of("torch", Faults(once=[23])), tmp_path / str(count)
+        loop = loop_of("torch", Faults(once=[23]))
+        store = tmp_path / str(count)
         train(loop, rules(skip_batches=count), range(40), store=store, epochs=2)
         (left_out,) = events(store, "skipped_batches")
         assert left_out["batches"] == [[0, n] for n in batches]

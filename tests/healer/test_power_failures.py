@@ -16,7 +16,8 @@ STORE = Path("runs", "seed-0", "store")
 
 def run(base: Path, batches: int) -> dict[str, Any]:
     """A run over some batches, of which two are bad, to its end; and the step of its start."""
-    loop, policy = loop_of("torch", Faults(always=(13, 31))), rules(recoveries=6)
+    loop = loop_of("torch", Faults(always=(13, 31)))
+    policy = rules(recoveries=6)
     steps: list[int] = []
     facts = train(
         loop,

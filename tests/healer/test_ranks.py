@@ -30,6 +30,7 @@ from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt, with_answers
 from tests.healer.training_loops import Faults, rules
+from tests.open_run import run_of
 from tests.runtime.store.disk_faults import flip
 from tests.torch.forked_ranks import Worlds, folder, serve, worlds_of
 from tests.torch.layouts import spread, whole
@@ -66,41 +67,42 @@ class Interrupted(Rows):
 
 def does_not_list(healer: Any) -> None:
     """This rank's view of the checkpoints lacks one."""
-    store, every = healer._run.store, healer._run.store.checkpoints
+    store, every = run_of(healer).store, run_of(healer).store.checkpoints
     store.checkpoints = lambda: [each for each in every() if each.step != 15]
 
 
 def forgets(healer: Any) -> None:
     """This rank's memory has lost the snapshots that the other one's has."""
-    healer._run.store.join()
-    healer._run.store.ring.copies = {}
+    run_of(healer).store.join()
+    run_of(healer).store.ring.copies = {}
 
 
 def rots(healer: Any) -> None:
     """A bit of the newest snapshots in this rank's memory flips."""
-    healer._run.store.join()
-    for step, copy in healer._run.store.ring.copies.items():
+    run_of(healer).store.join()
+    for step, copy in run_of(healer).store.ring.copies.items():
         if step >= 15:
             next(iter(copy.flat.leaves.values())).parts[""][0] ^= 1
 
 
 def loses_a_shard(healer: Any) -> None:
     """Both memories are empty, and rank 1's part of the newest checkpoint is damaged on disk."""
-    healer._run.store.wait()
+    run_of(healer).store.wait()
     forgets(healer)
     if dist.get_rank() == 1:
-        (shard,) = healer._run.store.root.glob("step-*15.*/**/__1_0.distcp")
+        root: Any = run_of(healer).store.root
+        (shard,) = root.glob("step-*15.*/**/__1_0.distcp")
         flip(shard, 4 * shard.stat().st_size)
     dist.barrier()
 
 
 def propose(healer: Any) -> None:
     for why in ("the device is needed", "signal 15"):
-        healer._run.end_requests.propose(requests.Proposal(why))
+        run_of(healer).end_requests.propose(requests.Proposal(why))
 
 
 def stop_file(healer: Any) -> None:
-    found = healer._run.end_requests.stop_file
+    found: Any = run_of(healer).end_requests.stop_file
     found.path.touch()
     while not found.found:
         time.sleep(0.01)
@@ -128,7 +130,8 @@ REFUSED = "other options"
 
 
 def run(scenario: str) -> dict[str, Any]:
-    rank, root = dist.get_rank(), folder() / scenario
+    rank = dist.get_rank()
+    root = folder() / scenario
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     model, _ = spread("FSDP2" if scenario == "shard" else "DDP", net)
@@ -137,9 +140,11 @@ def run(scenario: str) -> dict[str, Any]:
     faults = Faults(always=bad if scenario in ENDS else [BAD])
     at, happens = (TOLD, ENDS[scenario]) if scenario in ENDS else (BAD, ODD.get(scenario))
     options: dict[str, Any] = {"store": root / "store", "events": root / "run.events.jsonl"}
-    policy, data = rules(), range(40)
+    policy = rules()
+    data = range(40)
     if scenario == "unreadable":
-        policy, data = with_answers(), Rows(40, CORRUPT if rank else ())
+        policy = with_answers()
+        data = Rows(40, CORRUPT if rank else ())
     if scenario == LOST:
         policy = with_answers(retry={"base_delay_s": 1e-3, "max_delay_s": 1e-3})
         data = Interrupted(40, CORRUPT if rank else ())
@@ -149,7 +154,8 @@ def run(scenario: str) -> dict[str, Any]:
         options["store"] = TorchMemoryStore(Keep(good=3, candidates=3))
     if scenario == "severe":
         options["on_incident"] = HOOKS[rank]
-    stopped, state = None, {"model": net, "optimizer": optimizer}
+    stopped = None
+    state = {"model": net, "optimizer": optimizer}
     try:
         with (
             redirect_stderr(io.StringIO()) as said,
@@ -187,7 +193,8 @@ def run(scenario: str) -> dict[str, Any]:
 
 def refused() -> str:
     """The error of a Healer whose policy and distance of saves are others on rank 1."""
-    net, rank = torch.nn.Linear(4, 1), dist.get_rank()
+    net = torch.nn.Linear(4, 1)
+    rank = dist.get_rank()
     state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
     other: dict[str, Any] = {"store": folder() / "other"}
     other["checkpoints"] = Checkpoints(every=5 + rank)
@@ -224,7 +231,7 @@ def prepared() -> list[list[int]]:
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     policy = with_answers(retry={"base_delay_s": 1e-3, "max_delay_s": 1e-3})
-    used = list[list[int]]()
+    used: list[list[int]] = []
     with Healer(policy, state={"model": model, "optimizer": optimizer}) as healer:
         for batch in healer.batches(loader, epochs=2):
             used.append(batch)
@@ -325,7 +332,8 @@ def test_a_signal_or_stop_file_of_one_rank_ends_both_at_one_step_with_its_save(
     scenario, status, steps, ending, of
 ):
     """The mark of a signal is read a step later; the mark of a file with the next step."""
-    logged, at = of(scenario), TOLD + steps
+    logged = of(scenario)
+    at = TOLD + steps
     assert (logged["stopped"], logged["step"]) == (f"exit status {status}", at)
     events = events_of(logged)
     vote = next(e for e in events if e["kind"] == "vote")

@@ -56,7 +56,9 @@ def train_torch(rate: float, logging: Logging, *, as_tensor: bool) -> None:
 
 
 def train_jax(rate: float, logging: Logging, *, injected: bool) -> None:
-    schedule = lambda count: rate * jnp.where(((count % 100) // 20) % 4 > 0, 1.0, 0.5)  # noqa: E731
+    def schedule(count: Any) -> Any:
+        return rate * jnp.where(((count % 100) // 20) % 4 > 0, 1.0, 0.5)
+
     sgd = optax.sgd(schedule)
     if injected:
         sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
@@ -130,7 +132,8 @@ def test_the_metrics_have_a_rate_of_0_and_of_1(rate, tmp_path):
     with Healer("default", state=state, logging=Logging(metrics=path, console=False)) as healer:
         for _ in healer.batches(range(4)):
             optimizer.zero_grad()
-            healer.observe(loss := 1e-3 * weight.square().sum())
+            loss = 1e-3 * weight.square().sum()
+            healer.observe(loss)
             loss.backward()
             optimizer.step()
     assert [json.loads(line)["lr"] for line in path.open()] == [rate] * 4

@@ -176,7 +176,8 @@ def test_an_exception_in_an_evaluation_saves_no_replaced_weights(swap, place, tm
 
 @pytest.mark.parametrize("swap", [by_load_state_dict, by_data_copy])
 def test_a_signal_in_an_evaluation_saves_no_replaced_weights(swap, tmp_path):
-    run, store = Training(), tmp_path / "store"
+    run = Training()
+    store = tmp_path / "store"
 
     def evaluate(healer: Healer) -> None:
         backup = copy.deepcopy(run.model.state_dict())
@@ -202,7 +203,8 @@ def test_a_signal_in_an_evaluation_saves_no_replaced_weights(swap, tmp_path):
 
 
 def test_an_exit_in_an_evaluation_saves_no_replaced_weights(tmp_path):
-    run, store = Training(), tmp_path / "store"
+    run = Training()
+    store = tmp_path / "store"
 
     def evaluate(healer: Healer) -> None:
         by_data_copy(run)
@@ -247,7 +249,8 @@ def reset_and_announced(healer: Healer, run: Training) -> None:
     ],
 )
 def test_what_a_program_does_after_each_step_belongs_to_the_step(finish, place, tmp_path):
-    run, store = Training(), tmp_path / "store"
+    run = Training()
+    store = tmp_path / "store"
     with suppress(OSError):
         train(run, store, finish=finish, **{place: fail})
     new_process()

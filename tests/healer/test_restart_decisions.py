@@ -130,7 +130,8 @@ def jax_run(fault: str, store: Path, kill_at: int) -> list[Any]:
         for passed, number in enumerate(healer.batches(range(BATCHES))):
             if passed == kill_at:
                 die()
-            state, batch = healer.state, data(number)
+            state = healer.state
+            batch = data(number)
             if fault == "nan before" and number == FAULTS[fault]:
                 state = spoilt(state)
             state = with_rate(state, 3e-3 * rate_factor(fault, number))

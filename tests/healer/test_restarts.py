@@ -28,6 +28,7 @@ from tests.healer.training_loops import (
     same,
     train,
 )
+from tests.open_run import run_of
 
 POINTS = [
     *((CheckpointStore, name) for name in ("restore", "replace_record")),
@@ -55,7 +56,8 @@ def end_without_log(end: Shutdown) -> None:
 def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[str]]:
     """Raises Crash before the `at`-th point within a rollback; counts them with None."""
     passed: list[str] = []
-    inside, restore = [False], Restorer.restore
+    inside = [False]
+    restore = Restorer.restore
 
     def watched(self: Any, *args: Any) -> Any:
         inside[0] = True
@@ -119,7 +121,7 @@ def poisoned_run(
         if number == at and not healer.rollbacks:
             bias.add_(1e8)
         if number == until:
-            healer._run.store.wait()
+            run_of(healer).store.wait()
             raise RuntimeError("power")
         loop.faults.always = frozenset([number] if number >= shows and bias.max() > 1e6 else [])
 
@@ -140,7 +142,8 @@ def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(tmp_path):
 
 def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypatch):
     """Killed long after the first rollback; the second one goes past the first one's window."""
-    faults, options = Faults(always=[13, 31]), {"store": tmp_path}
+    faults = Faults(always=[13, 31])
+    options = {"store": tmp_path}
     breaks_off(loop_of("torch", faults), rules(), range(50), at=27, **options)
     train(loop_of("torch", faults), rules(), range(50), **options)
     first, second = events(tmp_path, "rollback")
@@ -164,7 +167,8 @@ LENGTH = 10
 
 def start(framework, store, program, kill_at=None, faults=None):
     """Runs `program(healer, step)` in a new Healer; returns the batches. A kill saves nothing."""
-    loop, taken = loop_of(framework, faults, policy=rules()), []
+    loop = loop_of(framework, faults, policy=rules())
+    taken = []
     random.seed(0)
     torch.manual_seed(0)
     healer = Healer(rules(), state=loop.state, store=store, checkpoints=Checkpoints(every=4))
@@ -179,7 +183,7 @@ def start(framework, store, program, kill_at=None, faults=None):
     try:
         program(healer, step)
     except Crash as crash:
-        end_without_log(Shutdown(healer._run, crash))
+        end_without_log(Shutdown(run_of(healer), crash))
     except ValueError as error:
         healer.__exit__(ValueError, error, None)
     else:
@@ -216,8 +220,11 @@ class Drawing(dict):  # draws as its epoch begins, as a DataLoader does
 def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fresh, tmp_path):
     """A save at an epoch's end waits for the next step, or after a `break` for the next epoch."""
     if framework == "jax":  # `update` saves before the `break`
-        first, left = first + left // 2, 0
-    loader, epochs, ended = list(range(LENGTH + left)), [], []
+        first += left // 2
+        left = 0
+    loader = list(range(LENGTH + left))
+    epochs = []
+    ended = []
 
     def program(healer, step, end=None):
         def saves(here):
@@ -276,6 +283,8 @@ def test_an_order_that_the_program_draws_is_the_same_after_a_kill(kind, kill_at,
 
 @pytest.mark.slow
 def test_no_update_on_a_batch_is_lost(tmp_path):
+    """A resume in the middle of a batch would leave out its other updates."""
+
     def program(healer, step):
         for batch in healer.batches(range(8)):
             for _ in range(3):
@@ -289,7 +298,8 @@ def test_no_update_on_a_batch_is_lost(tmp_path):
 @pytest.mark.parametrize("kind", ["batches", "steps", "epochs"])
 def test_an_evaluation_is_whole_after_a_kill_and_no_checkpoint_has_its_weights(kind, tmp_path):
     """The evaluations of earlier epochs, which a restart repeats, draw random numbers."""
-    validation, ended = list(range(100, 103)), []
+    validation = list(range(100, 103))
+    ended = []
 
     def epochs(healer):
         for first in range(0, 40, 8):
@@ -349,7 +359,9 @@ def test_a_loop_with_its_own_count_is_refused_after_the_program_has_loaded_its_o
 def test_a_dictionary_of_the_state_may_grow(store, tmp_path):
     """A rollback to before its first entry empties the dictionary, and a restart fills it."""
     for last in (30, 99) if store == "disk" else (99,):
-        loop, best, lengths = loop_of("torch", Faults(once=[23])), dict[str, Any](), list[int]()
+        loop = loop_of("torch", Faults(once=[23]))
+        best: dict[str, Any] = {}
+        lengths: list[int] = []
         loop.state["best"] = best
 
         def before(_, number, loop=loop, best=best, lengths=lengths, last=last):
@@ -414,7 +426,8 @@ def test_an_exception_in_a_body_without_batches(kind, error, end, tmp_path):
                     optimizer.zero_grad()
                     if next(evaluations, 0) == end:
                         raise error
-                    healer.observe(loss := weight.pow(4).sum())
+                    loss = weight.pow(4).sum()
+                    healer.observe(loss)
                     loss.backward()
                     return loss
 

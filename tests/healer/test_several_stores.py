@@ -26,6 +26,7 @@ from tests.healer.training_loops import (
     same,
     train,
 )
+from tests.open_run import run_of
 from tests.runtime.store.disk_faults import before_completion
 
 STEPS = 30
@@ -117,12 +118,12 @@ def test_a_checkpoint_stays_known_good_while_one_copy_is_intact(tmp_path):
     with suppress(ZeroDivisionError), Healer(rules(), state=loop.state, **options) as healer:
         for number in healer.batches(range(60)):
             loop.step(healer, number)
-            healer._run.store.wait()
+            run_of(healer).store.wait()
             for folder in {each.folder for each in scan(local).complete.values()} - damaged:
                 flip_a_bit(folder, 1)
                 damaged.add(folder)
             if number == 50:
-                last_good = healer._run.known.last_good_step
+                last_good = run_of(healer).known.last_good_step
                 raise ZeroDivisionError
     found = events(local, "damaged")
     assert found
@@ -178,7 +179,8 @@ def test_a_disk_that_is_full_costs_nothing_while_another_has_room(
 
 
 def test_the_last_state_is_lost_only_if_no_directory_has_it(tmp_path, monkeypatch):
-    roots, disk = places(tmp_path), FailingDisk(monkeypatch)
+    roots = places(tmp_path)
+    disk = FailingDisk(monkeypatch)
     disk.full = {*roots}
     with pytest.raises(LastStateNotSaved):
         train(loop_of("torch"), rules(), range(12), store=roots)
@@ -190,7 +192,8 @@ def test_the_last_state_is_lost_only_if_no_directory_has_it(tmp_path, monkeypatc
 @pytest.mark.parametrize("stuck", [False, True])
 def test_old_checkpoints_are_deleted_in_each_directory(stuck, tmp_path, monkeypatch):
     """Also if one directory keeps what it has, because it has become read-only."""
-    roots, remove = places(tmp_path), manifest.remove
+    roots = places(tmp_path)
+    remove = manifest.remove
 
     def fails(folder: Path) -> None:
         if stuck and folder.parent == roots[0]:
@@ -226,7 +229,7 @@ def test_a_directory_that_missed_a_rollback_does_not_undo_it(tmp_path, monkeypat
 
     def keep(healer: Healer, number: int) -> None:
         if number == 12 and healer.rollbacks == 0:
-            healer._run.saver.wait()
+            run_of(healer).saver.wait()
             shutil.copytree(roots[0], before)
         if number == 7 and healer.rollbacks:
             raise RuntimeError("power")

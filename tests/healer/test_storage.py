@@ -42,6 +42,7 @@ from tests.healer.training_loops import (
     same,
     train,
 )
+from tests.open_run import run_of
 from tests.runtime.store.disk_faults import before_completion
 
 
@@ -55,7 +56,10 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypa
 
     before_completion(monkeypatch, fails)
     loop = loop_of("torch", Faults(always=[30]))
-    fill: Any = lambda healer, number: full.__setitem__(slice(None), [18 <= number < 28])  # noqa: E731
+
+    def fill(healer: Any, number: int) -> None:
+        full[:] = [18 <= number < 28]
+
     assert train(loop, rules(), range(41), store=tmp_path, before=fill)["step"] == 40
     assert tried.count(40) == 2
     failed = events(tmp_path, "save_failed")
@@ -69,7 +73,8 @@ def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
     tmp_path, monkeypatch, caplog, every
 ):
     """By a clock of the test: a step takes a second, and a save takes eight."""
-    now, save = [0.0], DCPStore.save
+    now = [0.0]
+    save = DCPStore.save
 
     def slow(store, *args, **options):
         now[0] += 8.0
@@ -91,7 +96,8 @@ def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
 
 
 def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_path):
-    loop, extra = loop_of("torch"), []
+    loop = loop_of("torch")
+    extra = []
     spoil = at(12, lambda healer: extra.append(lambda: None))
     loop.state["extra"] = SimpleNamespace(
         state_dict=lambda: {"extra": list(extra)}, load_state_dict=lambda state: None
@@ -191,7 +197,7 @@ def test_memory_has_what_a_rollback_needs_when_the_directory_was_deleted(framewo
 
         def before(healer: Any, number: int, folder: Path = folder) -> None:
             if number == 22 and folder.name == "deleted" and not healer.rollbacks:
-                healer._run.store.wait()
+                run_of(healer).store.wait()
                 shutil.rmtree(folder)
 
         log = folder.with_suffix(".jsonl")

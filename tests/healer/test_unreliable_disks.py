@@ -25,6 +25,7 @@ from healcore.torch import store as torch_stores
 from tests import forked_programs
 from tests.healer.run_directory import events_of
 from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, loop_of, rules, train
+from tests.open_run import run_of
 
 pytestmark = pytest.mark.slow  # test_power_failures.py has a simulated disk
 
@@ -118,7 +119,8 @@ def checkpoints(store: Path) -> list[str]:
 def test_a_run_resumes_from_what_was_flushed(framework, image, tmp_path):
     undisturbed = result(forked_programs.run("-m", PROGRAM, framework, tmp_path / "plain"))
     random.seed(framework)
-    written, images = tmp_path / "written", []
+    written = tmp_path / "written"
+    images = []
     with mounted(image, tmp_path / "disk") as disk:
         arguments = "-m", PROGRAM, framework, disk / "store", written
         with forked_programs.ForkedProgram(*arguments, stderr=subprocess.PIPE) as program:
@@ -143,7 +145,7 @@ if __name__ == "__main__":
     def before(healer, number: int) -> None:
         if rest:
             time.sleep(0.05)
-            healer._run.store.wait()
+            run_of(healer).store.wait()
             temporary = Path(rest[0] + ".new")
             temporary.write_text(json.dumps(checkpoints(Path(folder))))
             temporary.rename(rest[0])

@@ -147,7 +147,7 @@ class JaxLoop:
             "w2": jax.random.normal(keys[1], (8, 1)) / 3,
             "b2": jnp.zeros(1),
         }
-        self.tx, self._step = protected_step(policy)
+        self.tx, self.compiled_step = protected_step(policy)
         self.state = {
             "params": params,
             "opt_state": self.tx.init(params),
@@ -156,7 +156,7 @@ class JaxLoop:
 
     def step(self, healer: Healer | None, number: Any) -> None:
         batch = self.faults.batch(int(number))
-        self.state = self._step(self.state if healer is None else healer.state, *batch)
+        self.state = self.compiled_step(self.state if healer is None else healer.state, *batch)
         if healer is not None:
             healer.update(self.state)
 

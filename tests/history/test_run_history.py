@@ -160,6 +160,7 @@ def test_outliers_are_kept(length, limit, places):
 
 
 def test_a_limit_of_0_is_none_in_force():
+    """A page would draw a line at 0 for a policy that has no limit."""
     assert np.isnan(_values({"threshold": 0.0})[3])
 
 

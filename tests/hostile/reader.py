@@ -11,7 +11,8 @@ from tests import forked_programs
 
 SECONDS, MIB = 20, 300
 """Bounds beyond the imports, far above what any file here needs."""
-LIMIT_SECONDS, LIMIT_BYTES = 100, 12 << 30
+LIMIT_SECONDS = 100
+LIMIT_BYTES = 12 << 30
 """Limits of a process, so that a failing test does not use up the machine."""
 IMPORTS = (
     "torch", "matplotlib",

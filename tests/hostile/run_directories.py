@@ -77,7 +77,8 @@ def rewrite_part(folder: Path, texts: dict[str, str]) -> None:
     """Replaces texts in the only file of a small checkpoint, and its digests."""
     path = folder / single_file.FILE
     texts = texts_of(folder) | texts
-    header, data = single_file.read_header(path), path.read_bytes()
+    header = single_file.read_header(path)
+    data = path.read_bytes()
     table = dict(header.table)
 
     def write() -> None:

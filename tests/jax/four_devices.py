@@ -23,7 +23,8 @@ def compiled(make, *, split, check=False, **axes):
     tx = make(**(axes or {"shard_axis_name" if split else "axis_name": "data"}))
 
     def train(params, grads, losses):
-        state, after = tx.init(params), []
+        state = tx.init(params)
+        after = []
         for i in range(2):
             updates, state = tx.update(grads[i], state, params, value=losses[i, 0])
             params = optax.apply_updates(params, updates)

@@ -75,7 +75,8 @@ def one_process(process: int, port: str, root: Path, killed: int, save: int, del
         assert values_in(restored) == {float(step)}, (step, values_in(restored))
     for step in found[:-3]:
         store.delete(step)
-    first, lasted = max(found, default=0) + 1, 0.0
+    first = max(found, default=0) + 1
+    lasted = 0.0
     for number in range(SAVES if killed < 0 else 100 * SAVES):  # until the kill
         if (process, number) == (killed, save):
             threading.Thread(target=kill, args=(root, delay * lasted), daemon=True).start()

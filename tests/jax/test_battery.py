@@ -57,10 +57,13 @@ def test_keeps_shapes_dtypes_and_weak_types(dtype):
 
 
 def test_a_scheduled_threshold_is_followed():
-    limit = lambda count: jnp.where(count < 5, 10.0, 0.5)  # noqa: E731
+    def limit(count):
+        return jnp.where(count < 5, 10.0, 0.5)
+
     tx = optax.inject_hyperparams(heal_zclip)(max_norm=limit)
     params = jnp.ones(1)
-    state, norms = tx.init(params), []
+    state = tx.init(params)
+    norms = []
     for _ in range(8):
         updates, state = jax.jit(tx.update)(jnp.asarray([2.0]), state, params)
         norms.append(float(updates[0]))
@@ -106,7 +109,8 @@ def test_survives_donation_even_after_an_eager_step():
 
 @pytest.mark.parametrize("kind", ["heal", "protect"])
 def test_observe_mode_changes_no_bit(kind):
-    inner, policy = optax.adamw(0.1), policies.OBSERVE
+    inner = optax.adamw(0.1)
+    policy = policies.OBSERVE
     tx = protect(inner, policy) if kind == "protect" else optax.chain(heal(policy), inner)
     p = q = {"w": jnp.linspace(-1.0, 1.0, 5), "b": jnp.ones(2, jnp.bfloat16)}
     s, t = tx.init(p), inner.init(q)

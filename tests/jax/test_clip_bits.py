@@ -55,7 +55,9 @@ def runs(mine: Any, twin: Any, params: Any, *, jit: bool, count: int = 8) -> tup
 
     found = []
     for tx in (mine, optax.with_extra_args_support(twin)):
-        now, state, step = params, tx.init(params), stepping(tx)
+        now = params
+        state = tx.init(params)
+        step = stepping(tx)
         for i in range(count):
             grads = gradients_of(params, i, 1.0 if i % 2 else 0.1 / 1350**0.5)
             now, state = step(now, state, grads)

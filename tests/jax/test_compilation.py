@@ -38,11 +38,13 @@ LOSS = jnp.float32(1.0)
 )
 def test_the_engine_is_one_compiled_call_of_an_eager_step(tx, monkeypatch):
     params = {"w": jnp.ones((2, 3)), "n": jnp.asarray([7], jnp.int32), "b": jnp.ones(3, "bfloat16")}
-    calls, step = Counter[str](), Engine.step
+    calls = Counter[str]()
+    step = Engine.step
     monkeypatch.setattr(Engine, "step", lambda *a, **xp: calls.update(["step"]) or step(*a, **xp))
 
     def run(update: Any) -> Any:
-        updates, state = None, tx.init(params)
+        updates = None
+        state = tx.init(params)
         for size in SIZES:
             grads = {name: p if name == "n" else p * size for name, p in params.items()}
             updates, state = update(grads, state, params, value=LOSS)
@@ -111,8 +113,10 @@ def test_one_more_tensor_costs_about_what_it_costs_with_a_clip(tx, limit):
 def test_a_healer_reads_once_and_computes_nothing_outside_of_jit_between_two_steps(
     waits, monkeypatch
 ):
-    tx, params = optax.chain(heal_zclip(), optax.sgd(1e-3)), {"w": jnp.ones((4, 4))}
-    calls, pack = Counter[str](), reading._pack
+    tx = optax.chain(heal_zclip(), optax.sgd(1e-3))
+    params = {"w": jnp.ones((4, 4))}
+    calls = Counter[str]()
+    pack = reading._pack
     monkeypatch.setattr(reading, "_pack", lambda arrays: calls.update(["pack"]) or pack(arrays))
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -23,7 +23,9 @@ def test_a_bad_batch_is_undone_whole_in_linen():
     run = linen()
     state = run.step(run.state, batch(0))
     assert not bool(state.last_decision.skip)
-    before, key, statistics = whole(), bits(state.key), bits(state.batch_stats)
+    before = whole()
+    key = bits(state.key)
+    statistics = bits(state.batch_stats)
     state = run.step(state, batch(1, bad=True))
     assert bool(state.last_decision.skip)
     assert whole() == before
@@ -44,7 +46,8 @@ def keys(seed: int) -> dict[str, Any]:
 
 
 def test_random_keys_go_on_over_a_skip_and_counters_do_not():
-    tx, params = protect(optax.sgd(0.1), policies.ZCLIP), {"w": jnp.ones(2)}
+    tx = protect(optax.sgd(0.1), policies.ZCLIP)
+    params = {"w": jnp.ones(2)}
     state: Any = State.create(apply_fn=None, params=params, tx=tx, batch_stats=None, key=keys(0))
     bad = {"w": jnp.full(2, jnp.nan)}
     step = jax.jit(lambda s, k: s.apply_gradients(grads=bad, value=jnp.float32(1.0), key=k))
@@ -55,7 +58,11 @@ def test_random_keys_go_on_over_a_skip_and_counters_do_not():
 
 
 def test_other_keywords_are_fields_and_an_optimizer_that_does_not_heal_is_an_error():
-    tx, other = protect(optax.sgd(0.1), policies.ZCLIP), lambda *args, **kwargs: None
+    tx = protect(optax.sgd(0.1), policies.ZCLIP)
+
+    def other(*args, **kwargs):
+        return None
+
     state = HealTrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     new = state.apply_gradients(grads=state.params, value=jnp.float32(1.0), apply_fn=other)
     assert new.apply_fn is other

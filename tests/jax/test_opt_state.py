@@ -34,7 +34,8 @@ PARAMS = {"w": jnp.linspace(-1.0, 1.0, 8), "b": jnp.ones(3)}
 
 def drive(tx, norms):
     """The state after steps whose gradients have these norms."""
-    state, update = tx.init(PARAMS), jax.jit(tx.update)
+    state = tx.init(PARAMS)
+    update = jax.jit(tx.update)
     for i, norm in enumerate(norms):
         grads = jax.tree.map(functools.partial(jnp.full_like, fill_value=norm / 11**0.5), PARAMS)
         _, state = update(grads, state, PARAMS, value=jnp.float32(1.0 + 0.01 * i))
@@ -128,7 +129,8 @@ EDITED = policy.from_dict({**policy.to_dict(policy.load("default")), "max_skips"
 @pytest.mark.parametrize("other", ["observe", "zclip", EDITED], ids=["mode", "names", "number"])
 def test_a_state_of_another_policy_is_refused(other):
     state = protect(optax.adam(0.1), "default").init(PARAMS)
-    saved, tx = json.loads(json.dumps(to_dict(state, "default"))), protect(optax.adam(0.1), other)
+    saved = json.loads(json.dumps(to_dict(state, "default")))
+    tx = protect(optax.adam(0.1), other)
     for use in (
         lambda: to_dict(state, other),
         lambda: from_dict(state, saved, other),
@@ -145,8 +147,10 @@ def test_a_state_of_another_policy_is_refused(other):
 def test_an_optimizer_with_a_schedule_continues_with_injected_hyperparameters():
     """The line of docs/jax.md."""
     rate = optax.linear_schedule(0.1, 0.01, 10)
-    bare, inner = optax.adamw(rate), optax.inject_hyperparams(optax.adamw)(rate)
-    tx, new = protect(inner, "default"), inner.init(PARAMS)
+    bare = optax.adamw(rate)
+    inner = optax.inject_hyperparams(optax.adamw)(rate)
+    tx = protect(inner, "default")
+    new = inner.init(PARAMS)
     _, old = bare.update(PARAMS, bare.init(PARAMS), PARAMS)
     counts = jax.tree.map(lambda _: old[-1].count, new.hyperparams_states)
     given = new._replace(inner_state=old[:-1] + new.inner_state[-1:], hyperparams_states=counts)

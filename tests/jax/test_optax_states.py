@@ -44,8 +44,11 @@ def sam(base):
 def test_a_cut_reaches_the_second_iterate(wrapper, period, second):
     """The result equals a schedule of the same rates. SAM's update takes no `value`."""
     tx = protect(wrapper(optax.chain(optax.sgd(0.1), scale_by_heal_lr())), policies.CUT_LR)
-    update, params, gradient = jax.jit(tx.update), jnp.ones(2), jnp.array([1.0, -3.0])
-    state, scales = tx.init(params), []
+    update = jax.jit(tx.update)
+    params = jnp.ones(2)
+    gradient = jnp.array([1.0, -3.0])
+    state = tx.init(params)
+    scales = []
     for number in range(12):
         bad = jnp.nan if number == 2 else 1.0
         updates, state = update(gradient * bad, state, params, value=jnp.float32(1.0))
@@ -54,7 +57,8 @@ def test_a_cut_reaches_the_second_iterate(wrapper, period, second):
     assert min(scales) == 0.5
     rates = 0.1 * jnp.array(scales[period - 1 :: period])
     reference = wrapper(optax.sgd(lambda count: rates[count]))
-    expected, base = jnp.ones(2), reference.init(jnp.ones(2))
+    expected = jnp.ones(2)
+    base = reference.init(jnp.ones(2))
     for _ in scales:
         updates, base = reference.update(gradient, base, expected)
         expected = optax.apply_updates(expected, updates)
@@ -64,7 +68,8 @@ def test_a_cut_reaches_the_second_iterate(wrapper, period, second):
 
 @pytest.mark.parametrize("wrapper", [schedule_free, sam, lambda base: contrib.madgrad(0.1)])
 def test_a_cut_that_would_not_reach_the_second_iterate_is_refused(wrapper):
-    inner, params = wrapper(optax.sgd(0.1)), jnp.ones(2)
+    inner = wrapper(optax.sgd(0.1))
+    params = jnp.ones(2)
     with pytest.raises(HealStateError, match="second iterate"):
         protect(inner, policies.CUT_LR).init(params)
     for cuts_nothing in ("zclip", "observe"):
@@ -98,7 +103,8 @@ def chained(inner: Any, policy: Any) -> Any:
 def test_it_continues_as_a_new_optimizer(name):
     tx = KNOWN[name]
     params = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "b": jnp.ones(3)}
-    update, fresh = jax.jit(tx.update), tx.init(params)
+    update = jax.jit(tx.update)
+    fresh = tx.init(params)
 
     def after(state: Any, seeds: range) -> tuple[Any, Any]:
         updates = None
@@ -237,7 +243,8 @@ def test_the_parameters_move_by_the_cut_rate(inner, wrap, rate):
     (found,) = driver.learning_rates().values()
     assert found == (None if rate is None else pytest.approx(float(rate)))
 
-    restored, live = store.restore(4, driver.state()), driver.engines()
+    restored = store.restore(4, driver.state())
+    live = driver.engines()
     driver.load(restored.state, engines_after_rollback(Engine(POLICY), live, restored.record))
     uncut = JaxDriver(plain(inner, wrap=wrap).state, POLICY)
     restored = store.restore(4, uncut.state())

@@ -157,7 +157,8 @@ def test_arrays_of_one_process_alone_have_to_be_the_same_in_all(two: Program):
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.stress)])
 def test_a_process_that_is_killed_in_a_save_leaves_whole_checkpoints(kills: int, tmp_path: Path):
-    draw, within_a_save = random.Random(1), 0
+    draw = random.Random(1)
+    within_a_save = 0
     for number in range(kills + 1):
         aim = (number % 2, draw.randrange(1, SAVES), draw.random() / 2) if number < kills else ()
         arguments = (str(free_port()), tmp_path, *map(str, aim))

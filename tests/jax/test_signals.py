@@ -89,7 +89,8 @@ def test_an_overflow_of_a_dynamic_loss_scale_costs_one_step(policy):
         )
         return optax.apply_updates(params, updates), state, jnp.where(finite, scale, scale / 2)
 
-    params, scale = jnp.ones(4), jnp.float32(2.0**20)
+    params = jnp.ones(4)
+    scale = jnp.float32(2.0**20)
     state = tx.init(params)
     for _ in range(60):
         params, state, scale = step(params, state, scale)
@@ -109,7 +110,8 @@ def test_one_time_signals_of_an_overflow_are_kept_for_the_next_step(make):
     @jax.jit
     def update(state, norm, changed, evaluation, skipped):
         signals = {"change_expected": changed, "eval_loss": evaluation}
-        grads, loss = {"w": norm * jnp.ones(3)}, jnp.float32(1)
+        grads = {"w": norm * jnp.ones(3)}
+        loss = jnp.float32(1)
         return tx.update(grads, state, PARAMS, value=loss, externally_skipped=skipped, **signals)[1]
 
     state = tx.init(PARAMS)
@@ -144,13 +146,16 @@ def test_inside_shard_map_on_four_devices():
 def test_signals_are_reduced_over_a_named_vmap():
     tx = protect(optax.sgd(0.1), policies.SKIP, axis_name="lane")
     params = grads = jnp.ones(2)
-    state, yes, no = tx.init(params), jnp.asarray([False, True, False]), jnp.zeros(3, bool)
+    state = tx.init(params)
+    yes = jnp.asarray([False, True, False])
+    no = jnp.zeros(3, bool)
 
     def step(loss, skipped, changed):
         signals = {"externally_skipped": skipped, "change_expected": changed, "eval_loss": loss}
         return tx.update(grads, state, params, value=loss, **signals)
 
-    run, losses = jax.jit(jax.vmap(step, axis_name="lane")), jnp.asarray([1.0, 2.0, 6.0])
+    run = jax.jit(jax.vmap(step, axis_name="lane"))
+    losses = jnp.asarray([1.0, 2.0, 6.0])
     _, new = run(losses, no, yes)
     assert float(metrics(jax.tree.map(lambda x: x[0], new))["heal/loss"]) == 3.0
     _, skipped = run(losses, yes, no)
@@ -215,7 +220,8 @@ def test_scaling_rounds_once_and_each_leaf_has_its_factor(dtype):
 def test_norms_are_those_of_the_float64_values_for_any_dtype(dtype):
     factor = 300 - 300j if dtype == jnp.complex64 else 300
     x = factor * jnp.asarray(np.random.default_rng(0).standard_normal(4096), dtype)
-    ints, float0 = jnp.asarray([1000], jnp.int32), np.zeros((2,), jax.dtypes.float0)
+    ints = jnp.asarray([1000], jnp.int32)
+    float0 = np.zeros((2,), jax.dtypes.float0)
     tree = {"a": x, "b": (x[:7], ints, float0, optax.MaskedNode()), "c": jnp.zeros((0,))}
     norm, each = jax.jit(gradients.both_norms)(tree)
     exact = [np.linalg.norm(np.asarray(v, np.complex128)) for v in (x, x[:7], [0.0])]
@@ -276,7 +282,8 @@ def head_gradients(*bases, bad=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_gradient_of_a_frozen_parameter_does_not_count(name):
-    run, tx = in_loop if name in EAGER else in_scan, FROZEN[name]
+    run = in_loop if name in EAGER else in_scan
+    tx = FROZEN[name]
     params, state = run(tx, head_gradients(1.0, 1.0, np.nan, 1.0, 1e8, 1.0), tx.init(LAYERS))
     expected, healthy = run(tx, head_gradients(*6 * [1.0]), tx.init(LAYERS))
     assert_same_bits(params, expected)

@@ -80,7 +80,8 @@ def test_a_skip_changes_no_bit(name):
         updates, state = tx.update(grads, state, params, value=value)
         return optax.apply_updates(params, updates), state, updates
 
-    params, state = PARAMS, tx.init(PARAMS)
+    params = PARAMS
+    state = tx.init(PARAMS)
     for i in range(policies.WARMUP + 2):
         params, state, _ = step(params, state, gradients(i), LOSS)
     assert not bool(last_decision(state).skip)
@@ -134,8 +135,11 @@ def test_arguments_reach_an_inner_optimizer_that_needs_them():
 
 def test_the_lr_is_cut_in_the_same_run_and_comes_back_to_exactly_one():
     tx = protect(optax.sgd(1.0), policies.CUT_LR)
-    update, params = jax.jit(tx.update), jnp.zeros(1)
-    state, scales, steps = tx.init(params), [], []
+    update = jax.jit(tx.update)
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    scales = []
+    steps = []
     for g in [1.0, jnp.nan] + [1.0] * 40:
         updates, state = update(jnp.asarray([g]), state, params, value=LOSS)
         scales.append(float(last_decision(state).lr_scale))

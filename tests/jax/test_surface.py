@@ -46,7 +46,8 @@ def test_zclip_takes_numbers(name):
         heal_zclip(z_threshold=right)
 
 
-SGD, ADAM = optax.inject_hyperparams(optax.sgd)(0.1), optax.adam(1e-3)
+SGD = optax.inject_hyperparams(optax.sgd)(0.1)
+ADAM = optax.adam(1e-3)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,15 @@ from healcore.jax import engine_rows, protect
 from healcore.jax.heal_state import find
 from healcore.jax.store import MemoryStore, OrbaxStore
 from healcore.runtime.store.checkpoints import Keep
+from tests.open_run import run_of
 from tests.torch import compared_ranks
 from tests.torch.compared_ranks import FAULT
 from tests.torch.policies import OF_RANKS
 
 PARTS, ROWS, WIDTH = 4, 4, 8
 """The faults are in one of four parts of a batch: what one of four processes has."""
-STEPS, NAN = 50, np.float32("nan")
+STEPS = 50
+NAN = np.float32("nan")
 
 BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART = 28, 34, 40, 46
 FAULTS = {BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART}
@@ -91,7 +93,8 @@ def loss_of(params: Any, batch: Any) -> tuple[Any, Any]:
 @functools.cache
 def program(kind: str) -> tuple[Any, Any, Any, list[None]]:
     """Mesh, optimizer, compiled step, which donates, and an item for each time it was traced."""
-    tx, traces = protect(optax.adamw(1e-2), OF_RANKS), list[None]()
+    tx = protect(optax.adamw(1e-2), OF_RANKS)
+    traces: list[None] = []
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -119,7 +122,8 @@ def begin(kind: str) -> tuple[Any, Any]:
 def advance(kind: str, params: Any, state: Any, steps: range) -> tuple[Any, Any, list[Any], bool]:
     """Trains; also the record of every step, and whether the faulty ones have moved nothing."""
     mesh, _, step, _ = program(kind)
-    records, unmoved = [], True
+    records = []
+    unmoved = True
     for i in steps:
         rows: Any = batch(i) if mesh is None else placed(mesh, batch(i), P("data"))
         before = digest((params, state.inner_state)) if i in FAULTS else ""
@@ -236,7 +240,7 @@ def compared(root: Path, fault: str) -> dict[str, Any]:
         **compared_ranks.options(rollbacks),
     )
     with healer:
-        compared_ranks.watched(healer._run.comparisons, seen)
+        compared_ranks.watched(run_of(healer).comparisons, seen)
         for number in healer.batches(list(range(compared_ranks.STEPS))):
             damages = fault == "damage" and number == FAULT and not damaged
             damaged |= damages

@@ -30,14 +30,18 @@ from healcore.runtime.store.ranks import RankFailed
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules
 from tests.jax.trained_together import begin, digest, healthy_batch, loss_of, mesh_of, placed, whole
+from tests.open_run import run_of
 
-BAD, POLICY = 23, rules()
+BAD = 23
+POLICY = rules()
 
 
 def exchanges(root: Path) -> dict[str, Any]:
     """Between the main threads and between two threads at once; one that never comes."""
     del root
-    rank, ranks, behind = jax.process_index(), CoordinatedRanks(), CoordinatedRanks()
+    rank = jax.process_index()
+    ranks = CoordinatedRanks()
+    behind = CoordinatedRanks()
     found: list[Any] = []
     thread = threading.Thread(
         target=lambda: found.extend(behind.gather(("behind", rank, i)) for i in range(20))
@@ -46,7 +50,8 @@ def exchanges(root: Path) -> dict[str, Any]:
     # One process is ahead of the other: rank 1 begins when rank 0 has put in its item.
     items = [ranks.gather((rank, "x" * 1000 * rank, i)) for i in range(20)]
     thread.join()
-    late, said = CoordinatedRanks(timeout_s=0.2), []
+    late = CoordinatedRanks(timeout_s=0.2)
+    said = []
     for _ in range(2 if rank == 0 else 0):  # the other does not take part
         try:
             late.gather("alone")
@@ -62,7 +67,8 @@ def exchanges(root: Path) -> dict[str, Any]:
 @functools.cache
 def compiled() -> tuple[Any, Any, list[None]]:
     """The optimizer, the step, and an item for each time that it was traced."""
-    tx, traces = protect(optax.adamw(1e-2), POLICY), list[None]()
+    tx = protect(optax.adamw(1e-2), POLICY)
+    traces: list[None] = []
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: Any, rows: Any) -> Any:
@@ -80,11 +86,14 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
 
     "terminated" has no bad batch: process 1 alone gets SIGTERM, so both end after the same step.
     """
-    (tx, step, traces), mesh = compiled(), mesh_of("sharded")
+    tx, step, traces = compiled()
+    mesh = mesh_of("sharded")
     params, _ = begin("sharded")
     # `step` is a number of each process at first, and after the first step an array on the mesh.
     state = {"params": params, "opt_state": tx.init(params), "step": 0}
-    ends, order, stopped = kind == "terminated", [], None
+    ends = kind == "terminated"
+    order = []
+    stopped = None
     folder = root / ("run" if kind in ("stopped", "resumed") else kind)
     events = folder / "run.events.jsonl"
     options = {
@@ -103,7 +112,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
                     rows[len(rows) // 2 :] = np.nan  # of process 1
                 healer.update(step(healer.state, placed(mesh, rows, P("data"))))
                 if kind == "stopped" and healer.step == 31:
-                    healer._run.recovery.stop("far enough")
+                    run_of(healer).recovery.stop("far enough")
                 if ends:
                     if number == 5 and jax.process_index() == 1:
                         os.kill(os.getpid(), signal.SIGTERM)
@@ -123,7 +132,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         "rollbacks": healer.rollbacks,
         "order": order,
         "state": digest(held),
-        "listed": [save.step for save in healer._run.store.checkpoints()],
+        "listed": [save.step for save in run_of(healer).store.checkpoints()],
         "traced": len(traces),
         "votes": [[e["step"], e["outcome"], e["why"]] for e in votes],
     }
@@ -149,7 +158,8 @@ def from_one(root: Path, one: str) -> dict[str, Any]:
 
 def refused(root: Path) -> dict[str, Any]:
     """Arrays of one process alone: saved if they are the same in both, named if they are not."""
-    rank, root = jax.process_index(), root / "refused"
+    rank = jax.process_index()
+    root = root / "refused"
     store = OrbaxStore(root)
     ones = placed(mesh_of("sharded"), np.ones((4, 2), np.float32), P("data"))
     state = {"w": ones, "key": jax.random.key(0), "n": np.arange(3)}

@@ -60,7 +60,8 @@ def test_package_list_equals_the_folders():
 
 def test_a_map_of_a_package_has_all_of_its_modules():
     """A map is an `__init__.py` whose docstring or comments name at least two modules beside it."""
-    maps, missing = 0, []
+    maps = 0
+    missing = []
     for folder in SOURCES.values():
         for init in sorted((ROOT / folder).rglob("__init__.py")):
             text = _docstring_and_comments(init.read_text())
@@ -172,7 +173,8 @@ def dist(tmp_path_factory):
 def test_every_source_file_is_in_the_wheel_and_no_other_top_level_name(dist):
     wanted = set()
     for prefix, source in SOURCES.items():
-        target, shipped = Path(*prefix.split(".")), (".py", ".toml", ".html", "py.typed")
+        target = Path(*prefix.split("."))
+        shipped = (".py", ".toml", ".html", "py.typed")
         for base, _, names in os.walk(ROOT / source):  # does not follow symlinks
             place = target / Path(base).relative_to(ROOT / source)
             wanted |= {str(place / name) for name in names if name.endswith(shipped)}

@@ -51,7 +51,9 @@ def test_every_policy_loads_and_every_preset_exists(page):
 
 def test_the_torch_snippets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    healers, reports, one = {}, [], "optimizer"
+    healers = {}
+    reports = []
+    one = "optimizer"
     for block in blocks("torch.md"):
         scope: dict[str, Any] = {"print": lambda *values: reports.extend(values)}
         exec(block, scope)  # each snippet has all that it needs
@@ -73,7 +75,8 @@ def test_the_jax_snippets(tmp_path, monkeypatch, capsys):
     optimizer, skipped, loop, nnx, linen, equinox, scan, half = blocks("jax.md")
     scope: dict[str, Any] = {}
     exec(optimizer, scope)
-    good, bad = scope["loader"][0], jnp.full((32, 8), jnp.nan)
+    good = scope["loader"][0]
+    bad = jnp.full((32, 8), jnp.nan)
     exec(skipped, {**scope, "loader": [bad]})
     assert capsys.readouterr().out == "1\n1\n"
     exec(loop, scope)
@@ -147,7 +150,7 @@ def test_the_remedies_by_rollback_are_those_of_the_page():
         while Trial.ACCEPT not in tried:
             rates = later if tried else first
             most = load("default").config().budget.lr_cuts
-            facts = TroubleFacts(rates, {"": 0.1}, False, unusual=True, may_limit=most)
+            facts = TroubleFacts(rates, {"": 0.1}, False, unusual=True, max_rate_limits=most)
             tried.append(next_trial(tried, facts))
         wanted[column] = [each for each, _ in itertools.groupby(tried)]
     words = {"limit": Trial.LIMIT_RATE, "change": Trial.REPEAT, "hold": Trial.HOLD}
@@ -185,8 +188,9 @@ def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, m
         else:
             exec(block, scope)
     program = blocks("data-and-resume.md")[0]
-    killed = f"import os\n{program}        if healer.step == 151:\n"
-    killed += "            healer._run.store.wait()\n            os.kill(os.getpid(), 9)\n"
+    imports = "import os\nfrom tests.open_run import run_of\n"
+    killed = f"{imports}{program}        if healer.step == 151:\n"
+    killed += "            run_of(healer).store.wait()\n            os.kill(os.getpid(), 9)\n"
     for code, status in ((killed, -signal.SIGKILL), (program, 0)):
         run = forked_programs.run("-c", code, cwd=tmp_path, timeout=120)
         assert run.returncode == status, run.stderr
@@ -427,7 +431,8 @@ def test_the_whole_change_in_jax(tmp_path, monkeypatch):
             return super().__getitem__(index)
 
     monkeypatch.chdir(tmp_path)
-    good, bad = jnp.ones((4, 3)), jnp.full((4, 3), jnp.nan)
+    good = jnp.ones((4, 3))
+    bad = jnp.full((4, 3), jnp.nan)
     params = {"w": jnp.ones(3)}
     batches = [good, bad, *[good] * 4]
     before, after = whole_change("jax.md")

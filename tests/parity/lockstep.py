@@ -77,9 +77,13 @@ def limited(engine: Engine, backend: str, state: Any, limit: np.ndarray) -> Any:
     xp: Any = np
     given: Any = limit
     if backend.startswith("jax"):
-        where, xp, given = jnp.where, JAX, jnp.asarray(limit)
+        where = jnp.where
+        xp = JAX
+        given = jnp.asarray(limit)
     elif backend.startswith("torch"):
-        where, xp, given = torch.where, _TORCH, _tensor(limit)
+        where = torch.where
+        xp = _TORCH
+        given = _tensor(limit)
     state = engine.limit_norm(state, given, xp=xp)
     withheld = engine.withhold(state).norm_limit
     state = state._replace(norm_limit=where(given == WITHHELD, withheld, state.norm_limit))
@@ -123,7 +127,7 @@ def named(tree: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
         yield place, np.asarray(tree)
 
 
-Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
+ChunkRunner = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
 _TORCH = Namespace(torch.device("cpu"))
@@ -138,7 +142,7 @@ def start(backend: str, state: EngineState) -> Any:
     return scalars(state) if backend == "recorded" else state
 
 
-def runner(backend: str, engine: Engine) -> Run:
+def runner(backend: str, engine: Engine) -> ChunkRunner:
     """The engine on a backend, compiled where that is what the backend is for."""
     if backend.startswith("jax"):
         return _jax(engine, one_by_one=backend != "jax", kernel=backend == "jax-kernel")
@@ -162,7 +166,7 @@ def runner(backend: str, engine: Engine) -> Run:
     return _stepwise(recorded(engine) if backend == "recorded" else numpy, lambda x: x)
 
 
-def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -> Run:
+def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -> ChunkRunner:
     """Calls the engine step by step; outputs are copied, so that nothing can change them later."""
 
     def run(state: Any, trace: Signals) -> tuple[Any, EngineState, Any]:
@@ -178,7 +182,7 @@ def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -
     return run
 
 
-def _jax(engine: Engine, *, one_by_one: bool, kernel: bool) -> Run:
+def _jax(engine: Engine, *, one_by_one: bool, kernel: bool) -> ChunkRunner:
     """One jitted scan over the chunk: of all lanes at once, or of each in its turn."""
     judge = functools.partial(engine.step, xp=JAX)
     step = one_kernel(lambda state, signals: judge(state, signals)) if kernel else judge

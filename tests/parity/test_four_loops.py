@@ -110,7 +110,8 @@ def torch_loop(policy: Path | str) -> list[Decision]:
 
 
 def huggingface_loop(policy: Path) -> list[Decision]:
-    healing, decided = HealingCallback(policy), []
+    healing = HealingCallback(policy)
+    decided = []
 
     def keep(state: Any, **kwargs: Any) -> None:
         assert healing.healing is not None
@@ -137,7 +138,8 @@ def huggingface_loop(policy: Path) -> list[Decision]:
 
 
 def lightning_loop(policy: Path) -> list[Decision]:
-    healing, decided = LightningHealingCallback(policy), []
+    healing = LightningHealingCallback(policy)
+    decided = []
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -171,7 +173,8 @@ def jax_loop(policy: Path | str) -> list[Decision]:
         return optax.apply_updates(w, updates), state, healcore.jax.last_decision(state)
 
     w = jnp.ones(SIZE)
-    state, decided = tx.init(w), []
+    state = tx.init(w)
+    decided = []
     for loss, gradient in signals():
         w, state, decision = step(w, state, loss, gradient)
         decided.append(read(decision))
@@ -218,6 +221,7 @@ def test_each_loop_decides_as_the_engine(loop: str, policy: Path, expected: list
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["default", "pretraining"])
 def test_protect_alone_gives_the_causes_of_attach(preset: str):
-    of_torch, of_jax = torch_loop(preset), jax_loop(preset)
+    of_torch = torch_loop(preset)
+    of_jax = jax_loop(preset)
     assert flags(of_torch) == flags(of_jax)
     assert any(each.cause for each in of_torch)

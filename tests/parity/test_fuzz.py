@@ -53,7 +53,8 @@ def groups_of(clip: str | None) -> int:
 )
 def test_the_same_bits_in_numpy_jax_and_torch(name, against):
     """The detectors of the catalogue in one policy: it is compiled once."""
-    groups, published = groups_of(name), policies.only(*policies.PUBLISHED)
+    groups = groups_of(name)
+    published = policies.only(*policies.PUBLISHED)
     trace = fuzz.signals(np.random.default_rng(len(name)), STEPS, LANES, groups=groups)
     config = policies.covering(name) if name in policies.CLIPS else published
     compared = lockstep.steps_equal(config, [trace], against, groups=groups, lanes=LANES)
@@ -64,7 +65,8 @@ def test_the_same_bits_in_numpy_jax_and_torch(name, against):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", [*policies.CLIPS, *policies.PUBLISHED])
 def test_backends_agree_on_long_random_traces(name, seed):
-    groups, lanes = groups_of(name), 100 if name == "autoclip" else 1000
+    groups = groups_of(name)
+    lanes = 100 if name == "autoclip" else 1000
     config = policies.full(name) if name in policies.CLIPS else policies.only(name)
     trace = fuzz.signals(np.random.default_rng(1000 + seed), 1000, lanes, groups=groups)
     against = ("jax-scalars", "jax-kernel", "jax", "torch", "torch-compiled")
@@ -75,7 +77,8 @@ def test_backends_agree_on_long_random_traces(name, seed):
 @pytest.mark.parametrize("clip", policies.CLIPS)
 def test_a_lane_is_a_run_of_its_own(clip):
     """In NumPy, recorded and in torch with 0-d arrays; JAX is further down."""
-    groups, config = groups_of(clip), policies.covering(clip)
+    groups = groups_of(clip)
+    config = policies.covering(clip)
     trace = fuzz.signals(np.random.default_rng(42), STEPS, 12, groups=groups)
     engine = Engine(config)
     fresh = engine.init(groups=groups, batch=(12,))
@@ -142,13 +145,15 @@ CHUNK = 30
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", ["zclip", "adagc"])
 def test_from_jax_to_torch_to_numpy_and_on(clip):
-    groups, engine = groups_of(clip), Engine(policies.covering(clip))
+    groups = groups_of(clip)
+    engine = Engine(policies.covering(clip))
     runs = {name: lockstep.runner(name, engine) for name in LEGS}
     whole = fuzz.signals(np.random.default_rng(60), len(LEGS) * CHUNK, 3, groups=groups)
     for lane in range(3):
         trace = lockstep.scalar(whole, lane)
         fresh = engine.init(groups=groups)
-        there, state = lockstep.start("recorded", fresh), fresh
+        there = lockstep.start("recorded", fresh)
+        state = fresh
         for leg, name in enumerate(LEGS):
             piece = fuzz.part(trace, leg * CHUNK, (leg + 1) * CHUNK)
             after, *moved = runs[name](lockstep.start(name, state), piece)
@@ -188,7 +193,8 @@ def drawn(engine: Any, random: np.random.Generator, externally_skipped: bool) ->
     ],
 )
 def test_the_recorded_step_is_the_step(name: str, externally_skipped: bool):
-    engine, random = load(name).engine(), np.random.default_rng(1)
+    engine = load(name).engine()
+    random = np.random.default_rng(1)
     state = mine = lockstep.start("recorded", engine.init(groups=policies.GROUPS))
     program = to_program(engine.step, state, drawn(engine, random, externally_skipped))
     for i in range(60):

@@ -43,7 +43,8 @@ def equations(jaxpr: Any) -> int:
 
 @pytest.mark.parametrize("preset", COUNTS)
 def test_equations_of_the_engine(preset: str):
-    engine, one = engine_of(preset), jnp.float32(1)
+    engine = engine_of(preset)
+    one = jnp.float32(1)
     rate = one if engine.limits_lr else None
     step = functools.partial(engine.step, xp=JAX)
     signals = Signals(loss=one, grad_norm=one, learning_rate=rate)

@@ -84,7 +84,8 @@ def asks_a_server(healer: Healer[Any], limit: float) -> None:
 def train(how: str, folder: Path, rank: int) -> None:
     """Trains 10 steps; at step HANGS_AT it does what `how` says."""
     faulthandler.dump_traceback_later(1000, exit=True)
-    limit, world = HEALTHY if how in ("healthy", "waits") else LIMIT, RUNS[how]
+    limit = HEALTHY if how in ("healthy", "waits") else LIMIT
+    world = RUNS[how]
     if world > 1:
         hang_guard._REPORT_TIMEOUT_S = 600.0
         at = f"file://{folder}.rendezvous"
@@ -92,7 +93,8 @@ def train(how: str, folder: Path, rank: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state, options = {"model": model, "optimizer": optimizer}, OPTIONS.get(how, ENDS)
+    state = {"model": model, "optimizer": optimizer}
+    options = OPTIONS.get(how, ENDS)
     healer: Any = Healer("default", state=state, store=folder, hang={"timeout_s": limit}, **options)
     with healer:
         for number in healer.batches(range(10)):
@@ -119,7 +121,8 @@ def main(root: Path) -> None:
     """Runs all at once, each in a folder of `root`; prints how -> exit status of each rank."""
     pids: dict[int, tuple[str, int]] = {}
     for how, world in RUNS.items():
-        (folder := root / how).mkdir()
+        folder = root / how
+        folder.mkdir()
         for rank in range(world):
             pid = forked(partial(train, how, folder, rank), Path(f"{folder}.{rank}.log"))
             pids[pid] = how, rank
@@ -145,7 +148,8 @@ class Runs:
 
     def stacks(self, how: str) -> dict[int, str]:
         """Rank -> its stacks, in the postmortem; those in the event are the same."""
-        (found,), fault = postmortems(self.root / how), self.faults(how)[-1]
+        (found,) = postmortems(self.root / how)
+        fault = self.faults(how)[-1]
         assert found["cause"] == fault["cause"] == ["HANG"]
         assert (fault["answer"], found["ending"]) == ("stop", "stopped")
         assert fault["stacks"] == found["stacks"]
@@ -218,6 +222,7 @@ with Healer(SKIPS, state=loop.state) as healer:
 
 
 def test_an_iterator_that_is_left_and_kept_ends_with_the_interpreter():
+    """The guard of its wait would raise while the interpreter takes down its modules."""
     done = forked_programs.run("-c", LEFT)
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr

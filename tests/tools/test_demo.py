@@ -40,7 +40,8 @@ class Demo(NamedTuple):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    out, printed = tmp_path_factory.mktemp("demo") / "new", io.StringIO()
+    out = tmp_path_factory.mktemp("demo") / "new"
+    printed = io.StringIO()
     runs = run_demo(out, steps=STEPS, console=Console(file=printed, width=80), **TINY)
     return Demo(runs, out, printed.getvalue())
 

@@ -10,6 +10,7 @@ from torch.optim import AdamW
 from healcore import Checkpoints, Hooks, Logging
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.compare.comparisons import Comparisons
+from tests.open_run import run_of
 from tests.torch.forked_ranks import serve
 from tests.torch.layouts import spread, whole
 
@@ -27,7 +28,10 @@ NAMES = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")
 
 def options(rollbacks: list[Any]) -> dict[str, Any]:
     """Of a Healer that notes its rollbacks."""
-    note = lambda event: rollbacks.append({name: event.get(name) for name in NAMES})  # noqa: E731
+
+    def note(event: Any) -> None:
+        rollbacks.append({name: event.get(name) for name in NAMES})
+
     return {
         "checkpoints": Checkpoints(every=SAVE_EVERY),
         "rollback": {"probation": SAVE_EVERY},
@@ -62,7 +66,9 @@ def run(case: str) -> dict[str, Any]:
     model, data = spread("DDP" if kind == "accumulated" else kind, net)
     shares = 1 if kind in ("alone", "tensor parallel") else dist.get_world_size()
     optimizer = AdamW(net.parameters(), lr=RATE)
-    compared, rollbacks, problems = list[Any](), list[Any](), list[str]()
+    compared: list[Any] = []
+    rollbacks: list[Any] = []
+    problems: list[str] = []
     damaged, compared_at = False, -1
 
     def loss_fn(number: int) -> Tensor:
@@ -86,7 +92,7 @@ def run(case: str) -> dict[str, Any]:
         loss_fn=loss_fn,
         **options(rollbacks),
     ) as healer:
-        comparisons: Any = healer._run.comparisons
+        comparisons: Any = run_of(healer).comparisons
         if fault != "raises":
             watched(comparisons, compared)
         comparisons.loss_function._warn = problems.append

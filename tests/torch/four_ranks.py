@@ -27,7 +27,8 @@ from tests.torch.layouts import digest, held, part, shard, spread, whole
 from tests.torch.optimizer_cases import HOST_AND_DEVICE
 
 WORLD, ROWS = 4, 4
-LATE_STEPS, LATE_FAULTS = 35, (4, 17, 30)
+LATE_STEPS = 35
+LATE_FAULTS = (4, 17, 30)
 STEPS = {"alone": 120, "DDP": 120, "DDP, device": 90, "FSDP2": 120, "HSDP": 90}
 NAN = float("nan")
 SECONDS = 400
@@ -129,7 +130,8 @@ class Loop:
     def __init__(self, kind: str, policy: Engine | None, *, scaler: Any = None, **options: Any):
         torch.manual_seed(0)
         net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-        self.net, (self.model, self.data) = net, spread(kind, net)
+        self.net = net
+        (self.model, self.data) = spread(kind, net)
         self.optimizer = AdamW(net.parameters(), lr=1e-2, fused=options.pop("fused", False))
         self.scaler = scaler
         self.heal: Any = policy and attach(self.optimizer, policy, scaler=scaler, **options)
@@ -200,7 +202,8 @@ def scaled(kind: str) -> dict[str, Any]:
 
 def limited(where: str) -> dict[str, Any]:
     """A limit of the norm of sharded gradients, in force from the third step on."""
-    loop, limit = Loop("HSDP", policies.CUTS, fused=True, engine=where), 0.125
+    loop = Loop("HSDP", policies.CUTS, fused=True, engine=where)
+    limit = 0.125
     scales = []
     for i in range(5):
         if i == 2:
@@ -277,7 +280,8 @@ PARTLY = ("a loss", "a gradient", "an evaluation")
 
 def partly(what: str) -> dict[str, Any]:
     """Ranks 2 and 3 lack a loss or a gradient, or the other ranks lack an evaluation."""
-    net, rank = small_net(), dist.get_rank()
+    net = small_net()
+    rank = dist.get_rank()
     optimizer = SGD(net.parameters(), lr=1e-3)
     overfit = ("overfit", OverfitConfig(max_gap=4.0, patience=1))
     heal = attach(optimizer, Engine(EngineConfig(detectors=(overfit,))))
@@ -297,7 +301,8 @@ def partly(what: str) -> dict[str, Any]:
 
 def alone(where: str) -> dict[str, Any]:
     """Each rank trains a model of its own, into a store of its own; rank 1 has a NaN."""
-    net, rank = small_net(), dist.get_rank()
+    net = small_net()
+    rank = dist.get_rank()
     state = {"model": net, "optimizer": SGD(net.parameters(), lr=0.01)}
     store = folder() / f"alone-{rank}" if where == "disk" else None
     with Healer(state=state, store=store, attach={"process_group": None}) as healer:
@@ -326,7 +331,9 @@ def evaluated(kind: str) -> dict[str, Any]:
     for compares in (False, True):
         loop = Loop(kind, None)
         state = {"model": loop.model, "optimizer": loop.optimizer}
-        driver, losses, kept = TorchDriver(state, policies.SKIPS), [], None
+        driver = TorchDriver(state, policies.SKIPS)
+        losses = []
+        kept = None
         for i in range(8):
             if i == KEPT and compares:
                 kept = driver.copy_weights()

@@ -35,11 +35,13 @@ def spread(kind: str, net: nn.Sequential) -> tuple[nn.Module, int]:
     """
     if kind == "alone":
         return net, 0
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     if kind.startswith("DDP"):
         return DistributedDataParallel(net, find_unused_parameters="unused" in kind), rank
     if kind == "FSDP1":
-        wraps, cpu = ModuleWrapPolicy({nn.Linear}), torch.device("cpu")
+        wraps = ModuleWrapPolicy({nn.Linear})
+        cpu = torch.device("cpu")
         options = {"use_orig_params": True, "auto_wrap_policy": wraps, "device_id": cpu}
         return fsdp.FullyShardedDataParallel(net, **options), rank  # type: ignore[arg-type]
     if kind == "HSDP":

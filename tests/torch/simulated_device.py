@@ -130,7 +130,8 @@ class DeviceTensor(Tensor):
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_host = [each for each in given if not isinstance(each, cls)]
         target = kwargs.get("device")
-        target, blocks = None if target is None else torch.device(target), True
+        target = None if target is None else torch.device(target)
+        blocks = True
         if func in _COPIES:
             blocks = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
             if on_host or (target is not None and target.type == "cpu"):

@@ -29,7 +29,7 @@ BAD_LOSSES = {12: math.nan, 16: 1e5, 20: math.inf}
 BAD_GRADIENTS = {14: math.nan, 18: 1e5}
 
 
-class Run:
+class DeviceRun:
     """Regression on a fixed net's outputs."""
 
     def __init__(self, device: torch.device, optimizer: str) -> None:
@@ -55,7 +55,8 @@ def decisions(policy: str, optimizer: str = "AdamW", **overrides: Any) -> None:
     decided: dict[torch.device, list[Any]] = {CPU: [], DEVICE: []}
     divides: set[bool] = set()
     for device, found in decided.items():
-        run, engine = Run(device, optimizer), "host" if device is CPU else "device"
+        run = DeviceRun(device, optimizer)
+        engine = "host" if device is CPU else "device"
         heal = attach(run.optimizer, policy, engine=engine, compile=False, **overrides)  # type: ignore[arg-type]
         run.optimizer.register_step_pre_hook(lambda o, *_: divides.add("grad_scale" in vars(o)))
         for step in range(24):
@@ -85,7 +86,8 @@ def decisions(policy: str, optimizer: str = "AdamW", **overrides: Any) -> None:
 
 def trained(device: torch.device, folder: Path) -> tuple[float, list[Any]]:
     """Final loss and rollbacks of a run with a NaN, and with a rate 100 times too high."""
-    run, events = Run(device, "AdamW"), folder / f"{device.type}.jsonl"
+    run = DeviceRun(device, "AdamW")
+    events = folder / f"{device.type}.jsonl"
     with Healer(
         "default",
         state={"model": run.model, "optimizer": run.optimizer},

@@ -24,7 +24,8 @@ def test_the_step_is_skipped_exactly(which, rate):
     heal = healcore.torch.attach(optimizer)
     for step in range(3):
         if step == 1:
-            before, group = weight.detach().clone(), optimizer.param_groups[0]
+            before = weight.detach().clone()
+            group = optimizer.param_groups[0]
             usual = group["lr"]
             group["lr"] = torch.tensor(rate) if isinstance(usual, torch.Tensor) else rate
         heal.observe(1.0)

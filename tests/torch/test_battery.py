@@ -14,7 +14,7 @@ from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
 from tests.torch.optimizer_cases import CASES, FUSED, HOST_AND_DEVICE, NAN, Case, host_and_device
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.third_party_optimizers import Run, names
+from tests.torch.third_party_optimizers import OptimizerRun, names
 
 MAX_NORM = 0.5
 WITHOUT_CLOSURE = [case for case in CASES if not case.closure and not case.sparse]
@@ -63,7 +63,10 @@ def test_clip_is_that_of_clip_grad_norm(case: Case, where: Any):
     for i in range(5):
         case.step(mine, i, heal=heal)
         params = parameters(reference)
-        clip = lambda p=params: torch.nn.utils.clip_grad_norm_(p, MAX_NORM)  # noqa: E731
+
+        def clip(params: Any = params) -> None:
+            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+
         case.step(reference, i, then=clip)
     assert int(heal.metrics()["heal/clips"]) == 5
     if not case.fused:
@@ -142,9 +145,14 @@ def test_a_skip_changes_no_bit_and_leaves_no_trace(case: Case, where: Any, facto
     for i in range(1, 7):
         case.step(mine, i, heal=heal)
         case.step(twin, i)
-    before, grads, attached = snapshot(mine), [], set(vars(mine))
+    before = snapshot(mine)
+    grads = []
+    attached = set(vars(mine))
     assert_same(before, snapshot(twin))
-    read = lambda: grads.append([p.grad for p in parameters(mine)])  # noqa: E731
+
+    def read() -> None:
+        grads.append([p.grad for p in parameters(mine)])
+
     case.step(mine, 7, heal=heal, factor=factor, then=read)
     assert_same(before, snapshot(mine))
     assert all(p.grad is grad for p, grad in zip(parameters(mine), grads[-1], strict=True))
@@ -173,7 +181,7 @@ def test_a_skip_changes_no_bit_and_leaves_no_trace(case: Case, where: Any, facto
     "closure", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "closure"]
 )
 def test_a_skip_of_other_packages_leaves_no_trace(name: str, closure: bool):
-    mine, twin = Run(name, closure=closure), Run(name, closure=closure)
+    mine, twin = OptimizerRun(name, closure=closure), OptimizerRun(name, closure=closure)
     heal = attach(mine.optimizer, policies.SKIPS)
     skipped = (0, 3)
     for i in range(6):
@@ -209,7 +217,8 @@ def test_a_skip_of_other_packages_leaves_no_trace(name: str, closure: bool):
 def test_the_host_waits_no_more_than_without_healcore(case: Case, where: Any, policy: str):
     """Not at all for fused optimizers, in skips too."""
     # Elsewhere without a skip: a step that does not run would hide a sync of healcore.
-    steps, counted = (7 if case.fused else 4), []
+    steps = 7 if case.fused else 4
+    counted = []
     for healed in (True, False):
         optimizer = case.build()
         heal = attach(optimizer, getattr(policies, policy), engine=where) if healed else None

@@ -29,10 +29,13 @@ def test_the_bits_of_every_optimizer(case: Case, where: Any):
     """Some steps are clipped, some are not, and some have a norm that is the limit."""
     mine, twin = case.build(), case.build()
     heal = attach(mine, policies.fixed(3.7), engine=where)
+
+    def clip() -> None:
+        clip_grad_norm_(parameters(twin), 3.7)
+
     for i in range(STEPS):
         factor = [1.0, 0.3, 30.0, 0.01][i % 4]
         case.step(mine, i, heal=heal, factor=factor)
-        clip = lambda: clip_grad_norm_(parameters(twin), 3.7)  # noqa: E731
         case.step(twin, i, factor=factor, then=clip)
         assert_same(snapshot(mine), snapshot(twin))
     assert 0 < int(heal.metrics()["heal/clips"]) < STEPS

@@ -54,9 +54,13 @@ def test_several_ranks_decide_as_one(
     one = alone(worlds, fault)
     goes_back_from_faults_only(fault, one)
     outcomes = worlds.of(world, cases(*kinds), f"{kind}, {fault}")
+
+    # All ranks have one outcome.
     assert len(outcomes) == world
     found = outcomes[0]
     assert all(each == found for each in outcomes)  # to the bit
+
+    # It has the rollbacks of one process. A rate that is too high makes the steps chaotic.
     assert len(found["rollbacks"]) == len(one["rollbacks"])
     for mine, expected in zip(found["rollbacks"], one["rollbacks"], strict=True):
         chaotic = {"step": 0, "checkpoint": 0} if fault == "rate" else {}
@@ -64,6 +68,8 @@ def test_several_ranks_decide_as_one(
         assert abs(mine["step"] - expected["step"]) <= (20 if fault == "rate" else 0)
     assert found["lr_scale"] == one["lr_scale"]
     assert found["norm"] == pytest.approx(one["norm"], rel=1e-4)
+
+    # The same steps were compared, with the same losses.
     pairs = zip(found["compared"], one["compared"], strict=fault in TOLERANCE)
     same_until = FAULT + 10 if fault == "rate" else math.inf
     for mine, expected in pairs:

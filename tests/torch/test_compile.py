@@ -79,10 +79,12 @@ def test_a_compiler_that_fails_has_a_warning_and_eager_steps(monkeypatch: pytest
     def without_compiler(step: Any, **options: Any) -> Any:
         return compile_step(step, fullgraph=True, backend=missing)
 
-    case, engine = CASES[0], Engine(policies.SKIPS.config)
+    case = CASES[0]
+    engine = Engine(policies.SKIPS.config)
     compile_step = torch.compile
     monkeypatch.setattr(torch, "compile", without_compiler)
-    heal = attach(optimizer := case.build(), engine, engine="device", compile=True)
+    optimizer = case.build()
+    heal = attach(optimizer, engine, engine="device", compile=True)
     with pytest.warns(RuntimeWarning, match="no compiler here"):
         case.step(optimizer, 0, heal=heal)
     case.step(optimizer, 1, heal=heal, factor=NAN)

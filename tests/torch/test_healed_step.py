@@ -61,7 +61,8 @@ def test_removed_parameters_are_refused_where_each_has_a_history():
 def test_the_loss_that_a_closure_returns_is_judged(where: Any):
     p = Parameter(torch.ones(3))
     optimizer = AdamW([p], fused=True)
-    heal, p.grad = attach(optimizer, policies.SKIPS, engine=where), torch.ones(3)
+    heal = attach(optimizer, policies.SKIPS, engine=where)
+    p.grad = torch.ones(3)
     optimizer.step(lambda: (p * 2).sum())  # type: ignore[arg-type]
     assert float(heal.metrics()["heal/loss"]) == 6.0
 
@@ -116,6 +117,7 @@ def test_schedulers_made_before_and_after_attach(case: Case, recwarn: pytest.War
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_is_free_of_the_policy(copied: Any):
+    """A copy that still heals would count its steps for the original optimizer."""
     optimizer = SGD([Parameter(torch.ones(3))], lr=0.5)
     heal = attach(optimizer, policies.SKIPS)
     other = copied(optimizer)
@@ -174,7 +176,8 @@ def test_a_step_that_raises_does_not_end_healing(where: Any, fused: bool):
 def test_a_step_without_gradients_is_a_no_op(where: Any):
     optimizer = AdamW([Parameter(torch.ones(3))], fused=True)
     heal = attach(optimizer, policies.EVERYTHING, engine=where)
-    before, state = snapshot(optimizer), heal.state_dict()
+    before = snapshot(optimizer)
+    state = heal.state_dict()
     heal.observe(1.0)
     optimizer.step()
     assert_same(before, snapshot(optimizer))
@@ -208,6 +211,7 @@ def norm(*grads: torch.Tensor) -> float:
     ids=["float16", "bfloat16", "large", "transposed"],
 )
 def test_it_is_that_of_the_exact_numbers(grads: list[torch.Tensor], torch_fails: bool):
+    """Squares overflow in float16 and lose digits in bfloat16, so the norm would be wrong."""
     exact = float(torch.cat(grads).double().norm())
     assert norm(*grads) == pytest.approx(exact, rel=1e-6)
     theirs = float(torch.nn.utils.get_total_norm(grads))

@@ -62,8 +62,10 @@ KINDS: dict[str, tuple[Any, float | None]] = {
 @host_and_device
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_number_of_any_kind_is_a_loss(where: Any, kind: str):
-    loop, (loss, expected) = Loop(where), KINDS[kind]
-    found, decision = loop.step(loss, loss, weight=2.0), loop.heal.last_decision()
+    loop = Loop(where)
+    loss, expected = KINDS[kind]
+    found = loop.step(loss, loss, weight=2.0)
+    decision = loop.heal.last_decision()
     assert decision is not None
     assert decision.cause == (Cause.NONFINITE_LOSS if expected is None else 0)
     assert torch.equal(loop.p.detach(), torch.ones(2)) if expected is None else found == expected
@@ -150,7 +152,8 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 @host_and_device
 def test_an_incident_is_one_line_of_any_length(where: Any, logged: Any):
-    loop, healthy = Loop(where, policies.SKIPS), 3 * WITHOUT_LOSS
+    loop = Loop(where, policies.SKIPS)
+    healthy = 3 * WITHOUT_LOSS
     loop.steps(*[1.0] * healthy)
     assert not logged(), "without an alarm"
     loop.steps(*[NAN] * 40, *[1.0] * RECORD_LAG)

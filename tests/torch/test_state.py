@@ -65,7 +65,8 @@ def test_a_rollback_keeps_the_cut_and_costs_one_recovery(where: Any):
     run(optimizer, heal, range(5))
     saved = heal.state_dict()
     run(optimizer, heal, range(5, 8))
-    live, engine = heal.state_dict(), policies.CUTS
+    live = heal.state_dict()
+    engine = policies.CUTS
     heal.on_rollback(saved)
     both = (engine.from_dict(each) for each in (live, saved))
     assert heal.state_dict() == engine.to_dict(engine.on_rollback(*both, xp=np))
@@ -117,7 +118,8 @@ OTHERWISE = {KEEPS: STEPS, OBSERVES: STEPS, SKIPS_TOO: STEPS - 1}
 )
 def test_the_step_after_a_cut_is_the_first_of_new_moments(policy: Engine, steps: int, where: Any):
     """Only where the policy resets them, and not after a step that was skipped."""
-    parameter, draw = Parameter(torch.zeros(3)), torch.Generator().manual_seed(0)
+    parameter = Parameter(torch.zeros(3))
+    draw = torch.Generator().manual_seed(0)
     optimizer = AdamW([parameter], lr=1e-2, fused=True)
     attach(optimizer, policy, engine=where)
     for i in range(STEPS):

@@ -36,7 +36,7 @@ def names() -> list[str]:
     return [name for name in theirs if name not in LEFT_OUT] + [*WRAPPERS, *free]
 
 
-class Run:
+class OptimizerRun:
     """One optimizer of `names`, and the loop that it needs; with `closure` by a closure."""
 
     def __init__(self, name: str, *, closure: bool = False) -> None:

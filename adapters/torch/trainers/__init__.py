@@ -7,7 +7,7 @@ that several integrations use.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -91,11 +91,14 @@ class TrainerCheckpoints(MemoryStore):
             record: ignored.
         """
 
-    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+    def nonfinite_in(
+        self, state: Mapping[str, Any], names: Collection[str] | None = None
+    ) -> tuple[str, ...]:
         """An empty tuple, because the check would copy the state.
 
         Args:
             state: ignored.
+            names: ignored.
         """
         return ()
 

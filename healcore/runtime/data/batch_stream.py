@@ -27,7 +27,7 @@ from healcore.runtime.data.positions import (
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
 from healcore.runtime.data.read_retries import ReadRetries
 from healcore.runtime.data.unreadable_batch import UnreadableBatch
-from healcore.runtime.faults.failures import classify
+from healcore.runtime.faults.classification import classify
 
 _SILENT_SECONDS = 5.0
 """Seconds of reading and dropping batches before the first line of progress."""

@@ -240,16 +240,21 @@ class _Leaf(NamedTuple):
     """An array or a list that may be divided."""
 
     path: str
+    """Names and numbers that lead to the value in the batch, separated by dots."""
     value: Any
-    rows: int | None  # length of the first axis of the array, or of the arrays in a list
-    entries: int | None  # length of a list that may be a list of samples
+    """The array or list."""
+    rows: int | None
+    """Length of the first axis of the array, or of the arrays in a list, or None without one."""
+    entries: int | None
+    """Length of a list that may be a list of samples, or None for an array."""
 
 
 def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
     """The structure with each leaf replaced by `change(leaf)`."""
 
     def child(name: Any, value: Any) -> Any:
-        return _mapped(value, f"{path}.{name}" if path else str(name), change)
+        inner_path = f"{path}.{name}" if path else str(name)
+        return _mapped(value, inner_path, change)
 
     if _is_array(node):
         return change(_Leaf(path, node, node.shape[0], None))
@@ -359,10 +364,12 @@ def _common(lengths: Iterable[int]) -> int | None:
 
 
 def _is_array(node: object) -> bool:
+    """Whether a value is an array with at least one axis, of any library."""
     return len(getattr(node, "shape", ())) > 0 and hasattr(node, "__getitem__")
 
 
 def _holds_array(node: object) -> bool:
+    """Whether a value is an array, or a structure with an array in it."""
     if isinstance(node, Mapping):
         node = node.values()
     elif dataclasses.is_dataclass(node):

@@ -23,11 +23,12 @@ OTHER_TYPES = (
     StopIteration,
 )
 """Exceptions that no check for NaN raises."""
-MOST = 300
-"""Variables of each function to look at."""
-LARGEST = 1 << 22
-"""Number of elements of the largest array to look at."""
-_MAX_ITEMS = 16  # items of a container to look at
+_MAX_VARIABLES = 300
+"""Max variables of a function to look at."""
+_MAX_ELEMENTS = 1 << 22
+"""Max number of elements of an array to look at."""
+_MAX_ITEMS = 16
+"""Max items of a container to look at."""
 
 
 def nan_variables(error: BaseException) -> list[str]:
@@ -63,29 +64,35 @@ def nan_variables(error: BaseException) -> list[str]:
 def _nan_variables_of(frame: FrameType) -> list[str]:
     """Names of the variables of one function, or of a script, that have NaN."""
     variables = frame.f_locals
-    depth, largest = 2, LARGEST
+    depth, max_elements = 2, _MAX_ELEMENTS
     if variables is frame.f_globals:
         # A script's own variables include its whole data set, which may have NaN by design.
-        depth, largest = 0, 1
+        depth, max_elements = 0, 1
     names = []
-    for name, value in list(variables.items())[:MOST]:
-        if not name.startswith("_") and _has_nan(value, depth, largest):
+    for name, value in list(variables.items())[:_MAX_VARIABLES]:
+        if not name.startswith("_") and _has_nan(value, depth, max_elements):
             names.append(name)
     return names
 
 
-def _has_nan(value: Any, depth: int, largest: int) -> bool:
-    """Whether a number, an array, or an item of a container is NaN. False if that is unknown."""
+def _has_nan(value: Any, depth: int, max_elements: int) -> bool:
+    """Whether a number, an array, or an item of a container is NaN. False if that is unknown.
+
+    Args:
+        value: any value of a program's variable.
+        depth: levels of containers to look into.
+        max_elements: a larger array is not read, because that would take time.
+    """
     if isinstance(value, float):
         return math.isnan(value)
     if isinstance(value, list | tuple | dict):
         if depth == 0:
             return False
-        items = value.values() if isinstance(value, dict) else value
-        return any(_has_nan(item, depth - 1, largest) for item in list(items)[:_MAX_ITEMS])
+        items = list(value.values()) if isinstance(value, dict) else list(value)
+        return any(_has_nan(item, depth - 1, max_elements) for item in items[:_MAX_ITEMS])
     try:
         if isinstance(value, type) or not (hasattr(value, "dtype") and hasattr(value, "shape")):
             return False
-        return math.prod(value.shape) <= largest and bool((value != value).any())
+        return math.prod(value.shape) <= max_elements and bool((value != value).any())
     except Exception:  # an array that JAX has deleted, a lazy tensor, a device that has failed
         return False

@@ -15,7 +15,7 @@ from healcore import console
 from healcore.core.decision import Cause
 from healcore.policy import PolicyLike
 from healcore.policy.document import Retry
-from healcore.runtime.faults.failures import Fault, classify
+from healcore.runtime.faults.classification import Fault, classify
 from healcore.runtime.run_options import HostPolicy
 
 P = ParamSpec("P")
@@ -29,13 +29,17 @@ class CallAttempt(NamedTuple):
     """One attempt at a call, for the log."""
 
     line: str
-    number: int  # from 1
-    fault: Fault | None = None  # None after a success
-    wait_s: float | None = None  # until the next attempt, or None for the last attempt
+    """What happened, as a line of the log."""
+    number: int
+    """Number of the attempt, from 1."""
+    fault: Fault | None = None
+    """The classified exception, or None after a success."""
+    wait_s: float | None = None
+    """Seconds until the next attempt, or None for the last attempt."""
 
 
 class _OpenHealer(Protocol):
-    """An open `Healer`. Its class is on a higher floor."""
+    """An open `Healer`, whose class is in a higher layer."""
 
     def _retries(self, name: str) -> Retries: ...
 
@@ -92,6 +96,7 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default")
 
 
 def _log(attempt: CallAttempt) -> None:
+    """Prints an attempt to the console, for a call outside of a run."""
     if attempt.fault is None:
         console.info(attempt.line)
     else:
@@ -105,12 +110,18 @@ class Retries:
     The caller makes the call itself, and asks after each failure whether to call again.
     """
 
-    name: str  # of the call, for the log
+    name: str
+    """What the call does, for the log."""
     policy: HostPolicy
-    report: Callable[[CallAttempt], object]  # of each failure, and of the success after failures
-    sleep: Callable[[float], None]  # its exceptions end the call
-    failed: int = field(default=0, init=False)  # failures since the last success
-    last_text: str = field(default="", init=False)  # text of the last of these failures
+    """Its rule for `network` and its `[retry]` apply."""
+    report: Callable[[CallAttempt], object]
+    """Reports each failure, and the success after failures."""
+    sleep: Callable[[float], None]
+    """Waits a number of seconds. Its exceptions end the call."""
+    failed: int = field(default=0, init=False)
+    """Number of failures since the last success."""
+    last_text: str = field(default="", init=False)
+    """Text of the last of these failures, which is not repeated in the log."""
 
     def wait_after(self, error: BaseException) -> bool:
         """Reports a failed attempt, and waits if there is another attempt.
@@ -127,10 +138,13 @@ class Retries:
             return False
         self.failed += 1
         wait_s = self._wait_s(fault)
-        then = "gives up" if wait_s is None else f"next attempt in {wait_s:.1f} s"
+        then = "gives up"
+        if wait_s is not None:
+            then = f"next attempt in {wait_s:.1f} s"
         text = f"{type(error).__name__}: {error}"[:300]
-        # A text of an HTTP client may have several lines. Once is enough.
-        shown = "the same error" if text == self.last_text else text
+        shown = text
+        if text == self.last_text:  # the text of an HTTP client may have several lines
+            shown = "the same error"
         self.last_text = text
         line = f"{self.name} failed ({fault.sign}, attempt {self.failed}), {then}: {shown}"
         self.report(CallAttempt(line, self.failed, fault, wait_s))

@@ -12,7 +12,7 @@ from healcore.events import Log
 from healcore.events.metrics import MetricsLog
 from healcore.events.models import EventRecord
 from healcore.history import RunHistory
-from healcore.runtime.faults.failures import Fault
+from healcore.runtime.faults.classification import Fault
 from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run_options import Hooks
 

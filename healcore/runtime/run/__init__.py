@@ -1,7 +1,8 @@
 """A run between its start and its end. One folder or file for each thing that is decided or done.
 
     start         opens a run, makes its parts       run           the parts, each by one name
-    loop          the work between two steps         batches       reads batches, counts steps
+    loop          the work between two steps         batches       the loaders of the run
+    progress      the number of steps                step_batches  the batches of the next step
     steps         records that are due               monitor       events, metrics and orders
     compare/      compares with earlier weights      rollback/     decides what to do
     orders        what was decided, as a value       restore/      does it, and resumes at a start
@@ -9,9 +10,17 @@
 
 Besides:
 
+    start_log        the events and lines of the start
+    memory_profile   what holds the memory after an out-of-memory error
+    loop_phase       what the loop waits for
+    loop_use         how the program uses its loop: for the end of the run
+    batch_reader     reads a batch, or skips it if it cannot be read: for `batches`
+    call_retries     repeats a call after a failure in the network
+    pass_states      random states, so that a repeated pass over the data has the same order
     program_watch    iterations without a step, changes of the model's structure: for `loop`
     program_clip     notices that a program clips its gradients: for `monitor`
     alarms           the events and lines of alarms, and which causes are alerted
+    incident_log     the events of the beginning and the end of each incident
     metrics          counts and mean losses of the run
     run_record       what a checkpoint remembers; parts of it are
     host_state       the random states and positions of the loaders,

@@ -1,7 +1,8 @@
 """What the log says of alarms.
 
 `AlarmLog` writes the events and console lines of the alarms of a run. `Alerts` decides which causes
-are alerted: a line about a fault about which nothing may be decided yet.
+are alerted: an alert reports a fault about which nothing may be decided yet. Both read a
+`JudgedRecord`, which is a record of a step with what the host adds to it.
 """
 
 from __future__ import annotations
@@ -11,19 +12,77 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import Action, Cause, StepRecord, names
 from healcore.core.engine.config import RuleConfig
 from healcore.events.schema import sentence
-from healcore.history.incidents import MOST_ALARMS
+from healcore.history.incidents import MAX_ALARMS
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
-from healcore.runtime.run.steps import JudgedRecord, batch_fields
+from healcore.runtime.run.steps import StepResult
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
+    from healcore.runtime.run.run_record import IncidentRecord
+
+# Flags of an int are faster than flags of an enum.
+_CUT_LR = int(Action.CUT_LR)
+_ALERT = int(Action.ALERT)
+
+
+class JudgedRecord(NamedTuple):
+    """A record of a step that has a cause or an action, and the incident of the step.
+
+    Alarms and alerts are logged from these objects: an event needs the record and also the step and
+    the incident that it belongs to.
+    """
+
+    step: StepResult
+    """The step, with the records of all optimizers."""
+    record: StepRecord
+    """The record of one optimizer."""
+    incident: IncidentRecord | None
+    """The incident that the step belongs to, or None for an alarm outside of incidents."""
+    alert: Cause = Cause(0)
+    """Causes of an alert, or 0 without one."""
+
+    @property
+    def number(self) -> int:
+        """Number of the incident, or 0 without one: the field `incident` of events."""
+        if self.incident is None:
+            return 0
+        return self.incident.number
+
+    def priority(self) -> tuple[bool, bool, bool, bool]:
+        """Sort key: with several optimizers, the line is about the record with the largest key.
+
+        A cut of the learning rate matters most, then a skipped step, then an alert, then any other
+        cause.
+
+        Returns:
+            Four flags in the order of their importance.
+        """
+        action = int(self.record.action)
+        cuts = bool(action & _CUT_LR)
+        alerts = bool(action & _ALERT)
+        return cuts, bool(self.record.skip), alerts, self.record.cause != 0
+
+
+def batch_fields(step: StepResult) -> dict[str, Any]:
+    """The fields of an event about the batches of a step.
+
+    Args:
+        step: the step. Its loaders may give the row numbers of a batch; most give none.
+    """
+    batches: list[list[Any]] = []
+    rows: list[Any] = []
+    for batch in step.batches:
+        batches.append(list(batch))
+        if batch.rows:
+            rows.append(batch.rows)
+    return {"batches": batches, "rows": rows or None}
 
 
 class Alerts:
@@ -45,7 +104,7 @@ class Alerts:
         every alert is reported."""
         if self._has_own_steps:
             self._steps_without = run.policy.incident.alert_steps
-        self._alerting = _alerting_causes((*config.rules, *run.policy.rules))
+        self._alerting = _alerting_causes((*config.rules, *run.policy.host_rules))
         self._written: set[tuple[int, Cause]] = set()
         """Number of an incident, and causes, of the events `alert` so far."""
         self._faults: Counter[str] = Counter()
@@ -166,33 +225,40 @@ class AlarmLog:
     """Writes the event of each alarm, and a console line for the alarms that a person should see.
 
     A run may have an alarm at every step for hours. So lines become rarer with their number, and
-    after `MOST_ALARMS` alarms so do events. The metrics file has all alarms. Otherwise the first
+    after `MAX_ALARMS` alarms so do events. The metrics file has all alarms. Otherwise the first
     alarms would be lost among thousands of equal lines.
+
+    Attributes:
+        alerts: decides about the alerts of the same steps.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.alerts = Alerts(run)
         self._outside = 0  # alarms outside of incidents
         self._explained: set[str] = set()
         """Diagnoses on the console so far: a line has each of them once."""
 
-    def has_line(self, lead: JudgedRecord, *, begins: bool) -> bool:
-        """Whether the step has a console line, which is about one of its records.
+    def has_line(self, judged: list[JudgedRecord], lead: JudgedRecord) -> bool:
+        """Whether a step has a console line, which is about one of its records.
 
         - Every cut of the learning rate.
         - Incidents: the first ten, then each power of two.
         - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
           then each power of ten.
-
-        For alerts outside of incidents see `Alerts.count_and_decide_line`.
+        - Alerts outside of incidents: see `Alerts.count_and_decide_line`.
 
         Args:
+            judged: the records of the step. Call this once for each step, because alerts are
+                counted.
             lead: the record that the line would be about.
-            begins: whether the step is the first step of its incident.
         """
+        if self.alerts.count_and_decide_line(judged):
+            return True
         if lead.record.action & Action.CUT_LR and not self.run.policy.observes:
             return True
-        if lead.incident is not None and begins and is_logged(lead.incident.number):
+        incident = lead.incident
+        if incident is not None and incident.alarms == 1 and is_logged(incident.number):
             return True
         alarms = 0
         has_skip = False
@@ -202,7 +268,7 @@ class AlarmLog:
         skips = self.run.ledger.skips
         if passes_power_of_ten(skips - has_skip, skips):
             return True
-        if lead.incident is not None:
+        if incident is not None:
             return False
         return passes_power_of_ten(self._outside, self._outside + alarms)
 
@@ -218,15 +284,15 @@ class AlarmLog:
         if incident is None:
             self._outside += 1
             number = self._outside
-            if number == MOST_ALARMS + 1:
+            if number == MAX_ALARMS + 1:
                 self.run.log.info(
-                    f"step {step.index}: more than {MOST_ALARMS} alarms outside of incidents: from "
+                    f"step {step.index}: more than {MAX_ALARMS} alarms outside of incidents: from "
                     "now on only those with an alert or a line have an event; the metrics file has "
                     "them all"
                 )
         else:
             number = incident.alarms
-        if number > MOST_ALARMS and not has_line and not judged.alert:
+        if number > MAX_ALARMS and not has_line and not judged.alert:
             return
         rate = None
         if has_line:

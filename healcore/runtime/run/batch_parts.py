@@ -138,11 +138,11 @@ class BatchParts:
 
     @property
     def _evaluation_limit(self) -> int | None:
-        """Samples at most in a part that the `loss_fn` evaluates, or None for no limit."""
+        """Largest number of samples in a part that the `loss_fn` evaluates, or None without one."""
         return self._limit_with(self._record.evaluation_limit)
 
     def _limit_with(self, of_evaluations: int | None) -> int | None:
-        """The smaller of the limit of the steps and a limit of evaluations. None: no limit."""
+        """The smaller of the limit of the steps and a limit of evaluations, or None without one."""
         of_steps = self._record.part_limit
         if of_steps is None:
             return of_evaluations
@@ -151,7 +151,7 @@ class BatchParts:
         return min(of_steps, of_evaluations)
 
     def _number(self, batch: Any, limit: int | None) -> int:
-        """The smallest power of two (at most one part a sample) whose parts are within a limit."""
+        """The smallest power of two, or one part a sample, with which no part exceeds a limit."""
         if limit is None or self.obstacle:
             return 1
         try:
@@ -207,7 +207,7 @@ class PartGrowth:
     def is_due(self, step: int) -> bool:
         """Whether larger parts may be tried at a step.
 
-        They may once `wait` steps have passed since the size last changed or was last tried, unless
+        They may if `wait` steps have passed since the size last changed or was last tried, unless
         a trial is still running.
 
         Args:
@@ -270,7 +270,10 @@ class PartGrowth:
         """
         assert self.smaller is not None
         has_lasted = step - self.since >= self.wait
-        self.wait = FIRST_WAIT if has_lasted else 2 * self.wait
+        if has_lasted:
+            self.wait = FIRST_WAIT
+        else:
+            self.wait *= 2
         size = self.smaller
         self.since = step
         self.smaller = None

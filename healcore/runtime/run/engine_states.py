@@ -46,7 +46,7 @@ def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None)
 
 
 def limit_norms(
-    engine: Engine, engines: Engines, limits: Mapping[str, float], *, withhold: bool = False
+    engine: Engine, engines: Engines, limits: Mapping[str, float], *, freeze: bool = False
 ) -> Engines:
     """Engine states with these limits of the gradient norm, and without any other.
 
@@ -55,7 +55,7 @@ def limit_norms(
         engines: states, by engine name.
         limits: largest norm of the gradients, above 0, by engine name. An engine that is missing
             here has no limit from now on.
-        withhold: whether all steps from now on are withheld, which needs no limit.
+        freeze: whether all steps from now on change no weights. The limits have no effect then.
 
     Returns:
         The states.
@@ -63,7 +63,7 @@ def limit_norms(
     limited = {}
     for name, saved in engines.items():
         state = engine.from_dict(saved)
-        if withhold:
+        if freeze:
             state = engine.withhold(state)
         else:
             state = engine.limit_norm(state, np.float32(limits.get(name, 0.0)), xp=np)

@@ -1,13 +1,13 @@
 """The ranges in which a run was healthy, and what a rollback holds in them.
 
-Ranges are learnt at checkpoints whose weights are not suspect. If damage comes back after a
-rollback that changed nothing, whatever was outside of its healthy range is held in it while the
-steps repeat, for example a weight decay that the program multiplies by 2,000. A held value is the
-last healthy one. It is released once the program's own value is back in its range.
+Ranges are learnt at checkpoints whose weights are not suspect. If damage recurs after a rollback
+that changed nothing, each value that was outside of its healthy range is held in it while the steps
+repeat. An example is a weight decay that the program multiplies by 2,000. A held number has its
+last healthy value. It is released once the program's own value is back in its range.
 
-The limit of a gradient norm stays: a norm leaves its range at single steps, and that it is in its
-range now says nothing about the next step. The limit follows the program, though. It grows as much
-as the typical norm grows from then on.
+The limit of a gradient norm stays. A norm leaves its range at single steps, so a norm within its
+range says nothing about the next step. But the limit grows as much as the typical norm grows from
+then on.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import ConfigDict
+from pydantic import AliasChoices, ConfigDict, Field
 
 from healcore.core.numerics import SIGNAL_LIMIT
 from healcore.runtime.driver import NumberRange
@@ -56,10 +56,11 @@ class HealthyNumber(NamedTuple):
         )
 
     def bounds(self, intervals: float = 1.0) -> NumberRange:
-        """The healthy range and the value to hold, with room for a schedule to go on.
+        """The healthy range and the value to hold, with room for a schedule to continue.
 
         Args:
-            intervals: checkpoint intervals since the newest healthy checkpoint. A schedule with
+            intervals: checkpoint intervals since the newest healthy checkpoint, which may be a
+                fraction. A schedule with
                 constant acceleration moves 1, 3, 5, ... times as far in its first, second, third,
                 ... interval, so in n more intervals at most (n + 1)^2 - 1 times its last change.
 
@@ -87,9 +88,11 @@ class HealthyValues:
     """Engine name -> the largest healthy gradient norm, where one is known."""
 
     def with_better(self, better: HealthyValues) -> HealthyValues:
-        """Both together. Where both know a name, the value of `better` counts.
+        """The values of both. Where both know a name, the value of `better` counts.
 
-        So what was known at an earlier checkpoint can be completed by what was learnt later.
+        Args:
+            better: values that are surer, such as the values of an earlier checkpoint. Later values
+                complete them.
         """
         return HealthyValues(
             rates=self.rates | better.rates,
@@ -124,12 +127,14 @@ class HealthyValues:
         *,
         last_step_before: int = 0,
     ) -> Held:
-        """What was outside of its healthy range, to be held in it. Unknown names never are.
+        """What was outside of its healthy range, to be held in it.
+
+        A name without a known range is never outside.
 
         Args:
             seen: result of `Driver.numbers`.
             norms: engine name -> largest gradient norm at the trouble.
-            intervals: checkpoint intervals since these values were learnt.
+            intervals: checkpoint intervals since these values were learnt; may be a fraction.
             last_step_before: step of the checkpoint at which these values were known.
 
         Returns:
@@ -145,7 +150,9 @@ class HealthyValues:
                 value = each.high
             if bounds.low <= value <= bounds.high:
                 continue
-            program_value = value if math.isfinite(value) else None
+            program_value = None
+            if math.isfinite(value):
+                program_value = value
             numbers[name] = HeldNumber(bounds, program_value, last_step_before)
         limits = {}
         for name, norm in norms.items():
@@ -245,7 +252,8 @@ class HeldNorm(NamedTuple):
 class Held:
     """What a rollback holds in its healthy range while the steps repeat.
 
-    Checkpoints save it, so that a restart holds the same. It is false if nothing is held.
+    Checkpoints save it, so that a restart holds the same values. A `Held` is false if it holds
+    nothing.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -253,48 +261,50 @@ class Held:
     """Name, see `Driver.numbers` -> the number."""
     norms: dict[str, HeldNorm] = field(default_factory=dict)
     """Engine name -> the limit of its gradient norm."""
-    withheld: tuple[int, int] | None = None
-    """First and last step whose updates are withheld: their gradients are wrong, and nothing shows
-    where; or None."""
+    frozen_steps: Annotated[
+        tuple[int, int] | None,
+        Field(validation_alias=AliasChoices("frozen_steps", "withheld")),  # its name in 0.3.0
+    ] = None
+    """First and last frozen step, or None. A frozen step changes no weights, because its gradient
+    is wrong, and nothing shows where."""
     start_rates: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """Engine name -> its learning-rate state from before a limit after a rollback to the start of
-    the run. There is no healthy rate yet, so that this limit is a guess, and never lasts."""
+    """Engine name -> its learning-rate state from before the limit that follows a rollback to the
+    start of the run. No rate is known as healthy then, so this limit is a guess, and never
+    lasts."""
     until: int = 0
-    """Step at which the trouble was found. Nothing is released before it."""
+    """Steps done when the rollback began. Nothing is released up to this step."""
 
     def __bool__(self) -> bool:
-        return bool(self.numbers or self.norms or self.withheld or self.start_rates)
+        return bool(self.numbers or self.norms or self.frozen_steps or self.start_rates)
 
-    def withholds(self, step: int) -> bool:
-        """Whether the update of a step is withheld.
-
-        Such a step computes its gradients, and changes no weights.
+    def freezes(self, step: int) -> bool:
+        """Whether a step is frozen: it computes its gradients, and changes no weights.
 
         Args:
-            step: number of the step, from 0.
+            step: index of the step.
 
         Returns:
-            False if no updates are withheld.
+            False if no steps are frozen.
         """
-        if self.withheld is None:
+        if self.frozen_steps is None:
             return False
-        first, last = self.withheld
+        first, last = self.frozen_steps
         return first <= step <= last
 
     def with_newer(self, newer: Held) -> Held:
-        """Both together. Where both hold a name, the older bounds and limits (`self`) stay."""
+        """What both hold. Where both hold a name, the older bounds and limits (`self`) stay."""
         return Held(
             numbers=newer.numbers | self.numbers,
             norms=newer.norms | self.norms,
-            withheld=newer.withheld or self.withheld,
+            frozen_steps=newer.frozen_steps or self.frozen_steps,
             start_rates=self.start_rates or newer.start_rates,
             until=max(self.until, newer.until),
         )
 
     def without(self, older: Held) -> Held:
-        """What is held here and not yet in `older`.
+        """A copy without the numbers and norms that `older` holds too.
 
-        Only numbers and norms are left out. Withheld updates and limits of the learning rate stay.
+        Only numbers and norms are removed. Frozen steps and limits of the learning rate stay.
         A trial that held nothing new would repeat the same trouble, so `BetterWeights` asks this
         before it tries.
 
@@ -307,7 +317,7 @@ class Held:
     def without_numbers(self, names: Container[str]) -> Held:
         """A copy without the numbers of some names.
 
-        Norms, withheld updates and limits of the learning rate stay.
+        Norms, frozen steps and limits of the learning rate stay.
 
         Args:
             names: names of the numbers that are no longer held.
@@ -323,9 +333,9 @@ class Held:
         """
         lines = []
         for name, number in self.numbers.items():
-            program = (
-                "NaN or Inf" if number.program_value is None else f"{number.program_value:.4g}"
-            )
+            program = "NaN or Inf"
+            if number.program_value is not None:
+                program = f"{number.program_value:.4g}"
             lines.append(f"{name} held at {number.bounds.last:.4g}, the program sets {program}")
         for name, norm in self.norms.items():
             of = ""
@@ -337,8 +347,9 @@ class Held:
             if norm.reached >= SIGNAL_LIMIT:
                 reached += " or more"
             lines.append(f"gradient norm{of} held below {limit}, it reached {reached}")
-        if self.withheld is not None:
-            lines.append("the updates of steps {} to {} are withheld".format(*self.withheld))
+        if self.frozen_steps is not None:
+            first, last = self.frozen_steps
+            lines.append(f"the updates of steps {first} to {last} are withheld")
         return lines
 
     @property
@@ -392,11 +403,13 @@ class HealthyRanges:
             seen: result of `Driver.numbers`.
 
         Returns:
-            The numbers that are not held any more.
+            The released numbers, by name.
         """
         released = {}
         for name, each in self.held.numbers.items():
-            value = seen[name].last if name in seen else math.nan
+            value = math.nan  # a name that is unknown now is in no range
+            if name in seen:
+                value = seen[name].last
             if step > self.held.until and each.bounds.low <= value <= each.bounds.high:
                 released[name] = each
         if released:
@@ -406,10 +419,11 @@ class HealthyRanges:
     def lasting_numbers(
         self, step: int, seen: Mapping[str, NumberRange], *, after: int
     ) -> dict[str, float]:
-        """The numbers that the program has kept outside of their range for long.
+        """The numbers that the program has kept outside of their range for many steps.
 
-        Such a value is intended: a regulariser that is switched on late makes the training loss
-        worse. Holding it would make the run look better forever, so it would never be released.
+        Such a value is intended, as of a regulariser that is switched on late. It makes the
+        training loss worse. So the run would look better as long as the number is held, and the
+        number would never be released.
         Call this at a healthy checkpoint, after `release`.
 
         Args:
@@ -431,8 +445,11 @@ class HealthyRanges:
     def release_start_rates(self, step: int) -> Mapping[str, dict[str, Any]]:
         """Ends the limit of the rate after a rollback to the start of the run.
 
-        Call it at a healthy checkpoint. If the program's rate is too high indeed, it is limited to
-        the healthy rates up to this checkpoint.
+        Call this at a healthy checkpoint. If the program's rate is too high indeed, a later trial
+        limits it to the healthy rates up to this checkpoint.
+
+        Args:
+            step: step of the checkpoint.
 
         Returns:
             The learning-rate states to restore, by engine name; empty without such a limit.

@@ -183,9 +183,9 @@ class HostState:
         return HostParts(**states, data=dict(state["data"]), batches=batches)
 
     def put_back(self, parts: HostParts) -> None:
-        """Sets the generators that have a state.
+        """Sets the random states that are not None.
 
-        Call it after moving the loaders, because that draws numbers.
+        Called after the loaders are moved, because a move draws numbers.
 
         Args:
             parts: what `read` has returned.

@@ -21,9 +21,7 @@ The host reads a record a fixed number of steps later, so that it does not wait 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Action, names
@@ -33,6 +31,8 @@ from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
+from healcore.runtime.run.loop_phase import LoopPhase
+from healcore.runtime.run.loop_use import LoopUse
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.program_watch import MAX_ITERATIONS, StructureChanges, WarmUp
 from healcore.runtime.run.steps import StepResult
@@ -44,39 +44,6 @@ _MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
 
 
-class LoopPhase(Enum):
-    """What the loop of a run waits for.
-
-    The phase decides what an early end may save. An exception in `BEFORE_STEP` leaves the state of
-    the last step, unless it interrupts `optimizer.step()` itself. In `AFTER_STEP` of a trainer, and
-    in `EPOCH_END`, the code that belongs to a step is not complete, so nothing is saved.
-
-        phase          event                                                   next phase
-        ------------   -----------------------------------------------------   ------------
-        BEFORE_STEP    the start finds that an earlier process has completed   COMPLETED
-                       the run
-        BEFORE_STEP    a step is counted (`queue_dispatch`)                    AFTER_STEP
-        AFTER_STEP     the work between two steps begins                       BEFORE_STEP
-        BEFORE_STEP    a trainer has ended an epoch, and still evaluates,      EPOCH_END
-                       logs or saves (`mark_step_unfinished`)
-        EPOCH_END      a step is counted                                       AFTER_STEP
-        EPOCH_END      the work between two steps begins                       BEFORE_STEP
-        COMPLETED      a step is taken: AlreadyCompleted is raised             COMPLETED
-
-    Any other event leaves the phase as it is.
-    """
-
-    BEFORE_STEP = "before_step"
-    """All counted steps are dealt with: the next step may begin."""
-    AFTER_STEP = "after_step"
-    """A step was counted, and the work between two steps has not begun. The rest of the body of the
-    loop runs, which may change the state. A trainer evaluates, logs or saves here."""
-    EPOCH_END = "epoch_end"
-    """The last step of an epoch is dealt with, and the trainer's own code after it runs."""
-    COMPLETED = "completed"
-    """An earlier process has completed the run. Loops yield nothing, and no step is permitted."""
-
-
 class Loop:
     """The work between two steps, for every kind of loop. It is not thread-safe.
 
@@ -84,17 +51,7 @@ class Loop:
         phase: what the loop waits for, see `LoopPhase`.
         has_trainer: whether a trainer (Lightning, Hugging Face) owns the loop, so that an early end
             is not a `break`.
-        is_trial: whether a trainer begins again with a smaller batch if memory runs out. The run
-            then ends without a trace: it has taken no step.
-        was_used: whether the program has called `batches`, `after_step` or `update` in this
-            process. A loop that takes steps without them ends with an error, because nothing could
-            be saved or rolled back between its steps.
-        reached_end: whether any loop over `epochs`, `steps` or `scan` of this process has come to
-            its end. It stays True if the program begins another loop.
-        in_body: whether the body of a loop of the program runs, or was left before its end.
-            Loops may be nested; it is False again after the body of the outermost loop.
-        own_count_error: error of a loop that counts steps itself, after a checkpoint has replaced
-            its snapshot, or an empty string.
+        use: how the program uses the loop, for the end of the run.
         reading_error: error of the program that the reading of a step has shown, such as a step
             from an older state in JAX, or None. Nothing is saved after it.
     """
@@ -103,36 +60,34 @@ class Loop:
         self.run = run
         self.phase = LoopPhase.BEFORE_STEP
         self.has_trainer = has_trainer
-        self.is_trial = False
-        self.was_used = False
-        self.reached_end = False
-        self.in_body = False
-        self.own_count_error = ""
+        self.use = LoopUse(run)
         self.reading_error: HealcoreError | None = None
-        self._has_generators = False
+        self._has_random_states = False
         """Whether the random states of the checkpoint were restored for the loop that runs."""
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
-        self._yielded_step = math.inf
-        """Number of the step whose body of a loop over `steps` runs, or Inf outside of a body."""
+        self._yielded_step: int | None = None
+        """Index of the step that a loop over `steps` has yielded and whose body runs, or None
+        outside of a body."""
         self._step_is_epoch = False
         """Whether each epoch of a loop over `epochs` is one step without `batches`."""
         self._structure = StructureChanges(run)
 
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
-        self.run.guard.on_step()
+        self.run.hang_guard.on_step()
         self.run.saver.keep_weight_sample()
 
     def begin(self) -> None:
         """Begins or continues a loop that has data of its own and knows the number of the step.
 
-        A restart restores random states here, because the loop has no loader that does so.
+        A restart restores random states here, because the loop has no loader that does so. A loop
+        that asks for the number of the step has not lost count, so `own_count_obstacle` is gone.
         """
-        self.own_count_error = ""
-        if not self._has_generators:
-            self._has_generators = True
-            self.run.data.restore_generators()
+        self.use.own_count_obstacle = ""
+        if not self._has_random_states:
+            self._has_random_states = True
+            self.run.pass_states.restore()
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yields the numbers of the epochs; the behaviour of `Healer.epochs`.
@@ -148,28 +103,25 @@ class Loop:
         """
         loaders = self.run.loaders
         loaders.epoch_loop.total_epochs = total
-        self.own_count_error = ""
+        self.use.own_count_obstacle = ""
         if self.phase is LoopPhase.COMPLETED:
             loaders.pass_over_completed()
-            self.reached_end = True
+            self.use.reached_end = True
             return
-        data = self.run.data
         epoch = loaders.epoch_loop.next_epoch
         try:
             while epoch < total:
-                data.begin_pass()
-                # If the code after the step of epoch 0 raises, the checkpoint has step 1, epoch 0.
-                has_no_batches = loaders.is_empty and (epoch > 0 or data.resumed_here)
-                if has_no_batches and data.step + self.run.driver.pending_steps() == max(epoch, 1):
+                self.run.pass_states.begin_pass()
+                if self._steps_are_epochs(epoch):
                     self._step_is_epoch = True
                     for number in self.steps(total):
                         loaders.epoch_loop.next_epoch = number
                         yield number
                     return
                 loaders.begin_epoch(epoch)
-                self.in_body = True
+                self.use.in_body = True
                 yield epoch
-                self.in_body = False
+                self.use.in_body = False
                 if loaders.epoch_loop.returns_to is None:
                     epoch += 1
                     loaders.epoch_loop.next_epoch = epoch
@@ -177,9 +129,21 @@ class Loop:
                     self.run.saver.keep_weight_sample()
                 else:
                     epoch = self._return_to_epoch()
-            self.reached_end = True
+            self.use.reached_end = True
         finally:
             loaders.epoch_loop.can_return = False
+
+    def _steps_are_epochs(self, epoch: int) -> bool:
+        """Whether each earlier epoch of this loop was one step, without a loader.
+
+        Args:
+            epoch: the epoch that begins. In epoch 0 of a new run nothing is known yet.
+        """
+        progress, loaders = self.run.progress, self.run.loaders
+        if not loaders.is_empty or not (epoch > 0 or progress.resumed_here):
+            return False
+        # If the code after the step of epoch 0 raises, the checkpoint has step 1, epoch 0.
+        return progress.step + self.run.driver.pending_steps() == max(epoch, 1)
 
     def _return_to_epoch(self) -> int:
         """Continues a loop over `epochs` at the epoch of a rollback, and returns the epoch.
@@ -187,9 +151,11 @@ class Loop:
         The program's code after the pass has run with the restored state (an evaluation, the step
         of a scheduler), so the state is restored once more.
         """
-        self.run.restorer.restore_again(self.run.data.step)
+        self.run.restorer.restore_again(self.run.progress.step)
         epoch = self.run.loaders.return_to_epoch()
-        self.run.log.info(f"step {self.run.data.step}: healer.epochs yields epoch {epoch} again")
+        self.run.log.info(
+            f"step {self.run.progress.step}: healer.epochs yields epoch {epoch} again"
+        )
         return epoch
 
     @property
@@ -209,25 +175,25 @@ class Loop:
             IncompleteRun: too many iterations took no step.
             RunStopped, Terminated, EndRequested: as in `Healer.batches`.
         """
-        data = self.run.data
+        progress = self.run.progress
         warm_up = WarmUp(self.run, total, warmup)
-        self._has_generators = False
+        self._has_random_states = False
         self.run.recovery.begin_counted_steps()
         if self.phase is LoopPhase.COMPLETED:
             self.run.loaders.pass_over_completed()
-            self.reached_end = True
+            self.use.reached_end = True
             return
         while True:
             rolled_back = self.after_step()
             warm_up.count(rolled_back=rolled_back)
-            if data.step < total:
-                self._yielded_step = data.step
-                self.in_body = True
-                yield data.step
-                self.in_body = False
-                self._yielded_step = math.inf
+            if progress.step < total:
+                self._yielded_step = progress.step
+                self.use.in_body = True
+                yield progress.step
+                self.use.in_body = False
+                self._yielded_step = None
             elif not self.after_step(last=True):
-                self.reached_end = True
+                self.use.reached_end = True
                 return
             # Otherwise the last steps were rolled back, and the loop repeats them.
 
@@ -254,7 +220,7 @@ class Loop:
             DataError: the loader cannot be iterated over, or `epoch` cannot be its next epoch.
             RunStopped, Terminated, EndRequested: as in `Healer.batches`.
         """
-        data, guard = self.run.data, self.run.guard
+        batches, progress, hang_guard = self.run.batches, self.run.progress, self.run.hang_guard
         self.queue_dispatch()
         known = self.run.loaders.find(loader)
         if self.returns_to_epoch and (known is None or known.trains):
@@ -264,51 +230,51 @@ class Loop:
         ):
             return
         acts = not self._is_evaluation(known)
-        begun = data.begin(loader, epochs, epoch, limit)
-        self._has_generators = True
+        begun = batches.begin(loader, epochs, epoch, limit)
+        self._has_random_states = True
         if known is not None and known.trains:  # what the code before this pass has changed
             self.run.saver.keep_weight_sample()
         if acts:  # after a `break` the loop continues from `begun`
             self.after_step()
-        counted = False
+        has_stepped = False  # in the body of the last batch
         while True:
             if self.returns_to_epoch and begun.trains:
-                guard.pause()
+                hang_guard.pause()
                 begun.leave_loop()
                 return
             try:
-                guard.watch()
-                batch = data.next(begun, directly_after_step=counted)
+                hang_guard.watch()
+                batch = batches.next(begun, directly_after_step=has_stepped)
             except StopIteration:
-                guard.pause()
+                hang_guard.pause()
                 if not self._roll_back_at_end(begun):
                     break
-                counted = False
+                has_stepped = False
                 continue
             finally:
-                data.log_skipped(begun)
-            guard.watch()
-            in_outer_body = self.in_body
-            self.in_body = True
+                batches.log_skipped(begun)
+            hang_guard.watch()
+            in_outer_body = self.use.in_body
+            self.use.in_body = True
             try:
                 yield batch
-                self.in_body = in_outer_body
+                self.use.in_body = in_outer_body
             except GeneratorExit:  # the loop was left by `break`
-                guard.pause()
+                hang_guard.pause()
                 begun.leave_by_break()
-                if self.run.data.step > self._yielded_step and not begun.trains:
+                if self._has_taken_yielded_step and not begun.trains:
                     begun.pending_ids = []  # an evaluation: no step uses its batches
-                if self.reached_end and not begun.trains:  # an evaluation after the training
-                    self.in_body = in_outer_body
+                if self.use.reached_end and not begun.trains:  # an evaluation after the training
+                    self.use.in_body = in_outer_body
                 raise
             finally:
                 begun.end_use()
-            steps = data.step
+            step_before = progress.step
             self.queue_dispatch()
-            counted = data.step > steps
+            has_stepped = progress.step > step_before
             if not self._is_evaluation(begun):
                 self.after_step()
-        data.end(begun, evaluates=self._is_evaluation(begun))
+        batches.end(begun, evaluates=self._is_evaluation(begun))
 
     def scan(self, blocks: ScanBlocks, dispatch: Callable[[int, int, int], None]) -> None:
         """Dispatches blocks of updates that JAX compiles as a whole; see `Healer.scan`.
@@ -326,7 +292,7 @@ class Loop:
             epoch = loaders.epoch_loop.next_epoch
         for _ in self.batches(blocks, 1, epoch):
             dispatch(blocks.first, blocks.count, blocks.next_count)
-        self.reached_end = True
+        self.use.reached_end = True
 
     def _is_evaluation(self, loader: RunLoader | None) -> bool:
         """Whether an evaluation in the body of a training loop reads this loader.
@@ -338,7 +304,12 @@ class Loop:
         for each in self.run.loaders:
             if each.in_use and each.trains:
                 return True
-        return self.run.data.step > self._yielded_step
+        return self._has_taken_yielded_step
+
+    @property
+    def _has_taken_yielded_step(self) -> bool:
+        """Whether the body of a loop over `steps` has taken its step. What follows evaluates."""
+        return self._yielded_step is not None and self.run.progress.step > self._yielded_step
 
     def after_step(self, *, last: bool = False) -> bool:
         """Does the work between two steps in a loop that reads its own batches.
@@ -366,8 +337,8 @@ class Loop:
         Raises:
             IncompleteRun: the loop counts steps itself, and a checkpoint has replaced its snapshot.
         """
-        if self.own_count_error:
-            raise IncompleteRun(f"healcore: {self.own_count_error}")
+        if self.use.own_count_obstacle:
+            raise IncompleteRun(f"healcore: {self.use.own_count_obstacle}")
         take_state()
         loader = self.run.loaders.last_trained
         rolled_back = self._between_steps()
@@ -384,11 +355,11 @@ class Loop:
         Returns:
             Whether the run was rolled back. The rest of the work is done after the next step then.
         """
-        run, data = self.run, self.run.data
-        run.guard.pause()
-        self.was_used = True
+        run, step_batches = self.run, self.run.step_batches
+        run.hang_guard.pause()
+        self.use.was_used = True
         self.queue_dispatch()
-        if self.own_count_error or not self._has_generators:
+        if self.use.own_count_obstacle or not self._has_random_states:
             self.begin()
         has_stepped = self.phase is LoopPhase.AFTER_STEP
         if has_stepped:  # what the rest of the body has changed belongs to the step
@@ -396,42 +367,43 @@ class Loop:
         if self.phase is not LoopPhase.COMPLETED:
             self.phase = LoopPhase.BEFORE_STEP
         if last:
-            return self._roll_back_at_end()
+            return (has_stepped and self._skip_if_nonfinite()) or self._roll_back_at_end()
         if has_stepped:
             self._structure.note()
-            if self.read_and_act() or self._save_when_due():
+            if self.read_and_act() or self._skip_if_nonfinite() or self._save_when_due():
                 return True
-            if run.holding.withholding_changes(data.step):
+            if run.holding.freezing_changes(run.progress.step):
                 if self.read_and_act(every=True):
                     return True
-                run.holding.update_withholding(data.step)
-            run.end_requests.vote_when_due(data.step, run.log)
+                run.holding.update_freezing(run.progress.step)
+            run.end_requests.vote_when_due(run.progress.step, run.log)
             run.saver.poll()
         self.log_warnings()
-        unread = len(data.pending_ids)
-        if unread in (_MAX_WITHOUT_STEP, MAX_ITERATIONS):
-            self._warn_of_unseen_steps(unread)
+        waiting = len(step_batches.pending_ids)
+        if waiting in (_MAX_WITHOUT_STEP, MAX_ITERATIONS):
+            self._warn_of_unseen_steps(waiting)
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        run.end_requests.raise_or_propose(may_end=data.between_steps or unread >= _MAX_WITHOUT_STEP)
+        may_end = step_batches.between_steps or waiting >= _MAX_WITHOUT_STEP
+        run.end_requests.raise_or_propose(may_end=may_end)
         return False
 
-    def _warn_of_unseen_steps(self, unread: int) -> None:
+    def _warn_of_unseen_steps(self, waiting: int) -> None:
         """Warns a loop that reads batches and takes no step of an optimizer in the state.
 
-        Such a program may train another optimizer than that in the state. Then its weights change
-        before the first step, or it goes on for longer than any gradient accumulation.
+        Such a program may train an optimizer that is not in the state. Then its weights change
+        before the first step, or it reads more batches than any gradient accumulation.
 
         Args:
-            unread: number of batches since the last step.
+            waiting: number of batches since the last step.
         """
-        run, data = self.run, self.run.data
+        run, step, loader = self.run, self.run.progress.step, self.run.step_batches.last_read
         weights_change = False
-        if unread == _MAX_WITHOUT_STEP and not data.step:
+        if waiting == _MAX_WITHOUT_STEP and not step:
             weights_change = run.driver.settings()[WEIGHTS] != run.record.settings.get(WEIGHTS)
-        trains = data.last_read is not None and (data.last_read.trains or not data.step)
-        if trains and (weights_change or unread == MAX_ITERATIONS):
-            why = "the state needs the optimizer whose step() the loop calls"
-            self.warn(f"{unread} batches without a step that the Healer sees: {why}")
+        trains = loader is not None and (loader.trains or not step)
+        if trains and (weights_change or waiting == MAX_ITERATIONS):
+            obstacle = "the state needs the optimizer whose step() the loop calls"
+            self.warn(f"{waiting} batches without a step that the Healer sees: {obstacle}")
 
     def mark_step_unfinished(self) -> None:
         """Says that a trainer has ended an epoch, and still has to evaluate, log or save."""
@@ -468,20 +440,20 @@ class Loop:
             return
         if self.phase is LoopPhase.COMPLETED:
             raise AlreadyCompleted(
-                f"this run has completed at step {run.data.step}, and the loop trains on: a "
+                f"this run has completed at step {run.progress.step}, and the loop trains on: a "
                 "loop over healer.batches, healer.epochs or healer.steps ends at once. To train "
                 "further, pass resume=True; for a new run, pass an empty directory"
             )
         self.phase = LoopPhase.AFTER_STEP
         loaders = run.loaders
         loader = loaders.last_trained
-        first = run.data.count_dispatch(pending)
+        first = run.step_batches.count_dispatch(pending)
         if self._step_is_epoch:
-            loaders.epoch_loop.next_epoch = run.data.step
+            loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
             run.record.monitor.loader_start = first.index
         run.reader.push(pending, first)
-        run.guard.stepped(run.data.step)
+        run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()
 
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
@@ -507,7 +479,8 @@ class Loop:
         nonfinite = self.run.nonfinite
         verdict = None
         if of_training and not self.run.loaders.epoch_loop.has_more_epochs:
-            verdict = self.run.comparisons.decide_at_end(self.run.data.step)
+            newest = self.run.progress.step - 1
+            verdict = self.run.comparisons.suspicion.decide_at_end(newest)
         if verdict is not None and self._note_rollback(self.run.better_weights.carry_out(verdict)):
             return True
         return alone and self._note_rollback(nonfinite.roll_back_if_saved(at_end=of_training))
@@ -536,17 +509,17 @@ class Loop:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
         run = self.run
         while run.reader.has_due(every=every):
-            run.guard.watch()  # reading waits for the device
+            run.hang_guard.watch()  # reading waits for the device
             try:
                 step = run.reader.read_next()
             except HealcoreError as error:
                 self.reading_error = error
                 raise
-            run.guard.pause()
+            run.hang_guard.pause()
             order = run.recovery.process(step)
             run.end_requests.note_mark(step)
             yield step, order
-        run.guard.pause()
+        run.hang_guard.pause()
 
     def _note_rollback(self, done: RollbackRecord | None) -> bool:
         """What the loop does after a rollback. Returns whether there was one."""
@@ -558,7 +531,7 @@ class Loop:
     def _explain_epochs(self) -> None:
         """Says that the program's own number of the epoch is wrong after a rollback, if it is."""
         loaders = self.run.loaders
-        one_pass = self.run.data.passes == 1 and not loaders.epoch_loop.names_epochs
+        one_pass = self.run.pass_states.passes == 1 and not loaders.epoch_loop.names_epochs
         if loaders.epoch_loop.crossed is None or one_pass or self.has_trainer:
             return
         self.warn(
@@ -567,9 +540,22 @@ class Loop:
             "goes back too, or use healer.epoch"
         )
 
+    def _skip_if_nonfinite(self) -> bool:
+        """Skips the batch that brings back NaN or Inf. Returns whether the run was rolled back.
+
+        Orders of the steps before come first.
+        """
+        nonfinite = self.run.nonfinite
+        arrays = nonfinite.came_back()
+        if not arrays:
+            return False
+        if self.read_and_act(every=True):
+            return True
+        return self._note_rollback(nonfinite.skip_last_batch(arrays))
+
     def _save_when_due(self) -> bool:
         """Saves if a save is due. Returns whether the run was rolled back instead."""
-        if not self.run.schedule.due() or self.run.data.within_batch:
+        if not self.run.schedule.due() or self.run.step_batches.within_batch:
             return False
         if self.run.loaders.epoch_loop.names_epochs:
             for each in self.run.loaders:
@@ -608,35 +594,16 @@ class Loop:
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
                 self.run.log.problem(step.index, problem)
 
-    @property
-    def left_early(self) -> bool:
-        """Whether the program has left its loop in the body, before the last batch or step.
-
-        A `break` after the last batch of a training loader is not early: nothing was left to read.
-        """
-        loader = self.run.loaders.last_trained
-        if loader is not None and loader.in_loop and loader.at_end:
-            return False
-        return self.in_body
-
-    @property
-    def break_place(self) -> str:
-        """Place at which a `break` has left the loop before its last epoch ended, or ""."""
-        loader = self.run.loaders.last_trained
-        if self.has_trainer or loader is None or not loader.in_loop:
-            return ""
-        return loader.break_place
-
     def warn(self, problem: str) -> None:
         """Reports a problem of the current step, as an event and a line of the log.
 
         Args:
             problem: what is wrong, and what to write instead.
         """
-        self.run.log.problem(self.run.data.step, problem)
+        self.run.log.problem(self.run.progress.step, problem)
 
     def log_warnings(self) -> None:
         """Reports the driver's warnings and the failures of trackers."""
-        self.run.log.report_trackers(self.run.data.step)
+        self.run.log.report_trackers(self.run.progress.step)
         while self.run.driver.warnings:
             self.warn(self.run.driver.warnings.pop(0))

@@ -34,7 +34,7 @@ class RunMetrics:
 
         Args:
             per_tensor: whether the policy clips each tensor by itself.
-            observes: whether the policy only observes, so that the counts are of changes that it
+            observes: whether the policy only observes. The counts are then of changes that it
                 would have made.
         """
         self._changes: tuple[str, ...] = ("clips", "skips", "lr_cuts")
@@ -117,7 +117,7 @@ class RunMetrics:
         return len(self._counts) > 1
 
     def newest(self, engine: str) -> StepRecord | None:
-        """Returns the newest record of an engine, or None if no record was read.
+        """The newest record of an engine, or None if no record was read.
 
         Args:
             engine: name of the optimizer.
@@ -125,7 +125,7 @@ class RunMetrics:
         return self._last.get(engine)
 
     def total(self, count: str) -> int:
-        """Returns the sum of a count over all engines.
+        """The sum of a count over all engines.
 
         A model with two optimizers has two engines, and a step that both skip counts twice.
 
@@ -135,7 +135,7 @@ class RunMetrics:
         return sum(counts[count] for counts in self._counts.values())
 
     def values(self) -> dict[str, float]:
-        """Returns the metrics of the newest step that was read, and the counts.
+        """The metrics of the newest step that was read, and the counts.
 
         Returns:
             Name -> value, such as `heal/skips`, or `heal/<engine>/skips` with several engines.
@@ -178,7 +178,7 @@ class ChangedMetrics:
         self._before: dict[str, float] = {}
 
     def __call__(self) -> dict[str, float]:
-        """Returns the metrics for the next row of the log.
+        """The metrics for the next row of the log.
 
         Returns:
             Full name -> value of the counts, multipliers and evaluations that have changed since

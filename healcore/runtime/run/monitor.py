@@ -6,19 +6,18 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from healcore.console import is_logged
 from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names
 from healcore.core.engine.incidents import incident_causes
-from healcore.events.schema import sentence
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Rates
-from healcore.runtime.run.alarms import AlarmLog, Alerts
+from healcore.runtime.run.alarms import AlarmLog, JudgedRecord
+from healcore.runtime.run.incident_log import IncidentLog
 from healcore.runtime.run.metrics import RunMetrics
-from healcore.runtime.run.orders import Order
+from healcore.runtime.run.orders import Order, OrderReason
 from healcore.runtime.run.program_clip import ProgramClip
 from healcore.runtime.run.run_record import IncidentRecord
-from healcore.runtime.run.steps import JudgedRecord, StepResult, batch_fields
+from healcore.runtime.run.steps import StepFlags, StepResult
 from healcore.runtime.run_options import Hooks, IncidentContext
 
 if TYPE_CHECKING:
@@ -56,9 +55,7 @@ class IncidentMonitor:
         """
         self.run = run
         self.hooks = hooks
-        config = self.run.policy.engine.config
-        self._causes = incident_causes(config)
-        self._quiet_steps = int(config.incident.quiet_steps)
+        self._causes = incident_causes(run.policy.engine.config)
         self.metrics = RunMetrics(
             per_tensor=run.policy.engine.per_tensor, observes=run.policy.observes
         )
@@ -68,29 +65,21 @@ class IncidentMonitor:
         self._kept = max(run.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         """Number of steps whose batch ids are kept."""
         self.lr_scales: dict[str, float] = {}
-        self._alerts = Alerts(run)
         self._alarm_log = AlarmLog(run)
-        self._unclosed: list[IncidentRecord] = []
-        """Incidents without an event `over`."""
+        self._incident_log = IncidentLog(run, self.metrics)
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
         self._program_clips: defaultdict[str, ProgramClip] = defaultdict(ProgramClip)
         """Engine -> whether the program clips its gradients itself."""
 
     def continue_incidents(self) -> None:
-        """Continues the incidents of an earlier process. Called after its ledger was read.
-
-        Incidents whose end was not reported are watched again. Without this, the log would have the
-        begin of such an incident and never its end.
-        """
-        incidents = self.run.ledger.incidents
-        self._unclosed = [each for each in incidents if not each.reported_over]
+        """Continues the incidents of an earlier process. Called after its ledger was read."""
+        self._incident_log.continue_incidents()
 
     def process(self, step: StepResult) -> Order | None:
         """Processes one step: counts it, writes its events, and asks for an action.
 
-        Most steps have neither a cause nor an action, and end at the first `return`. This method
-        runs at every step, so it calls no function that such a step does not need.
+        Most steps have neither a cause nor an action. Such a step is only kept.
 
         Args:
             step: the step, with the records of all optimizers. Steps come in order.
@@ -98,46 +87,47 @@ class IncidentMonitor:
         Returns:
             An order if the host has to save, roll back or stop, or None.
         """
-        records = step.records
-        order = None
+        flags = StepFlags.of(step.records)
+        incident = self._keep(step, flags)
+        if not flags.is_quiet:
+            return self._report(step, flags, incident)
+        for record in step.records:
+            self._log_lr_change(step.index, record)
+        return None
+
+    def _keep(self, step: StepResult, flags: StepFlags) -> IncidentRecord | None:
+        """Adds a step to the state, the ledger and the metrics. Returns its incident, or None."""
         self.state.add_batches(step.index, step.batches, kept=self._kept)
         self._count_nonfinite(step)
-        incident = self.run.ledger.add_step(step.index, records, self._causes)
-        has_trained = is_judged = False
-        for record in records:
-            is_judged |= record.judged
-            has_trained |= record.judged and not record.skip
-        if has_trained:
+        incident = self.run.ledger.add_step(step.index, step.records, self._causes)
+        if flags.has_trained:
             self.state.last_trained = step.index
-        self.state.has_micro_steps |= not is_judged
-        begins = incident is not None and incident.alarms == 1
-        if incident is not None and begins:
-            self._begin(incident, step)
-        self.metrics.add(records)
-        if self._unclosed:
-            self._report_over(step)
-        for record in records:
+        if not flags.is_judged:
+            self.state.has_micro_steps = True
+        if incident is not None and incident.alarms == 1:
+            self._incident_log.begin(incident, step)
+        self.metrics.add(step.records)
+        self._incident_log.report_over(step)
+        for record in step.records:
             if record.judged and not record.skip:
                 line = self._program_clips[record.engine].add(record.grad_norm)
                 if line:
                     self.run.log.warning(f"step {step.index}: {line}")
-        causes = actions = 0
-        for record in records:
-            causes |= int(record.cause)
-            actions |= int(record.action)
-        self._newest_causes = causes
-        if not causes and not actions:
-            for record in records:
-                self._log_lr_change(step.index, record)
-            return None
-        judged = [JudgedRecord(step, record, incident) for record in records]
-        if causes:
-            judged = [self._alerts.with_alert(each) for each in judged]
+        self._newest_causes = flags.causes
+        return incident
+
+    def _report(
+        self, step: StepResult, flags: StepFlags, incident: IncidentRecord | None
+    ) -> Order | None:
+        """Writes the events of a step with a cause or an action. Returns its order, or None."""
+        judged = [JudgedRecord(step, record, incident) for record in step.records]
+        if flags.causes:
+            judged = [self._alarm_log.alerts.with_alert(each) for each in judged]
         lead = max(judged, key=JudgedRecord.priority)
         has_line = False
         if lead.record.cause:  # alerts come with a cause
-            has_line = self._alerts.count_and_decide_line(judged)
-            has_line = has_line or self._alarm_log.has_line(lead, begins=begins)
+            has_line = self._alarm_log.has_line(judged, lead)
+        order = None
         for result in judged:
             if result.record.cause:
                 self._alarm_log.write(result, has_line=has_line and result is lead)
@@ -147,7 +137,7 @@ class IncidentMonitor:
         return order
 
     def counts(self) -> Counts:
-        """Returns the counts of the whole run, including earlier processes.
+        """The counts of the whole run, including earlier processes.
 
         Incidents, rollbacks and skips of undone steps count, because they have happened. Clips and
         cuts are counted by the engines, whose states a rollback restores.
@@ -166,8 +156,8 @@ class IncidentMonitor:
     def is_unhealthy(self) -> bool:
         """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy.
 
-        The postmortem and the last line of a run report it: the weights of a run that ends like
-        this may be damaged.
+        The postmortem and the last line of a run report this, because the weights of such a run may
+        be damaged.
         """
         ledger = self.run.ledger
         last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
@@ -186,7 +176,7 @@ class IncidentMonitor:
 
     @staticmethod
     def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
-        """Returns the batches of the steps after an order, up to the last step with an alarm.
+        """The batches of the steps after an order, up to the last step with an alarm.
 
         Args:
             later: the steps that were read after the order, oldest first.
@@ -224,7 +214,7 @@ class IncidentMonitor:
         return min(self.lr_scales.values(), default=1.0)
 
     def rates_in_force(self) -> Rates:
-        """Returns the learning rates of the last step, with the engines' multipliers.
+        """The learning rates of the last step, with the engines' multipliers.
 
         Returns:
             Engine name -> learning rate, or None if it is unknown.
@@ -269,10 +259,10 @@ class IncidentMonitor:
             observed=self.run.policy.observes,
         )
 
-    # -- incidents and alarms -------------------------------------------------------------------
+    # -- steps that are not finite --------------------------------------------------------------
 
     def _count_nonfinite(self, step: StepResult) -> None:
-        """Counts a step of which every optimizer had a NaN or Inf, or which was not taken."""
+        """Counts a step at which every optimizer had NaN or Inf, or which was not taken."""
         state = self.state
         if state.nonfinite_streak < 0:  # also of a checkpoint that another program has saved
             state.never_finite = self.run.ledger.untrained >= step.index
@@ -290,50 +280,6 @@ class IncidentMonitor:
         if last_counted is not None:
             state.nonfinite_streak += 1
             self.nonfinite_record = last_counted
-
-    def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
-        """Writes the event of a new incident, with the values of each rank (collective)."""
-        self._unclosed.append(incident)
-        first = max(step.records, key=lambda record: record.cause != 0)
-        of_ranks = None
-        if first.rank_signals is not None and self.run.ranks.world > 1:
-            of_ranks = []
-            for rank, (loss, norm) in enumerate(self.run.ranks.gather(first.rank_signals)):
-                of_ranks.append({"rank": rank, "loss": loss, "grad_norm": norm})
-        self.run.log.event(
-            "incident",
-            step=step.index,
-            incident=incident.number,
-            onset=incident.onset,
-            cause=Cause(incident.cause),
-            of_ranks=of_ranks,
-            **batch_fields(step),
-        )
-
-    def _report_over(self, step: StepResult) -> None:
-        """Writes an event for each incident after which the run was quiet for long enough."""
-        newest = step.index - self._quiet_steps
-        for incident in self._unclosed:
-            if not incident.over or incident.last > newest:
-                return
-        quiet = self._unclosed
-        self._unclosed = []
-        for incident in quiet:
-            incident.reported_over = True
-            # The optimizer of the incident may have taken no step now.
-            record = self.metrics.newest(incident.engine) or step.records[0]
-            event = self.run.log.event(
-                "over",
-                step=step.index,
-                incident=incident.number,
-                onset=incident.onset,
-                last=incident.last,
-                engine=record.engine,
-                cause=Cause(incident.cause),
-                readings=record.readings,
-            )
-            if is_logged(incident.number):
-                self.run.log.info(f"step {step.index}: {sentence(event)}")
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -362,7 +308,7 @@ class IncidentMonitor:
             depth = max(depth, depth_of_rank)
         action = Action(flags)
         if action & Action.ALERT:
-            self._alerts.write(judged, action, has_line=has_line)
+            self._alarm_log.alerts.write(judged, action, has_line=has_line)
         if self.run.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
             self.run.log.event(
                 "order",
@@ -379,16 +325,19 @@ class IncidentMonitor:
         for name in names(record.cause):
             if name in first_of_cause:
                 firsts.append(first_of_cause[name])
-        since = max(min(firsts, default=onset), onset)
+        first = max(min(firsts, default=onset), onset)
+        reason = OrderReason.RULE
+        if action & ~record.action & (Action.ROLLBACK | Action.STOP):
+            reason = OrderReason.HOOK
         return Order(
             index=step.index,
             onset=onset,
-            since=since,
+            first_alarm_of_cause=first,
+            reason=reason,
             action=int(action),
             cause=int(record.cause),
             depth=max(depth, 1),
-            batches=tuple(self.state.batches_between(since, step.index)),
-            by_host=bool(action & ~record.action & (Action.ROLLBACK | Action.STOP)),
+            batches=tuple(self.state.batches_between(first, step.index)),
         )
 
     def _ask_hooks(self, judged: JudgedRecord, onset: int) -> Action:
@@ -420,12 +369,15 @@ def _merge(one: Order | None, other: Order | None) -> Order | None:
     """Joins the orders of two optimizers for the same step: the earlier start, the deeper depth."""
     if one is None or other is None:
         return one or other
+    reason = OrderReason.RULE
+    if OrderReason.HOOK in (one.reason, other.reason):
+        reason = OrderReason.HOOK
     return replace(
         one,
+        reason=reason,
         action=one.action | other.action,
         depth=max(one.depth, other.depth),
-        since=min(one.since, other.since),
+        first_alarm_of_cause=min(one.first_alarm_of_cause, other.first_alarm_of_cause),
         batches=max(one.batches, other.batches, key=len),
         cause=one.cause | other.cause,
-        by_host=one.by_host or other.by_host,
     )

@@ -7,9 +7,9 @@ step, by a batch that only the earlier process has read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
 
@@ -35,7 +35,7 @@ class BatchRange(NamedTuple):
     """Batches of each step."""
 
     def ids(self, step: int) -> list[BatchId]:
-        """Returns the batches of a step, or an empty list if the step is not in the range.
+        """The batches of a step, or an empty list if the step is not in the range.
 
         Args:
             step: index of the step.
@@ -60,6 +60,19 @@ class BatchRange(NamedTuple):
                 return False
             index += 1
         return True
+
+
+def take_fields(live: Any, saved: Any, *, keep: Collection[str] = ()) -> None:
+    """Gives a live dataclass the values of a saved one of the same type.
+
+    Args:
+        live: the object to change.
+        saved: the object with the values. Lists and dicts are shared, not copied.
+        keep: names of the fields that stay as they are.
+    """
+    for each in fields(live):
+        if each.name not in keep:
+            setattr(live, each.name, getattr(saved, each.name))
 
 
 @dataclass
@@ -121,7 +134,7 @@ class MonitorState:
             del self.batches[0]
 
     def batches_of(self, steps: Iterable[int]) -> list[BatchId]:
-        """Returns the batches of some steps, as far as they are kept.
+        """The batches of some steps, as far as they are kept.
 
         Args:
             steps: indices of the steps. The batches are in the order of the steps.
@@ -133,7 +146,7 @@ class MonitorState:
         return found
 
     def batches_between(self, first: int, last: int) -> list[BatchId]:
-        """Returns the batches of the steps from `first` to `last`, of the current loader.
+        """The batches of the steps from `first` to `last`, of the current loader.
 
         Args:
             first: index of the first step. Steps of earlier loaders are left out, because their
@@ -146,6 +159,16 @@ class MonitorState:
             end = batch_range.first + batch_range.steps
             steps.update(range(max(first, batch_range.first), min(last + 1, end)))
         return self.batches_of(sorted(steps))
+
+    def continue_from(self, saved: MonitorState) -> None:
+        """Continues the state of an earlier process.
+
+        The object stays the same, because other parts of the run refer to it.
+
+        Args:
+            saved: the state in the checkpoint that the run resumes from.
+        """
+        take_fields(self, saved)
 
     def on_rollback(self, target: int) -> None:
         """Forgets the steps from `target` on, which are repeated.

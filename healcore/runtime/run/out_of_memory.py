@@ -12,14 +12,13 @@ A *window* is all batches since the last optimizer step, whose gradients add up:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.core.decision import Cause
-from healcore.events.file_names import process_path
-from healcore.runtime.faults.failures import Fault, classify
+from healcore.runtime.faults.classification import Fault, classify
 from healcore.runtime.faults.microbatches import (
     Count,
     Microbatch,
@@ -31,14 +30,13 @@ from healcore.runtime.faults.microbatches import (
     split,
 )
 from healcore.runtime.run.batch_parts import largest_part
-from healcore.runtime.store import files
+from healcore.runtime.run.call_retries import retries_of
+from healcore.runtime.run.memory_profile import memory_text
 from healcore.runtime.store.ranks import RankFailed
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
-MAX_PROFILE_BYTES = 16 << 20
-"""A larger profile is not written: a snapshot grows with the recorded history."""
 _NOT_TRIED = "healcore has not tried smaller parts of the batch"
 
 
@@ -57,6 +55,21 @@ class _Overrun(NamedTuple):
     """Reason why smaller parts are impossible, or an empty string."""
 
 
+@dataclass
+class _Window:
+    """The batches since the last optimizer step, and whether they can be repeated."""
+
+    split_obstacle: str = ""
+    """Reason why the run's batches cannot be split, or an empty string."""
+    owns_gradients: bool = True
+    """Whether all gradients come from the parts of this window. Otherwise gradients existed before
+    its first part, and a repeat would discard them."""
+    repeat_obstacle: str = ""
+    """Reason why the window cannot be repeated in smaller parts, or an empty string."""
+    batches: list[tuple[Any, Count]] = field(default_factory=list)
+    """The batches so far, with their `count`."""
+
+
 def _change_nothing() -> str:
     """The last resort of a program that has none: no change, see `OutOfMemory.parts`."""
     return ""
@@ -66,7 +79,10 @@ class OutOfMemory:
     """Handles parts that run out of memory, by the policy. See `Healer.microbatches`.
 
     `BatchParts` has the parts. Every rank changes the size by the reports of all ranks, so that the
-    size is equal on all ranks. The run's `RunRecord` has it for the next process.
+    size is equal on all ranks. The run's `RunRecord` has the size for the next process.
+
+    Args:
+        run: the parts of the run.
 
     Attributes:
         part: the current part, or None.
@@ -75,20 +91,13 @@ class OutOfMemory:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._answers = self.run.policy.answers(Cause.OOM)
-        self._retries = self.run.data.retries("a part of healer.microbatches")
+        self._retries = retries_of(run, "a part of healer.microbatches")
         self._gradients = self.run.driver.window
         self._last_resort: Callable[[], str] = _change_nothing
         self.part: Microbatch[Any] | None = None
-        self._batches: list[tuple[Any, Count]] = []
-        """The batches of the window so far, with their `count`."""
+        self._window = _Window()
         self._was_used = False
         """Whether the loop has asked for the parts of a batch."""
-        self._split_obstacle = ""
-        """Reason why the run's batches cannot be split, or an empty string."""
-        self._repeat_obstacle = ""
-        """Reason why the window cannot be repeated in smaller parts, or an empty string."""
-        self._owns_gradients = True
-        """Whether all gradients come from the parts of this window."""
         self._held: list[Any] = []
         """Values of the failed part that variables of the loop refer to."""
         self._joint: Any = None
@@ -129,11 +138,12 @@ class OutOfMemory:
         self.run.batch_parts.obstacle = split_obstacle
         if self._begin(split_obstacle):
             self._try_larger(batch)
-        self._batches.append((batch, count))
-        done = len(self._batches) - 1  # number of earlier batches of this window
+        batches = self._window.batches
+        batches.append((batch, count))
+        done = len(batches) - 1  # number of earlier batches of this window
         try:
             while True:
-                for part in self._split(self._batches[done:], first=not done):
+                for part in self._split(batches[done:], first=not done):
                     self.part = part
                     yield part
                     if not part.entered:
@@ -151,7 +161,7 @@ class OutOfMemory:
                 clear_cache = "clear_cache" in self._answers
                 self._gradients.redo_window(self._held, clear_cache=clear_cache)
                 self._held.clear()
-                self.run.data.forget_parts()
+                self.run.step_batches.forget_parts()
         finally:
             self.part = None
 
@@ -167,58 +177,17 @@ class OutOfMemory:
             "the forward and the backward pass: healcore then repeats the step in smaller parts"
         )
 
-    def profile(self) -> str:
-        """Writes the memory profiles next to the events.
-
-        Returns:
-            A sentence about what holds most of the memory, and the names of the files. A failure to
-            measure is a sentence too: the device may have failed.
-        """
-        try:
-            sizes = self.run.driver.memory()
-        except Exception as error:  # the device may fail again
-            return f"The memory could not be measured: {type(error).__name__}: {error:.100}"
-        owner = max(sizes, key=sizes.__getitem__)
-        total = sum(sizes.values())
-        text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
-        if self.run.log.events.path is None:  # on rank 0 only
-            return text
-        try:
-            names = self._write_profiles(self.run.log.events.path, sizes)
-        except Exception as error:  # also of a full disk
-            return f"{text}; no memory profile: {type(error).__name__}: {error:.100}"
-        return f"{text}; memory profile: {', '.join(names)}"
-
-    def _write_profiles(self, events: Path, sizes: Mapping[str, int]) -> list[str]:
-        """Writes the profiles next to the events. Returns the names of the files.
-
-        The files of a later failure of the same process replace these.
-        """
-        profiles = self.run.driver.memory_profiles()
-        lines = [f"{size:>20,} bytes  {name}\n" for name, size in sizes.items()]
-        owners = "".join(lines).encode()
-        profiles[".txt"] = owners + b"\n" + profiles.get(".txt", b"")
-        written = []
-        for suffix, content in sorted(profiles.items()):
-            if len(content) <= MAX_PROFILE_BYTES:
-                path = process_path(events, self.run.log.events.process_id, "memory", suffix)
-                files.replace(path, content)
-                written.append(path.name)
-        return written
-
     def _begin(self, split_obstacle: str) -> bool:
         """Begins a new window, unless the current window still waits for its optimizer step.
 
         Returns whether a window begins.
         """
         accumulating = self._gradients.is_accumulating()
-        if accumulating and self._batches and not self._gradients.has_stepped():
+        if accumulating and self._window.batches and not self._gradients.has_stepped():
             return False
-        self._batches.clear()
+        self._window = _Window(split_obstacle, owns_gradients=not accumulating)
         self._gradients.begin_window()
-        self._owns_gradients = not accumulating
-        self._split_obstacle = split_obstacle
-        self._repeat_obstacle = split_obstacle or self._find_obstacle()
+        self._window.repeat_obstacle = split_obstacle or self._find_obstacle()
         return True
 
     def _try_larger(self, batch: Any) -> None:
@@ -229,7 +198,7 @@ class OutOfMemory:
         have the same size. They ask each other only when a try is due, which is the same step on
         all ranks.
         """
-        step, record, ranks = self.run.data.step, self.run.record, self.run.ranks
+        step, record, ranks = self.run.progress.step, self.run.record, self.run.ranks
         size, growth = record.part_limit, record.part_growth
         if size is None:
             return
@@ -239,7 +208,7 @@ class OutOfMemory:
             )
         if not growth.is_due(step):
             return
-        vote = not self._repeat_obstacle, self.run.batch_parts.gains_from(batch, 2 * size)
+        vote = not self._window.repeat_obstacle, self.run.batch_parts.gains_from(batch, 2 * size)
         votes = [vote]
         if self._joint is not None:
             votes = ranks.gather(vote)
@@ -264,7 +233,7 @@ class OutOfMemory:
                 self._joint_obstacle = f"{joint}; {advice}"
             else:
                 self._joint = joint
-        if self._joint_obstacle or self._owns_gradients:
+        if self._joint_obstacle or self._window.owns_gradients:
             return self._joint_obstacle
         return (
             "gradients existed before the first part of the batch, and a repeated step would "
@@ -276,7 +245,7 @@ class OutOfMemory:
         """Yields the parts of some batches of the window; `first` is of the window's first part."""
         for number, (batch, count) in enumerate(batches, 1):
             parts = 1
-            if not self._split_obstacle:
+            if not self._window.split_obstacle:
                 parts = self.run.batch_parts.number(batch)
             pieces = split(batch, parts)
             # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
@@ -328,8 +297,8 @@ class OutOfMemory:
 
         A transient failure of the network on one rank: with several ranks, the others would wait.
         """
-        alone = self.run.ranks.world == 1 and self._owns_gradients
-        again = alone and self._retries.wait_after(error)
+        may_repeat = self.run.ranks.world == 1 and self._window.owns_gradients
+        again = may_repeat and self._retries.wait_after(error)
         self._held = []
         if again:
             self._held = clear_frames(error)
@@ -344,7 +313,9 @@ class OutOfMemory:
             if error is not None:
                 clear_frames(error)  # the exchange needs a little memory
             some_failed = self._joint.end_batch(overrun is not None)
-            overruns = self.run.ranks.gather(overrun) if some_failed else []
+            overruns = []
+            if some_failed:
+                overruns = self.run.ranks.gather(overrun)
         return {rank: each for rank, each in enumerate(overruns) if each is not None}
 
     def _overrun(self, batch: Any, parts: int, error: BaseException) -> _Overrun | None:
@@ -353,7 +324,7 @@ class OutOfMemory:
         if fault.cause is not Cause.OOM:
             return None
         samples = 0
-        obstacle = self._repeat_obstacle
+        obstacle = self._window.repeat_obstacle
         if not obstacle:
             try:
                 samples = count_samples(batch)
@@ -361,7 +332,9 @@ class OutOfMemory:
                 obstacle = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if not obstacle and not self.run.record.part_growth.trying:
-            line += f". {self.profile()}"  # a failed try keeps the profile of the failure before
+            line += (
+                f". {memory_text(self.run)}"  # a failed try keeps the profile of the failure before
+            )
         return _Overrun(samples, parts, fault, line, obstacle)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:
@@ -371,16 +344,16 @@ class OutOfMemory:
         budget. So does a size that an earlier part of the run has had.
         """
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
-        step, record, growth = self.run.data.step, self.run.record, self.run.record.part_growth
+        step, record, growth = self.run.progress.step, self.run.record, self.run.record.part_growth
         before = largest_part(samples, parts)
         after = largest_part(samples, min(2 * parts, samples))
         goes_back = growth.smaller is not None and growth.smaller < before
-        why_not = self._why_not_smaller(before, after, goes_back=goes_back)
-        if why_not:
+        obstacle = self._obstacle_to_smaller(before, after, goes_back=goes_back)
+        if obstacle:
             changed = self._last_resort()
             if not changed:
-                self.run.recovery.stop(prefix + why_not, error, Cause.OOM)
-            self.run.log.fault(step, fault, f"{prefix}{why_not}: {changed}", answer="clear_cache")
+                self.run.recovery.stop(prefix + obstacle, error, Cause.OOM)
+            self.run.log.fault(step, fault, f"{prefix}{obstacle}: {changed}", answer="clear_cache")
             return
         then = ""
         if goes_back:
@@ -402,8 +375,8 @@ class OutOfMemory:
             size=after,
         )
 
-    def _why_not_smaller(self, before: int, after: int, *, goes_back: bool) -> str:
-        """Why the parts may not become smaller, as a clause, or an empty string.
+    def _obstacle_to_smaller(self, before: int, after: int, *, goes_back: bool) -> str:
+        """Reason why the parts may not become smaller, as a clause, or an empty string.
 
         `before` and `after` are samples of a part.
         """

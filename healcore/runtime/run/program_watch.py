@@ -41,9 +41,12 @@ class WarmUp:
         self._allowed = max(MAX_ITERATIONS, total)
         if warmup is not None:
             self._allowed = warmup
-        self._iterations = 0  # in a row without a step
-        self._step = -1  # at the last call of `count`, or -1 before
-        self._first_step = -1  # at the first call of `count`, or -1 before
+        self._iterations = 0
+        """Number of iterations in a row without a step."""
+        self._step = -1
+        """Steps done at the last call of `count`, or -1 before the first call."""
+        self._first_step = -1
+        """Steps done at the first call of `count`, or -1 before."""
         self._weights = ""
         """Digest of the weights in the middle of a long wait for a step."""
 
@@ -58,7 +61,7 @@ class WarmUp:
             IncompleteRun: the loop took no step in as many iterations as are allowed, or the
                 weights change without a step that the Healer sees.
         """
-        step = self.run.data.step
+        step = self.run.progress.step
         if step == self._step and not rolled_back:
             self._iterations += 1
         else:
@@ -107,7 +110,8 @@ class StructureChanges:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._count = 0  # changes in this process
+        self._count = 0
+        """Number of changes in this process."""
 
     def note(self) -> None:
         """Records a change of the structure since the last call, and makes a checkpoint due.
@@ -120,7 +124,7 @@ class StructureChanges:
         if not changes:
             return
         run = self.run
-        step = run.data.step
+        step = run.progress.step
         epoch = run.loaders.place.epoch
         run.record.add_change(max(step - 1, 0), epoch)
         run.record.param_groups = run.driver.param_groups()

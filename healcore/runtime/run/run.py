@@ -17,9 +17,12 @@ from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.ending.requests import EndRequests
+from healcore.runtime.run.host_state import HostState
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
+from healcore.runtime.run.pass_states import PassStates
+from healcore.runtime.run.progress import RunProgress
 from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
@@ -27,6 +30,7 @@ from healcore.runtime.run.rollback.dead_run import DeadRun
 from healcore.runtime.run.rollback.nonfinite import NonfiniteState
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run_record import Ledger, RunRecord
+from healcore.runtime.run.step_batches import StepBatches
 from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.claim import Claim
@@ -39,7 +43,9 @@ class Run:
     """The parts of one run. Each part gets the run, and uses another part by its name here.
 
         Healer --- Run -+- policy, driver, store, ranks, log, record    what is given
-                        +- loop, data, loaders, guard, end_requests     steps and batches
+                        +- loop, progress, hang_guard, end_requests     steps
+                        +- batches, loaders, step_batches,              batches and
+                        |  pass_states, host_state                      random states
                         +- monitor, comparisons, holding, reader        what is seen
                         +- recovery, better_weights, dead_run,          what is decided
                         |  nonfinite, out_of_memory
@@ -63,8 +69,16 @@ class Run:
     batch_parts: BatchParts
     """How batches are split since memory ran out."""
 
-    data: RunBatches = field(init=False)
-    """Steps done, and the batches of the next one."""
+    progress: RunProgress = field(default_factory=RunProgress, init=False)
+    """Steps done, in the run and in this process."""
+    batches: RunBatches = field(init=False)
+    """Reads the batches of the program's loaders."""
+    step_batches: StepBatches = field(init=False)
+    """The batches that were read since the last step."""
+    host_state: HostState = field(init=False)
+    """Random states and loader positions, as an item of a checkpoint."""
+    pass_states: PassStates = field(init=False)
+    """The random states from which the program draws the order of its data."""
     schedule: SaveSchedule = field(init=False)
     """When a regular save is due."""
     monitor: IncidentMonitor = field(init=False)
@@ -91,7 +105,7 @@ class Run:
     """What to do about NaN and Inf in the weights or in a save."""
     recovery: Recovery = field(init=False)
     """Answers the records of steps with rollbacks and stops."""
-    guard: HangGuard = field(init=False)
+    hang_guard: HangGuard = field(init=False)
     """Reports a step that never returns."""
     out_of_memory: OutOfMemory = field(init=False)
     """Splits batches that do not fit into memory."""
@@ -106,4 +120,4 @@ class Run:
     @property
     def loaders(self) -> LoaderRegistry:
         """The loaders of the program, with their positions."""
-        return self.data.loaders
+        return self.batches.loaders

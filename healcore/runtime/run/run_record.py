@@ -18,10 +18,10 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
 from healcore.runtime.run.batch_parts import PartGrowth
-from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
-from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.monitor_state import MonitorState, take_fields
+from healcore.runtime.run.orders import RollbackRecord, nested
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
 _MAX_INCIDENTS = 1000
@@ -164,7 +164,7 @@ class Ledger:
         if not cause:
             if self.incidents and not is_open:
                 self.incidents[-1].over = True
-            # Withheld updates have no cause, but are steps that train nothing.
+            # Frozen steps have no cause, but they train nothing.
             self.skips += skip
             return None
         self.unhealthy.append(index)
@@ -201,11 +201,11 @@ class Ledger:
         return [each for each in self.rollbacks if not each.undone]
 
     def same_trouble(self, onset: int, within: int = 0) -> list[RollbackRecord]:
-        """Returns the earlier rollbacks for the trouble that begins at step `onset`, oldest first.
+        """The earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
         The trouble is the same if its onset is at most `within` steps after the step at which the
-        rollback began. Attempts to bring back a dead run are not counted: their weights were
-        finite, and they have answers of their own (`dead_run`).
+        rollback began. Revivals of a dead run are not counted: their weights were finite, and
+        they have answers of their own (`dead_run`).
 
         Args:
             onset: step at which the trouble begins.
@@ -213,12 +213,12 @@ class Ledger:
         """
         found: list[RollbackRecord] = []
         for rollback in self.in_force:
-            if not rollback.attempt and onset <= rollback.step + within:
+            if not rollback.order.changes.revival and onset <= rollback.step + within:
                 found.append(rollback)
         return found
 
     def unhealthy_between(self, first: int, end: int) -> list[int]:
-        """Returns the unhealthy steps of a range, ascending.
+        """The unhealthy steps of a range, ascending.
 
         Args:
             first: the first step of the range.
@@ -260,13 +260,13 @@ class Ledger:
         """Records a rollback that was carried out.
 
         Args:
-            rollback: the rollback. The ledger continues at its target.
+            rollback: the rollback. The ledger continues where the run does.
             saved: the ledger in the restored checkpoint, or None if the checkpoint has no ledger.
         """
         if self.rollbacks:
             self.rollbacks[-1] = self.rollbacks[-1].outline()
         self.rollbacks.append(rollback)
-        self._rewind(rollback.target, saved)
+        self._rewind(rollback.continues_at, saved)
 
     def forget(self, before: int) -> None:
         """Drops unhealthy steps before a step, except consecutive ones up to the newest step.
@@ -284,7 +284,7 @@ class Ledger:
             saved: the ledger in the checkpoint that the run resumes from.
             step: step of this checkpoint.
         """
-        vars(self).update(vars(saved))
+        take_fields(self, saved)
         self._rewind(step, None)
 
     def without_trials(self, trials: Trials, saved: Ledger) -> Ledger:
@@ -463,7 +463,19 @@ class RunRecord:
             step: step of the checkpoint that is restored.
         """
         rollbacks = self.ledger.in_force
-        return bool(rollbacks) and rollbacks[-1].target >= step
+        return bool(rollbacks) and rollbacks[-1].continues_at >= step
+
+    def continue_from(self, saved: RunRecord) -> None:
+        """Takes over the facts of an earlier process. The run is not completed any more.
+
+        The ledger and the monitor's state stay: other parts of the run refer to these objects, so
+        they are continued in place.
+
+        Args:
+            saved: the newest record of the run.
+        """
+        take_fields(self, saved, keep=("ledger", "monitor"))
+        self.completed = False
 
     def trials_for(self, onset: int, probation: int) -> Trials | None:
         """The trials so far for the trouble that begins at a step, or None if it is a new trouble.
@@ -481,12 +493,14 @@ class RunRecord:
         return self.trials
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the record as JSON-safe values, with the version `SCHEMA` of its format.
+        """The record as JSON-safe values, with the version `SCHEMA` of its format.
 
         A checkpoint holds the result. `RunRecord.of` reads it, and raises if the version is not its
         own: a record that was understood in part could lead to a wrong decision.
         """
-        return {**asdict(self), "schema": SCHEMA}
+        content = {**asdict(self), "schema": SCHEMA}
+        content["ledger"]["rollbacks"] = [each.to_saved() for each in self.ledger.rollbacks]
+        return content
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> RunRecord:
@@ -502,6 +516,10 @@ class RunRecord:
         content = dict(stored)
         if content.pop("schema", None) != SCHEMA:
             raise StoreError("it is of another version of healcore: resume with that version")
+        ledger = content.get("ledger")
+        if isinstance(ledger, Mapping) and isinstance(ledger.get("rollbacks"), Sequence):
+            rollbacks = [nested(each) for each in ledger["rollbacks"]]
+            content["ledger"] = {**ledger, "rollbacks": rollbacks}
         return _RECORD.validate_json(json.dumps(content), strict=True)
 
 

@@ -16,7 +16,7 @@ from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.values import attribute
 
-_LOADERS = 8
+_MAX_LOADERS = 8
 """Max loaders with a recorded batch size: a loop may create a new loader for every epoch."""
 _POLICY, _WORLD = "policy", "number of ranks"
 _HARMLESS = {_POLICY, _WORLD, "max_steps", "max_epochs", "num_train_epochs"}
@@ -39,7 +39,8 @@ def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> d
     """
     settings = dict(driver.settings())
     for each in trainer_settings(state):
-        settings |= each if isinstance(each, dict) else {}
+        if isinstance(each, dict):
+            settings |= each
     settings[_POLICY] = _policy_setting(policy)
     return {**settings, _WORLD: world}
 
@@ -130,8 +131,14 @@ def settings_for_events(settings: Mapping[str, Any], rate: float | None) -> dict
     size = settings.get("per_device_train_batch_size", settings.get("batch_size"))
     parts = settings.get("gradient_accumulation_steps", settings.get("accumulate_grad_batches"))
     common = {"learning_rate": rate, "batch_size": size, "accumulation": parts}
-    every = {**settings, **{n: value for n, value in common.items() if value is not None}}
-    return {n: v for n, v in every.items() if n != WEIGHTS and not n.startswith("hparams.")}
+    shown: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name != WEIGHTS and not name.startswith("hparams."):
+            shown[name] = value
+    for name, value in common.items():
+        if value is not None:
+            shown[name] = value
+    return shown
 
 
 def change_of_batch_size(settings: dict[str, Any], number: int, loader: Any) -> str:
@@ -149,10 +156,12 @@ def change_of_batch_size(settings: dict[str, Any], number: int, loader: Any) -> 
     """
     sampler = getattr(loader, "batch_sampler", None)
     size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-    if type(size) is not int or number >= _LOADERS:
+    if type(size) is not int or number >= _MAX_LOADERS:
         return ""
     before = settings.setdefault(f"batch size of loader {number}", size)
-    return "" if before == size else f"batch size: {before} -> {size}"
+    if before == size:
+        return ""
+    return f"batch size: {before} -> {size}"
 
 
 def trainer_settings(state: Any) -> list[Any]:
@@ -160,8 +169,13 @@ def trainer_settings(state: Any) -> list[Any]:
 
     A trainer that owns the loop decides when its run is complete.
     """
-    parts = state.values() if isinstance(state, Mapping) else ()
-    return [each for part in parts if (each := attribute(part, "run_settings")) is not None]
+    found: list[Any] = []
+    if isinstance(state, Mapping):
+        for part in state.values():
+            settings = attribute(part, "run_settings")
+            if settings is not None:
+                found.append(settings)
+    return found
 
 
 def trainer_ends_by_steps(settings: list[Any]) -> bool:
@@ -173,5 +187,9 @@ def trainer_ends_by_steps(settings: list[Any]) -> bool:
     Args:
         settings: the result of `trainer_settings`.
     """
-    limits = [each.get("max_steps") for each in settings if isinstance(each, dict)]
-    return any(isinstance(most, int) and most > 0 for most in limits)
+    for each in settings:
+        if isinstance(each, dict):
+            max_steps = each.get("max_steps")
+            if isinstance(max_steps, int) and max_steps > 0:
+                return True
+    return False

@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from healcore.console import counted, first_of
-from healcore.core.errors import error_text
 from healcore.events import Log
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
+from healcore.history import RunHistory
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
-from healcore.runtime.driver import STEPPED, WEIGHTS, Driver
+from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.reporting.trackers import Trackers
-from healcore.runtime.run import run_settings
+from healcore.runtime.run import run_settings, start_log
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches import RunBatches
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
@@ -41,9 +41,12 @@ from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.ending.requests import EndRequests, StopFile
-from healcore.runtime.run.loop import Loop, LoopPhase
+from healcore.runtime.run.host_state import HostState
+from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
+from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.restore.restorer import Restorer, failed_trials
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
@@ -52,6 +55,7 @@ from healcore.runtime.run.rollback.nonfinite import NonfiniteState
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.step_batches import StepBatches
 from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
@@ -213,7 +217,10 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         claims=claims,
         batch_parts=BatchParts(record),
     )
-    run.data = RunBatches(run, end_requests.stop_signals, keeps_batches=loss_fn is not None)
+    run.batches = RunBatches(run)
+    run.step_batches = StepBatches(run, keeps_contents=loss_fn is not None)
+    run.host_state = HostState(run.loaders.position)
+    run.pass_states = PassStates(run)
     run.schedule = SaveSchedule(run, options.checkpoints.every)
     run.monitor = IncidentMonitor(run, options.hooks)
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
@@ -228,7 +235,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.nonfinite = NonfiniteState(run)
     of_trainer = run_settings.trainer_settings(options.state)
     run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
-    run.guard = HangGuard(policy, ranks, log)
+    run.hang_guard = HangGuard(policy, ranks, log)
     run.out_of_memory = OutOfMemory(run)
     run.loop = Loop(run, has_trainer=bool(of_trainer))
     return run
@@ -238,21 +245,24 @@ def _events(given: str | os.PathLike[str] | None, folder: Path | None) -> Log:
     """The log of events: the file that the user names, else a file in the store's directory."""
     if given is not None:
         return Log(Path(given).absolute())
-    path = None if folder is None else folder / "healcore.events.jsonl"
+    path = None
+    if folder is not None:
+        path = folder / "healcore.events.jsonl"
     return Log(_unlinked(path, "events"), follow_links=False)
 
 
 def _metrics(
     given: str | os.PathLike[str] | None, log: Log, ranks: Ranks, *, tracked: bool
 ) -> MetricsLog:
-    """The table of metrics: the file that the user names, or beside the events with "auto".
+    """The table of metrics: the file that the user names, or next to the events with "auto".
 
     Only rank 0 writes it: every rank has the same numbers.
     """
-    if ranks.rank or given != "auto":
-        path = None if ranks.rank or given is None else Path(given)
-        return MetricsLog(path, process_id=log.process_id, tracked=tracked)
     path = None
+    if ranks.rank or given != "auto":
+        if given is not None and not ranks.rank:
+            path = Path(given)
+        return MetricsLog(path, process_id=log.process_id, tracked=tracked)
     if log.path and (log.path.is_file() or not log.path.exists()):  # not a pipe or a terminal
         path = metrics_path(log.path)
     path = _unlinked(path, "metrics")
@@ -272,36 +282,42 @@ def _unlinked(path: Path | None, option: str) -> Path | None:
 def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     """Checks `resume`, logs the start, and resumes or takes the first snapshot.
 
-    `warnings` are the problems of the claims of directories.
+    Args:
+        run: the parts of the run.
+        options: the arguments of `Healer`.
+        warnings: problems of the claims of directories, for the log.
+
+    Raises:
+        EndRequested: the stop file exists.
+        StoreNotEmpty: the store holds a run that this start must not continue.
+        NoGoodCheckpoint: the store holds a run, and none of its checkpoints can be used.
     """
     log, policy, ranks, store = run.log, run.policy, run.ranks, run.store
+    history, after_kill = _read_previous_process(log)
     stop_file = run.end_requests.stop_file
-    events = log.events.path
-    previous = None
-    after_kill = False
-    if events is not None:
-        previous = postmortem.read_last_run(events)
-        if previous:
-            after_kill = postmortem.write_for_killed(events, previous, log.metrics.path)
     if any(ranks.gather(stop_file.found)):
         log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
         raise EndRequested(stop_file.why)
     saves, newest = run.stored.listed(), run.stored.newest_record()
     settings = run_settings.settings_of(run.driver, policy, options.state, ranks.world)
-    saved = {} if newest is None else newest.settings
-    changes = broadcast(ranks, run_settings.changes_since(saved, settings))
+    saved_settings: Mapping[str, Any] = {}
+    if newest is not None:
+        saved_settings = newest.settings
+    changes = broadcast(ranks, run_settings.changes_since(saved_settings, settings))
     if saves and options.resume is not True:
-        last = max((each.step for each in saves if each.status != "abandoned"), default=0)
-        _check_resume(run, options.resume, newest, last, changes)
+        newest_step = max((each.step for each in saves if each.status != "abandoned"), default=0)
+        _check_resume(run, options.resume, newest, newest_step, changes)
         # A trainer decides itself when its run is complete.
         if not run.loop.has_trainer:
             run.loop.phase = LoopPhase.COMPLETED
-    if newest and {each.step for each in saves} == {newest.first_step} and WEIGHTS in changes:
-        store.delete(newest.first_step)  # the program has loaded a checkpoint of its own
+    has_only_first = newest and {each.step for each in saves} == {newest.first_step}
+    if newest and has_only_first and WEIGHTS in changes:
+        # The program has loaded a checkpoint of its own since: the run begins from its weights.
+        store.delete(newest.first_step)
         saves, newest = [], None
-    if saves and previous is not None:
-        log.history = previous
-    _log_start(run, settings, resumes=bool(saves))
+    if saves and history is not None:
+        log.history = history
+    start_log.log_start(run, settings, resumes=bool(saves))
     for warning in warnings:
         log.problem(None, warning)
     if after_kill:
@@ -312,77 +328,57 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     try:
         _begin(run, newest, settings, bool(saves))
     except BaseException as error:
-        _log_failed_start(run, error)
+        start_log.log_failed_start(run, error)
         raise
     # A completed run stays COMPLETED only if its last checkpoint could be loaded.
-    if not run.data.had_completed:
+    if not run.progress.had_completed:
         run.loop.phase = LoopPhase.BEFORE_STEP
-    _log_first_lines(run, settings, changes, resumed=bool(saves))
+    start_log.log_first_lines(run, settings, changes, resumed=bool(saves))
     if saves and not run.loop.has_trainer:
-        _warn_of_snapshot(run, settings, saved)
+        start_log.warn_of_snapshot(run, settings, saved_settings)
     log.trackers.start(run.record.run or log.events.process_id)
-    run.guard.start()
+    run.hang_guard.start()
     run.driver.on_step = run.loop.on_step
     if store.root is not None:
         _records[store.root.resolve()] = run.record
 
 
-def _log_failed_start(run: Run, error: BaseException) -> None:
-    """Logs that the run did not start, and stops watching signals.
+def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, bool]:
+    """Reads what the previous process has logged, and writes its postmortem if it was killed.
 
-    With an end event, the next start does not take this process for killed.
+    Returns the history of the run until then, or None without one, and whether a postmortem was
+    written.
     """
-    step = run.data.step
-    run.log.event("problem", step=step, problem=f"the run did not start: {error_text(error)}")
-    run.log.event("end", step=step, ending="exception")
-    run.end_requests.stop_signals.stop()
-
-
-def _log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
-    """Writes the event `start`: the policy, the settings, and where checkpoints go."""
-    store = run.store
-    rate = next(iter(run.driver.learning_rates().values()))
-    run.log.event(
-        "start",
-        step=None,
-        policy=run.policy.name,
-        fingerprint=run.policy.engine.fingerprint,
-        policy_toml=run.policy.text,
-        mode=run.policy.engine.mode,
-        framework=run.driver.framework,
-        rank=run.ranks.rank,
-        world=run.ranks.world,
-        save_every=run.schedule.every,
-        store=str(store.root or type(store).__name__),
-        settings=run_settings.settings_for_events(settings, rate),
-        resumes=resumes,
-    )
-
-
-def _warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
-    if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
-        run.loop.own_count_error = (
-            "the optimizer that the program has passed was trained already, and checkpoint "
-            f"{run.data.step} replaces its state and the weights. A loop that counts its own steps "
-            "would lose or repeat steps: write healer.steps or healer.epochs"
-        )
-        run.loop.warn(run.loop.own_count_error)
+    events = log.events.path
+    if events is None:
+        return None, False
+    history = postmortem.read_last_run(events)
+    if not history:
+        return history, False
+    return history, postmortem.write_for_killed(events, history, log.metrics.path)
 
 
 def _check_resume(
     run: Run,
     resume: bool | Literal["auto"],
     newest: RunRecord | None,
-    last: int,
+    newest_step: int,
     changes: Mapping[str, str],
 ) -> None:
-    """Raises if a run with checkpoints up to step `last` must not be resumed."""
+    """Raises StoreNotEmpty if the run in the store must not be resumed.
+
+    Args:
+        run: the parts of the run.
+        resume: the argument of `Healer`, here "auto" or False.
+        newest: the newest record in the store, or None if the store has none.
+        newest_step: step of the newest checkpoint, for the message.
+        changes: settings of the program that differ from the saved settings.
+    """
     root = run.store.root
     where = run.store.place or "the store"
     if resume is False:
         raise StoreNotEmpty(
-            f"{where} holds checkpoints of an earlier run, up to step {last}: pass an empty "
+            f"{where} holds checkpoints of an earlier run, up to step {newest_step}: pass an empty "
             'directory, or resume="auto" to resume from them'
         )
     if newest is None or not newest.completed:
@@ -394,9 +390,10 @@ def _check_resume(
             which = "that this process has completed"
     if which:
         raise StoreNotEmpty(
-            f"{where} holds a run {which}. Its last step is {last}. Nothing was trained. Pass an "
-            'empty directory for each run, as in store=f"runs/{fold}", and set the seed before the '
-            "model is made; resume=True resumes the saved run, with its weights and settings"
+            f"{where} holds a run {which}. Its last step is {newest_step}. Nothing was trained. "
+            'Pass an empty directory for each run, as in store=f"runs/{fold}", and set the seed '
+            "before the model is made; resume=True resumes the saved run, with its weights and "
+            "settings"
         )
 
 
@@ -412,7 +409,7 @@ def _spent_before(run: Run) -> int:
 
 def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
     """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
-    saver, data, record = run.saver, run.data, run.record
+    saver, progress, record = run.saver, run.progress, run.record
     run.stored.find_damage()
     if resume:
         _resume(run, newest)
@@ -421,9 +418,9 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
         if run.known.damage:
             raise _no_usable_checkpoint(run, {})
         record.run = broadcast(run.ranks, run.log.events.process_id)
-        record.first_step = data.step
+        record.first_step = progress.step
         record.ledger.spent = _spent_before(run)
-        saver.begin_attempt(data.step)
+        saver.begin_attempt(progress.step)
     record.settings = record.settings or settings
     run.monitor.read_engines()
     comparisons = run.comparisons.state
@@ -454,11 +451,12 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         if saved.finite and saved.status != "abandoned":
             usable.append(saved.step)
     try:
-        step, generators = run.restorer.resume(newest, usable[::-1])
+        step, random_states = run.restorer.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
         raise _no_usable_checkpoint(run, wrong) from error
     completed = newest is not None and newest.completed and newest.step == step
-    run.data.resume(step, generators, completed=completed)
+    run.progress.resume(step, completed=completed)
+    run.pass_states.resume(random_states)
     trials = failed_trials(newest)
     if trials is None:
         run.log.event("resume", step=step, checkpoint=step)
@@ -516,56 +514,3 @@ def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoin
         f"{first_of(lines)}. Restore an intact copy, or pass an empty directory to "
         "begin a new run"
     )
-
-
-def _log_first_lines(
-    run: Run, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
-) -> None:
-    """Logs what begins where, under which policy, and which settings have changed."""
-    policy, store, step = run.policy, run.store, run.data.step
-    if store.durable:
-        where = f"in {store.place or type(store).__name__}"
-    elif store.trainer_save:
-        where = "by the trainer only"
-    else:
-        where = "in host memory only"
-    need = _storage_text(run)
-    if run.loop.is_complete:
-        run.log.info(
-            f"this run has completed at step {step}: its final state is loaded, the loop trains "
-            f"nothing, and the program goes on after it; checkpoints {where}. To train further, "
-            "raise the number of epochs or steps and pass resume=True; an empty directory begins a "
-            "new run"
-        )
-        return
-    begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
-    facts = [f"policy {policy.name}"]
-    if policy.observes:
-        facts[0] += " (observes, changes nothing)"
-    rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
-    if rate is not None:
-        facts.append(f"learning rate {rate:.4g}")
-    size = run_settings.settings_for_events(settings, rate).get("batch_size")
-    if size is not None:
-        facts.append(f"batch size {size}")
-    run.log.info(f"{begins}: {', '.join(facts)}; checkpoints {where}{need}")
-    for line in run.driver.start_lines:
-        run.log.info(line)
-    text = run_settings.changes_text(changes)
-    if text:
-        run.loop.warn(
-            f"other settings than at the start of this run (saved -> given): {text}. "
-            "Numbers in the state, such as the rate of a torch optimizer, stay as saved. What the "
-            "program computes, such as a schedule of optax, is as given. To train with new "
-            "settings from the start, pass an empty directory"
-        )
-
-
-def _storage_text(run: Run) -> str:
-    """The bytes that the checkpoints need, as the end of the first line. Every rank calls it."""
-    if run.store.trainer_save:
-        return ""
-    try:
-        return f": {run.saver.storage_need().text()}"
-    except StoreError:  # a save says why
-        return ""

@@ -1,32 +1,18 @@
-"""Steps as the host reads them, a fixed number of steps later, and the rules that the host counts.
+"""Steps as the host reads them, a fixed number of dispatches after they were queued.
 
 Reading does not wait for the device. The delay does not depend on when records arrive, because all
 ranks have to act at the same step.
-
-A `JudgedRecord` is a record of a step with what the host adds to it, for events and orders.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from healcore.core.array_namespace import NUMPY
-from healcore.core.decision import Action, Cause, StepRecord
-from healcore.core.engine import EngineConfig, RuleConfig
-from healcore.core.engine.judge import update_rule
-from healcore.core.engine.state import RuleState, init_rule
+from healcore.core.decision import StepRecord
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch
-
-if TYPE_CHECKING:
-    from healcore.runtime.run.monitor_state import MonitorState
-    from healcore.runtime.run.run_record import IncidentRecord
-    from healcore.runtime.run.steps import StepResult
-
 
 LAG = 1
 """Number of dispatches after which the host reads a decision, so that reading does not wait."""
@@ -52,6 +38,42 @@ class StepResult(NamedTuple):
     vote_requested: bool = False
     """Whether the dispatch asks the ranks to vote on the end, see `PendingDispatch`. Only the last
     step of a dispatch has it."""
+
+
+class StepFlags(NamedTuple):
+    """What the records of all optimizers say of one step, together."""
+
+    causes: int
+    """`Cause` flags of all records."""
+    actions: int
+    """`Action` flags of all records."""
+    is_judged: bool
+    """Whether an engine has judged the step. A micro-step of an accumulation is not judged."""
+    has_trained: bool
+    """Whether an optimizer has changed weights: its step was judged and not skipped."""
+
+    @classmethod
+    def of(cls, records: list[StepRecord]) -> StepFlags:
+        """The flags of one step.
+
+        Args:
+            records: one record per engine, or more if an engine judged several times.
+        """
+        causes = actions = 0
+        is_judged = has_trained = False
+        for record in records:
+            causes |= int(record.cause)
+            actions |= int(record.action)
+            if record.judged:
+                is_judged = True
+                if not record.skip:
+                    has_trained = True
+        return cls(causes, actions, is_judged, has_trained)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the step has neither a cause nor an action, as most steps."""
+        return not self.causes and not self.actions
 
 
 class DelayedReader:
@@ -108,7 +130,7 @@ class DelayedReader:
         return len(self._queue) > LAG
 
     def read_next(self) -> StepResult:
-        """Returns the oldest step. Waits for the device, unless its dispatch has been read.
+        """The oldest step. Waits for the device, unless the dispatch of the step has been read.
 
         Raises:
             IndexError: no step is queued.
@@ -118,7 +140,7 @@ class DelayedReader:
         return self._read_steps.popleft()
 
     def take_count_correction(self) -> int:
-        """Returns how many more steps were read since the last call than were expected.
+        """Number of steps that were read since the last call, minus the expected number.
 
         The host counts `PendingDispatch.count` steps when it queues a dispatch. The device may have
         taken another number of steps, for example with `optax.MultiSteps`.
@@ -188,121 +210,3 @@ class DelayedReader:
 def _has_stepped(records: list[StepRecord]) -> bool:
     """Whether a step is more than a part of an accumulation."""
     return not records[0].taken or any(each.judged for each in records)
-
-
-class HostRules:
-    """Counts the hits of the rules whose rollback the host orders, separately for each optimizer.
-
-    With `rollback.confirm`, a rollback for NaN or Inf needs evidence that the weights are damaged.
-    The engine on the device cannot look at the weights, so the host counts these rules with the
-    arithmetic of the engine. See `Policy.host_rules`.
-    """
-
-    def __init__(
-        self, rules: tuple[RuleConfig, ...], config: EngineConfig, state: MonitorState
-    ) -> None:
-        """Counts in `state`.
-
-        Args:
-            rules: the policy's `host_rules`.
-            config: has the depth and the quiet steps.
-            state: has the hits, which a rollback forgets.
-        """
-        self._configs = rules
-        self._depth = config.rollback.depth
-        self._quiet_steps = config.incident.quiet_steps
-        self._state = state
-
-    def with_rollback_order(self, record: StepRecord) -> StepRecord:
-        """Counts the hits of one record.
-
-        Args:
-            record: the record of a step and an optimizer.
-
-        Returns:
-            The record, with the action ROLLBACK and its depth if a rule orders a rollback. A rule
-            that fires again within the quiet steps of its incident orders nothing.
-        """
-        fired = False
-        hits = self._state.rule_hits
-        if not record.judged or not (record.cause or hits):
-            return record  # most steps
-        for number, config in enumerate(self._configs):
-            key = f"{number}/{record.engine}"
-            saved = hits.get(key)
-            hit = np.bool_(record.cause & config.causes)
-            if saved is None and not hit:
-                continue
-            state = init_rule(config)
-            # The window of another policy may have another length: it counts from the start.
-            if saved is not None and len(saved) == 2 + config.within:
-                run, age, *window = map(np.int32, saved)
-                state = RuleState(run, np.array(window, np.int32), age)
-            state, firing = update_rule(config, state, hit, np.int32(record.step), 0, xp=NUMPY)
-            hits[key] = [int(state.run), int(state.age), *map(int, state.window)]
-            fired |= bool(firing.fired)
-        if not fired:
-            return record
-        before = self._state.rule_fired.get(record.engine)
-        self._state.rule_fired[record.engine] = record.step
-        if before is not None and record.step - before <= self._quiet_steps:
-            return record
-        return record._replace(action=record.action | Action.ROLLBACK, rollback_depth=self._depth)
-
-
-# Flags of an int are faster than those of an enum.
-_CUT_LR = int(Action.CUT_LR)
-_ALERT = int(Action.ALERT)
-
-
-class JudgedRecord(NamedTuple):
-    """A record of a step that has a cause or an action, and the incident of the step.
-
-    Alarms and alerts are logged from these objects: an event needs the record and also the step and
-    the incident that it belongs to.
-    """
-
-    step: StepResult
-    """The step, with the records of all optimizers."""
-    record: StepRecord
-    """The record of one optimizer."""
-    incident: IncidentRecord | None
-    """The incident that the step belongs to, or None for an alarm outside of incidents."""
-    alert: Cause = Cause(0)
-    """Causes of an alert, or 0 without one."""
-
-    @property
-    def number(self) -> int:
-        """Number of the incident, or 0 without one: the field `incident` of events."""
-        if self.incident is None:
-            return 0
-        return self.incident.number
-
-    def priority(self) -> tuple[bool, bool, bool, bool]:
-        """Sort key: with several optimizers, the line is about the record with the largest key.
-
-        A cut of the learning rate matters most, then a skipped step, then an alert, then any other
-        cause.
-
-        Returns:
-            Four flags in the order of their importance.
-        """
-        action = int(self.record.action)
-        cuts = bool(action & _CUT_LR)
-        alerts = bool(action & _ALERT)
-        return cuts, bool(self.record.skip), alerts, self.record.cause != 0
-
-
-def batch_fields(step: StepResult) -> dict[str, Any]:
-    """Returns the fields of an event about the batches of a step.
-
-    Args:
-        step: the step. Its loaders may give the row numbers of a batch; most give none.
-    """
-    batches: list[list[Any]] = []
-    rows: list[Any] = []
-    for batch in step.batches:
-        batches.append(list(batch))
-        if batch.rows:
-            rows.append(batch.rows)
-    return {"batches": batches, "rows": rows or None}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -225,15 +225,23 @@ class ArrayFormat(ABC):
         spare, self._spare = self._spare, None
         try:
             flat = self.flatten(state)
-            copies, copied = self.copy_parts(parts_of(flat), parts_of(spare))
+            copied = self._copy_leaves(flat, spare)
         except StoreError:
             raise
         except Exception as error:
             raise SaveFailed(step, "while copying the state", error) from error
+        return HostCopy(step, flat, copied, sealed, max(1, len(AttemptHistory.of(record).starts)))
+
+    def _copy_leaves(self, flat: FlatState, spare: FlatState | None) -> Copied:
+        """Replaces the arrays by copies in host memory, in the memory of `spare` if that fits.
+
+        Returns a function that waits for the copies.
+        """
+        copies, copied = self.copy_parts(parts_of(flat), parts_of(spare))
         following = iter(copies)
         for leaf in flat.leaves.values():
             leaf.parts = {place: next(following) for place in leaf.parts}
-        return HostCopy(step, flat, copied, sealed, max(1, len(AttemptHistory.of(record).starts)))
+        return copied
 
     def content(self, copy: HostCopy) -> single_file.Content | None:
         """The content of the only file of a small checkpoint, or None for all others.
@@ -286,8 +294,21 @@ class ArrayFormat(ABC):
                 digest, _ = host_memory.digest(raw(part))
                 copy.verify(leaf, place, digest)
 
-    def nonfinite_in(self, state: NamedState) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, allowed or not."""
+    def nonfinite_in(
+        self, state: NamedState, names: Collection[str] | None = None
+    ) -> tuple[str, ...]:
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not.
+
+        Args:
+            state: name -> value.
+            names: names of the arrays to look at, or None for all. Only these are copied, and not
+                into the memory that the next save reuses.
+        """
+        if names is not None:
+            flat = self.flatten(state)
+            flat.leaves = {name: leaf for name, leaf in flat.leaves.items() if name in names}
+            copied = self._copy_leaves(flat, None)
+            return self.inspect(HostCopy(0, flat, copied, record=None, attempt=1))
         copy = self.copy(0, state, None)
         try:
             return self.inspect(copy)

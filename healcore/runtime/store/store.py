@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -206,11 +206,14 @@ class CheckpointStore(Writer):
             found.append(self._nonfinite.popleft())
         return found
 
-    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+    def nonfinite_in(
+        self, state: Mapping[str, Any], names: Collection[str] | None = None
+    ) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
 
         Args:
             state: as for `save`.
+            names: names of the arrays to look at, or None for all.
 
         Returns:
             The names on any rank, sorted.
@@ -220,7 +223,7 @@ class CheckpointStore(Writer):
         """
         if self.ranks.world > 1:
             self.join()  # the save in progress exchanges messages with the other ranks too
-        found = ranks.gather_results(self.ranks, lambda: self.format.nonfinite_in(state))
+        found = ranks.gather_results(self.ranks, lambda: self.format.nonfinite_in(state, names))
         return tuple(sorted(set().union(*found)))
 
     def checkpoints(self) -> list[CheckpointInfo]:

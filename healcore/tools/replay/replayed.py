@@ -24,7 +24,7 @@ from healcore.core.numerics import shortest_decimal
 from healcore.history import Curves, Incident, Mode
 from healcore.history.counts import count_incidents
 from healcore.history.curves import thinned
-from healcore.history.incidents import MOST_ALARMS
+from healcore.history.incidents import MAX_ALARMS
 from healcore.history.run_history import RunAttempt
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
@@ -211,7 +211,7 @@ class Replay:
         summary, trace, rows = self.summary, self.trace, self.rows
         alarms = rows[(rows.cause != 0) & ~rows.incident_open & ~rows.skip]
         shown: dict[float, tuple[str, ...]] = {}
-        for row in alarms[:MOST_ALARMS]:
+        for row in alarms[:MAX_ALARMS]:
             shown[row.step] = tuple(names(Cause(int(row.cause))))
         facts: dict[str, str] = {}  # the fields of the summary's line of JSON, by the same names
         for field, value in summary._asdict().items():

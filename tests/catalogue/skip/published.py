@@ -11,7 +11,8 @@ import numpy as np
 
 def _outliers(losses: np.ndarray, norms: np.ndarray, first: int, *, ddof: int) -> np.ndarray:
     """Steps, from number `first` on, with a value above mean + 6 deviations of the 128 before."""
-    skipped, held = [], np.empty((0, 2))
+    skipped = []
+    held = np.empty((0, 2))
     for row in np.stack([losses, norms], axis=1).astype(float):
         skip = False
         if len(held) >= first:
@@ -46,7 +47,10 @@ def axlearn(
     `ratio` and `sigmas` are the smallest multipliers of `drop_norm_by_grad_norm_ema` and of
     `drop_norm_by_grad_norm_stddev`, which drops nothing before `min_count` steps.
     """
-    mean, square, count, dropped = 1.0, 1.0, 0, []
+    mean = 1.0
+    square = 1.0
+    count = 0
+    dropped = []
     for norm in norms.tolist():
         valid = math.isfinite(norm)
         if ratio is not None:
@@ -73,13 +77,16 @@ def megatron_skips(norms: np.ndarray, threshold: float) -> np.ndarray:
 
 def megatron_spiky(losses: np.ndarray) -> np.ndarray:
     """`is_unexpectedly_large` (megatron/core/rerun_state_machine.py): 10 times the first 100."""
-    top, count, large = 0.0, 0, []
+    top = 0.0
+    count = 0
+    large = []
     for loss in losses.tolist():
         value = abs(loss)
         if not math.isfinite(value):
             large.append(False)
         elif count < 100:
-            top, count = max(top, value), count + 1
+            top = max(top, value)
+            count += 1
             large.append(False)
         else:
             large.append(value >= 10 * top)

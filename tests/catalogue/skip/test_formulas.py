@@ -25,7 +25,8 @@ def equal_wherever_the_windows_are(recipe, original):
     """
     compared = skipped = more = 0
     for run, ours in curves.on(curves.synthetic(), recipe):
-        theirs, alarm = original(run.loss, run.norm), ours.cause != 0
+        theirs = original(run.loss, run.norm)
+        alarm = ours.cause != 0
         before = np.cumsum(np.concatenate([[0], alarm]))
         at = np.arange(len(alarm))
         same = before[at] == before[np.maximum(0, at - 128)]
@@ -62,7 +63,8 @@ MEGATRON = functools.partial(published.megatron_skips, threshold=100.0)
 )
 def test_the_same_norms_are_skipped(policy, original, fewest):
     """AXLearn: equal where the first norm is below 20 and no level shifts for good."""
-    runs, skipped = curves.synthetic(), 0
+    runs = curves.synthetic()
+    skipped = 0
     if original is BY_DEVIATIONS:
         runs = [run for run in curves.synthetic() if "shift" not in run.name]
     for run, ours in curves.on(runs, policy):

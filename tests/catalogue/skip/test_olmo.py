@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow  # the policy is replayed beside its original
 def original(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
     """The steps that SkipStepAdamW over one weight skips."""
     weight = torch.nn.Parameter(torch.ones(1))
-    optimizer, skips = optim.SkipStepAdamW([weight], lr=1e-3), []
+    optimizer = optim.SkipStepAdamW([weight], lr=1e-3)
+    skips = []
     for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True):
         optimizer.latest_loss = torch.tensor(loss)
         optimizer.latest_grad_norm = torch.tensor(norm)

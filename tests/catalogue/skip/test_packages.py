@@ -61,7 +61,8 @@ def test_adagc_has_the_same_factors_tensor_by_tensor(seed, scale):
     norms = scale * level * np.exp(0.1 * rng.normal(size=(400, 2))) * spikes
     change = {"ratio": 1.05, "ema_decay": 0.98, "warmup_steps": WARM - 1}  # as the package has them
     engine = load("adagc", clip={**change, "shift": {"patience": 1_000_000}}).engine()
-    state, ours = engine.init(groups=2), []
+    state = engine.init(groups=2)
+    ours = []
     for row in norms.astype(np.float32):
         norm = np.sqrt((row * row).sum()).astype(np.float32)
         state, decision = engine.step(state, Signals(grad_norm=norm, group_norms=row), xp=np)

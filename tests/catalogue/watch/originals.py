@@ -18,7 +18,9 @@ def kill_loss_spike(losses: np.ndarray) -> np.ndarray:
     "at step window_size" never is.
     """
     window: deque[float] = deque(maxlen=100)
-    outliers, cap, rows = 0, 10.0, []
+    outliers = 0
+    cap = 10.0
+    rows = []
     for batch, loss in enumerate(losses.tolist(), 1):
         outlier = spike = high = False
         if len(window) == 100:
@@ -34,7 +36,8 @@ def kill_loss_spike(losses: np.ndarray) -> np.ndarray:
 
 def loss_watchdog(losses: Sequence[float], threshold: float) -> np.ndarray:
     """Axolotl 067b021: where three logged losses in a row, each of the step before, are high."""
-    violations, asked = 0, [False]  # at the first step nothing is logged
+    violations = 0
+    asked = [False]  # at the first step nothing is logged
     for logged in losses[:-1]:
         violations = violations + 1 if logged > threshold else 0
         asked.append(violations >= 3)
@@ -46,7 +49,9 @@ def self_healing(
 ) -> list[set[str]]:
     """All failures that the self-healing callback for TRL could report at each logged step."""
     window: deque[float] = deque(maxlen=100)
-    nan, rises, steps = 0, 0, []
+    nan = 0
+    rises = 0
+    steps = []
     for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True):
         nan = 0 if np.isfinite(loss) else nan + 1
         if nan:

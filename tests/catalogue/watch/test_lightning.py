@@ -28,7 +28,8 @@ def original(losses):
     """The unchanged callback: whether it raises at each step of a curve."""
     with tempfile.TemporaryDirectory() as folder:
         callback = spike.SpikeDetection(exclude_batches_path=f"{folder}/skip.json")
-        trainer, alarms = fabric.Fabric(accelerator="cpu", devices=1), []
+        trainer = fabric.Fabric(accelerator="cpu", devices=1)
+        alarms = []
         for index, loss in enumerate(losses):
             try:
                 callback.on_train_batch_end(trainer, torch.tensor(float(loss)), None, index)
@@ -46,7 +47,8 @@ def port(losses):
 
 def compare(losses):
     """Compares until the port has rejected `ESCAPE` in a row. Returns spikes and steps."""
-    ours, theirs = port(losses), original(losses)
+    ours = port(losses)
+    theirs = original(losses)
     rows = np.convolve(ours, np.ones(ESCAPE), "full")[: len(ours)] == ESCAPE
     end = int(rows.argmax()) + 1 if rows.any() else len(ours)
     assert np.flatnonzero(ours[:end]).tolist() == np.flatnonzero(theirs[:end]).tolist()

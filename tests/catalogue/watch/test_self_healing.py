@@ -50,7 +50,8 @@ def test_nan_loss_goes_back_and_halves_the_rate(preset):
 def test_a_loss_spike_is_saved_and_clipped_and_no_more(preset):
     policy, (_, ratio, *_) = preset
     losses, norms = quiet()
-    losses[300], norms[300] = losses[200:300].mean() * ratio * 1.01, 8.0
+    losses[300] = losses[200:300].mean() * ratio * 1.01
+    norms[300] = 8.0
     decisions = curves.decisions_of(policy, losses, norms)
     assert np.flatnonzero(decisions.reports(Cause.LOSS_SPIKE)).tolist() == [300]
     assert decisions.action[300] == int(Action.SAVE | Action.ALERT)

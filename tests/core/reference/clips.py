@@ -144,7 +144,8 @@ class AdaGC:
         shared = 1.0
         if self.ties.above(norm, c.max_norm):
             shared = factor(c.max_norm, norm)
-        scales, clipped = [], warm and shared != 1.0
+        scales = []
+        clipped = warm and shared != 1.0
         for i, each in enumerate(groups):
             limit = c.ratio * self.gamma[i]
             over = not warm and limit > 0 and self.ties.above(each, limit)

@@ -84,7 +84,10 @@ class Plateau(Detector):
             alarm = self.stale >= c.patience or self.at_chance
             self.ties.recall(self.doubt)
         if step.restart:
-            self.losses, self.best, self.stale, self.at_chance = [], None, 0, False
+            self.losses = []
+            self.best = None
+            self.stale = 0
+            self.at_chance = False
             alarm = False
         return self.found(alarm)
 
@@ -98,7 +101,9 @@ class Plateau(Detector):
         if gain is None or here.above(
             gain, c.min_improvement * self.change, mean, self.best_of, max(sizes)
         ):
-            self.best, self.best_of, self.stale = mean, max(sizes), 0
+            self.best = mean
+            self.best_of = max(sizes)
+            self.stale = 0
             self.doubt = here.closest if here.close else math.inf
         else:
             self.stale += 1

@@ -145,7 +145,8 @@ class Multiplier:
         self, cut: bool, healthy: bool, incident: bool, refund: bool, schedule: float | None
     ) -> float:
         c = self.config
-        rate, scale = _known_rate(schedule), self.scale
+        rate = _known_rate(schedule)
+        scale = self.scale
         if cut or (rate > 0 and (self.rate == 0 or rate < self.rate / 2)):
             self.peak = rate
         elif rate > 0:
@@ -189,7 +190,8 @@ class Engine:
     """A whole policy."""
 
     def __init__(self, config: Any, *, groups: int = 0) -> None:
-        self.config, self.ties = config, Ties()
+        self.config = config
+        self.ties = Ties()
         self.step = self.grace = 0
         self.announced = False
         """Whether a change was announced for the next step that the caller does not skip."""
@@ -246,7 +248,8 @@ class Engine:
         skip_wished = any(f for rule, f, _ in fired if rule.skip)
         skip_by_rules = self._skip(step, skip_wished)
         skip = skip_by_rules or self.withheld
-        scale, group_scale = 1.0, [1.0] * self.groups if self.per_tensor else None
+        scale = 1.0
+        group_scale = [1.0] * self.groups if self.per_tensor else None
         clipped = clips.Clipped(1.0, False, self.report.threshold, self.report.z)
         if self.clip is not None and seen.grad_norm is not None:
             learn = step.finite and not skip

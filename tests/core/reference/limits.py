@@ -40,14 +40,16 @@ class LossWindow(Limit):
         self.row = 0
 
     def judge(self, x: float) -> Finding:
-        c, limit = self.config, self._limit()
+        c = self.config
+        limit = self._limit()
         alarm = limit is not None and self.ties.above(x, limit, *map(abs, self.held))
         self.row = self.row + 1 if alarm else 0
         self.held = [*self.held, limit if alarm and limit is not None else x][-c.window :]
         return self.found(alarm, alarm and self.row >= c.sustain)
 
     def _limit(self) -> float | None:
-        c, n = self.config, len(self.held)
+        c = self.config
+        n = len(self.held)
         if not n or n < c.warmup_steps:
             return None
         mean = sum(self.held) / n
@@ -152,7 +154,9 @@ class LossRatio(Limit):
             self.row += 1
             finding = self.found(True, self.row >= c.sustain)
             if self.row >= c.escape:
-                self.accepted, self.last, self.row = [x], x, 0
+                self.accepted = [x]
+                self.last = x
+                self.row = 0
             return finding
         self.row, self.last = 0, x
         self.accepted = [*self.accepted, x][-c.window :]

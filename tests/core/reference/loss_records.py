@@ -18,13 +18,15 @@ class LossRecords:
 
     def add(self, loss: float) -> bool:
         """Whether this loss is a record."""
-        earlier, self.losses = self.losses, [*self.losses, loss]
+        earlier = self.losses
+        self.losses = [*self.losses, loss]
         if not earlier:
             self.records = [loss]
             return False
         if loss <= max(earlier):
             return False
-        lowest, last = min(earlier), self.records[-1]
+        lowest = min(earlier)
+        last = self.records[-1]
         bar = last + self.growth * (last - lowest)
         if not self.ties.above(loss, bar, last, lowest):
             return False

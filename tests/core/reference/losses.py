@@ -62,7 +62,8 @@ class Outliers:
             voting = self.ties.above(score * self.threshold, self.threshold, *sizes)
         else:
             alarm = voting = False
-        before, limit = noise.last, self.threshold * unit if unit > 0 else math.inf
+        before = noise.last
+        limit = self.threshold * unit if unit > 0 else math.inf
         weight = noise.learn(x, limit)
         self.votes = min(self.votes * (1 - weight) + vote, c.evidence + 1)
         here = Ties()
@@ -130,7 +131,8 @@ class Divergence(Detector):
         limit = bar or math.inf
         self.trend += noise.learn(x, limit) * clamp(x - self.trend, -limit, limit)
         self.best = self.trend if warm else min(self.best, self.trend)
-        excess, size = self.trend - self.best, abs(self.trend)
+        excess = self.trend - self.best
+        size = abs(self.trend)
         here = Ties()
         if self.best > 0 and here.above(self.trend, 2 * bar / c.rise, size):
             bar *= self.best / self.trend

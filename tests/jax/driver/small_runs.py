@@ -27,7 +27,7 @@ POLICY = EngineConfig(
 )
 
 
-class Run(NamedTuple):
+class SmallJaxRun(NamedTuple):
     """One kind of run."""
 
     state: Any
@@ -49,11 +49,13 @@ def mse(prediction: Any, x: Any) -> Any:
 
 def plain(
     inner: Any = None, policy: Any = POLICY, wrap: Callable[..., Any] = protect, **extra: Any
-) -> Run:
+) -> SmallJaxRun:
     """A dictionary of parameters, optimizer state and other parts."""
     tx, step = _plain_program(inner, policy, wrap)
     params = {"hidden": jnp.full((4, 3), 0.1), "out": {"w": jnp.full((3, 1), 0.2)}}
-    return Run({"params": params, "opt_state": tx.init(params), **extra}, step, step._cache_size)
+    return SmallJaxRun(
+        {"params": params, "opt_state": tx.init(params), **extra}, step, step._cache_size
+    )
 
 
 @functools.cache  # compiling takes seconds
@@ -85,7 +87,7 @@ class State(HealTrainState):
     key: Any
 
 
-def linen(policy: Any = POLICY) -> Run:
+def linen(policy: Any = POLICY) -> SmallJaxRun:
     """A TrainState with batch statistics and a key, whose `step` begins as the number 0."""
     model, tx, step = _linen_program(policy)
     variables = model.init(jax.random.key(0), batch(0), train=False)
@@ -96,7 +98,7 @@ def linen(policy: Any = POLICY) -> Run:
         batch_stats=variables["batch_stats"],
         key=jax.random.key(1),
     )
-    return Run(state, step, step._cache_size)
+    return SmallJaxRun(state, step, step._cache_size)
 
 
 @functools.cache
@@ -135,12 +137,13 @@ class Model(nnx.Module):
         return self.rest[0](self.dropout(self.norm(self.first(x))))
 
 
-def in_place(policy: Any = POLICY) -> Run:
+def in_place(policy: Any = POLICY) -> SmallJaxRun:
     """Nnx objects, with a metric that is not differentiated."""
-    model, (tx, step, traces) = Model(nnx.Rngs(0)), _nnx_program(policy)
+    model = Model(nnx.Rngs(0))
+    tx, step, traces = _nnx_program(policy)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     state = {"model": model, "optimizer": optimizer, "metric": nnx.metrics.Average("loss")}
-    return Run(state, step, lambda: len(traces))
+    return SmallJaxRun(state, step, lambda: len(traces))
 
 
 @functools.cache
@@ -164,12 +167,12 @@ def _nnx_program(policy: Any) -> Any:
 RUNS = {"plain": plain, "linen": linen, "nnx": in_place}
 
 
-def driven(run: Run, policy: Any = POLICY) -> tuple[Run, JaxDriver]:
+def driven(run: SmallJaxRun, policy: Any = POLICY) -> tuple[SmallJaxRun, JaxDriver]:
     """A run, and the driver that its Healer has."""
     return run, JaxDriver(run.state, policy)
 
 
-def advance(driver: JaxDriver, run: Run, batches: Sequence[Any]) -> list[Any]:
+def advance(driver: JaxDriver, run: SmallJaxRun, batches: Sequence[Any]) -> list[Any]:
     """Steps the run; the handles of the steps, read at the end only."""
     handles = []
     for each in batches:

@@ -112,12 +112,14 @@ PROGRAMS: Any = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_destroyed_variances_of_a_frozen_layer_are_rolled_back(name: str):
-    (start, step), was_damaged = PROGRAMS[name], False
+    start, step = PROGRAMS[name]
+    was_damaged = False
     with Healer("default", state=start(), loss_fn=evaluate) as healer:
         for batch in healer.batches([data(number) for number in range(END)]):
             state = healer.state
             if healer.step == DAMAGE and not was_damaged:
-                was_damaged, state = True, damaged(state)
+                was_damaged = True
+                state = damaged(state)
             healer.update(step(state, batch, train=healer.step < FREEZE))
     assert healer.rollbacks == 1
     plain = start()

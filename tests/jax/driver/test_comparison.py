@@ -19,11 +19,12 @@ from healcore.jax.engine_rows import steps_judged
 from healcore.jax.heal_state import find
 from healcore.policy import engine_of
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.rollback.next_trial import limit_rates
+from healcore.runtime.run.rollback.rate_limits import limit_rates
 from tests.healer.run_options import grouped
 from tests.jax.bit_comparison import bits
 from tests.jax.driver.small_runs import batch as small_batch
 from tests.jax.driver.small_runs import in_place, mse
+from tests.open_run import run_of
 
 TX = protect(optax.adam(1e-2), "default")
 
@@ -62,13 +63,21 @@ evaluate = jax.jit(loss_of)
 
 
 def test_steps_of_an_uneven_dispatch_before_a_rollback_are_counted_once():
-    step = lambda state, batch: (trained(*state, batch), None)  # noqa: E731
-    scan = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches)[0])
-    hook = lambda _: Action.ROLLBACK if not healer.rollbacks else None  # noqa: E731
+    def step(state: Any, batch: Any) -> Any:
+        return trained(*state, batch), None
+
+    @jax.jit
+    def scan(state: Any, batches: Any) -> Any:
+        return jax.lax.scan(step, state, batches)[0]
+
+    def hook(incident: Any) -> Action | None:
+        return Action.ROLLBACK if not healer.rollbacks else None
+
     state = (initial(), TX.init(initial()))
     with Healer("default", state=state, hooks=Hooks(on_incident=hook)) as healer:
         for numbers in healer.batches([[1] * 4, [1] * 4, [np.nan, 1, 1, 1], [1] * 2], epochs=3):
-            (x, y), factors = data(0), np.array(numbers, np.float32)
+            x, y = data(0)
+            factors = np.array(numbers, np.float32)
             batches = x * factors[:, None, None], np.stack([y] * len(factors))
             healer.update(scan(healer.state, batches))
         assert healer.rollbacks == 1
@@ -85,9 +94,17 @@ ACCUMULATED: Any = optax.MultiSteps(TX, 4, should_skip_update_fn=optax.skip_not_
 @pytest.mark.parametrize("tx", [ACCUMULATED, TX], ids=["accumulated", "scanned"])
 def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(tx):
     """The weights are damaged in between."""
-    size, done, waiting = 4, False, []
-    step = lambda state, batch: (trained(*state, batch, tx=tx), None)  # noqa: E731
-    scan = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches)[0])
+    size = 4
+    done = False
+    waiting = []
+
+    def step(state: Any, batch: Any) -> Any:
+        return trained(*state, batch, tx=tx), None
+
+    @jax.jit
+    def scan(state: Any, batches: Any) -> Any:
+        return jax.lax.scan(step, state, batches)[0]
+
     batches = [data(number) for number in range(400)]
     numbers = {batch[0][0, 0]: number for number, batch in enumerate(batches)}
     compared: set[int] = set()
@@ -108,7 +125,8 @@ def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(tx):
                 continue
             state = healer.state
             if 247 in map(number_of, waiting) and not done:
-                done, state = True, (reversed_layer(state[0]), state[1])
+                done = True
+                state = (reversed_layer(state[0]), state[1])
             stacked = jax.tree.map(lambda *each: jnp.stack(each), *waiting)
             waiting.clear()
             healer.update(scan(state, stacked))
@@ -120,9 +138,11 @@ def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(tx):
 
 @pytest.mark.slow
 def test_objects_that_are_updated_in_place_keep_their_statistics_and_keys():
-    evaluated, ended = nnx.jit(lambda model, x: mse(model(x), x)), []
+    evaluated = nnx.jit(lambda model, x: mse(model(x), x))
+    ended = []
     for asks in (False, True):
-        run, calls = in_place("default"), []
+        run = in_place("default")
+        calls = []
         model = run.state["model"]
 
         def loss_fn(x: Any, model: Any = model, calls: list[Any] = calls) -> Any:
@@ -147,7 +167,8 @@ def test_a_limit_holds_in_the_step_in_which_an_injected_schedule_jumps(eager):
     """The schedule computes the rate in the update, after the policy has judged the step."""
     schedule = optax.piecewise_constant_schedule(0.1, {20: 30.0})
     tx = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=schedule), "default")
-    state, sizes = tx.init(jnp.ones(1)), []
+    state = tx.init(jnp.ones(1))
+    sizes = []
     engines = {"": to_dict(state, "default")}
     engine = engine_of("default")
     limited_to, *_ = limit_rates(
@@ -196,8 +217,8 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     healer, compared = averaged_run(tmp_path / "compared", compares=True)
     assert healer.rollbacks == 0
     jax.tree.map(np.testing.assert_array_equal, plain, compared)
-    comparison: Any = healer._run.comparisons
-    assert comparison._credit.left < 30, "weights were compared"
+    comparison: Any = run_of(healer).comparisons
+    assert comparison.credit.left < 30, "weights were compared"
     assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
 
 
@@ -210,12 +231,16 @@ def test_an_earlier_copy_replaces_the_trained_parameters_only():
     state: Any = (params, params, jax.tree.map(jnp.copy, params), TX.init(params))
     driver = JaxDriver(state, "default")
     weights = driver.copy_weights()
-    norms = lambda state, batch: state[batch]["a"][0, 0]  # noqa: E731
-    assert driver.losses_of(norms, [0, 1, 2], weights) == [float(params["a"][0, 0])] * 3
+
+    def first_value(state: Any, part: int) -> Any:
+        return state[part]["a"][0, 0]
+
+    assert driver.losses_of(first_value, [0, 1, 2], weights) == [float(params["a"][0, 0])] * 3
     for number in range(10):
-        driver.update(state := averaged_step(state, data(number)))
-    current = driver.losses_of(norms, [0, 1, 2])
-    earlier = driver.losses_of(norms, [0, 1, 2], weights)
+        state = averaged_step(state, data(number))
+        driver.update(state)
+    current = driver.losses_of(first_value, [0, 1, 2])
+    earlier = driver.losses_of(first_value, [0, 1, 2], weights)
     assert earlier == [current[0], float(params["a"][0, 0]), current[2]]
     assert current[1] != earlier[1]
     assert set(driver.copy_weights()) == {"[1]['a']", "[1]['b']"}
@@ -230,7 +255,8 @@ def test_an_earlier_copy_replaces_the_trained_parameters_only():
 )
 def test_an_average_follows_the_parameters(before, decay):
     """In 20 steps, late in a run with a decaying rate: the average moves farther."""
-    random, candidates = np.random.default_rng(0), [[("average",), ("params",)]]
+    random = np.random.default_rng(0)
+    candidates = [[("average",), ("params",)]]
     earlier: Any = dict.fromkeys(("params", "average"), random.standard_normal(200))
     now = earlier
     for number in range(before + 20):
@@ -243,6 +269,7 @@ def test_an_average_follows_the_parameters(before, decay):
 
 
 def test_parts_are_of_one_group_only_if_all_their_tensors_have_the_same_shapes():
+    """Earlier parameters beside the statistics of later ones would have a wrong loss."""
     tensors = {"a": np.ones(3), "b": np.ones(3), "mean": np.ones(2)}
     assert not mixed_groups([[("a",), ("mean",)]], tensors)
     assert not mixed_groups([[("a",), ("b",)]] * 2, tensors)
@@ -283,7 +310,7 @@ def test_both_sides_have_the_same_key(make_key, uses_key):
     with Healer("default", state=state, loss_fn=loss_fn) as healer:
         for batch in healer.batches([data(number) for number in range(310)]):
             healer.update(step(healer.state, batch))
-    comparison: Any = healer._run.comparisons
+    comparison: Any = run_of(healer).comparisons
     assert healer.rollbacks == 0
     assert comparison.loss_function.draws is uses_key
     assert comparison.loss_function.gives_loss is not uses_key

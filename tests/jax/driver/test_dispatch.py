@@ -17,6 +17,7 @@ from healcore.jax.driver.driver import JaxDriver
 from tests.healer.run_options import grouped
 from tests.jax import policies
 from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, driven, every_third, plain
+from tests.open_run import run_of
 
 
 def read(handles: list[Any]) -> list[Any]:
@@ -44,9 +45,13 @@ def test_steps_are_reported_in_order_though_each_was_donated_to_the_next(kind, e
     assert driver.take_dispatch() is None  # no step since
     first, second, bad, after = read(handles)
     assert [each.step for each in (first, second, bad, after)] == [1, 2, 3, 4]
+
+    # A healthy step.
     assert first.engine == engine
     assert neutral(first)
     assert (first.onset, first.incident, first.incident_open) == (-1, 0, False)
+
+    # The bad step, and the tensor that it names.
     assert bad.cause == Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
     assert bad.action == Action.ROLLBACK | Action.CUT_LR
     assert (bad.skip, bad.rollback_depth, bad.lr_scale) == (True, 1, 0.25)
@@ -54,6 +59,8 @@ def test_steps_are_reported_in_order_though_each_was_donated_to_the_next(kind, e
     assert (bad.loss, bad.grad_norm) == (second.loss, second.grad_norm)  # the last finite ones
     assert bad.evidence[0].name == tensor
     assert all(np.isnan(each.grad_norm) for each in bad.evidence)
+
+    # The step after it is healthy, within the same incident.
     assert (after.cause, after.onset, after.incident) == (0, 2, 1)
 
 
@@ -76,6 +83,7 @@ def test_the_values_are_those_on_the_device_and_have_python_types():
 
 @pytest.mark.slow
 def test_averages_of_the_parameters_are_not_taken_for_them():
+    """An average has the shapes of the parameters; an alert would name its tensors."""
     run, driver = driven(plain(ema={"hidden": jnp.zeros((4, 3)), "out": {"w": jnp.zeros((3, 1))}}))
     (handle,) = advance(driver, run, [batch(0, bad=True)])
     names = [each.name for each in handle.read()[-1][0].evidence]
@@ -86,7 +94,8 @@ def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
     """The same rule as in torch, see `healcore.core.decision`; one bad tensor is named alone."""
     params = {name: jnp.ones(1) for name in "abc"}
     tx = optax.chain(heal(policies.SKIP), optax.sgd(0.0))
-    driver, update = JaxDriver((params, tx.init(params)), policies.SKIP), jax.jit(tx.update)
+    driver = JaxDriver((params, tx.init(params)), policies.SKIP)
+    update = jax.jit(tx.update)
 
     def names(a: float, b: float = 3.0, c: float = 1.0) -> Any:
         grads = {"a": jnp.full(1, a), "b": jnp.full(1, b), "c": jnp.full(1, c)}
@@ -153,23 +162,31 @@ def test_each_engine_is_reported_at_its_own_cadence():
     assert all(neutral(each["fast"]) for each in records)
 
 
-def start(records=32):
+def start_many(records=32):
     """The state that holds this number of records, and a dispatch of many steps."""
     run = plain(optax.sgd(0.01), wrap=functools.partial(protect, records=records))
-    many = lambda state, xs: jax.lax.scan(lambda s, x: (run.step(s, x), None), state, xs)[0]  # noqa: E731
+
+    def one(state, x):
+        return run.step(state, x), None
+
+    def many(state, xs):
+        return jax.lax.scan(one, state, xs)[0]
+
     return run.state, jax.jit(many, donate_argnums=0)
 
 
-def data(steps, bad=()):
+def stacked_batches(steps, bad=()):
     return np.stack([batch(i, bad=i in bad) for i in range(steps)])
 
 
-def run(xs, k, tmp_path, **options):
-    state, many = start()
+def run_dispatches(xs, k, tmp_path, **options):
+    """The Healer and its lines of metrics, of a run with `k` steps in each dispatch."""
+    state, many = start_many()
     metrics = tmp_path / f"{k}.metrics.jsonl"
+    dispatches = [xs[i : i + k] for i in range(0, len(xs), k)]
     with Healer(POLICY, state=state, **grouped(options, metrics=metrics)) as healer:
-        for batch in healer.batches([xs[i : i + k] for i in range(0, len(xs), k)]):
-            healer.update(many(healer.state, batch))
+        for dispatch in healer.batches(dispatches):
+            healer.update(many(healer.state, dispatch))
     return healer, [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
@@ -177,12 +194,13 @@ def run(xs, k, tmp_path, **options):
 def test_steps_have_the_same_line_each_however_many_are_in_a_dispatch(tmp_path):
     logs = []
     for k in (1, 7):
-        healer, lines = run(data(52), k, tmp_path, save_every=20)  # the last of 7 is shorter
+        # 52 is no multiple of 7: the last dispatch is shorter.
+        healer, lines = run_dispatches(stacked_batches(52), k, tmp_path, save_every=20)
         assert healer.step == 52
-        kept = [saved.step for saved in healer._run.store.checkpoints()]
+        kept = [saved.step for saved in run_of(healer).store.checkpoints()]
         assert kept[0] == 0
         assert all(step % k == 0 for step in kept[:-1])
-        logs.append([{k: v for k, v in e.items() if k not in ("time", "run")} for e in lines])
+        logs.append([{key: v for key, v in e.items() if key not in ("time", "run")} for e in lines])
     assert logs[0] == logs[1]
     assert [line["step"] for line in logs[0]] == list(range(52))
     assert len({line["loss"] for line in logs[0]}) == 52
@@ -190,14 +208,14 @@ def test_steps_have_the_same_line_each_however_many_are_in_a_dispatch(tmp_path):
 
 @pytest.mark.slow
 def test_an_order_within_a_dispatch_is_carried_out(tmp_path):
-    healer, lines = run(data(60, bad=[43]), 10, tmp_path, save_every=10)
+    healer, lines = run_dispatches(stacked_batches(60, bad=[43]), 10, tmp_path, save_every=10)
     assert healer.rollbacks == 1
     assert next(line["step"] for line in lines if "NONFINITE_GRAD" in line["cause"]) == 43
 
 
 def test_a_dispatch_of_more_steps_than_the_state_has_records_is_refused():
-    state, many = start(records=4)
+    state, many = start_many(records=4)
     driver = JaxDriver(state, POLICY)
-    driver.update(many(state, data(20, bad=[3])))
+    driver.update(many(state, stacked_batches(20, bad=[3])))
     with pytest.raises(HealStateError, match="records=20"):
         driver.take_dispatch().read()

@@ -29,7 +29,8 @@ from tests.jax.driver.small_runs import POLICY, RUNS, Model, advance, batch, dri
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(2)}
 ADAM: Any = optax.adam(0.1)
-HEALED, NONE = protect(ADAM, POLICY), optax.identity()
+HEALED = protect(ADAM, POLICY)
+NONE = optax.identity()
 
 
 def test_the_states_of_many_runs_at_once_are_refused_at_the_start():
@@ -42,7 +43,8 @@ def test_the_states_of_many_runs_at_once_are_refused_at_the_start():
 def test_a_healing_state_of_another_kind_touches_nothing():
     tx = protect(optax.sgd(0.1), policies.ADAGC)
     driver = JaxDriver({"params": PARAMS, "opt_state": tx.init(PARAMS)}, policies.ADAGC)
-    before, foreign = bits(driver.live), Engine(POLICY)
+    before = bits(driver.live)
+    foreign = Engine(POLICY)
     smaller = JaxDriver((tx.init({"w": jnp.ones(3)}),), policies.ADAGC).engines()["0"]
     for engines, message in (
         ({"opt_state": smaller}, "other tensors"),

@@ -13,7 +13,8 @@ from healcore import Healer, Logging
 from healcore.jax import protect
 from healcore.runtime.run.compare import holding
 
-STEPS, BAD_STEPS = 360, range(220, 232)
+STEPS = 360
+BAD_STEPS = range(220, 232)
 TX = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=0.05, momentum=0.9))
 
 
@@ -49,9 +50,13 @@ def initial() -> dict[str, jax.Array]:
 def run(*, bad_steps: Any = BAD_STEPS, folder: Any = None) -> tuple[float, list[Any]]:
     """Loss on unseen batches at the end, and the rollbacks of a run with healcore, if any."""
     data = batches(STEPS + 10)
-    sign = lambda step: jnp.float32(-1 if step in bad_steps else 1)  # noqa: E731
+
+    def sign(step: int) -> Any:
+        return jnp.float32(-1 if step in bad_steps else 1)
+
     params = initial()
-    state, rollbacks = (params, TX.init(params)), []
+    state = (params, TX.init(params))
+    rollbacks = []
     if folder is None:
         for step, batch in enumerate(data[:STEPS]):
             state = train(*state, batch, sign(step))

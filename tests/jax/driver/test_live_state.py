@@ -54,7 +54,9 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tm
         store.ring.forget(at)
     begun = saved(driver)
     first = advance(driver, run, BATCHES[at:])
-    after, compiled, engines = saved(driver), run.compiled(), driver.engines()
+    after = saved(driver)
+    compiled = run.compiled()
+    engines = driver.engines()
 
     for _ in range(2):  # what is restored is donated, too
         back_to(driver, store, at)
@@ -78,7 +80,8 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tm
 def test_nnx_objects_stay_the_users_own():
     run, driver = driven(RUNS["nnx"]())
     model, optimizer = run.state["model"], run.state["optimizer"]
-    kernel, moment = model.first.kernel, optimizer.opt_state.inner_state[0].mu["first"]["kernel"]
+    kernel = model.first.kernel
+    moment = optimizer.opt_state.inner_state[0].mu["first"]["kernel"]
     store = driver.store(None)
     store.save(0, driver.state())
     before = jax.tree.map(jnp.copy, (kernel[...], moment[...]))
@@ -220,7 +223,8 @@ def test_a_step_may_widen_a_leaf(before, after, tmp_path):
 
 
 def test_a_copy_of_weights_is_not_used_after_the_parameters_have_grown():
-    model, batches = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), [jnp.zeros((2, 3))]
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    batches = [jnp.zeros((2, 3))]
     optimizer = nnx.Optimizer(model, protect(optax.sgd(0.1), POLICY), wrt=nnx.Param)
     driver = JaxDriver({"model": model, "optimizer": optimizer}, POLICY)
     copy = driver.copy_weights()

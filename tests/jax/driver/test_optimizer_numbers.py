@@ -104,7 +104,8 @@ def test_a_step_with_a_held_number_moves_as_the_healthy_step(name: str, damaged:
     twin, healthy = driven(plain(INJECTED))
     for each, its_run in ((driver, run), (healthy, twin)):
         advance(each, its_run, [batch(1), batch(2)])  # from weak types, which is compiled apart
-    types, compiled = avals(driver.live), run.compiled()
+    types = avals(driver.live)
+    compiled = run.compiled()
     value = own(driver.live, name)
     driver.hold_numbers({name: exact(driver.numbers(), name), "unknown": HELD})
     set_number(driver, name, damaged)
@@ -314,7 +315,8 @@ def test_a_held_number_has_the_type_of_the_program_s_number(dtype: Any, value: A
     bare = with_value = tx.init(params)
     driver = JaxDriver({"opt_state": tx.init(params)}, policies.SKIP)
     driver.hold_numbers({"b2": NumberRange(0.0, 0.25, 0.25)})
-    with_value, expected = driver.live["opt_state"], bare
+    with_value = driver.live["opt_state"]
+    expected = bare
     with_value.inner_state.hyperparams["b2"] = value
     expected.inner_state.hyperparams["b2"] = (
         type(value)(0.25) if dtype == jnp.float32 else (np.asarray(0.25, dtype))

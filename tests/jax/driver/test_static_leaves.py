@@ -134,7 +134,9 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path):
 
 @pytest.mark.slow
 def test_a_rollback_keeps_the_programs_own_functions(tmp_path):
-    own = lambda x: jnp.tanh(x)  # noqa: E731 -- another object in each process
+    def own(x):  # another object in each process
+        return jnp.tanh(x)
+
     found, healer = run(tmp_path, bad={17}, model=make(own))
     assert (healer.rollbacks, healer.step) == (1, 29)
     assert found.activation is own

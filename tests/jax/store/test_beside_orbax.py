@@ -29,7 +29,9 @@ def manager_of_v0(root: Path) -> tuple[Any, Any, Any]:
         manager.wait_until_finished()
         return manager.restore(step, args=v0.args.StandardRestore(like))
 
-    save = lambda step, state: manager.save(step, args=v0.args.StandardSave(state))  # noqa: E731
+    def save(step: int, state: Any) -> Any:
+        return manager.save(step, args=v0.args.StandardSave(state))
+
     return save, restore, manager.close
 
 
@@ -46,7 +48,9 @@ def manager_of_v1(root: Path) -> tuple[Any, Any, Any]:
         manager.wait()
         return manager.load_checkpointables(step, {"state": like})["state"]
 
-    save = lambda step, state: manager.save_checkpointables_async(step, {"state": state})  # noqa: E731
+    def save(step: int, state: Any) -> Any:
+        return manager.save_checkpointables_async(step, {"state": state})
+
     return save, restore, manager.close
 
 

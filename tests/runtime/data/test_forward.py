@@ -94,7 +94,8 @@ def test_fast_forward_names_the_sampler_that_the_loader_has():
 def test_fast_forward_behind_or_beyond():
     longer = Cursor(range(9), epochs=3)
     take(longer, 9 + 6)
-    target, cursor = longer.position(), Cursor(plain(), epochs=3)
+    target = longer.position()
+    cursor = Cursor(plain(), epochs=3)
     assert cursor.fast_forward(target | {"index": 0}) == ""
     assert "epoch 1 has fewer than 6 batches" in cursor.fast_forward(target)
     assert take(cursor, 1)[0][0] == BatchId(2, 0)
@@ -148,7 +149,8 @@ def test_a_sampler_that_draws_at_each_item_continues_with_the_next_draw():
     torch.manual_seed(0)
     cursor = Cursor(DataLoader(Squares(), batch_size=3, sampler=DrawsEachItem()))
     take(cursor, 2)
-    position, state = cursor.position(), torch.get_rng_state()
+    position = cursor.position()
+    state = torch.get_rng_state()
     rest = take(cursor)
     assert cursor.rewind(position)
     torch.set_rng_state(state)

@@ -21,7 +21,8 @@ from tests.runtime.data.loaders import BATCHES, EXAMPLES, REWINDING, SIZE, Kind,
 @over(REWINDING)
 def test_from_the_end_to_every_position_and_in_a_later_process(kind):
     cursor = Cursor(kind.make(), epochs=kind.epochs)
-    positions, handed = [cursor.position()], []
+    positions = [cursor.position()]
+    handed = []
     while batch := take(cursor, 1):
         handed += batch
         positions.append(cursor.position())
@@ -87,7 +88,8 @@ class Model:
 
 
 def walk(kind: Kind, row: list[Any], steps: list[tuple[str, Any]]) -> None:
-    cursor, model = Cursor(kind.make(), epochs=EPOCHS), Model(row)
+    cursor = Cursor(kind.make(), epochs=EPOCHS)
+    model = Model(row)
     marks = [(cursor.position(), model.at)]
     for step, value in steps:
         if step == "next":

@@ -358,6 +358,7 @@ def by_hub(url: str) -> str:
 
 @pytest.mark.parametrize("client", [by_requests, by_httpx, by_hub])
 def test_the_failed_call_is_made_again_until_it_succeeds_or_gives_up(client):
+    # The fourth call succeeds.
     run = recorded(client)
     with serving(503, 0, 429, 200) as server:
         assert run.call(server.url) == "done"
@@ -369,6 +370,7 @@ def test_the_failed_call_is_made_again_until_it_succeeds_or_gives_up(client):
     assert run.attempts[0].fault.sign == "HTTP 503"
     assert run.attempts[-1].fault is None
 
+    # No call succeeds.
     run = recorded(client)
     with serving(503) as server, pytest.raises(Exception, match="503") as caught:
         run.call(server.url)

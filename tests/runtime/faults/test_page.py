@@ -58,7 +58,8 @@ def test_every_row_is_on_the_page():
 
 @pytest.mark.parametrize("cause", FAILURES, ids=lambda cause: cause.name)
 def test_each_failure_has_a_section(cause):
-    section, row = section_of(cause), FAILURES[cause]
+    section = section_of(cause)
+    row = FAILURES[cause]
     assert row.diagnosis in section
     assert re.search(r"^- \*\*Symptom\*\*: .", section, re.M)
     assert log_line(cause)

@@ -25,7 +25,9 @@ def asked(name: str, folder: Path) -> str:
 
 
 def _wandb(folder: Path) -> Stored:
-    rows, texts, ids = [], [], set()
+    rows = []
+    texts = []
+    ids = set()
     # The name of the folder of an offline run begins with its time.
     for path in sorted(Path(os.environ["WANDB_DIR"]).rglob("*.wandb")):
         until = time.monotonic() + BOUND_S
@@ -55,7 +57,9 @@ def wandb_records(path: Path) -> Iterator[Any]:
     """W&B has no reader in Python any more: the format is LevelDB's log of protobuf records."""
     from wandb.proto import wandb_internal_pb2
 
-    data, at, record = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    record = b""
     while at + 7 <= len(data):
         left = 32768 - at % 32768
         if left < 7:

@@ -209,15 +209,20 @@ def of_killed(path: Path, metrics: Path | None = None) -> Any:
 
 
 def test_a_killed_process_has_a_postmortem(events):
+    """Another process writes it from the events alone, because the killed one could not."""
     command = [sys.executable, "-m", "tests.runtime.reporting.test_postmortem", events]
     run: Any = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     name = run.stdout.readline().strip()
     assert of_killed(events) is None, "it is still there"
+
+    # The process is killed.
     os.kill(run.pid, signal.SIGKILL)
     os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
     found = of_killed(events)  # a zombie that nobody has waited for is gone all the same
     run.communicate()
     assert found == of_killed(events)
+
+    # What the run had lived through.
     assert (found["run"], found["ending"], found["step"]) == (name, "killed", 350)
     assert (found["incidents"], found["cause"]) == (2, ["LOSS_SPIKE"])
     assert found["rollbacks"] == [
@@ -232,11 +237,15 @@ def test_a_killed_process_has_a_postmortem(events):
     )
     assert found["lr_scale"] == 0.5
     assert found["last_good"] == 300, "400 is abandoned"
+
+    # Which process it was, and when it ended.
     assert found["certain"]
     assert found["process"]["pid"] == run.pid
     assert found["environment"]["python"]
     assert found["ended"] == read(events).events[-1]["time"]
     assert 0 <= found["seconds"] < 60
+
+    # The diagnosis in words.
     text = " ".join(found["diagnosis"].split())
     for part in ("step 350", "loss spike", "layers.3.weight (nan)", "epoch 0 batch 7", "step 300"):
         assert part in text

@@ -46,7 +46,8 @@ def test_a_restarted_run_with_a_rollback_is_stored_as_one_run(name, folder):
     assert same(plain.weights(), loop.weights()), "tracking changes nothing"
     events = events_of(folder / "c" / "healcore.events.jsonl")
     assert not [each for each in events if each["kind"] == "problem"]
-    found, expected = STORED[name](folder), events_of(folder / "c" / "healcore.metrics.jsonl")
+    found = STORED[name](folder)
+    expected = events_of(folder / "c" / "healcore.metrics.jsonl")
     assert {each["step"] for each in expected} == set(range(19)), "one bad batch is left out"
     assert (found.runs, len({each["run"] for each in expected})) == (1, 2)
     assert [step for step, _ in found.rows] == [each["step"] for each in expected]
@@ -128,7 +129,11 @@ def test_a_tracker_that_cannot_start_changes_no_bit(name, folder, monkeypatch, c
 def broken(fault: Any) -> Any:
     """A tracker that is broken from its tenth record on."""
     records = itertools.count()
-    metrics = lambda step, values: fault() if next(records) >= 9 else None  # noqa: E731
+
+    def metrics(step: int, values: Any) -> None:
+        if next(records) >= 9:
+            fault()
+
     return SimpleNamespace(metrics=metrics, event=lambda event: None)
 
 

@@ -17,7 +17,7 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
-from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.host_state import HOST_ITEM, HostState
 from healcore.runtime.run.orders import Order, RollbackRecord
@@ -135,18 +135,19 @@ class Process:
     """One process of the run, constructed as in `start._construct`."""
 
     def __init__(self, store: Listed) -> None:
-        self.store, self.loaders = store, LoaderRegistry()
+        self.store = store
+        self.loaders = LoaderRegistry()
         self.events: list[dict[str, Any]] = []
         log: Any = RunLog(Log(None), console=False)
         log.event = lambda kind, **fields: self.events.append({"kind": kind, **fields})
-        host = HostState(self.loaders.position)
-        self.data: Any = SimpleNamespace(
-            step=0, loaders=self.loaders, host=host, steps_of=lambda batches: batches
-        )
         driver: Any = Nothing()
         self.run = bare_run(log, driver, policy=POLICY, store=store)
         self.ledger = self.run.ledger
-        self.run.data = self.data
+        batches: Any = SimpleNamespace(loaders=self.loaders)
+        self.run.batches = batches
+        step_batches: Any = SimpleNamespace(steps_of=lambda batches: batches)
+        self.run.step_batches = step_batches
+        self.run.host_state = HostState(self.loaders.position)
         self.run.schedule = SaveSchedule(self.run, EVERY)
         self.run.known = KnownCheckpoints(self.run)
         no_comparisons: Any = SimpleNamespace(
@@ -162,7 +163,7 @@ class Process:
         self.restorer = self.run.restorer = Restorer(self.run)
         self.incident, self._goes_on = 0, False
 
-    step = property(lambda self: self.data.step)
+    step = property(lambda self: self.run.progress.step)
     known = property(lambda self: self.run.known)
     onset = property(lambda self: self.ledger.incidents[-1].onset)
     """The onset of the incident under way."""
@@ -172,7 +173,7 @@ class Process:
         usable = [s.step for s in self.store.checkpoints() if s.finite and s.status != "abandoned"]
         if usable:
             newest = self.run.stored.newest_record()
-            self.data.step, _ = self.restorer.resume(newest, usable[::-1])
+            self.run.progress.step, _ = self.restorer.resume(newest, usable[::-1])
         else:
             self.saver.begin_attempt(self.step)
         if not self.store.saves:
@@ -186,16 +187,16 @@ class Process:
         incident = {"incident": self.incident, "incident_open": is_open}
         judged = record(step=self.step + 1, cause=cause, skip=skip, **incident)
         self.ledger.add_step(self.step, [judged])
-        self.data.step += 1
+        self.run.progress.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
             self.save(SaveReason.REGULAR)
         self.saver.poll()
 
     def save(self, why: SaveReason) -> None:
-        self.saver.write(self.step, why)
+        self.saver.save_state_as(self.step, why)
 
     def go_back(self, depth: int) -> RollbackRecord:
         order = Order(index=self.step - 1, onset=self.onset, depth=depth)
         done = self.restorer.restore(order)
-        self.data.step, self._goes_on = done.target, False
+        self.run.progress.step, self._goes_on = done.continues_at, False
         return done

@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from healcore.runtime.run.compare.evidence import (
-    Anchor,
+from healcore.runtime.run.compare.anchor_choice import (
     best_on_average,
     newest_better,
     to_compare,
     with_new,
 )
+from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.rises import joined, rise_of
 
 

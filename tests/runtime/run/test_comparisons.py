@@ -16,45 +16,49 @@ from pydantic import TypeAdapter
 
 from healcore.errors import SignalError
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import (
-    CREDIT_STEPS,
-    MAX_DEBT,
-    RECENT,
-    SAMPLE_SIZE,
-    STAKE,
-    Anchor,
-    ComparisonState,
-    ObservedBatch,
-    TrainedStep,
-)
+from healcore.runtime.run.compare.comparison_state import ComparisonState
+from healcore.runtime.run.compare.credit import CREDIT_STEPS, MAX_DEBT, MAX_SHARE, STEP_COST
+from healcore.runtime.run.compare.evidence import RECENT, SAMPLE_SIZE, STAKE, Anchor
 from healcore.runtime.run.compare.step_history import StepHistory
+from healcore.runtime.run.compare.suspicion import RESTART_POWER
+from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.healthy_ranges import Held, HeldNorm
-from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.packed_values import PackedValues
-from tests.runtime.run.toy_driver import LASTS, Run, damaged, healthy, noisy
+from tests.runtime.run.toy_driver import LASTS, ToyRun, damaged, healthy, noisy
 
-PER_STEP = 0.03
+PER_STEP = MAX_SHARE * STEP_COST
 """Evaluations that a step of a healthy run pays for: 1 % of a step that costs three."""
 MAX_CREDIT = CREDIT_STEPS * PER_STEP
+THRESHOLD = HostPolicy.of("default").rollback.evidence
+"""Evidence for a verdict: 10,000."""
+TO_VERDICT = math.ceil(math.log(THRESHOLD, 1 + STAKE))
+"""Comparisons in a row, all won by the earlier weights, until a verdict: 20."""
+AGAIN = math.ceil(math.log(THRESHOLD / THRESHOLD**RESTART_POWER, 1 + STAKE))
+"""Comparisons until a verdict that has waited is found again: 10."""
+DAMAGE = 250
+"""Step at which the weights are damaged, unless a test says otherwise."""
+ROLLED_BACK = RollbackRecord(order=Order(index=299, onset=DAMAGE), step=300, continues_at=200)
 
 
-def after(steps: int, loss: Any = noisy) -> Run:
-    run = Run(loss)
+def after(steps: int, loss: Any = noisy) -> ToyRun:
+    run = ToyRun(loss)
     healthy(run, steps)
     return run
 
 
 @pytest.mark.parametrize("alarm", [True, False], ids=["alarm", "no detector"])
 def test_damage_that_lasts_is_found_after_twenty_comparisons(alarm):
-    run = after(250)
+    run = after(DAMAGE)
     verdict = damaged(run, alarm=alarm)
     assert run.assessments == ["worse"]
-    assert verdict.anchor == 200, "the one with the lowest mean loss, although it is young"
-    assert verdict.onset == 250
-    assert verdict.found == 250 + 19
-    assert verdict.due == 250 + LASTS
-    assert verdict.index == 250 + LASTS + 9, "half of the evidence again"
-    assert verdict.evidence >= 1e4
+    assert verdict.anchor_step == 200, "the anchor with the lowest mean loss, although it is young"
+    assert verdict.onset == DAMAGE
+    assert verdict.found_at == DAMAGE + TO_VERDICT - 1
+    assert verdict.due == DAMAGE + LASTS
+    assert verdict.roll_back_at == verdict.due + AGAIN - 1
+    assert verdict.evidence >= THRESHOLD
     assert verdict.rise > 1
     assert verdict.rise_remembered > 1
     assert run.holding.unusual_batches(verdict) == []
@@ -82,7 +86,7 @@ def test_batches_and_norms_at_the_onset_that_are_unusual():
     def loss(weight: float, batch: int) -> float:
         return noisy(weight, batch) + (50.0 if 250 <= batch < 253 else 0.0)
 
-    run = Run(loss)
+    run = ToyRun(loss)
     for _ in range(250):
         run.take(run.step, weight=10.0 / (1 + run.step / 50), norm=1.0)
     level, verdict = run.driver.weight + 5.0, None
@@ -94,7 +98,7 @@ def test_batches_and_norms_at_the_onset_that_are_unusual():
 
 
 def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
-    run = Run(noisy)
+    run = ToyRun(noisy)
     run.driver.rate = 0.25
     run.comparisons.anchors.clear()
     run.comparisons.add_anchor(0, run.restorable)
@@ -108,12 +112,13 @@ def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
     assert all(each == {"optimizer": 8.0} for each in verdict.rates)
 
 
-@pytest.mark.parametrize("recovers", [30, 48])
+@pytest.mark.parametrize("recovers", [TO_VERDICT + 10, LASTS - 2])
 def test_a_run_that_recovers_before_a_rollback_would_pay_is_left_alone(recovers):
-    run = after(250)
-    assert damaged(run, 20) is None
+    """`recovers` is the number of steps from the damage to the recovery."""
+    run = after(DAMAGE)
+    assert damaged(run, TO_VERDICT) is None
     before = run.driver.evaluations
-    assert damaged(run, recovers - 20, by=0.0) is None
+    assert damaged(run, recovers - TO_VERDICT, by=0.0) is None
     assert run.driver.evaluations == before, "nothing is evaluated while the run may recover"
     assert damaged(run, 300, by=-5.5, alarm=False) is None
     assert run.assessments == ["worse", "recovered"]
@@ -122,37 +127,37 @@ def test_a_run_that_recovers_before_a_rollback_would_pay_is_left_alone(recovers)
 
 def test_damage_soon_after_the_anchor_is_not_waited_for():
     """A rollback repeats little, and its evidence takes longer than that."""
-    run = Run(noisy, interval=8)
-    healthy(run, 250)
+    run = ToyRun(noisy, interval=8)
+    healthy(run, DAMAGE)
     verdict = damaged(run)
-    assert verdict.index == verdict.found == 250 + 19
-    assert verdict.anchor >= 230
+    assert verdict.roll_back_at == verdict.found_at == DAMAGE + TO_VERDICT - 1
+    assert verdict.anchor_step > DAMAGE - TO_VERDICT
     assert run.assessments == []
 
 
-def test_withheld_updates_end_although_the_loss_fn_has_failed():
+def test_frozen_steps_end_although_the_loss_fn_has_failed():
     run = after(250)
-    run.comparisons.state.ranges.held = Held(withheld=(251, 255))
+    run.comparisons.state.ranges.held = Held(frozen_steps=(251, 255))
     found = []
     for step in range(250, 258):
-        if run.holding.withholding_changes(step):
-            run.holding.update_withholding(step)
-        found.append(run.holding.withholds)
+        if run.holding.freezing_changes(step):
+            run.holding.update_freezing(step)
+        found.append(run.holding.freezes)
         if step == 252:
-            run.comparisons.loss_function.function = None
+            run.comparisons.loss_function.drop()
     assert found == [False, *[True] * 5, False, False]
 
 
 def test_trouble_that_was_rolled_back_already_has_no_second_wait():
     """It has had its time to recover. Trouble after the rolled back steps has its own."""
-    run = after(250)
-    run.record.ledger.rollbacks.append(RollbackRecord(index=299, onset=250, step=300, target=200))
+    run = after(DAMAGE)
+    run.record.ledger.rollbacks.append(ROLLED_BACK)
     verdict = damaged(run)
-    assert verdict.index == verdict.found == 250 + 19
+    assert verdict.roll_back_at == verdict.found_at == DAMAGE + TO_VERDICT - 1
     assert run.assessments == []
     later = after(350)
-    later.record.ledger.rollbacks.append(RollbackRecord(index=299, onset=250, step=300, target=200))
-    assert damaged(later).index > 350 + 19
+    later.record.ledger.rollbacks.append(ROLLED_BACK)
+    assert damaged(later).roll_back_at > 350 + TO_VERDICT - 1
     assert later.assessments == ["worse"]
 
 
@@ -182,11 +187,18 @@ def test_at_most_three_anchors_the_lowest_mean_loss_and_the_last_two_checkpoints
 
 def test_an_anchor_is_compared_once_it_is_a_save_interval_old():
     """At the start half of the run is old enough, and eight steps at least."""
-    run = Run(noisy)
-    eligible = lambda index: [each.step for each in run.comparisons._eligible_anchors(index)]  # noqa: E731
-    assert (eligible(6), eligible(7)) == ([], [0])
+    run = ToyRun(noisy)
+
+    def compared_at(index: int) -> list[int]:
+        return [anchor.step for anchor in run.comparisons._eligible_anchors(index)]
+
+    assert compared_at(SAMPLE_SIZE - 2) == []
+    assert compared_at(SAMPLE_SIZE - 1) == [0]
     healthy(run, 250)
-    assert [eligible(index) for index in (150, 199, 298, 299)] == [[0], [100], [100], [200]]
+    assert compared_at(150) == [0]
+    assert compared_at(199) == [100]
+    assert compared_at(298) == [100]
+    assert compared_at(299) == [200]
 
 
 def test_suspect_weights_are_no_anchor_and_a_rollback_drops_later_ones():
@@ -195,7 +207,7 @@ def test_suspect_weights_are_no_anchor_and_a_rollback_drops_later_ones():
     assert [each.step for each in run.comparisons.anchors] == [0, 100, 200]
     run.comparisons.observe(TrainedStep(run.step, ()), 9.0, alarm=False, trained=True)
     run.comparisons.on_rollback(150)
-    assert run.comparisons._credit.left == pytest.approx(MAX_CREDIT)
+    assert run.comparisons.credit.left == pytest.approx(MAX_CREDIT)
     assert not run.comparisons._dispatch_losses
     assert [(each.step, each.trained) for each in run.comparisons.anchors] == [(0, 150), (100, 50)]
     assert all(step.index < 150 for each in run.comparisons.anchors for step in each.sample)
@@ -215,7 +227,7 @@ def test_an_accepted_level_is_not_compared_and_new_copies_are_made_after_it():
 
 def test_a_rate_that_is_not_finite_can_be_saved():
     """JSON has no such numbers, and a save that raises loses the run's work."""
-    run = Run(noisy)
+    run = ToyRun(noisy)
     run.driver.rate = math.nan
     healthy(run, 250)
     assert damaged(run, 10) is None
@@ -226,14 +238,14 @@ def test_a_rate_that_is_not_finite_can_be_saved():
     assert [each.draw(1) for each in read.anchors] == [[]] * len(read.anchors)
 
 
-def restarted(run: Run) -> Run:
+def restarted(run: ToyRun) -> ToyRun:
     """What a new process knows of a run, from the text of its checkpoint."""
     text = json.dumps(asdict(run.comparisons.to_save()), allow_nan=False)
     saved = TypeAdapter(ComparisonState).validate_json(text, strict=True)
     packed = run.comparisons.batches_to_save()
     assert packed is not None
     batches = PackedValues.read(packed.state())
-    other = Run(run.loss_fn, interval=run.interval)
+    other = ToyRun(run.loss_fn, interval=run.interval)
     other.step, other.driver.weight = run.step, run.driver.weight
     weights = {each.step: each.weights for each in run.comparisons.anchors}
     other.comparisons.continue_from(saved, weights, step=run.step, batches=batches)
@@ -244,7 +256,7 @@ def restarted(run: Run) -> Run:
 def test_a_restart_compares_as_the_run_that_is_not_restarted(steps):
     """Losses and norms are usual until step 250; from then on the weights are damaged."""
 
-    def go_on(run: Run, until: int) -> Any:
+    def go_on(run: ToyRun, until: int) -> Any:
         while run.step < until:
             healthy_weight = 10.0 / (1 + run.step / 50)
             bad = run.step >= 250
@@ -255,7 +267,7 @@ def test_a_restart_compares_as_the_run_that_is_not_restarted(steps):
                 return verdict, run.holding.unusual_batches(verdict)
         return None
 
-    undisturbed = Run(noisy)
+    undisturbed = ToyRun(noisy)
     assert go_on(undisturbed, steps) is None
     again = restarted(undisturbed)
     before, evaluations = undisturbed.driver.evaluations, again.driver.evaluations
@@ -269,7 +281,7 @@ def test_a_restart_compares_as_the_run_that_is_not_restarted(steps):
 
 def test_a_restart_has_the_credit_that_is_left():
     """With a full credit it would evaluate more often than the run that is not restarted."""
-    run = Run(noisy)
+    run = ToyRun(noisy)
     full = run.comparisons.to_save().credit
     while run.step < 262:
         run.take(run.step, weight=10.0 / (1 + run.step / 50) + 5.0 * (run.step >= 250))
@@ -299,7 +311,7 @@ def test_a_loss_fn_that_fails_later_is_not_called_again(wrong, trouble):
         assert run.take(run.step, weight=9.0, alarm=True, loss=9.0) is None
     assert len(calls) == 1
     assert not run.comparisons.is_enabled
-    assert run.comparisons.decide_at_end(run.step) is None
+    assert run.comparisons.suspicion.decide_at_end(run.step - 1) is None
     assert not run.comparisons.anchors, "their memory is free"
     (line,) = run.warnings
     assert type(wrong or SignalError("")).__name__ in line
@@ -326,14 +338,14 @@ def test_an_anchor_whose_checkpoint_is_gone_is_dropped():
 
 
 def test_within_an_accumulation_nothing_is_compared():
-    run = Run(lambda weight, batch: weight + batch % 7)
+    run = ToyRun(lambda weight, batch: weight + batch % 7)
     run.take(0)
     before = run.driver.evaluations  # of the check of the loss_fn
     run.driver.weight, run.driver.accumulates = 500.0, True
     for step in range(200):
         run.take(step, alarm=True)
     assert run.driver.evaluations == before
-    assert run.comparisons._credit.left == pytest.approx(MAX_CREDIT), (
+    assert run.comparisons.credit.left == pytest.approx(MAX_CREDIT), (
         "no more, however long it is not used"
     )
 
@@ -341,7 +353,7 @@ def test_within_an_accumulation_nothing_is_compared():
 @pytest.mark.parametrize(("given", "free"), [(15.0, True), (9.0, False)])
 def test_a_loop_that_observes_the_loss_fn_needs_one_call_less(given, free):
     """The loss_fn predicts the first loss with the weights before its update."""
-    run = Run(lambda weight, batch: weight + batch)
+    run = ToyRun(lambda weight, batch: weight + batch)
     run.driver.weight = 4.0
     run.take(5, loss=given)
     assert run.comparisons.loss_function.gives_loss is free
@@ -353,7 +365,7 @@ def test_a_loop_that_observes_the_loss_fn_needs_one_call_less(given, free):
 @pytest.mark.parametrize(("alarm", "gives_loss"), [(False, False), (True, False), (True, True)])
 def test_a_healthy_run_costs_at_most_one_percent(alarm, gives_loss):
     """And 30 evaluations at the start, also with alarms at every step."""
-    run = Run(noisy)
+    run = ToyRun(noisy)
     run.comparisons.loss_function.gives_loss = gives_loss
     healthy(run, 5000, alarm=alarm)
     most = MAX_CREDIT + PER_STEP * 5000 + 4  # one comparison may begin with any credit
@@ -363,30 +375,36 @@ def test_a_healthy_run_costs_at_most_one_percent(alarm, gives_loss):
 
 
 def test_the_debt_of_a_suspicion_is_bounded():
-    """At most 1,333 steps without a comparison, however long the suspicion was."""
-    run = Run(noisy)
+    """At most `MAX_DEBT / PER_STEP` = 1,333 steps without a comparison after any suspicion."""
+    run = ToyRun(noisy)
     healthy(run, 1250, alarm=True)
-    while run.comparisons._credit.left <= 0:
+    while run.comparisons.credit.left <= 0:
         healthy(run, 1)
-    began, level = run.step, run.driver.weight
-    assert damaged(run, 15) is None
+    began = run.step
+    level = run.driver.weight
+    trouble = TO_VERDICT - 5  # too short for a verdict
+    assert damaged(run, trouble) is None
     assert run.comparisons.has_evidence
     while run.comparisons.has_evidence:  # the weight falls again
         assert run.take(run.step, weight=level * 0.9, alarm=True) is None
-    assert run.step - began < 3 * 15 + RECENT, "small wins end it once they are the usual"
-    before, began = run.driver.evaluations, run.step
+    assert run.step - began < 3 * trouble + RECENT, "small wins end it once they are the usual"
+    before = run.driver.evaluations
+    began = run.step
     while run.driver.evaluations == before:
         healthy(run, 1, alarm=True)
-    assert MAX_DEBT / PER_STEP - 5 < run.step - began < MAX_DEBT / PER_STEP + 5
+    paid = MAX_DEBT / PER_STEP
+    assert paid - 5 < run.step - began < paid + 5
 
 
 def test_an_alarm_after_quiet_is_compared_without_credit_and_a_high_mean_loss_now_and_then():
     run = after(250)
-    run.comparisons._credit.left, before = -20.0, run.driver.evaluations
+    run.comparisons.credit.left = -20.0
+    before = run.driver.evaluations
     run.take(run.step, alarm=True)
     assert run.driver.evaluations > before
-    run.comparisons._credit.left, before = MAX_CREDIT, run.driver.evaluations
-    for _ in range(300):  # not above the last losses, but above the best anchor's
+    run.comparisons.credit.left = MAX_CREDIT
+    before = run.driver.evaluations
+    for _ in range(300):  # not above the last losses, but above the mean of the best anchor
         run.take(run.step, loss=5.0)
     assert before + 6 <= run.driver.evaluations < before + 50, (
         "after 10, 20, 40, 80, 100, ... steps"
@@ -396,7 +414,8 @@ def test_an_alarm_after_quiet_is_compared_without_credit_and_a_high_mean_loss_no
 def test_unusual_steps_are_looked_for_where_the_trouble_began():
     history = StepHistory()
     for index in range(100):
-        history.add(TrainedStep(index, ()), 1.0, alarm=index in (10, 60), healthy=True)
+        step, alarm = TrainedStep(index, ()), index in (10, 60)
+        history.add(step, 1.0, alarm=alarm, healthy=True, norm_limits={})
     starts = []
     for onset, last in ((12, 99), (61, 99), (55, 50)):
         suspects = history.suspect_steps(onset, last)
@@ -406,18 +425,15 @@ def test_unusual_steps_are_looked_for_where_the_trouble_began():
 
 
 @pytest.mark.parametrize(("cost", "compared"), [(1 / 3, 10), (1.0, 3), (4.0, 0)])
-def test_a_dear_loss_fn_makes_regular_comparisons_rarer_and_alarms_no_less_heard(cost, compared):
+def test_an_expensive_loss_fn_makes_regular_comparisons_rarer_and_alarms_no_less_heard(
+    cost, compared
+):
     """`cost` is in training steps. Nothing is measured, so no decision depends on the clock."""
-    run, found = Run(noisy, loss_fn_cost=cost), None
-    run.comparisons.loss_function.gives_loss = True
-    for step in range(1250):
-        level, is_damaged = 10.0 / (1 + min(step, 999) / 50), step >= 1000
-        found = found or run.take(step, weight=level + 5 * is_damaged, alarm=is_damaged)
-        if step == 999:
-            assert found is None
-            assert run.driver.evaluations == compared
-    assert found is not None
-    assert found.found == 1000 + 19
+    run = ToyRun(noisy, loss_fn_cost=cost)
+    run.comparisons.loss_function.gives_loss = True  # one evaluation for each comparison
+    healthy(run, 1000)
+    assert run.driver.evaluations == compared
+    assert damaged(run).found_at == 1000 + TO_VERDICT - 1
 
 
 # -- the evidence of an anchor: its arithmetic, its theorem, its sample of batches ----------------
@@ -426,16 +442,16 @@ def test_a_dear_loss_fn_makes_regular_comparisons_rarer_and_alarms_no_less_heard
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_the_evidence_is_the_largest_product_of_any_run_of_comparisons(wins):
     """The bet's product from the best starting point, as a CUSUM is of a log-likelihood."""
-    a = Anchor(0)
+    anchor = Anchor(0)
     for index, won in enumerate(wins):
-        a.learn(index, 1.0 if won else -1.0)
+        anchor.learn(index, 1.0 if won else -1.0)
     factors = [1 + STAKE if won else 1 - STAKE for won in wins]
     products = [math.prod(factors[start:]) for start in range(len(factors))]
-    assert a.evidence == pytest.approx(max(products), rel=1e-9)
-    assert (a.onset is None) == (a.evidence <= 1)
-    if a.onset is not None:
-        assert products[a.onset] == pytest.approx(a.evidence)
-        assert wins[a.onset], "it begins with a comparison that was won"
+    assert anchor.evidence == pytest.approx(max(products), rel=1e-9)
+    assert (anchor.onset is None) == (anchor.evidence <= 1)
+    if anchor.onset is not None:
+        assert products[anchor.onset] == pytest.approx(anchor.evidence)
+        assert wins[anchor.onset], "it begins with a comparison that was won"
 
 
 def comparisons_until(c: float, rises: Iterator[float], most: int = 10_000) -> int:
@@ -484,13 +500,13 @@ def test_damage_that_leaves_most_batches_unharmed_is_found():
     rng = random.Random(3)
     for otherwise, most in ((-0.01, 100), (-3.0, 10_000)):
         rises = (3.0 if rng.random() < 0.4 else otherwise for _ in itertools.count())
-        assert (comparisons_until(1e4, rises, most) < most) is (otherwise == -0.01)
+        assert (comparisons_until(THRESHOLD, rises, most) < most) is (otherwise == -0.01)
 
 
 def test_one_huge_rise_does_not_hide_the_others():
-    """Found after log(1e4) / log(1 + STAKE) comparisons."""
+    """A huge rise counts as a usual rise, because a bet is at most 1."""
     rises = (1e9 if index == 5 else 1.0 for index in itertools.count())
-    assert comparisons_until(1e4, rises) == 20
+    assert comparisons_until(THRESHOLD, rises) == TO_VERDICT
 
 
 def filled(step: int, number: int) -> Anchor:
@@ -541,16 +557,17 @@ def test_damage_is_found_although_the_model_fits_the_bad_batches_that_caused_it(
 
 def test_a_number_that_was_learnt_after_the_better_weights_counts_as_outside():
     """It was wrong from step 260 on, and shows from step 310 on: 300 was a healthy checkpoint."""
-    run = Run(noisy)
+    run = ToyRun(noisy)
     right, wrong = NumberRange(0.9, 0.9, 0.9), NumberRange(0.9, 1.1, 1.1)
     for _ in range(310):
         run.driver.set = {"optimizer.momentum": wrong if run.step >= 260 else right}
         run.take(run.step, weight=10.0 / (1 + run.step / 50))
     assert run.comparisons.state.ranges.values.numbers["optimizer.momentum"].high == 1.1
     verdict = damaged(run)
-    assert verdict.anchor == 300
+    assert verdict.anchor_step == 300
     assert not run.holding.outside_ranges(verdict).numbers, "the newest better weights"
-    (older,) = (each for each in run.comparisons.about_older_weights(verdict) if each.anchor == 200)
+    all_older = run.comparisons.about_older_weights(verdict)
+    (older,) = [each for each in all_older if each.anchor_step == 200]
     (held,) = run.holding.outside_ranges(older).numbers.values()
     assert (held.bounds.last, held.program_value) == (0.9, 1.1)
 
@@ -565,17 +582,23 @@ def test_the_onset_reaches_back_over_the_gaps_of_a_burst():
 
 
 @pytest.mark.parametrize("harmed", [1.0, 0.7], ids=["each batch is worse", "most are"])
-@pytest.mark.parametrize("comparisons", [3, 12], ids=["little evidence", "strong evidence"])
-def test_at_the_end_of_the_data_the_kept_batches_decide(comparisons, harmed):
-    """All of them have to be worse where there is little evidence, most where there is more."""
+@pytest.mark.parametrize("won", [3, AGAIN + 1], ids=["little evidence", "strong evidence"])
+def test_at_the_end_of_the_data_the_kept_batches_decide(won, harmed):
+    """All of them have to be worse after three comparisons, most of them with strong evidence.
+
+    `won` is the number of comparisons that the earlier weights have won.
+    """
 
     def loss(weight: float, batch: int) -> float:
         spared = batch < 250 and random.Random(batch).random() >= harmed
         return (10.0 - weight) / 20 if spared else noisy(weight, batch)
 
-    run = after(250, loss)
+    run = after(DAMAGE, loss)
     level = run.driver.weight + 5.0
-    while max(each.evidence for each in run.comparisons.anchors) < 1.5**comparisons:
+    while max(anchor.evidence for anchor in run.comparisons.anchors) < (1 + STAKE) ** won:
         assert run.take(run.step, weight=level, alarm=True) is None
-    decided = run.comparisons.decide_at_end(run.step)
-    assert (decided is not None) == (harmed == 1.0 or comparisons == 12)
+    verdict = run.comparisons.suspicion.decide_at_end(run.step - 1)
+    is_strong = won > 3
+    assert (verdict is not None) == (harmed == 1.0 or is_strong)
+    if verdict is not None:
+        assert verdict.roll_back_at == run.step - 1, "the index of the newest step"

@@ -66,10 +66,14 @@ def test_a_schedule_of_momentum_is_inside_of_its_range(shape: Literal["linear", 
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 1000, anneal_strategy=shape)
-    ranges, low, high, outside = HealthyRanges(), 1.0, 0.0, 0
+    ranges = HealthyRanges()
+    low = 1.0
+    high = 0.0
+    outside = 0
     for step in range(1000):
         value = optimizer.param_groups[0]["momentum"]
-        low, high = min(low, value), max(high, value)
+        low = min(low, value)
+        high = max(high, value)
         seen = NumberRange(low, high, value)
         if step % 100 == 0:
             ranges.learn({}, {"optimizer.weight_decay": seen}, {})
@@ -156,13 +160,21 @@ def test_the_limit_of_a_rate_from_the_start_of_the_run_never_lasts():
     assert not ranges.held
 
 
-def test_withheld_steps_stay_with_what_else_is_held():
-    held = Held(numbers={"b": HeldNumber(NumberRange(0, 1, 1), 9.0)}, withheld=(3, 5))
-    assert [step for step in range(9) if held.withholds(step)] == [3, 4, 5]
-    assert not any(Held(norms={"a": HeldNorm(1.0, 9.0)}).withholds(step) for step in range(9))
-    assert Held(withheld=(3, 5))
-    assert held.with_newer(Held(until=9)).withheld == held.without(Held()).withheld == (3, 5)
+def test_frozen_steps_stay_with_what_else_is_held():
+    held = Held(numbers={"b": HeldNumber(NumberRange(0, 1, 1), 9.0)}, frozen_steps=(3, 5))
+    assert [step for step in range(9) if held.freezes(step)] == [3, 4, 5]
+    assert not any(Held(norms={"a": HeldNorm(1.0, 9.0)}).freezes(step) for step in range(9))
+    assert Held(frozen_steps=(3, 5))
+    assert held.with_newer(Held(until=9)).frozen_steps == (3, 5)
+    assert held.without(Held()).frozen_steps == (3, 5)
     assert held.sentences()[-1] == "the updates of steps 3 to 5 are withheld"
+
+
+def test_a_record_of_0_3_0_has_its_frozen_steps():
+    saved = {**asdict(Held(until=9)), "withheld": [3, 5]}
+    del saved["frozen_steps"]
+    read = TypeAdapter(Held).validate_json(json.dumps(saved), strict=True)
+    assert read == Held(frozen_steps=(3, 5), until=9)
 
 
 FLOATS = st.floats(-1e6, 1e6)
@@ -175,8 +187,9 @@ def test_ranges_and_holds_are_saved_exactly(seen, until):
     ranges.learn({"a": constant(0.1)}, seen, {})
     ranges.learn({"a": constant(0.2)}, seen, {})
     numbers = {name: HeldNumber(each, each.high) for name, each in seen.items()}
-    norms, withheld = {"a": HeldNorm(0.1, 3.0)}, (until, until + 9) if until % 2 else None
-    ranges.held = Held(numbers=numbers, norms=norms, withheld=withheld, until=until)
+    norms = {"a": HeldNorm(0.1, 3.0)}
+    frozen = (until, until + 9) if until % 2 else None
+    ranges.held = Held(numbers=numbers, norms=norms, frozen_steps=frozen, until=until)
     text = json.dumps(asdict(ranges), allow_nan=False)
     assert TypeAdapter(HealthyRanges).validate_json(text, strict=True) == ranges
 

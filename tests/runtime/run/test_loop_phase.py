@@ -6,8 +6,9 @@ import torch
 import healcore
 from healcore.errors import AlreadyCompleted
 from healcore.runtime.healer import hooks_of
-from healcore.runtime.run import start
-from healcore.runtime.run.loop import LoopPhase
+from healcore.runtime.run.loop_phase import LoopPhase
+from tests.healer.run_directory import new_process
+from tests.open_run import run_of
 
 
 def opened(store=None):
@@ -27,7 +28,7 @@ def train(model, optimizer, healer):
 def test_a_step_is_counted_in_the_body_and_dealt_with_after_it():
     model, optimizer, healer = opened()
     with healer:
-        loop = healer._run.loop
+        loop = run_of(healer).loop
         assert loop.phase is LoopPhase.BEFORE_STEP
         for _ in healer.batches([torch.ones(4, 2)] * 3):
             assert loop.phase is LoopPhase.BEFORE_STEP
@@ -43,7 +44,7 @@ def test_a_step_is_counted_in_the_body_and_dealt_with_after_it():
 def test_the_code_of_a_trainer_after_an_epoch_is_a_phase():
     model, optimizer, healer = opened()
     with healer:
-        loop = healer._run.loop
+        loop = run_of(healer).loop
         for step in healer.steps(2):
             train(model, optimizer, healer)
             if step == 0:
@@ -66,11 +67,11 @@ def test_a_completed_run_stays_completed(tmp_path):
     with healer:
         for _ in healer.steps(2):
             train(model, optimizer, healer)
-    start._records.pop(tmp_path.resolve())  # as in another process
+    new_process()
     torch.manual_seed(0)
     model, optimizer, healer = opened(tmp_path)
     with healer:
-        loop = healer._run.loop
+        loop = run_of(healer).loop
         assert list(healer.steps(2)) == []
         healer.after_step()
         assert loop.phase is LoopPhase.COMPLETED

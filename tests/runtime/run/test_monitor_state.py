@@ -28,7 +28,8 @@ def test_the_batches_are_those_of_a_dictionary(actions):
             expected = {each: ids for each, ids in expected.items() if each < step}
             continue
         if action == "epoch":
-            epoch, index = epoch + 1, 0
+            epoch += 1
+            index = 0
         elif action == "gap":
             index += count
         ids = [BatchId(epoch, index + place) for place in range(count)]

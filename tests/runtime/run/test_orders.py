@@ -19,10 +19,11 @@ from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.orders import Order, RepeatChanges, RollbackRecord
+from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.next_trial import MAX_HOLDS, Trial, TroubleFacts, next_trial
 from healcore.runtime.run.run_record import Ledger
-from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
+from healcore.runtime.run.steps import DelayedReader, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, choose_checkpoints
 from tests.events.sample_events import READINGS
@@ -88,7 +89,7 @@ FACTS = st.builds(
     healthy_rates=RATES,
     from_start=st.booleans(),
     unusual=st.booleans(),
-    may_limit=st.integers(0, 4),
+    max_rate_limits=st.integers(0, 4),
 )
 
 
@@ -98,7 +99,7 @@ def expected_trial(tried: list[Trial], facts: TroubleFacts) -> Trial:
     above = any(
         rate > known[n] * RATE_TOLERANCE for rates in facts.rates for n, rate in rates.items()
     )
-    cut_left = tried.count(Trial.LIMIT_RATE) < facts.may_limit
+    cut_left = tried.count(Trial.LIMIT_RATE) < facts.max_rate_limits
     hold_left = tried.count(Trial.HOLD) < MAX_HOLDS
     in_order = (
         (Trial.LIMIT_RATE, cut_left and (above or facts.from_start)),
@@ -117,7 +118,7 @@ def test_the_first_trial_in_order_whose_condition_holds(tried, facts):
 
 def test_what_is_unusual_is_held_before_an_unknown_rate_is_limited():
     """A limit lasts, and cannot cure a gradient times 4096. Plain optax hides its rates."""
-    facts = TroubleFacts((), {}, from_start=False, unusual=True, may_limit=4)
+    facts = TroubleFacts((), {}, from_start=False, unusual=True, max_rate_limits=4)
     tried: list[Trial] = []
     while Trial.ACCEPT not in tried:
         tried.append(next_trial(tried, facts))
@@ -196,7 +197,8 @@ def test_a_lasting_alarm_at_the_end_is_not_over(monitor, cause):
 
 
 def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
-    reader, found = DelayedReader(), list[StepResult]()
+    reader = DelayedReader()
+    found: list[StepResult] = []
     for judged in (False, True):
         read: Any = SimpleNamespace(read=lambda j=judged: [[record(judged=j)]], count=1)
         read.vote_requested = False
@@ -208,7 +210,7 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
 
 def host_rules() -> HostRules:
     policy = HostPolicy.of("default", {"incident": {"quiet_steps": 10}})
-    return HostRules(policy.rules, policy.engine.config, MonitorState())
+    return HostRules(policy.host_rules, policy.engine.config, MonitorState())
 
 
 def orders(found: HostRules, bad: Sequence[int], engine: str = "", start: int = 0) -> list[int]:
@@ -265,9 +267,12 @@ def nothing(incident):
 def test_each_hook_sees_the_result_so_far_and_the_last_result_counts():
     seen = []
     look = seen.append
+
+    def stop(incident: Any) -> Action:
+        return Action.STOP
+
     assert Hooks(look).run(INCIDENT) == (None, "", [])
     assert seen == [INCIDENT]
-    stop = lambda incident: Action.STOP  # noqa: E731
     action, hook, problems = Hooks([stop, look, nothing, look]).run(INCIDENT)
     assert [each.action for each in seen] == [ORDERED, Action.STOP, Action(0)]
     assert (action, problems) == (Action(0), [])
@@ -304,6 +309,7 @@ MICRO_STEP = record(judged=False)
 
 @pytest.mark.parametrize(("last", "onset"), [(MICRO_STEP, 3), (record(), 13)])
 def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
+    """Skipped steps would seem interrupted, and the trouble to begin later than it did."""
     ledger = Ledger()
     update = [MICRO_STEP, MICRO_STEP, MICRO_STEP, SKIPPED]
     for index, each in enumerate([*update, *update, *update, last]):
@@ -313,7 +319,9 @@ def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
 
 @pytest.mark.parametrize("alert", [Cause.RECORDS, Cause.DIVERGENCE])
 def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(alert):
-    ledger, opening = Ledger(), incidents.incident_causes(load("default").engine().config)
+    """One long incident would be told as many, each with an onset of its own."""
+    ledger = Ledger()
+    opening = incidents.incident_causes(load("default").engine().config)
     for index in range(3, 13):
         both = record(cause=Cause.NONFINITE_GRAD | alert, skip=True)
         ledger.add_step(index, [both if index == 6 else SKIPPED], opening)
@@ -322,8 +330,10 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
 
 
 def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
+    """Its trials go on where they were. As new trouble it would get the first trial again."""
     ledger = Ledger()
-    back = RollbackRecord(index=0, onset=250, target=100, step=420, lr_at_fault={"": 0.1})
+    order = Order(index=0, onset=250, changes=RepeatChanges(lr_at_fault={"": 0.1}))
+    back = RollbackRecord(order=order, continues_at=100, step=420)
     ledger.on_rollback(back, None)
     assert ledger.same_trouble(199) == ledger.same_trouble(420) == [back]
     assert ledger.same_trouble(421) == ledger.same_trouble(521, within=100) == []

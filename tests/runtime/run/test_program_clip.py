@@ -105,7 +105,8 @@ def test_a_healer_in_torch(tmp_path: Any, caplog: pytest.LogCaptureFixture):
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_healer_in_jax(inside: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture):
     """A clip inside of `protect` comes after the norm, and loses nothing."""
-    clip, sgd = optax.clip_by_global_norm(0.5), optax.sgd(1e-3)
+    clip = optax.clip_by_global_norm(0.5)
+    sgd = optax.sgd(1e-3)
     tx = protect(optax.chain(clip, sgd)) if inside else optax.chain(clip, protect(sgd))
     params = {"w": jnp.ones(4)}
 

@@ -98,7 +98,7 @@ class History(RuleBasedStateMachine):
             self.over = True
             return
         else:
-            assert arrival.target == expected
+            assert arrival.continues_at == expected
             self.went(expected)
         finally:
             self.store.calls_left = -1
@@ -183,7 +183,7 @@ class History(RuleBasedStateMachine):
             return
         ledger = self.process.ledger
         assert self.process.step == len(self.healthy)
-        assert [(e.onset, e.target, e.step) for e in ledger.rollbacks] == self.back
+        assert [(e.onset, e.continues_at, e.step) for e in ledger.rollbacks] == self.back
         self.skipped = [step for step in self.skipped if step < self.process.step]
         assert ledger.skips >= len(self.skipped)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
@@ -267,14 +267,14 @@ def test_healthy_steps_after_an_onset_prove_nothing():
     goes_well(process, 2 * EVERY + PROBATION - 1)
     for alarm in (True, False, False):
         process.take(alarm=alarm, skip=False, is_open=True)
-    assert process.go_back(1).target == EVERY
+    assert process.go_back(1).continues_at == EVERY
 
 
 def test_after_a_rollback_the_probation_begins_again():
     process = begun()
     goes_well(process, 3 * EVERY + PROBATION)
     process.take(alarm=True, skip=False, is_open=True)
-    assert process.go_back(2).target == 2 * EVERY
+    assert process.go_back(2).continues_at == 2 * EVERY
     goes_well(process, EVERY)
     assert good(process)[-1] == 2 * EVERY
 
@@ -283,13 +283,14 @@ def test_the_next_older_one_stays_for_a_second_rollback():
     process = waiting()
     goes_well(process, PROBATION)
     process.take(alarm=True, skip=False, is_open=True)
-    assert process.go_back(2).target == STEPS[-2]
+    assert process.go_back(2).continues_at == STEPS[-2]
     goes_well(process, 3 * EVERY + 1)
     assert {STEPS[-3], STEPS[-2]} <= {*good(process)} < {*STEPS[-3:], *range(STEPS[-1], 100)}
 
 
 def test_an_alarm_delays_a_save_by_two_steps():
-    process, delayed = begun(), []
+    process = begun()
+    delayed = []
     goes_well(process, EVERY - 1)
     process.take(alarm=True, skip=True, is_open=False)
     for _ in range(3):
@@ -300,7 +301,7 @@ def test_an_alarm_delays_a_save_by_two_steps():
 
 def test_a_run_that_cannot_save_says_so_at_twice_the_distance_each_time():
     process = begun()
-    for process.data.step in range(1, 25 * EVERY):
+    for process.run.progress.step in range(1, 25 * EVERY):
         assert not process.run.schedule.due()
     assert [e["step"] for e in process.events if e["kind"] == "problem"] == [12, 24, 48, 96]
 

@@ -2,13 +2,13 @@
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, TrainedStep
+from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.step_history import (
     MAX_HIGH_STEPS,
     STEPS_AFTER_SIGN,
@@ -16,6 +16,7 @@ from healcore.runtime.run.compare.step_history import (
     Signs,
     StepHistory,
 )
+from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.healthy_ranges import HealthyValues
 
 
@@ -24,13 +25,17 @@ def add(
     losses: Iterable[float],
     first: int = 0,
     norm: float = 1.0,
-    **options: bool,
+    limits: Mapping[str, float] | None = None,
+    *,
+    alarm: bool = False,
+    healthy: bool = True,
 ) -> list[Signs]:
-    options = {"alarm": False, "healthy": True} | options
-    return [
-        history.add(TrainedStep(index, (), {"a": norm}), loss, **options)
-        for index, loss in enumerate(losses, first)
-    ]
+    found = []
+    for index, loss in enumerate(losses, first):
+        step = TrainedStep(index, (), {"a": norm})
+        signs = history.add(step, loss, alarm=alarm, healthy=healthy, norm_limits=limits or {})
+        found.append(signs)
+    return found
 
 
 def falling(steps: int) -> list[float]:
@@ -150,13 +155,14 @@ def test_the_cached_maxima_are_the_maxima(seed):
     """An oracle of `sign` and `high` that remembers all losses; many of them are equal."""
     numbers = random.Random(seed)
     losses = [round(numbers.gauss(0.0, 3.0) - index / 100) for index in range(350)]
-    history, usual = StepHistory(), list[float]()
+    history = StepHistory()
+    usual: list[float] = []
     for index, loss in enumerate(losses):
         last = losses[max(0, index - REGULAR_INTERVAL) : index]
         sign = len(last) == REGULAR_INTERVAL and loss > max(last)
         newest = usual[-REGULAR_INTERVAL:]
         high = sign or (len(newest) == REGULAR_INTERVAL and loss > max(newest))
-        found = history.add(TrainedStep(index, ()), loss, alarm=False, healthy=True)
+        (found,) = add(history, [loss], first=index, norm=math.nan)
         assert (found.sign, found.high) == (sign, high)
         if not high:
             usual.append(loss)
@@ -165,10 +171,10 @@ def test_the_cached_maxima_are_the_maxima(seed):
 def test_a_norm_above_a_limit_in_force_never_becomes_healthy():
     history = StepHistory()
     add(history, [1.0] * 100)
-    history.norm_limits = {"a": 3.0}
-    add(history, [1.0] * 100, first=100, norm=4096.0)
-    add(history, [1.0] * 100, first=200, norm=2.5)
-    history.learn_doubtful_norms(300)
+    limits = {"a": 3.0}
+    add(history, [1.0] * 100, first=100, norm=4096.0, limits=limits)
+    add(history, [1.0] * 100, first=200, norm=2.5, limits=limits)
+    history.learn_doubtful_norms(300, limits)
     assert history.largest_norms() == {"a": 2.5}
 
 
@@ -199,7 +205,7 @@ def test_the_rates_of_all_healthy_steps_are_learnt_and_not_those_at_a_sign():
     def add(steps: range, rate: float, *, alarm: bool = False) -> None:
         for index in steps:
             step = TrainedStep(index, (), {}, {"a": rate})
-            history.add(step, 1.0, alarm=alarm, healthy=True)
+            history.add(step, 1.0, alarm=alarm, healthy=True, norm_limits={})
 
     add(range(30), 0.1)
     add(range(30, 95), 0.05)

@@ -15,7 +15,7 @@ import torch
 
 from healcore import Checkpoints, Healer, Keep
 from healcore.jax import protect
-from healcore.runtime.run.checkpoints.saver import default_keep
+from healcore.runtime.run.checkpoints.deleter import default_keep
 from healcore.runtime.run.checkpoints.storage_need import (
     RECORD_BYTES,
     StorageNeed,
@@ -26,6 +26,7 @@ from healcore.runtime.run.checkpoints.storage_need import (
 from healcore.runtime.store.checkpoints import IN_MEMORY, CheckpointInfo, superfluous
 from healcore.runtime.store.flat_state import parts_of
 from healcore.torch.expected_moments import missing_moments
+from tests.open_run import run_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 SIDE = 300
@@ -78,7 +79,11 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
     optimizer = torch.optim.AdamW(model.parameters())
     roots = {"disk": tmp_path, "memory": None, "list": [tmp_path / "a", tmp_path / "b"]}
     data = torch.ones(1, SIDE)
-    loss_fn = (lambda batch: model(batch).square().mean()) if with_loss else None
+
+    def mean_square(batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    loss_fn = mean_square if with_loss else None
     most = 0
     with (
         caplog.at_level(logging.INFO, "healcore"),
@@ -90,8 +95,8 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
             checkpoints=Checkpoints(every=2, keep=Keep(good=2, candidates=3)),
         ) as healer,
     ):
-        need = healer._run.saver.storage_need()
-        store: Any = healer._run.store
+        need = run_of(healer).saver.storage_need()
+        store: Any = run_of(healer).store
         for _ in healer.batches(range(12)):
             loss = healer.loss(data) if with_loss else model(data).square().mean()
             if not with_loss:
@@ -103,12 +108,18 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
             most = max(most, len(store.ring.copies) + 1)
         copy = next(reversed(store.ring.copies.values()))
         arrays = sum(part.nbytes for part in parts_of(copy.flat))
+
+    # The sizes: the parameters and two moments of each.
     assert need.size_on_disk == need.size_in_memory
     assert abs(need.size_on_disk - 3 * BYTES) < 20_000
     assert abs(need.size_in_memory - arrays) < 20_000
+
+    # The numbers of copies and checkpoints. With a `loss_fn` earlier weights are kept too.
     assert need.in_memory == (7 if with_loss else 4)
     assert need.on_disk == (9 if with_loss else 6)
     assert most <= need.in_memory
+
+    # The line, and the files that the run has left.
     assert f": {need.text()}" in caplog.text
     if place == "disk":
         for folder in tmp_path.glob("step-*"):
@@ -124,7 +135,7 @@ def test_in_jax_the_state_has_its_moments(tmp_path):
     params = {"w": jnp.ones((SIDE, SIDE))}
     state = {"params": params, "opt_state": tx.init(params)}
     with Healer("default", state=state, store=tmp_path) as healer:
-        need = healer._run.saver.storage_need()
+        need = run_of(healer).saver.storage_need()
         for _ in healer.batches(range(2)):
             params, opt_state = healer.state["params"], healer.state["opt_state"]
             updates, opt_state = tx.update(params, opt_state, params, value=jnp.float32(1.0))

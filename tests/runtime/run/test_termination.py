@@ -19,6 +19,7 @@ from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events, postmortems
 from tests.healer.test_endings import accumulating_torch_loop
 from tests.healer.training_loops import SKIPS, Faults, at, loop_of, rules, train
+from tests.open_run import run_of
 
 
 @contextmanager
@@ -109,7 +110,7 @@ def main(folder: str, how: str) -> None:
 
     def before(healer: Any, number: int) -> None:
         if number == 7 and not how:
-            healer._run.store.wait()
+            run_of(healer).store.wait()
         print(number, flush=True)
         # A signal that comes just before a blocking read is noted in C, and its handler would run
         # only when the read is over.

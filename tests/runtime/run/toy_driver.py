@@ -11,8 +11,9 @@ from healcore.runtime.driver import NumberRange
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
-from healcore.runtime.run.compare.evidence import ObservedBatch, TrainedStep, Verdict
 from healcore.runtime.run.compare.holding import Holding
+from healcore.runtime.run.compare.suspicion import Verdict
+from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from tests.runtime.run.bare_run import bare_run
 
 Loss = Callable[[float, Any], float]
@@ -61,7 +62,7 @@ class ToyDriver:
         return found
 
 
-class Run:
+class ToyRun:
     """A run that is compared with its past, without a Healer."""
 
     def __init__(self, loss_fn: Loss, *, interval: int = 100, **options: Any) -> None:
@@ -75,15 +76,16 @@ class Run:
         log.problem = lambda step, problem: self.warnings.append(problem)
         run = bare_run(log, driver)
         self.record = run.record
-        run.data = SimpleNamespace(step=0)  # type: ignore[assignment]
         run.schedule = SaveSchedule(run, interval)
-        rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731
-        run.monitor = SimpleNamespace(rates_in_force=rates)  # type: ignore[assignment]
+        run.monitor = SimpleNamespace(rates_in_force=self._rates_in_force)  # type: ignore[assignment]
         self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)
         self.holding = run.holding = Holding(run)
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.add_anchor(0, self.restorable)
+
+    def _rates_in_force(self) -> dict[str, float | None]:
+        return {"optimizer": self.driver.rate}
 
     def take(
         self, batch: Any, *, weight: Any = None, loss: Any = None, norm: Any = math.nan, alarm=False
@@ -106,7 +108,7 @@ def noisy(weight: float, batch: int) -> float:
     return weight + 0.1 * random.Random(batch).random()
 
 
-def healthy(run: Run, steps: int, *, alarm: bool = False) -> None:
+def healthy(run: ToyRun, steps: int, *, alarm: bool = False) -> None:
     for _ in range(steps):
         assert run.take(run.step, weight=10.0 / (1 + run.step / 50), alarm=alarm) is None
 
@@ -115,8 +117,11 @@ LASTS = 50
 """Steps from the anchor of step 200 to the damage at step 250, which a rollback repeats."""
 
 
-def damaged(run: Run, steps: int = 250, by: float = 5.0, *, alarm: bool = True) -> Any:
+def damaged(run: ToyRun, steps: int = 250, by: float = 5.0, *, alarm: bool = True) -> Any:
     """The verdict, if one comes: from now on the weight is higher, and the detectors say so."""
     level = run.driver.weight + by
-    taken = (run.take(run.step, weight=level, alarm=alarm) for _ in range(steps))
-    return next((verdict for verdict in taken if verdict is not None), None)
+    for _ in range(steps):
+        verdict = run.take(run.step, weight=level, alarm=alarm)
+        if verdict is not None:
+            return verdict
+    return None

@@ -73,7 +73,8 @@ def test_disk_full(case, disk, tmp_path, monkeypatch):
     with disk(tmp_path / "disk", megabytes=4) as root:
         store = case.filled(root, 1)
         mark_good(store, 1)
-        mkdir, folders = os.mkdir, []
+        mkdir = os.mkdir
+        folders = []
 
         def recorded(path: Path, *mode: int) -> None:
             if Path(path).parent == root:
@@ -153,7 +154,9 @@ def test_stale_files_are_removed_and_nothing_else(tmp_path):
 
 def test_a_directory_that_a_thread_still_writes_is_removed(tmp_path, monkeypatch):
     """Orbax writes its arrays at the same time, and reports the first that fails."""
-    folder, rmtree, calls = tmp_path / "save", shutil.rmtree, []
+    folder = tmp_path / "save"
+    rmtree = shutil.rmtree
+    calls = []
 
     def with_a_new_file(path: Path) -> None:
         calls.append(path)

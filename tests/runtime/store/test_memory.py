@@ -57,7 +57,8 @@ def peak_of_save(store: Any, step: int, state: dict[str, Any]) -> int:
 
 @over(*ALL)
 def test_a_save_takes_one_copy_and_the_next_one_uses_its_memory_again(case, tmp_path):
-    store, state = case.make(tmp_path), large(case)
+    store = case.make(tmp_path)
+    state = large(case)
     assert BYTES <= peak_of_save(store, 0, state) < 1.5 * BYTES
     if case in DISKS:  # the others use memory again when their ring is full
         assert peak_of_save(store, 1, state) < 0.2 * BYTES
@@ -102,7 +103,8 @@ def test_copies_that_do_not_fit_into_memory(case, tmp_path, monkeypatch, caplog)
 
 @over(*DISKS)
 def test_save_does_not_wait_for_the_disk(case, tmp_path, monkeypatch):
-    store, gate = case.make(tmp_path), threading.Event()
+    store = case.make(tmp_path)
+    gate = threading.Event()
     before_completion(monkeypatch, lambda checkpoint: gate.wait(60))
     store.save(1, case.state(1))
     assert store.checkpoints() == store.take_failures() == []

@@ -54,7 +54,8 @@ def test_a_save_of_a_small_state_is_one_file_and_one_rename(case, tmp_path, monk
 
     for name in ("rename", "replace", "mkdir", "fsync"):
         counted(name)
-    store, state = case.make(tmp_path), case.state(3)
+    store = case.make(tmp_path)
+    state = case.state(3)
     calls.clear()
     store.save(3, state, record={"step": 3})
     store.wait()
@@ -152,7 +153,8 @@ def test_a_name_that_such_a_file_cannot_hold(case, name, tmp_path):
 
 def crafted(path: Path, change: Any) -> None:
     """Changes the table of a file, with the right digests."""
-    header, data = single_file.read_header(path), path.read_bytes()
+    header = single_file.read_header(path)
+    data = path.read_bytes()
     texts = {"manifest": header.manifest, "state": header.state}
     table = json.loads(json.dumps(header.table))
     change(table)

@@ -34,7 +34,8 @@ HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 def test_a_save_is_exact_and_shares_no_memory_with_the_live_or_a_restored_state(case, tmp_path):
     store = case.make(tmp_path / "checkpoints")
     assert store.checkpoints() == store.damaged() == []
-    record, state = json.loads(json.dumps(HEALING)), case.state(1)
+    record = json.loads(json.dumps(HEALING))
+    state = case.state(1)
     store.save(7, state, record=record)
     case.spoil(state)
     record["state"]["heal_step"] = -1
@@ -72,10 +73,13 @@ def test_optional_names_that_a_checkpoint_lacks_are_left_out(case, tmp_path):
 
 @over(*ALL)
 def test_a_commit_replaces_the_record_alone_and_what_fails_changes_nothing(case, tmp_path):
-    store, like = case.filled(tmp_path, 7, record=HEALING), case.state(1)
+    store = case.filled(tmp_path, 7, record=HEALING)
+    like = case.state(1)
     store.replace_record(7, {"lr": 0.25})
     assert store.nonfinite_in(case.state(0)) == ()
     assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)
+    assert store.nonfinite_in(case.with_nan(), ["weights.bfloat16"]) == ("weights.bfloat16",)
+    assert store.nonfinite_in(case.with_nan(), ["weights.none"]) == ()
     del like["weights"]["int32" if case.in_jax else "int64"]
     like["weights"]["float32"] = like["weights"]["float32"][:3]
     like["weights"]["new"] = like["weights"]["half"]
@@ -155,7 +159,8 @@ def test_a_rollback_and_the_same_steps_again(case, tmp_path):
 @over(*TIERS)
 def test_the_tenth_attempt_is_newer_than_the_ninth(case, tmp_path):
     """As after a kill between a save and the deletion of the older one."""
-    store, older = case.make(tmp_path / "run"), tmp_path / "older"
+    store = case.make(tmp_path / "run")
+    older = tmp_path / "older"
     save(case, store, 3, 9, *[1] * 8)
     shutil.copytree(store.root, older)
     save(case, store, 3, 10, *[1] * 9)
@@ -189,7 +194,9 @@ def test_an_older_save_on_disk_is_another_one(case, tmp_path):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
 def test_what_was_saved_after_the_step_of_a_later_rollback_is_abandoned(bases, data):
     """Against a run that plays the attempts: which saves lead from the start to the end?"""
-    attempts, saved, alive = [0], set(), set()
+    attempts = [0]
+    saved = set()
+    alive = set()
     for base in bases:
         last = data.draw(st.integers(attempts[-1], 12))
         new = {(step, len(attempts)) for step in range(attempts[-1], last + 1)}
@@ -234,7 +241,8 @@ def test_which_checkpoints_are_superfluous(text, keep, dropped):
 @pytest.mark.parametrize("every", [1, 730])
 def test_older_ones_stay_at_distances_that_grow_geometrically(every):
     """Of a run that saves regularly and whose checkpoints all become good."""
-    keep, kept = Keep(good=3, older=True), list[CheckpointInfo]()
+    keep = Keep(good=3, older=True)
+    kept: list[CheckpointInfo] = []
     for step in range(0, 3000 * every, every):
         kept.append(CheckpointInfo(step, "good", 1, 0.0, 1, None))
         gone = superfluous(kept, keep)

@@ -97,8 +97,10 @@ def test_the_optimizer_probe(tmp_path):
     found = strict(run("optimizer", well, ill, "--json").output)
     assert (found["exit_code"], len(found["results"][0]["facts"]["top"])) == (1, 3)
     assert [each["verdict"] for each in found["results"]] == ["PASS", "WARN"]
-    (broken := tmp_path / "broken.pt").write_bytes(b"PK\3\4 no zip")
-    torch.save(net.state_dict(), weights := tmp_path / "weights.pt")
+    broken = tmp_path / "broken.pt"
+    broken.write_bytes(b"PK\3\4 no zip")
+    weights = tmp_path / "weights.pt"
+    torch.save(net.state_dict(), weights)
     result = run("optimizer", ill, broken, weights, "--fail-nonfinite", "1")
     assert result.exit_code == 2
     assert all(verdict in result.output for verdict in ("FAIL", "ERROR", "SKIP"))
@@ -126,7 +128,8 @@ def test_probes_import_little(tmp_path):
     """No framework without one of its files, and neither policies nor the runtime's loop."""
     from safetensors.numpy import save_file
 
-    log, file = write(tmp_path, falling(300, 0.05)), tmp_path / "weights.safetensors"
+    log = write(tmp_path, falling(300, 0.05))
+    file = tmp_path / "weights.safetensors"
     save_file({"w": np.ones(4)}, file)
     commands = [("loss", str(log), 0), ("checkpoint", str(file), 0), ("optimizer", str(log), 3)]
     code = f"""

@@ -49,7 +49,8 @@ def test_known_good_and_intact_passes_and_nothing_is_changed_or_locked(case, tmp
     statuses = "good", "good", "candidate"
     filled(case, tmp_path, *statuses)
     (tmp_path / ".tmp-healcore-0000000000000000").mkdir()
-    held, before = claim(tmp_path), picture(tmp_path)
+    held = claim(tmp_path)
+    before = picture(tmp_path)
     result = probe(tmp_path)
     assert picture(tmp_path) == before
     held.release()

@@ -130,7 +130,8 @@ def test_what_a_trainer_saves_about_the_run_is_reported(tmp_path):
 
 def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path):
     """Low-rank matrices beside projections in each layer, as PEFT names and orders them."""
-    prefix, sizes = "base_model.model.model.layers", {"q_proj": 16, "o_proj": 16, "v_proj": 8}
+    prefix = "base_model.model.model.layers"
+    sizes = {"q_proj": 16, "o_proj": 16, "v_proj": 8}
     weights = {
         f"{prefix}.{layer}.{name}.{half}.weight": nn.Parameter(torch.zeros(shape))
         for layer in range(12)
@@ -140,7 +141,8 @@ def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path):
     optimizer = torch.optim.AdamW(weights.values())
     for name, each in weights.items():
         square = 1e-6 * torch.rand_like(each) * (1e6 if "v_proj" in name else 1)
-        step, average = torch.tensor(60.0), torch.zeros_like(each)
+        step = torch.tensor(60.0)
+        average = torch.zeros_like(each)
         optimizer.state[each] = {"step": step, "exp_avg": average, "exp_avg_sq": square.detach()}
     tensors = {name: each.detach() for name, each in weights.items()}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
@@ -204,7 +206,8 @@ def test_one_nan_in_any_parameter_warns(tmp_path):
     for at, (name, parameter) in enumerate([*net.named_parameters()][::6]):
         slot, bad = (("exp_avg_sq", "nan"), ("exp_avg", "inf"))[at % 2]
         values = optimizer.state[parameter][slot].view(-1)
-        kept, values[-1] = values[-1].clone(), float(bad)
+        kept = values[-1].clone()
+        values[-1] = float(bad)
         path = saved(tmp_path, net, optimizer)
         result = probe(path)
         assert verdicts(result)["finite"] == result.verdict.value == "WARN", name

@@ -75,12 +75,16 @@ def test_a_replay_equals_the_engine_stepped_by_hand(tmp_path):
     for onset in (300, 450, 600, 750):
         run["loss"][onset : onset + 12] = ["nan"] * 12
     path = logs.write(tmp_path / "a.csv", run)
-    rows, engine = rows_of(path), load("pretraining").engine()
+    rows = rows_of(path)
+    engine = load("pretraining").engine()
     wanted, _ = by_hand(engine, engine.init(), rows, range(900))
     got: list[Any]
     got, result = replayed(logs.trace(path), "pretraining")
     assert got == wanted
-    summary, decisions = result.summary, [line for _, line in got]
+
+    # The summary counts these decisions.
+    summary = result.summary
+    decisions = [line for _, line in got]
     assert summary.rows == 900
     assert summary.unjudged == sum(not row["loss"] + row["grad_norm"] for row in rows) > 0
     assert summary.skips == sum(line[2] for line in decisions)
@@ -91,6 +95,8 @@ def test_a_replay_equals_the_engine_stepped_by_hand(tmp_path):
     assert summary.rollbacks == sum("ROLLBACK" in each.action for each in result.incidents) > 1
     assert summary.lowest_lr == pytest.approx(min(float(line[4]) for line in decisions))
     assert summary.incidents == len(result.incidents) > 2
+
+    # Each row has scores of the signals that it logged.
     for row in result:
         logged = {name for name in ("loss", "grad_norm") if rows[row.index][name] != ""}
         assert set(row.z) == logged

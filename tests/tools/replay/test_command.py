@@ -47,14 +47,22 @@ def test_the_table_and_the_page(run, spiked, tmp_path):
     assert cells(done.output, "spiked.csv")[:4] == ["spiked.csv", "300", "25", "1"]
     assert "0.0625 (2)" in done.output
     assert "spiked.csv" in page.read_text()
+
+    # A narrow terminal cuts no cell.
     narrow = CliRunner(env={"COLUMNS": "50"}).invoke(app, ["replay", str(spiked), "-p", "default"])
     assert (cells(narrow.output, "spiked.csv")[1], "…" in narrow.output) == ("300", False)
+
+    # A value that is replaced.
     halved = healcore_replay(spiked, "-p", "pretraining", "--set", "lr.factor=0.5").output
     assert "0.25 (2)" in halved
+
+    # A file that is not there costs the status, not the table.
     gone = tmp_path / "gone.csv"
     partly = healcore_replay(spiked, gone, run)
     assert (partly.exit_code, cells(partly.output, "all 2")[2]) == (1, "600")
     assert f"{gone}: it cannot be read" in partly.output
+
+    # A signal that is not logged is named once, and so is a file that is given twice.
     losses = logs.write(tmp_path / "losses.csv", {"loss": logs.noisy(60)["loss"]})
     inactive = healcore_replay(spiked, losses, "-p", "zclip").output
     assert "no grad_norm logged: clip is inactive in 1 of 2 traces" in inactive
@@ -67,7 +75,8 @@ def test_lines_of_json(run, tmp_path):
     out = tmp_path / "out.jsonl"
     assert healcore_replay(run, "-p", "pretraining", "-p", "zclip", "--jsonl", out).exit_code == 0
     *lines, last = (json.loads(line, parse_constant=pytest.fail) for line in out.open())
-    first, end = lines[0], next(at for at, line in enumerate(lines) if line.get("summary"))
+    first = lines[0]
+    end = next(at for at, line in enumerate(lines) if line.get("summary"))
     rows, summary = lines[:end], lines[end]
     assert [summary["policy"], last["policy"]] == ["pretraining", "zclip"]
     assert summary["fingerprint"] != last["fingerprint"]

@@ -38,7 +38,8 @@ def train(
     folder: Path, bad: Iterable[int], policy: Any = "pretraining", batches: int = 600, **more: Any
 ) -> Path:
     """Events file of a torch run with NaN batches; a store in `more` continues the run before."""
-    events, data = folder / "run.events.jsonl", range(batches)
+    events = folder / "run.events.jsonl"
+    data = range(batches)
     options = {"events": events, "metrics": folder / "run.metrics.jsonl", "save_every": None}
     with contextlib.suppress(SystemExit):
         training_loops.train(loop_of("torch", Faults(always=bad)), policy, data, **options, **more)
@@ -140,10 +141,14 @@ def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
     policy = load("pretraining", mode="observe")
     events = train(tmp_path, range(300, 900), policy=policy, batches=900)
+
+    # The postmortem.
     (written,) = postmortems(events.parent)
     assert (written["skips"], written["observed_skips"]) == (0, 600)
     assert "Tried: nothing: the policy only observes." in written["diagnosis"]
     assert written["metrics"]["heal/observed_skips"] == 600
+
+    # The report.
     (report,) = read_reports(events)
     (incident,) = report.incidents
     counts = report.counts
@@ -151,6 +156,8 @@ def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     assert incident.lr_path[:4] == (1.0, 0.25, 0.0625, 0.015625)
     assert "only observed" in response_text(incident)
     assert not report.curves.undone().any()
+
+    # Its page.
     page = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", render([report])))
     assert "would have skipped 100 steps or more, rolled back, stopped the run" in page
     assert "600 steps would be skipped" in page
@@ -331,7 +338,8 @@ def test_nothing_is_loaded_and_texts_cannot_become_elements(healed):
 
 def empty() -> PageReport:
     """A run with no event but its start."""
-    rows, state = Curves(np.zeros(0), np.zeros(0, np.float32)), RunState.RUNNING
+    rows = Curves(np.zeros(0), np.zeros(0, np.float32))
+    state = RunState.RUNNING
     return PageReport("nothing", Mode.HEAL, "default", "", "", rows, (), Counts(), {}, state)
 
 
@@ -374,7 +382,8 @@ def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request
 @pytest.mark.slow
 def test_a_picture_of_anything():
     step = np.arange(100.0)
-    nan, ones = np.full(100, np.nan), np.ones(100)
+    nan = np.full(100, np.nan)
+    ones = np.ones(100)
     odd = [
         Curves(step, nan, nonfinite=np.ones(100, bool), grad_norm=nan),
         Curves(step, np.where(step == 5, np.inf, 1e30), grad_norm=ones, threshold=ones),

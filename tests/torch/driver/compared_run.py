@@ -22,7 +22,7 @@ def batch_of(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
 
 
-class Run:
+class ComparedRun:
     """Classification by a small net; `parts` batches per step, `weight` of a second loss term."""
 
     def __init__(self, *, dropout: float = 0.0, parts: int = 1, full_batch: bool = False) -> None:

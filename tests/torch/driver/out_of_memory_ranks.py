@@ -43,7 +43,8 @@ def cases(every: int) -> Iterator[tuple[str, dict[str, Any]]]:
     ) -> tuple[str, dict[str, Any]]:
         """Operations that fail, and samples that fit, are by rank."""
         root = folder() / str(rank) / name.replace(" ", "_")
-        fail, most = FailAt(*(fails or {}).get(rank, ())), (fits or {}).get(rank)
+        fail = FailAt(*(fails or {}).get(rank, ()))
+        most = (fits or {}).get(rank)
         given = {"wrap": DistributedDataParallel, "seed": rank, "fits": most, **options}
         found = runs.train(root, None if fits else fail, **given)
         return name, {**found, "operations": fail.count}
@@ -54,7 +55,10 @@ def cases(every: int) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     yield (whole := train("whole"))
     for step in range(STEPS):
-        half = lambda now, s=step: BATCH // 2 if now >= s else None  # noqa: E731
+
+        def half(now: int, first: int = step) -> int | None:
+            return BATCH // 2 if now >= first else None
+
         yield train(f"from {step}", most=half)
     yield train("quarters", most=lambda now: BATCH // 4)
     for number in range(1, whole[1]["operations"] + 1, every):
@@ -73,8 +77,13 @@ def cases(every: int) -> Iterator[tuple[str, dict[str, Any]]]:
     alone: dict[str, Any] = {"wrap": lambda net: net, "reduce": reduce}
     yield train("by hand", fits={1: 3}, make=plain, **alone)
     yield train("one sample", fits={1: 0}, make=plain)
-    half_at_first = lambda now: BATCH // 2 if now == 0 else None  # noqa: E731
-    then_whole = lambda now: BATCH if now else BATCH // 2  # noqa: E731
+
+    def half_at_first(now: int) -> int | None:
+        return BATCH // 2 if now == 0 else None
+
+    def then_whole(now: int) -> int:
+        return BATCH if now else BATCH // 2
+
     yield train("whole later", most=then_whole)
     yield train("larger again", most=half_at_first, wait=1)
     yield train("larger on rank 1 alone", fits={1: BATCH // 2}, most=half_at_first, wait=1)

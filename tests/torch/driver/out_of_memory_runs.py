@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from healcore import Logging
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.batch_parts import FIRST_WAIT
+from tests.open_run import run_of
 
 STEPS, ACCUMULATED, BATCH = 3, 2, 8
 
@@ -53,7 +54,10 @@ def plain() -> nn.Module:
 
 def data(seed: int, samples: int) -> list[tuple[Tensor, ...]]:
     random = torch.Generator().manual_seed(100 + seed)
-    draw = lambda n: torch.randn(samples, n, generator=random, dtype=torch.float64)  # noqa: E731
+
+    def draw(n: int) -> Tensor:
+        return torch.randn(samples, n, generator=random, dtype=torch.float64)
+
     return [(draw(4), draw(2)) for _ in range(STEPS * ACCUMULATED)]
 
 
@@ -95,11 +99,12 @@ def train(
     found: dict[str, Any] = {"sizes": sizes, "raised": {}}
     try:
         with Healer(state=state, logging=Logging(metrics=metrics, events=events)) as healer:
-            healer._run.record.part_growth.wait = wait
+            run_of(healer).record.part_growth.wait = wait
             for number, batch in enumerate(healer.batches(data(seed, samples))):
-                done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
+                done = sizes[number // ACCUMULATED]
+                last = number % ACCUMULATED == ACCUMULATED - 1
                 if (limit := most(healer.step)) is not None:
-                    healer._run.record.part_limit = limit
+                    run_of(healer).record.part_limit = limit
                 for part in healer.microbatches(batch):
                     waits = no_sync and not (last and part.last)
                     with part, fail or nullcontext(), model.no_sync() if waits else nullcontext():

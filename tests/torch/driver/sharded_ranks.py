@@ -84,7 +84,9 @@ def rolled_back() -> list[list[str]]:
     net, optimizer, rank = built("AdamW")
     state = {"model": net, "optimizer": optimizer}
     driver = TorchDriver(state, ROLLS_BACK)
-    store, named, weights = driver.store(folder() / "rollback"), [], []
+    store = driver.store(folder() / "rollback")
+    named = []
+    weights = []
     usual = torch.tensor([1.0, 0.5, -1.0, 2.0])
     for bad in (False, True, True):
         target = usual.clone()

@@ -33,7 +33,7 @@ ROLLS_BACK = Engine(_ROLLS_BACK)
 CLIPS = Engine(_ROLLS_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
 
 
-class Run:
+class SmallTorchRun:
     """A linear model whose gradient depends on the batch only. float64 makes it exact to 1e-12."""
 
     def __init__(
@@ -67,9 +67,9 @@ class Run:
         """One step of the loop; how far each parameter moved."""
         before = [p.detach().clone() for p in self.model.parameters()]
         if isinstance(self.optimizer, torch.optim.LBFGS):
-            self.optimizer.step(lambda: self._evaluate(i, factor))
+            self.optimizer.step(lambda: self.evaluate(i, factor))
         else:
-            self._evaluate(i, factor)
+            self.evaluate(i, factor)
             self.optimizer.step()
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(float(i))  # never better: the rate falls when patience is over
@@ -78,14 +78,15 @@ class Run:
         after = self.model.parameters()
         return [p.detach() - old for p, old in zip(after, before, strict=True)]
 
-    def _evaluate(self, i: int, factor: float) -> Tensor:
+    def evaluate(self, i: int, factor: float) -> Tensor:
         self.optimizer.zero_grad()
         return self.backward(i, factor)
 
 
 def roll_back(driver: TorchDriver, saved: Any) -> None:
     """The Healer's part of a rollback: state and detectors of then, the current budget and cut."""
-    live, engine = driver.engines(), ROLLS_BACK
+    live = driver.engines()
+    engine = ROLLS_BACK
     merged = {
         name: engine.to_dict(
             engine.on_rollback(

@@ -54,10 +54,12 @@ class NormRun:
     ("factor", "options"), [(NAN, {}), (1e4, {"momentum": None})], ids=["ema", "cumulative"]
 )
 def test_a_skip_restores_them_to_the_bit(where: str, fused: bool, factor: float, options: Any):
-    run, twin = NormRun(where, fused, **options), network(**options)
+    run = NormRun(where, fused, **options)
+    twin = network(**options)
     for i in range(6):
         run.step(i)
-    before, weights = statistics(run.model), bits(list(run.model.parameters()))
+    before = statistics(run.model)
+    weights = bits(list(run.model.parameters()))
     twin.load_state_dict(run.model.state_dict())
     run.step(6, factor=factor)
     assert bits(list(run.model.parameters())) == weights, "it was skipped"
@@ -74,7 +76,8 @@ def test_a_skip_restores_them_to_the_bit(where: str, fused: bool, factor: float,
 @every_way
 def test_two_optimizers_restore_their_own_layers(where: str, fused: bool):
     """The loop of every GAN: the generator's backward comes after the critic's step."""
-    generator, critic = network(), nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    generator = network()
+    critic = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     g, c = (AdamW(each.parameters(), lr=0.01, fused=fused) for each in (generator, critic))
     state = {"generator": generator, "critic": critic, "g": g, "c": c}
     driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})

@@ -2,7 +2,6 @@
 
 import json
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,13 +13,20 @@ from healcore.policy import load
 from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from tests.healer.run_directory import flip_a_bit
-from tests.torch.driver.compared_run import CHANGE, STEPS, Run, at_change, events, left_alone
+from tests.torch.driver.compared_run import (
+    CHANGE,
+    STEPS,
+    ComparedRun,
+    at_change,
+    events,
+    left_alone,
+)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> float:
     """The loss on unseen data of a run to which nothing happens."""
-    run = Run()
+    run = ComparedRun()
     run.train(tmp_path_factory.mktemp("undisturbed"), asks=False)
     return run.unseen_loss()
 
@@ -28,12 +34,12 @@ def undisturbed(tmp_path_factory) -> float:
 # -- damage ---------------------------------------------------------------------------------------
 
 
-def times(run: Run, factor: float) -> None:
+def times(run: ComparedRun, factor: float) -> None:
     """One layer that is too large."""
     run.model[4].weight.mul_(factor)  # type: ignore[operator]
 
 
-def noise(run: Run, size: float) -> None:
+def noise(run: ComparedRun, size: float) -> None:
     """One layer that has lost everything."""
     weight: Any = run.model[0].weight
     weight.copy_(size * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
@@ -45,7 +51,8 @@ def noise(run: Run, size: float) -> None:
 )
 def test_damaged_weights_are_rolled_back(tmp_path, damage, size, parts, undisturbed):
     """Every batch of an accumulation is compared, also in a loop that calls observe."""
-    run, seen = Run(parts=parts), set[int]()
+    run = ComparedRun(parts=parts)
+    seen: set[int] = set()
 
     def loss_fn(number: int) -> torch.Tensor:
         if number and not torch.is_grad_enabled():  # 0 is tried alone
@@ -69,8 +76,12 @@ def test_damaged_weights_are_rolled_back(tmp_path, damage, size, parts, undistur
 @pytest.mark.slow
 def test_steps_that_a_failed_rollback_has_read_are_reported(tmp_path, monkeypatch):
     """Without a usable checkpoint the run continues: each step has its metrics."""
-    run = Run()
-    monkeypatch.setattr(Restorer, "restore", Mock(side_effect=NoGoodCheckpoint("none")))
+    run = ComparedRun()
+
+    def no_good_checkpoint(*_: Any, **__: Any) -> None:
+        raise NoGoodCheckpoint("none")
+
+    monkeypatch.setattr(Restorer, "restore", no_good_checkpoint)
     harm = at_change(lambda: times(run, -4.0))
     healer = run.train(tmp_path, at=harm, metrics=tmp_path / "m.jsonl")
     assert "none" in str(events(tmp_path, "problem"))
@@ -79,7 +90,7 @@ def test_steps_that_a_failed_rollback_has_read_are_reported(tmp_path, monkeypatc
     assert healer.rollbacks == 0
 
 
-class OneBatchDamages(Run):
+class OneBatchDamages(ComparedRun):
     """Training on batch `CHANGE` damages the model; other weights find the batch like any other."""
 
     def loss(self, number: int) -> torch.Tensor:
@@ -126,7 +137,10 @@ def test_damage_that_comes_again_is_skipped_at_its_onset(tmp_path, loaders, at):
 @pytest.mark.slow
 def test_a_rate_that_rises_slowly_is_not_the_only_suspect(tmp_path):
     run = OneBatchDamages()
-    rises = lambda healer: rate(run, 0.01 * (1 + healer.step / 20_000))  # noqa: E731
+
+    def rises(healer: Healer) -> None:
+        rate(run, 0.01 * (1 + healer.step / 20_000))
+
     run.train(tmp_path, at=rises)
     backs = events(tmp_path, "rollback")
     assert "lr_limit" in backs[0], "the rate is above each healthy one"
@@ -138,15 +152,18 @@ def test_a_rate_that_rises_slowly_is_not_the_only_suspect(tmp_path):
 # -- the learning rate ----------------------------------------------------------------------------
 
 
-def rate(run: Run, value: float) -> None:
+def rate(run: ComparedRun, value: float) -> None:
     for group in run.optimizer.param_groups:
         group["lr"] = value
 
 
 @pytest.mark.slow
 def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, undisturbed, caplog):
-    run = Run()
-    jump = lambda healer: rate(run, 0.3 if healer.step >= CHANGE else 0.01)  # noqa: E731
+    run = ComparedRun()
+
+    def jump(healer: Healer) -> None:
+        rate(run, 0.3 if healer.step >= CHANGE else 0.01)
+
     healer = run.train(tmp_path, at=jump, gives_loss=True)
     backs = events(tmp_path, "rollback")
     assert 1 <= len(backs) <= 2
@@ -168,7 +185,8 @@ def test_a_rate_that_is_too_high_does_not_stay(tmp_path, start, curvature, raise
     At the start no healthy rate is known: the limit lasts until the first healthy checkpoint. If
     the program's rate does damage from there on, the limit is the rate that was healthy until then.
     """
-    weight, count = torch.nn.Parameter(torch.ones(8)), iter(range(9 * STEPS))
+    weight = torch.nn.Parameter(torch.ones(8))
+    count = iter(range(9 * STEPS))
     optimizer = torch.optim.SGD([weight], lr=start)
 
     def loss_fn(number: int) -> torch.Tensor:
@@ -182,7 +200,8 @@ def test_a_rate_that_is_too_high_does_not_stay(tmp_path, start, curvature, raise
             group = optimizer.param_groups[0]
             group["lr"] = raised.get(next(count), group["lr"])
             optimizer.zero_grad()
-            (loss := healer.loss(number)).backward()
+            loss = healer.loss(number)
+            loss.backward()
             optimizer.step()
     assert {e["checkpoint"] for e in events(tmp_path, "rollback")} == restored
     assert float(loss.detach()) < 1.2
@@ -217,7 +236,7 @@ def test_only_the_optimizer_whose_rate_jumps_is_limited_and_in_its_own_unit(tmp_
 # -- healthy changes ------------------------------------------------------------------------------
 
 
-def growing_term(run: Run) -> Any:
+def growing_term(run: ComparedRun) -> Any:
     def grow(healer: Any) -> None:
         since = healer.step - CHANGE + 30
         run.weight = 0.0 if since < 0 else min(1e3, 1e-7 * 3.0**since)
@@ -225,7 +244,7 @@ def growing_term(run: Run) -> Any:
     return grow
 
 
-def pruned(run: Run) -> Any:
+def pruned(run: ComparedRun) -> Any:
     def prune() -> None:
         weight: Any = run.model[0].weight
         weight[weight.abs() < weight.abs().flatten().quantile(0.3)] = 0.0
@@ -245,7 +264,7 @@ def pruned(run: Run) -> Any:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_healthy_change_costs_nothing(tmp_path, change, settings):
-    run = Run(**settings)
+    run = ComparedRun(**settings)
     at = {"at": change(run)} if change else {}
     left_alone(tmp_path, run.train(tmp_path, gives_loss=True, **at))
 
@@ -253,7 +272,7 @@ def test_a_healthy_change_costs_nothing(tmp_path, change, settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("asks", [False, True])
 def test_new_labels_are_learnt(tmp_path, asks):
-    run = Run()
+    run = ComparedRun()
     run.relabelled_from = CHANGE
     left_alone(tmp_path, run.train(tmp_path, asks=asks))
     assert events(tmp_path, "alarm")
@@ -267,7 +286,7 @@ def test_new_labels_are_learnt(tmp_path, asks):
 @pytest.mark.slow
 def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, capsys):
     """What was tried is undone: the run ends as without healcore."""
-    plain, run = Run(), Run()
+    plain, run = ComparedRun(), ComparedRun()
     edit = at_change(lambda: times(plain, 50.0), again=True)
     plain.train(tmp_path / "plain", at=edit, asks=False)
     edit = at_change(lambda: times(run, 50.0), again=True)
@@ -293,7 +312,8 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
     ids=["observe", "no rollback"],
 )
 def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change, caplog):
-    run, policy = Run(), load("default", **change)
+    run = ComparedRun()
+    policy = load("default", **change)
     harm = at_change(lambda: times(run, 50.0))
     healer = run.train(tmp_path, at=harm, policy=policy, steps=CHANGE + 30)
     assert events(tmp_path, "alarm"), "there was a reason"
@@ -302,7 +322,7 @@ def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change, caplog):
     assert ("compares no weights" in caplog.text) == ("respond" in change)
 
 
-class Attacked(Run):
+class Attacked(ComparedRun):
     """The loss is of points that are moved away from their labels, from a random start."""
 
     def loss(self, number: int) -> torch.Tensor:
@@ -322,10 +342,11 @@ def test_comparing_changes_not_one_bit_of_the_run(tmp_path):
     ended = []
     for way in ("not asked", "observe", "loss"):
         np.random.seed(0)  # noqa: NPY002
-        run, calls = Attacked(dropout=0.3), list[int]()
+        run = Attacked(dropout=0.3)
+        calls: list[int] = []
         run.relabelled_from = CHANGE
 
-        def loss_fn(number: int, run: Run = run, calls: list[int] = calls) -> torch.Tensor:
+        def loss_fn(number: int, run: ComparedRun = run, calls: list[int] = calls) -> torch.Tensor:
             calls.append(number)
             return run.loss(number)
 
@@ -360,7 +381,7 @@ def killed_at(step: int, otherwise: Any = lambda healer: None) -> Any:
 def test_a_suspicion_continues_after_a_kill(tmp_path, killed, every, undisturbed):
     """The newest checkpoint is of damaged weights; there is evidence, or a pending verdict."""
     saves: Any = {"store": tmp_path / "store", "checkpoints": Checkpoints(every=every)}
-    first, run = Run(), Run()
+    first, run = ComparedRun(), ComparedRun()
     at = killed_at(killed, at_change(lambda: times(first, 50.0)))
     first.train(tmp_path / "a", at=at, **saves)
     healer = run.train(tmp_path / "b", **saves)
@@ -375,12 +396,12 @@ def test_a_suspicion_continues_after_a_kill(tmp_path, killed, every, undisturbed
 @pytest.mark.slow
 def test_a_copy_that_cannot_be_read_does_not_cost_the_newest_checkpoint(tmp_path):
     store = tmp_path / "store"
-    Run().train(tmp_path / "a", store=store, at=killed_at(150))
+    ComparedRun().train(tmp_path / "a", store=store, at=killed_at(150))
     newest, *older = sorted(store.glob("step-*"), reverse=True)
     assert older
     for folder in older:
         flip_a_bit(folder, 1)
-    healer = Run().train(tmp_path / "b", store=store, steps=200)
+    healer = ComparedRun().train(tmp_path / "b", store=store, steps=200)
     (resumed,) = events(tmp_path / "b", "resume")
     assert f"{resumed['step']:010}" in newest.name
     assert healer.step == 200
@@ -390,7 +411,8 @@ def test_a_copy_that_cannot_be_read_does_not_cost_the_newest_checkpoint(tmp_path
 @pytest.mark.parametrize(("asks", "value"), [(False, float("nan")), (True, float("inf"))])
 def test_losses_that_are_not_finite_change_nothing_in_finite_weights(tmp_path, asks, value):
     """A third of the batches is fully masked (loss 0/0), for as long as the run lasts."""
-    run, skipped = Run(), []
+    run = ComparedRun()
+    skipped = []
 
     def mask(healer: Any) -> None:
         run.scale = value if healer.step % 3 == 0 or 200 <= healer.step < 260 else 1.0

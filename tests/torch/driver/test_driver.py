@@ -22,12 +22,12 @@ from healcore.torch.driver import TorchDriver
 from healcore.torch.driver.optimizer_steps import STEPS_WITHOUT_DISPATCH
 from healcore.torch.driver.pending_step import MAX_PENDING
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run, single_record
+from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, SmallTorchRun, single_record
 from tests.torch.optimizer_cases import host_and_device
 
 
-def driven(where: str = "host") -> tuple[Run, TorchDriver]:
-    run = Run(partial(AdamW, lr=0.01, fused=True))
+def driven(where: str = "host") -> tuple[SmallTorchRun, TorchDriver]:
+    run = SmallTorchRun(partial(AdamW, lr=0.01, fused=True))
     return run, TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
 
 
@@ -135,7 +135,8 @@ def run(kind, folder, interrupt=-1):
     torch.manual_seed(0)
     data = list(torch.randn(80, 6, 4))
     body, head = nn.Linear(4, 8), nn.Linear(8, 1)
-    model, both = nn.Sequential(body, nn.Tanh(), head), [*body.parameters(), *head.parameters()]
+    model = nn.Sequential(body, nn.Tanh(), head)
+    both = [*body.parameters(), *head.parameters()]
     first = torch.optim.Adam(head.parameters(), 1e-3)
     second = torch.optim.SGD(both if kind == "two stages" else body.parameters(), 1e-2)
     state = {"model": model, "first": first, "second": second}
@@ -185,6 +186,8 @@ WARMUP = 6
 def test_a_record_has_what_the_engine_ordered(where: str):
     run, driver = driven(where)
     assert driver.take_dispatch() is None
+
+    # A healthy step.
     driver.observe(7.0)
     run.step(0)
     first = single_record(driver)
@@ -195,6 +198,7 @@ def test_a_record_has_what_the_engine_ordered(where: str):
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
     assert first.grad_norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item())
 
+    # A bad step.
     driver.observe(NAN)
     run.step(1, NAN)
     bad = single_record(driver)
@@ -205,6 +209,7 @@ def test_a_record_has_what_the_engine_ordered(where: str):
     assert (bad.step, bad.onset, bad.incident, bad.incident_open) == (2, 1, 1, True)
     assert (bad.loss, bad.grad_norm) == (7.0, first.grad_norm)
 
+    # Two healthy steps end the incident.
     for i in (2, 3):
         run.step(i)
         record = single_record(driver)
@@ -230,7 +235,7 @@ def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
 def test_an_evaluation_counts_at_the_next_step_whatever_happens_in_between(between: str):
     """The Healer may limit the rate or the norm, or repeat the batch in smaller parts."""
     overfit = ("overfit", OverfitConfig(patience=1))
-    run = Run(partial(SGD, lr=0.1))
+    run = SmallTorchRun(partial(SGD, lr=0.1))
     driver = TorchDriver(run.state, Engine(EngineConfig(detectors=(overfit,))))
     for i in range(3):
         if i == 2:

@@ -15,6 +15,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.torch.driver import gradient_window
 from healcore.torch.trainers import healings_of
+from tests.open_run import run_of
 from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train
 
 VOCABULARY, IGNORED = 11, -100
@@ -79,7 +80,7 @@ def test_mean_losses(run, loss_fn, options, batch, most):
     loss = loss_fn(model, batch)
     loss.backward()
     expected = gradients(model)
-    healer._run.record.part_limit = most
+    run_of(healer).record.part_limit = most
     for part in healer.microbatches(batch, **options):
         with part:
             loss_of_part = loss_fn(model, part.batch)
@@ -93,9 +94,11 @@ def test_mean_losses(run, loss_fn, options, batch, most):
 
 def test_a_part_without_a_token_that_counts_is_left_out(run):
     """Its mean is NaN, and 0 times that too."""
-    healer, batch, parts = run[0], tokens(0, 4, 3, 0.0), list[Any]()
+    healer = run[0]
+    batch = tokens(0, 4, 3, 0.0)
+    parts: list[Any] = []
     batch["labels"][2:] = IGNORED
-    healer._run.record.part_limit = 2
+    run_of(healer).record.part_limit = 2
     for part in healer.microbatches(batch, count="labels"):
         with part:
             parts.append((part.weight, part.first, part.last))
@@ -140,11 +143,16 @@ def test_a_redone_window_may_fail_again(tmp_path):
 
 def test_a_failed_trial_of_larger_parts_at_any_operation(tmp_path):
     """Also in the second batch of a window. The result is that of parts that never grew."""
+
+    def half_at_first(step: int) -> int | None:
+        return HALF if step == 0 else None
+
     expected = train(tmp_path / "split", most=lambda step: HALF)
-    half_at_first = lambda step: HALF if step == 0 else None  # noqa: E731
-    grown = train(tmp_path / "grown", fails_never := FailAt(), most=half_at_first, wait=1)
+    fails_never = FailAt()
+    grown = train(tmp_path / "grown", fails_never, most=half_at_first, wait=1)
     assert grown["sizes"] == [[HALF, HALF] * ACCUMULATED, *[[BATCH] * ACCUMULATED] * 2]
-    step_0 = train(tmp_path / "counted", counts := FailAt(), most=lambda step: HALF)["sizes"][0]
+    counts = FailAt()
+    step_0 = train(tmp_path / "counted", counts, most=lambda step: HALF)["sizes"][0]
     assert len(step_0) == 2 * ACCUMULATED
     first, last = counts.count // STEPS + 1, (counts.count // STEPS + fails_never.count) // 2
     numbers = range(first, last, 9)

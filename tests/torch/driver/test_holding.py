@@ -14,6 +14,7 @@ from healcore import Checkpoints, Healer, Logging
 from healcore.runtime.healer import hooks_of
 from healcore.runtime.run.compare import holding
 from healcore.tools.report.run_report import read_reports
+from tests.open_run import run_of
 
 STEPS, FIRST, LAST = 360, 305, 335
 """Steps of a run, and the steps of a fault that is a part of the program."""
@@ -42,7 +43,9 @@ class Program:
         """What the state has beside the model and the optimizer."""
         (group,) = self.optimizer.param_groups
         self.usual = {name: group[name] for name in numbers or {}}
-        self.numbers, self.grads, self.bad_steps = numbers or {}, grads, bad_steps
+        self.numbers = numbers or {}
+        self.grads = grads
+        self.bad_steps = bad_steps
         self.clip_until = clip_until
         self.rewinds = True
         """Whether the batches are a list, and not a generator."""
@@ -154,7 +157,7 @@ def test_a_clip_that_the_program_forgets_is_replaced(tmp_path):
     healed = Program(**options, clip_until=220)
     healed.train(tmp_path)
     assert healed.unseen_loss() < 1.25 * clean.unseen_loss()
-    held = healed.healer._run.holding.held
+    held = run_of(healed.healer).holding.held
     assert held.norm_limits["optimizer"] == pytest.approx(0.5, rel=1e-3), "still needed"
 
 
@@ -163,7 +166,7 @@ def test_what_is_held_is_released_when_the_fault_is_over(tmp_path):
     program = Program(**{**FAULTS["weight decay"], "bad_steps": range(220, 250)})
     *_, last = program.train(tmp_path)
     assert last["held"] == ["optimizer.weight_decay held at 0.01, the program sets 40"]
-    ranges = program.healer._run.comparisons.state.ranges
+    ranges = run_of(program.healer).comparisons.state.ranges
     assert not ranges.held
     assert hooks_of(program.healer).driver.engines()["optimizer"]["state"]["norm_limit"] == 0
 
@@ -173,9 +176,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.slow
-def test_a_restart_within_the_withheld_steps_ends_with_the_same_bits(tmp_path):
-    """The checkpoint at step 224 is within them. What is withheld is no part of the weights."""
-    found, withheld = [], []
+def test_a_restart_within_the_frozen_steps_ends_with_the_same_bits(tmp_path):
+    """The checkpoint at step 224 is a frozen step. The weights do not show that it is frozen."""
+    found, frozen = [], []
     for kills in ([], [226]):
         store = tmp_path / str(len(kills))
         for _ in range(len(kills) + 1):
@@ -190,18 +193,18 @@ def test_a_restart_within_the_withheld_steps_ends_with_the_same_bits(tmp_path):
                 ) as healer,
             ):
                 for batch in healer.batches(program.batches[:STEPS]):
-                    held = healer._run.holding.held
-                    if held.withholds(batch[0]) and healer.step in kills:
+                    held = run_of(healer).holding.held
+                    if held.freezes(batch[0]) and healer.step in kills:
                         kills.clear()
                         raise Killed
                     healer.loss(batch).backward()
                     program.step(batch[0])
-            withheld.append(held.withheld)
+            frozen.append(held.frozen_steps)
         found.append(torch.cat([p.detach().flatten() for p in program.model.parameters()]))
     assert torch.equal(*found)
-    assert len(withheld) == 3
-    assert len(set(withheld)) == 1
-    first, last = withheld[0]
+    assert len(frozen) == 3
+    assert len(set(frozen)) == 1
+    first, last = frozen[0]
     assert first < 224 < 226 < last
 
 
@@ -243,7 +246,7 @@ def test_an_alarm_names_the_rate_of_its_step(caplog):
 
 
 @pytest.mark.slow
-def test_a_loss_fn_that_fails_among_the_withheld_steps_ends_the_withholding(tmp_path):
+def test_a_loss_fn_that_fails_among_the_frozen_steps_ends_the_freeze(tmp_path):
     """Without comparisons nobody asks any more whether the updates are right. They are made."""
     program = Program(**FAULTS["signs"])
     state = {"model": program.model, "optimizer": program.optimizer}
@@ -264,10 +267,11 @@ def test_a_loss_fn_that_fails_among_the_withheld_steps_ends_the_withholding(tmp_
         logging=Logging(console=False),
     ) as healer:
         for batch in healer.batches(program.batches[:STEPS]):
-            before, number = parameter.detach().clone(), healer.step
-            held = healer._run.holding.held
-            if frozen is None and held.withholds(number):
-                frozen = held.withheld
+            before = parameter.detach().clone()
+            number = healer.step
+            held = run_of(healer).holding.held
+            if frozen is None and held.freezes(number):
+                frozen = held.frozen_steps
             healer.loss(batch).backward()
             program.step(batch[0])
             if frozen and not torch.equal(before, parameter):
@@ -290,7 +294,7 @@ def test_a_number_that_the_program_keeps_is_used_in_the_end(tmp_path, monkeypatc
     rollbacks = program.train(tmp_path, log)
     held = next(each for each in rollbacks if each.get("held"))
     assert held["held"] == ["optimizer.weight_decay held at 0.01, the program sets 40"]
-    assert not program.healer._run.holding.held.numbers
+    assert not run_of(program.healer).holding.held.numbers
     assert "optimizer.weight_decay of 40: the program has set this for more than" in caplog.text
     exact = [torch.equal(a, b) for a, b in zip(plain.weights(), program.weights(), strict=True)]
     assert all(exact) == rewinds
@@ -306,7 +310,7 @@ def test_what_is_held_is_released_if_the_loss_fn_fails(tmp_path, caplog):
 
     def loss_fn(batch: Any) -> torch.Tensor:
         nonlocal failed
-        held = healer._run.holding.held
+        held = run_of(healer).holding.held
         if not torch.is_grad_enabled() and held:
             failed = True
             raise ValueError("this loss_fn has broken")
@@ -317,7 +321,7 @@ def test_what_is_held_is_released_if_the_loss_fn_fails(tmp_path, caplog):
         for batch in healer.batches(program.batches[:STEPS]):
             healer.loss(batch).backward()
             program.step(batch[0])
-        assert not healer._run.holding.held
+        assert not run_of(healer).holding.held
     assert failed
     assert "what was held is released" in caplog.text
 

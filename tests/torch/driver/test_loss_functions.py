@@ -13,13 +13,15 @@ from torch.nn.utils import prune
 
 from healcore import Healer
 from healcore.torch.driver.driver import TorchDriver
-from tests.torch.driver.compared_run import CHANGE, Run
+from tests.open_run import run_of
+from tests.torch.driver.compared_run import CHANGE, ComparedRun
 
 
 @pytest.mark.parametrize("gives_loss", [False, True], ids=["observe", "loss"])
 def test_both_sides_draw_the_same_numbers(tmp_path, gives_loss):
     """A training loss had other draws than a comparison has, so it is evaluated again."""
-    run, drawn = Run(), list[tuple[float, ...]]()
+    run = ComparedRun()
+    drawn: list[tuple[float, ...]] = []
 
     def loss_fn(number: int) -> Tensor:
         draws = float(torch.rand(())), float(np.random.rand()), random.random()  # noqa: NPY002
@@ -36,15 +38,19 @@ def test_both_sides_draw_the_same_numbers(tmp_path, gives_loss):
 
 def test_an_average_stays_current_while_earlier_weights_are_evaluated():
     model = nn.Linear(2, 1)
-    average, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     driver = TorchDriver({"model": model, "average": average, "optimizer": optimizer})
     weights = driver.copy_weights()
     assert weights.keys() == {id(p) for p in model.parameters()}
     with torch.no_grad():
         for p in (*model.parameters(), *average.parameters()):
             p.fill_(3.0)
-    seen = lambda batch: (model.bias + 100 * average.bias).sum()  # noqa: E731
-    (loss,) = driver.losses_of(seen, [None], weights)
+
+    def both_biases(batch: Any) -> Tensor:
+        return (model.bias + 100 * average.bias).sum()
+
+    (loss,) = driver.losses_of(both_biases, [None], weights)
     assert loss == pytest.approx(weights[id(model.bias)].item() + 300.0)
     assert model.bias.item() == average.bias.item() == 3.0
 
@@ -69,9 +75,11 @@ def driven(model: nn.Module) -> TorchDriver:
 def test_batch_statistics_belong_to_the_earlier_weights():
     """A layer in evaluation mode reads them: damage in them would be on both sides."""
     model: Any = Normalized()
-    driver, statistics = driven(model), model.net[1]
+    driver = driven(model)
+    statistics = model.net[1]
     parts = [*model.net[0].parameters(), statistics.running_mean, statistics.running_var]
-    weights, earlier = driver.copy_weights(), [part.clone() for part in parts]
+    weights = driver.copy_weights()
+    earlier = [part.clone() for part in parts]
     with torch.no_grad():
         for part in parts:
             part.mul_(3.0).add_(1.0)
@@ -118,7 +126,9 @@ def test_gradients_buffers_and_attributes_are_those_of_before_an_evaluation():
         loss.backward()
         return loss
 
-    facts = lambda: [model.training, model.count, *(p.grad for p in model.parameters())]  # noqa: E731
+    def facts() -> list[Any]:
+        return [model.training, model.count, *(p.grad for p in model.parameters())]
+
     before = facts()
     driver.losses_of(loss_fn, [torch.ones(2)], driver.copy_weights())
     assert all(a is b for a, b in zip(facts(), before, strict=True))
@@ -127,7 +137,8 @@ def test_gradients_buffers_and_attributes_are_those_of_before_an_evaluation():
 
 
 def test_a_momentum_encoder_that_the_forward_pass_updates_is_restored():
-    model, teacher = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
+    model = nn.Linear(2, 1)
+    teacher = nn.Linear(2, 1).requires_grad_(False)
     optimizer = torch.optim.SGD([*model.parameters(), *teacher.parameters()], lr=0.1)
     driver = TorchDriver({"model": model, "teacher": teacher, "optimizer": optimizer})
 
@@ -153,19 +164,19 @@ def test_weights_that_an_optimizer_copies_are_replaced_in_the_module_too():
 @pytest.mark.slow
 def test_an_expected_change_drops_the_copies(tmp_path):
     """Weights that are replaced on purpose are worse at first; no earlier weights are restored."""
-    run = Run()
+    run = ComparedRun()
 
     def at(healer: Healer) -> None:
         if healer.step == CHANGE:
             healer.expect_change()
-            assert not healer._run.comparisons.anchors
+            assert not run_of(healer).comparisons.anchors
             with torch.no_grad():
                 for p in run.model.parameters():
                     p.copy_(torch.randn(p.shape) / 3)
 
     healer: Any = run.train(tmp_path, at=at)
     assert healer.rollbacks == 0
-    anchors = healer._run.comparisons.anchors
+    anchors = run_of(healer).comparisons.anchors
     assert anchors
     assert all(each.step > CHANGE for each in anchors)
 
@@ -175,7 +186,8 @@ def test_a_comparison_has_the_autocast_of_the_loop():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     driver = TorchDriver({"model": model, "optimizer": optimizer})
-    weights, seen = driver.copy_weights(), list[Any]()
+    weights = driver.copy_weights()
+    seen: list[Any] = []
 
     def loss_fn(batch: Any) -> Tensor:
         out = model(torch.ones(1, 2))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from healcore.core.engine import Engine
 from healcore.runtime.driver import NumberRange
 from healcore.torch.driver import TorchDriver
 from tests.torch.bit_comparison import bits
-from tests.torch.driver.small_run import NAN, ROLLS_BACK, Run
+from tests.torch.driver.small_run import NAN, ROLLS_BACK, SmallTorchRun
 from tests.torch.optimizer_cases import host_and_device
 
 HEALTHY = NumberRange(0.05, 0.05, 0.05)
@@ -24,7 +25,7 @@ def adamw(params: Any) -> Optimizer:
     return AdamW(params, lr=0.01, weight_decay=0.05)
 
 
-def driven(run: Run, *, where: str = "host", policy: Engine = ROLLS_BACK) -> TorchDriver:
+def driven(run: SmallTorchRun, *, where: str = "host", policy: Engine = ROLLS_BACK) -> TorchDriver:
     """A driver that reads the numbers of the run's optimizer."""
     driver = TorchDriver(run.state, policy, attach={"engine": where})
     driver.watch_numbers()
@@ -39,7 +40,7 @@ def values_in_step(optimizer: Optimizer, entry: str) -> list[Any]:
 
 
 def test_nothing_is_read_unless_a_healer_asks_for_it():
-    run = Run(adamw)
+    run = SmallTorchRun(adamw)
     driver = TorchDriver(run.state, ROLLS_BACK)
     run.step(0)
     assert driver.numbers() == {}
@@ -57,12 +58,15 @@ def test_nothing_is_read_unless_a_healer_asks_for_it():
 
 
 def test_a_value_that_is_set_for_one_step_only_is_seen():
-    run = Run(adamw)
-    driver, (group,) = driven(run), run.optimizer.param_groups
+    run = SmallTorchRun(adamw)
+    driver = driven(run)
+    (group,) = run.optimizer.param_groups
     run.step(0)
-    group["weight_decay"], group["betas"] = 100.0, (0.9, NAN)
+    group["weight_decay"] = 100.0
+    group["betas"] = (0.9, NAN)
     run.step(1)
-    group["weight_decay"], group["betas"] = 0.05, (0.9, 0.999)
+    group["weight_decay"] = 0.05
+    group["betas"] = (0.9, 0.999)
     run.step(2)
     numbers = driver.numbers()
     assert numbers["optimizer.weight_decay"] == (0.05, 100.0, 0.05)
@@ -73,10 +77,14 @@ def test_a_value_that_is_set_for_one_step_only_is_seen():
     assert driver.numbers()["optimizer.weight_decay"] == HEALTHY, "the ranges begin anew"
 
 
+def one_cycle(optimizer: Any) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+
+
 def test_a_cycle_of_the_momentum_is_a_range():
-    cycle: Any = lambda o: OneCycleLR(o, max_lr=0.1, total_steps=9)  # noqa: E731
-    run = Run(adamw, cycle)
-    driver, used = driven(run), values_in_step(run.optimizer, "betas")
+    run = SmallTorchRun(adamw, one_cycle)
+    driver = driven(run)
+    used = values_in_step(run.optimizer, "betas")
     for i in range(8):
         run.step(i)
     first = [betas[0] for betas in used]
@@ -103,10 +111,11 @@ class DecaySchedule(LRScheduler):
 @host_and_device
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_held_number_is_replaced_for_the_step_alone(where: str, fused: bool):
-    run = Run(
+    run = SmallTorchRun(
         lambda p: AdamW(p, lr=0.01, weight_decay=0.05, fused=fused), lambda o: DecaySchedule(o)
     )
-    driver, used = driven(run, where=where), values_in_step(run.optimizer, "weight_decay")
+    driver = driven(run, where=where)
+    used = values_in_step(run.optimizer, "weight_decay")
     (group,) = run.optimizer.param_groups
     driver.hold_numbers({"optimizer.weight_decay": NumberRange(0.01, 1.0, 0.05)})
     for i in range(4):
@@ -131,7 +140,7 @@ def test_a_step_with_a_held_number_moves_as_the_healthy_step(
     def build(params: Any) -> Optimizer:
         return AdamW(params, lr=0.01, fused=True, **{entry: healthy})
 
-    run, twin = Run(build), Run(build)
+    run, twin = SmallTorchRun(build), SmallTorchRun(build)
     driver = driven(run, where=where)
     attached = TorchDriver(twin.state, ROLLS_BACK, attach={"engine": where})
     (group,) = run.optimizer.param_groups
@@ -148,8 +157,8 @@ def test_a_step_with_a_held_number_moves_as_the_healthy_step(
 
 @host_and_device
 def test_reading_and_holding_change_no_bit_of_a_healthy_run(where: str):
-    cycle: Any = lambda o: OneCycleLR(o, max_lr=0.1, total_steps=9)  # noqa: E731
-    runs = [Run(lambda p: SGD(p, lr=0.01, momentum=0.9, fused=True), cycle) for _ in range(2)]
+    sgd = partial(SGD, lr=0.01, momentum=0.9, fused=True)
+    runs = [SmallTorchRun(sgd, one_cycle) for _ in range(2)]
     drivers = [TorchDriver(run.state, ROLLS_BACK, attach={"engine": where}) for run in runs]
     held = {"optimizer.momentum": NumberRange(0.85, 0.95, 0.9)}
     for i in range(8):
@@ -162,7 +171,7 @@ def test_reading_and_holding_change_no_bit_of_a_healthy_run(where: str):
 
 
 def test_groups_may_be_added_at_any_time():
-    run = Run(adamw)
+    run = SmallTorchRun(adamw)
     driver = driven(run)
     run.step(0)
     extra = [Parameter(torch.ones(2)), Parameter(torch.ones(3))]
@@ -207,9 +216,10 @@ def test_the_names_tell_several_groups_and_optimizers_apart():
 
 
 def test_observe_mode_reads_and_never_holds():
-    run = Run(adamw)
+    run = SmallTorchRun(adamw)
     policy = Engine(ROLLS_BACK.config._replace(mode="observe"))
-    driver, used = driven(run, policy=policy), values_in_step(run.optimizer, "weight_decay")
+    driver = driven(run, policy=policy)
+    used = values_in_step(run.optimizer, "weight_decay")
     driver.hold_numbers({"optimizer.weight_decay": NumberRange(0.0, 0.01, 0.01)})
     run.step(0)
     assert used == [0.05]
@@ -217,14 +227,15 @@ def test_observe_mode_reads_and_never_holds():
 
 
 def test_a_closure_may_set_numbers_and_counts_stay_integers():
-    run = Run(lambda p: LBFGS(p, lr=0.1, max_iter=3))
-    driver, used = driven(run), values_in_step(run.optimizer, "max_iter")
+    run = SmallTorchRun(lambda p: LBFGS(p, lr=0.1, max_iter=3))
+    driver = driven(run)
+    used = values_in_step(run.optimizer, "max_iter")
     (group,) = run.optimizer.param_groups
     driver.hold_numbers({"optimizer.max_iter": NumberRange(3.0, 3.0, 3.0)})
 
     def closure() -> Any:
         group["max_iter"] = 5
-        return run._evaluate(0, 1.0)
+        return run.evaluate(0, 1.0)
 
     run.optimizer.step(closure)
     assert used == [3]
@@ -235,8 +246,9 @@ def test_a_closure_may_set_numbers_and_counts_stay_integers():
 
 @pytest.mark.parametrize("make", [torch.tensor, lambda value: [value]], ids=["tensor", "list"])
 def test_values_that_are_changed_in_place_are_read(make: Callable[[float], Any]):
-    run = Run(adamw)
-    driver, (group,) = driven(run), run.optimizer.param_groups
+    run = SmallTorchRun(adamw)
+    driver = driven(run)
+    (group,) = run.optimizer.param_groups
     group["own"] = own = make(0.5)
     used = values_in_step(run.optimizer, "own")
     name = "optimizer.own" if isinstance(own, torch.Tensor) else "optimizer.own[0]"
@@ -263,9 +275,10 @@ class CountingSGD(SGD):
 
 
 def test_counters_of_the_optimizer_are_neither_reported_nor_held():
-    run = Run(lambda p: CountingSGD(p, lr=0.1))
+    run = SmallTorchRun(lambda p: CountingSGD(p, lr=0.1))
     (group,) = run.optimizer.param_groups
-    group["k"], group["sums"] = 0, [0]
+    group["k"] = 0
+    group["sums"] = [0]
     driver = driven(run)
     for i in range(3):
         run.step(i)
@@ -280,7 +293,8 @@ def test_a_scaled_step_uses_the_held_number():
     optimizer = Adam([p], lr=0.1, weight_decay=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     state = {"net": torch.nn.ParameterList([p]), "optimizer": optimizer, "scaler": scaler}
-    driver, used = TorchDriver(state), values_in_step(optimizer, "weight_decay")
+    driver = TorchDriver(state)
+    used = values_in_step(optimizer, "weight_decay")
     driver.hold_numbers({"optimizer.weight_decay": HEALTHY})
     optimizer.param_groups[0]["weight_decay"] = 100.0
     for factor in (1.0, math.inf, 1.0):
@@ -293,8 +307,9 @@ def test_a_scaled_step_uses_the_held_number():
 
 
 def test_an_error_in_the_step_restores_the_program_s_value():
-    run = Run(adamw)
-    driver, (group,) = driven(run), run.optimizer.param_groups
+    run = SmallTorchRun(adamw)
+    driver = driven(run)
+    (group,) = run.optimizer.param_groups
     driver.hold_numbers({"optimizer.weight_decay": HEALTHY})
     group["weight_decay"] = 100.0
 

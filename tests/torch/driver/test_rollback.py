@@ -13,7 +13,14 @@ from healcore.torch.driver import TorchDriver
 from healcore.torch.driver.pending_step import MAX_PENDING
 from tests.runtime.store.store_cases import forget
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.driver.small_run import HOLD, NAN, ROLLS_BACK, Run, roll_back, single_record
+from tests.torch.driver.small_run import (
+    HOLD,
+    NAN,
+    ROLLS_BACK,
+    SmallTorchRun,
+    roll_back,
+    single_record,
+)
 
 MOMENTUM = partial(SGD, lr=0.01, momentum=0.9)
 OPTIMIZERS: dict[str, Any] = {
@@ -55,7 +62,7 @@ def test_the_same_steps_again_are_the_same_to_the_bit(
     optimizer: str, scheduler: str, where: str, saved: int, disk: bool, tmp_path: Any
 ):
     """Also from the snapshot before the first step, whose optimizer has no moments yet."""
-    run = Run(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
+    run = SmallTorchRun(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
     driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
     store = driver.store(tmp_path if disk else None)
     seen = []
@@ -79,12 +86,19 @@ def test_the_same_steps_again_are_the_same_to_the_bit(
 
 def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
     """The device may not hold second moments, a CUDA graph has the gradients, SAM the groups."""
-    run = Run(OPTIMIZERS["AdamW"])
+    run = SmallTorchRun(OPTIMIZERS["AdamW"])
     driver = TorchDriver(run.state, ROLLS_BACK)
     store = driver.store(None)
     run.step(0)
     store.save(1, driver.state(), record=driver.engines())
-    owned = lambda: [t for p, s in run.optimizer.state.items() for t in (p.grad, *s.values())]  # noqa: E731
+
+    def owned() -> list[Any]:
+        """The gradients, and the tensors of the optimizer's state."""
+        found: list[Any] = []
+        for p, state in run.optimizer.state.items():
+            found += [p.grad, *state.values()]
+        return found
+
     before = [*owned(), *run.optimizer.param_groups]
     driver.load(store.restore(1, driver.state()).state)
     assert all(a is b for a, b in zip([*owned(), *run.optimizer.param_groups], before, strict=True))
@@ -108,9 +122,10 @@ def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_scalers_state_is_restored_too(fused: bool):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    run = Run(partial(AdamW, lr=0.01, fused=fused), dtype=torch.float32)
+    run = SmallTorchRun(partial(AdamW, lr=0.01, fused=fused), dtype=torch.float32)
     driver = TorchDriver({**run.state, "scaler": scaler}, ROLLS_BACK)
-    store, ends = driver.store(None), []
+    store = driver.store(None)
+    ends = []
     for i in (0, 1, 2, 3, 1, 2, 3):
         # After two good steps the scale doubles; an overflow halves it, which is not ours to judge.
         run.optimizer.zero_grad()
@@ -133,9 +148,11 @@ SAVED, CUT = 3, 9
 SCALES = [0.5] * HOLD + [0.625, 0.75, 0.875, 1.0, 1.0]
 
 
-def rolled_back(optimizer: str, scheduler: str, where: str, factor: float) -> tuple[Run, Any]:
+def rolled_back(
+    optimizer: str, scheduler: str, where: str, factor: float
+) -> tuple[SmallTorchRun, Any]:
     """A run that is rolled back; it has a cut after a NaN."""
-    run = Run(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
+    run = SmallTorchRun(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
     driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
     store = driver.store(None)
     for i in range(CUT + 1):
@@ -147,7 +164,7 @@ def rolled_back(optimizer: str, scheduler: str, where: str, factor: float) -> tu
     return run, driver
 
 
-def only_rate(run: Run) -> float:
+def only_rate(run: SmallTorchRun) -> float:
     (group,) = run.optimizer.param_groups
     return float(group["lr"])
 

@@ -72,7 +72,8 @@ def save(store: Any, step: int, state: Any = None) -> None:
 
 
 def check(store: Any, step: int) -> None:
-    live, rank = fresh(0.0), dist.get_rank()
+    live = fresh(0.0)
+    rank = dist.get_rank()
     found = store.restore(step, live)
     model = found.state["model"]
     assert torch.equal(model["sharded"].to_local(), whole(step).chunk(2)[rank]), model
@@ -107,7 +108,8 @@ def saved_by_one_process(root: Path) -> None:
         alone.save(5, {"model": dict.fromkeys(("sharded", "replicated", "plain"), whole(5))})
         alone.wait()
     dist.barrier()
-    store, live = DCPStore(root), {"model": fresh(0.0)["model"]}
+    store = DCPStore(root)
+    live = {"model": fresh(0.0)["model"]}
     store.verify(5)
     model = store.restore(5, live).state["model"]
     assert torch.equal(model["sharded"].to_local(), whole(5).chunk(2)[dist.get_rank()])
@@ -123,7 +125,8 @@ def saved_by_one_process(root: Path) -> None:
 
 
 def in_memory(root: Path) -> None:
-    memory, tiers = MemoryStore(), DCPStore(root, in_memory=Keep())
+    memory = MemoryStore()
+    tiers = DCPStore(root, in_memory=Keep())
     for store in (memory, tiers):
         save(store, 7)
         check(store, 7)
@@ -133,7 +136,8 @@ def in_memory(root: Path) -> None:
 
 def with_nan(root: Path) -> None:
     """A NaN in the part of one rank is known to both."""
-    store, bad = DCPStore(root), fresh(4.0)
+    store = DCPStore(root)
+    bad = fresh(4.0)
     if dist.get_rank() == 1:
         bad["model"]["sharded"].to_local()[0, 0] = float("nan")
     save(store, 4, bad)
@@ -160,7 +164,8 @@ def one_cannot_write(root: Path) -> None:
 
 def another_state(root: Path) -> None:
     """A live state that does not fit on one rank is known to both; optional parts may lack."""
-    store, live = DCPStore(root), {**fresh(), "healcore": Newcomer()}
+    store = DCPStore(root)
+    live = {**fresh(), "healcore": Newcomer()}
     save(store, 6)
     assert set(store.restore(6, live).state) == {"model", "own"}
     if dist.get_rank() == 1:
@@ -184,7 +189,8 @@ def damaged(root: Path) -> None:
 def several(root: Path) -> None:
     """Two directories: one rank cannot write to the first; later the second is damaged."""
     stores = [DCPStore(root / name) for name in ("first", "second")]
-    store, write = SeveralStores(stores), files.write_new
+    store = SeveralStores(stores)
+    write = files.write_new
 
     def broken(path: Path, data: Any) -> None:
         if stores[0].root in path.parents:

@@ -21,7 +21,7 @@ CASES = (DCP, TORCH_MEMORY, TORCH_TIERS)
 worlds = worlds_of("tests.torch.store.store_ranks", 200)
 
 
-class Run:
+class SavedRun:
     """A small run: everything that has a state."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -40,7 +40,8 @@ class Run:
 
 @over(*CASES)
 def test_trees_are_overwritten_in_place(case, tmp_path):
-    tensor, inner = torch.arange(4.0), [torch.ones(2), 1.5]
+    tensor = torch.arange(4.0)
+    inner = [torch.ones(2), 1.5]
     live = {"ema": {"weight": tensor, "inner": inner, "count": 3}, "alone": torch.zeros(3)}
     store = case.make(tmp_path)
     observer = live["observer"] = default_per_channel_weight_fake_quant()
@@ -62,8 +63,9 @@ def test_trees_are_overwritten_in_place(case, tmp_path):
 
 
 def test_apply_touches_nothing_if_one_part_does_not_fit():
-    run = Run()
-    before, wrong = run.everything(), {"1.running_mean": torch.zeros(4), "more": torch.zeros(1)}
+    run = SavedRun()
+    before = run.everything()
+    wrong = {"1.running_mean": torch.zeros(4), "more": torch.zeros(1)}
     restored = {"model": {**run.model.state_dict(), **wrong}, "optimizer": before[1]}
     message = r"alone has the shape \(1,\).*model\.1\.running_mean has .*model\.more is not in both"
     with pytest.raises(StateMismatch, match=message):
@@ -89,12 +91,13 @@ CHANGES = {
 @over(*CASES)
 @pytest.mark.parametrize("message", CHANGES)
 def test_another_optimizer_is_named_and_gets_nothing(case, tmp_path, message):
-    run, store = Run(), case.make(tmp_path)
+    run = SavedRun()
+    store = case.make(tmp_path)
     store.save(1, run.state)
     store.wait()
     if case is not TORCH_MEMORY:  # as a new process
         store = case.make(tmp_path)
-    other = Run(seed=1)
+    other = SavedRun(seed=1)
     live = {**other.state, message.split()[0].split("\\")[0]: CHANGES[message](other)}
     before = other.everything()
     with pytest.raises(StateMismatch, match=message):
@@ -152,7 +155,8 @@ def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     store.save(1, {"x": torch.ones(2)})
     store.save(2, {"x": torch.tensor([1, float("inf")])})
     assert [saved.step for saved in store.checkpoints()] == [1]
-    gate, waited = threading.Event(), []
+    gate = threading.Event()
+    waited = []
     store.submit(3, lambda: waited.append(gate.wait(10)))  # save 3 is not inspected
     store.save(3, {"x": torch.tensor([1, float("nan")])})
     assert (store.take_nonfinite(2), waited) == ([(2, ("x",))], [])

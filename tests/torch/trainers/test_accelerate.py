@@ -49,7 +49,8 @@ class Loop:
 
     def step(self, batch: Any, observe: Any, *, bad: int = -1, clip: float | None = None) -> None:
         """One micro-batch; the loss of batch `bad` is NaN."""
-        x, factor = batch[1], NAN if int(batch[0]) == bad else 1.0
+        x = batch[1]
+        factor = NAN if int(batch[0]) == bad else 1.0
         with self.accelerator.accumulate(self.model):
             loss = (self.model(x) - x.sum()).square().mean() * factor
             observe(loss)

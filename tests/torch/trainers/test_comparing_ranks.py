@@ -44,7 +44,8 @@ def transformers_run(world: int) -> dict[str, Any]:
     from healcore.torch import heal_trainer
     from tests.torch.trainers.huggingface import small_runs
 
-    done, rollbacks = list[int](), list[Any]()
+    done: list[int] = []
+    rollbacks: list[Any] = []
 
     def before_step(state: Any, *, model: Any, **_: Any) -> None:
         damage(state.global_step, model.layers[2], done)
@@ -70,7 +71,8 @@ def lightning_run(world: int) -> dict[str, Any]:
     from healcore.torch import LightningHealingCallback
     from tests.torch.trainers.lightning import fits
 
-    done, rollbacks = list[int](), list[Any]()
+    done: list[int] = []
+    rollbacks: list[Any] = []
 
     damages: Any = lightning.Callback()
     damages.on_train_batch_start = lambda run, own, *_: damage(run.global_step, own.net[2], done)
@@ -85,7 +87,8 @@ def lightning_run(world: int) -> dict[str, Any]:
         strategy="ddp" if world > 1 else "auto",
         use_distributed_sampler=False,
     )
-    rank, rows = int(os.environ.get("RANK", "0")), fits.data(STEPS, ROWS)
+    rank = int(os.environ.get("RANK", "0"))
+    rows = fits.data(STEPS, ROWS)
     sampler = DistributedSampler(rows, num_replicas=world, rank=rank, shuffle=False)
     running.fit(module, DataLoader(rows, batch_size=ROWS // world, sampler=sampler))
     return result(rollbacks, running.global_step, module)

@@ -75,9 +75,12 @@ def test_the_policy_sees_the_norm_of_the_whole_step_before_clipping(kind: str):
 
 def rollbacks(kind: str, root: Path, *, here: bool = True) -> Any:
     """Rollbacks, step, batch and weights of a run with a bad batch, and weights of one without."""
-    counts, back, traces = list[int](), list[Any](), list[dict[tuple[int, int], str]]()
+    counts: list[int] = []
+    back: list[Any] = []
+    traces: list[dict[tuple[int, int], str]] = []
     for bad in (True, False):
-        loop, trace = Loop(KINDS[kind]), {}
+        loop = Loop(KINDS[kind])
+        trace = {}
         with Healer(
             policies.ROLLS_BACK,
             state=engine_state(loop.engine),
@@ -133,9 +136,11 @@ worlds = worlds_of("tests.torch.trainers.test_deepspeed", 300)
 def on_one_rank(kind: str) -> dict[str, Any]:
     """Rank 1 has a NaN at step 5; then two bad micro-batches, and the run goes back on both."""
     prepare(dist.get_rank(), 2)
-    loop, odd = Loop(KINDS[kind]), dist.get_rank() == 1
+    loop = Loop(KINDS[kind])
+    odd = dist.get_rank() == 1
     heal = heal_engine(loop.engine, policies.SKIPS)
-    digests, norms = [digest(loop.weights)], []
+    digests = [digest(loop.weights)]
+    norms = []
     for i in range(8):
         loop.step(i, NAN if i == 5 and odd else 1.0)
         heal.judge_dropped()

@@ -50,7 +50,8 @@ def train(folder: Path, accumulated: int, failing: Failing | None = None) -> Any
         gradient_accumulation_steps=accumulated,
     )
     made.model.layers.insert(1, torch.nn.Dropout(0.2))
-    made.train_dataset, made.asks = small_runs.Rows(7), failing or bool
+    made.train_dataset = small_runs.Rows(7)
+    made.asks = failing or bool
     heal_trainer(made, store=folder / "store", checkpoints=OFTEN, retry=QUICK).train()
     return made
 
@@ -84,7 +85,8 @@ def test_each_batch_of_a_trainer_is_used_by_one_step(
 def test_a_reward_function_is_asked_again(tmp_path: Path):
     found = []
     for at in ((), (0, 2)):
-        folder, failing = tmp_path / str(at), Failing(*at)
+        folder = tmp_path / str(at)
+        failing = Failing(*at)
         trainer = tiny.grpo(folder, max_steps=4, num_iterations=2)
 
         def reward(judge: Any = trainer.reward_funcs[0], asks: Any = failing, **given: Any) -> Any:
@@ -114,7 +116,9 @@ class Module(fits.Regression):
 
 
 def fit(store: Path, loader: Any, asks: Any = bool, **options: Any) -> tuple[Module, Any]:
-    loaders = lambda: [loader(fits.data(7), batch_size=8, shuffle=True, **options)]  # noqa: E731
+    def loaders() -> list[Any]:
+        return [loader(fits.data(7), batch_size=8, shuffle=True, **options)]
+
     given: Any = {"max_epochs": 2, "accumulate_grad_batches": 3, "loaders": loaders}
     # The calls of `asks` are counted, so no comparison of weights may call the training step.
     callback = LightningHealingCallback(store=store, checkpoints=OFTEN, loss_fn=None)
@@ -162,7 +166,8 @@ class Corrupt(Dataset):
     """Rows of another data set; one row of each of the batches `bad` cannot be read."""
 
     def __init__(self, rows: Any, batch: int, bad: tuple[int, ...]) -> None:
-        self.rows, self.unreadable = rows, [each * batch + 1 for each in bad]
+        self.rows = rows
+        self.unreadable = [each * batch + 1 for each in bad]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -233,7 +238,10 @@ class Validated(fits.Regression):
 )
 def test_lightning(loader: Any, bad: Any, first: Any, later: Any, tmp_path: Path):
     rows = fits.data(8)
-    loaders = lambda: [loader(Corrupt(rows, 8, bad), batch_size=8), DataLoader(rows, 8)]  # noqa: E731
+
+    def loaders() -> list[Any]:
+        return [loader(Corrupt(rows, 8, bad), batch_size=8), DataLoader(rows, 8)]
+
     options: Any = {"max_epochs": 3, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
     options |= {"make": Validated, "loaders": loaders}
     module, trainer = fits.fit(LightningHealingCallback(store=tmp_path), **options)

@@ -28,7 +28,7 @@ from healcore.core.errors import AttachError
 from healcore.policy import Policy, load
 from healcore.runtime.data.random_states import isolated
 from healcore.runtime.faults.array_errors import INDICES
-from healcore.runtime.faults.failures import classify
+from healcore.runtime.faults.classification import classify
 from healcore.runtime.run_options import Logging
 from healcore.torch.attachment import unwrapped
 from healcore.torch.trainers.huggingface import trainer_internals as internals

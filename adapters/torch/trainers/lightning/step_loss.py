@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from healcore.core.decision import Cause
-from healcore.runtime.faults.failures import classify
+from healcore.runtime.faults.classification import classify
 from healcore.runtime.run.compare.loss_function import NotComparable
 from healcore.torch.trainers import patched
 from healcore.torch.trainers.lightning import trainer_internals as internals

@@ -36,11 +36,12 @@ class KnownCheckpoints:
         self.damage: list[CheckpointDamaged] = []
         """Errors of damaged checkpoints, as this process has found them."""
         self._with_other_copy: set[str] = set()
-        """Directories of those that had an intact copy elsewhere, when the damage was found."""
+        """Directories of damaged checkpoints that had an intact copy elsewhere, when the damage was
+        found."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
-        """Step and array names of each checkpoint with disallowed NaN or Inf."""
+        """Step and array names of each checkpoint of this process with disallowed NaN or Inf."""
         self._nonfinite_now: dict[int, tuple[str, ...]] = {}
-        """The same for the checkpoints of this attempt."""
+        """Step -> names of such arrays, for the checkpoints of this attempt."""
         self._finite: dict[int, bool] = {}
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
         self._lost: set[int] = set()

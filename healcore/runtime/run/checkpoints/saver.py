@@ -1,25 +1,23 @@
 """`Saver`: saves the checkpoints of a run.
 
-`save` is for a step that is complete: regular, first, last or ordered by the policy. `write` puts
-the live state into the store without any further thought. `save_last` and `save_emergency` are for
-the end of a run, where a step may have begun: they save the state before its batches were read.
+    save             a checkpoint of a complete step: regular, first, last, ordered by the policy
+    save_last,       at the end of a run, where a step may have begun: the state before the batches
+    save_emergency   of this step were read
+    save_state_as    puts the live state into the store; the other three methods end in it
 
-The `Deleter` deletes checkpoints that are not needed any more, in the queue of the saves. So the
-contents of a store depend on the steps, and not on the speed of a disk.
+A save that fails is reported and does not end the run: the checkpoint before it is still there.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from healcore.runtime.run.checkpoints.deleter import Deleter
 from healcore.runtime.run.checkpoints.storage_need import (
     StorageNeed,
     checkpoints_on_disk,
@@ -27,18 +25,13 @@ from healcore.runtime.run.checkpoints.storage_need import (
 )
 from healcore.runtime.run.host_state import HOST_ITEM
 from healcore.runtime.store.checkpoints import (
-    AttemptHistory,
     CheckpointDamaged,
-    CheckpointNotFound,
     Keep,
     SaveFailed,
     StoreError,
     UnsavableState,
     disallowed,
-    superfluous,
 )
-from healcore.runtime.store.ranks import run_on_first
-from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -52,7 +45,7 @@ class SaveReason(StrEnum):
     REGULAR = "regular"
     """The schedule says so."""
     ORDERED = "ordered"
-    """A rule of the policy or a hook says so. Where a trainer saves, the trainer is told to."""
+    """A rule of the policy or a hook says so. If a trainer saves, healcore calls the trainer."""
     REQUESTED = "requested"
     """The program has called `Healer.save`."""
     ROLLBACK = "rollback"
@@ -82,18 +75,20 @@ class Saver:
     def __init__(self, run: Run, keep: Keep | None) -> None:
         self.run = run
         if run.store.arrays_by_rank:
-            run.data.host.save_batches(run.comparisons.batches_to_save)
+            run.host_state.save_batches(run.comparisons.batches_to_save)
         self.resumes_exactly = run.store.durable and run.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
         """Step whose save failed and was not repeated -> the problem."""
         self._deleter = Deleter(run, keep)
         self._failures = 0
+        """Number of failed saves of this process."""
         self._saved_once = False
+        """Whether a save of this process has succeeded, so that the state can be saved."""
 
     def items(self) -> dict[str, Any]:
         """Name -> item of the live state to save, except healcore's record."""
-        return {**self.run.driver.state(), HOST_ITEM: self.run.data.host}
+        return {**self.run.driver.state(), HOST_ITEM: self.run.host_state}
 
     def storage_need(self) -> StorageNeed:
         """The bytes that the checkpoints of this run need. Every rank calls it.
@@ -166,7 +161,7 @@ class Saver:
         cannot resume exactly.
         """
         if self.resumes_exactly:
-            self.run.data.host.after_step()
+            self.run.host_state.after_step()
 
     def keep_weight_sample(self) -> None:
         """Keeps a sample of the weights, to notice at an exception that they were replaced.
@@ -182,14 +177,14 @@ class Saver:
         """Saves a checkpoint of this step.
 
         Args:
-            why: the reason.
+            why: becomes `why` of the event `save`. FIRST and REGULAR also add an anchor.
         """
         with self.run.schedule.saving(regular=why is SaveReason.REGULAR):
-            step = self.run.data.step
+            step = self.run.progress.step
             if why.adds_anchor and self.run.store.trainer_save is None:
                 # Before the save: a restart from it has to know what is learnt here.
                 self.add_anchor()
-            self.write(step, why)
+            self.save_state_as(step, why)
             if step not in self.run.known.restorable:
                 self.run.comparisons.forget_unsaved_anchor(step)
 
@@ -200,18 +195,18 @@ class Saver:
         memory and on disk. An anchor whose checkpoint was deleted could lead to a verdict that no
         rollback can carry out.
         """
-        step = self.run.data.step
+        step = self.run.progress.step
         self.run.comparisons.add_anchor(step, {*self.run.known.restorable, step})
         self.run.store.protect(self.run.comparisons.steps_needed)
 
-    def write(self, step: int, why: SaveReason) -> None:
+    def save_state_as(self, step: int, why: SaveReason) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
 
         Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
 
         Args:
             step: steps done, or the target of a rollback.
-            why: the reason.
+            why: becomes `why` of the event `save`.
 
         Raises:
             UnsavableState: the first save found a value that cannot be saved. At a later save this
@@ -268,7 +263,7 @@ class Saver:
                 self.run.known.report_damage(error, other_copy=True)
                 self.run.log.warning(f"{error}; another copy was used")
             else:
-                self.run.log.problem(self.run.data.step, str(error))
+                self.run.log.problem(self.run.progress.step, str(error))
 
     def _save_failed(self, step: int, error: Exception) -> None:
         """Notes a failed save. Warns at the 1st, 2nd, 4th, ... failure of this process."""
@@ -281,15 +276,17 @@ class Saver:
         if self._failures & (self._failures - 1) == 0:  # a power of two
             self.run.log.warning(f"checkpoint {step} was not saved: {error}")
 
-    def nonfinite_in_state(self) -> list[str]:
+    def nonfinite_in_state(self, arrays: Collection[str] | None = None) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank, sorted.
 
         An array that had NaN or Inf at the start of the run, such as a mask with -Inf, may have
         them later too. Any other array with NaN or Inf is damage that a checkpoint would keep.
+
+        Args:
+            arrays: names of the arrays to look at, or None for all. Only these are copied.
         """
-        return sorted(
-            disallowed(self.run.store.nonfinite_in(self.items()), self.run.store.nonfinite_ok)
-        )
+        found = self.run.store.nonfinite_in(self.items(), arrays)
+        return sorted(disallowed(found, self.run.store.nonfinite_ok))
 
     def save_if_not_finite(self) -> None:
         """Saves weights with NaN or Inf at the end of a run, after an alarm without an order.
@@ -299,7 +296,10 @@ class Saver:
         nothing if this step is saved already, if no alarm is recent, or if gradients are
         accumulated.
         """
-        due = self.run.data.step != self.run.schedule.last_saved and self.run.schedule.recent_alarm
+        due = (
+            self.run.progress.step != self.run.schedule.last_saved
+            and self.run.schedule.recent_alarm
+        )
         if due and self.run.schedule.may_save and not self.run.driver.has_finite_weights():
             self.save(SaveReason.LAST)
 
@@ -313,7 +313,7 @@ class Saver:
         Raises:
             StoreError: the changes by batches of an unfinished step cannot be undone.
         """
-        step = self.run.data.step
+        step = self.run.progress.step
         if step == self.run.schedule.last_saved:
             self.wait()
             if step not in self.unsaved:
@@ -351,9 +351,9 @@ class Saver:
             return "the last steps had an alarm"
         if not self.run.driver.has_finite_weights():
             return "the weights are not finite"
-        if self.run.data.within_batch:
+        if self.run.step_batches.within_batch:
             return "the updates on this batch have not ended"
-        if self.run.data.step == self.run.schedule.last_saved:
+        if self.run.progress.step == self.run.schedule.last_saved:
             return ""
         if replaced:
             return replaced
@@ -374,151 +374,15 @@ class Saver:
         if not self.resumes_exactly or (in_body and not pending):
             yield
             return
-        why_not = self.run.driver.undo_window()
-        if why_not:
-            raise StoreError(why_not)
+        obstacle = self.run.driver.undo_window()
+        if obstacle:
+            raise StoreError(obstacle)
         position = loaders.position_after_step()
         if position is None:
             raise StoreError("the loader cannot be rewound to the first batch of the step")
-        with self.run.data.host.before_batches(position):
+        with self.run.host_state.before_batches(position):
             yield
         if pending:
             line = "batches that were read for the next step come again after a restart"
-            self.run.log.event("data", step=self.run.data.step, outcome=line)
-            self.run.log.info(f"step {self.run.data.step}: {line}")
-
-
-MAX_CANDIDATES = 8
-"""Max checkpoints on probation in a store, unless `keep` is set."""
-
-
-def default_keep(probation: int, every: int) -> Keep:
-    """The checkpoints to keep on disk by default: among others the candidates of one probation.
-
-    Args:
-        probation: healthy steps after which a checkpoint is known-good.
-        every: steps between two saves.
-    """
-    saves_per_probation = math.ceil(probation / every)
-    return Keep(candidates=min(saves_per_probation + 1, MAX_CANDIDATES), older=True)
-
-
-class Deleter:
-    """Deletes superfluous checkpoints each time that another checkpoint becomes known-good.
-
-    Until then an older checkpoint is the newest known-good checkpoint, and a rollback may need
-    every checkpoint since.
-
-    Args:
-        run: the parts of the run.
-        keep: the checkpoints to keep on disk, or None for `default_keep`.
-    """
-
-    def __init__(self, run: Run, keep: Keep | None) -> None:
-        self.run = run
-        self.keep = keep or default_keep(run.policy.rollback.probation, run.schedule.every)
-        """The checkpoints to keep on disk."""
-        self._known_good_up_to = -1  # of the record, at the last deletion
-        self._results: deque[set[int] | Exception] = deque()
-        """Results of the background: steps of deleted checkpoints, or the problem."""
-
-    def begin_attempt(self, step: int) -> None:
-        """Begins an attempt at a step, after which no checkpoint is known-good.
-
-        Without this call, `queue_deletions` would delete nothing until the repeated steps have
-        passed the newest checkpoint that was known-good before the rollback.
-
-        Args:
-            step: first step of the attempt, after a start or a rollback.
-        """
-        self.collect_results()
-        self._known_good_up_to = min(self._known_good_up_to, step)
-
-    def queue_deletions(self, step: int) -> None:
-        """Queues the deletions that are due, if the save of `step` succeeds.
-
-        A second rollback in the region of the last one must not use a checkpoint that became
-        known-good later, so the target of the last one and the next older known-good one stay. The
-        decision uses the attempts as saved, so that a restart knows the same known-good
-        checkpoints. The newest of them is verified first. If it is damaged, nothing is deleted.
-        """
-        store, record = self.run.store, self.run.record
-        if record.known_good_up_to <= self._known_good_up_to:
-            return
-        self._known_good_up_to = record.known_good_up_to
-        stay = store.ring.protected | self.run.known.newer_than_start
-        trials = record.trials_for(record.ledger.next_step, self.run.policy.rollback.probation)
-        if trials is not None:  # a start after a stop resumes from it
-            stay = {*stay, trials.oldest}
-        choose = partial(_choose, store, record.attempt_history, step, self._last_target())
-
-        def delete() -> None:
-            try:
-                chosen = run_on_first(store.ranks, partial(choose, self.keep, stay))
-                if chosen.surplus and chosen.newest_good is not None:
-                    store.verify(chosen.newest_good)
-                for old in chosen.surplus:
-                    with suppress(CheckpointNotFound):
-                        store.delete(old)
-                self._results.append(chosen.known)
-            except Exception as error:
-                self._results.append(error)
-
-        store.submit(step, delete)
-
-    def _last_target(self) -> int:
-        """Target of the last rollback in this region of the run, or -1."""
-        ledger = self.run.record.ledger
-        past = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)
-        return past[-1].target if past else -1
-
-    def collect_results(self) -> None:
-        """Reads the results of the deletions that have ended in the background. Does not wait.
-
-        A deleted checkpoint leaves `KnownCheckpoints`. A damaged checkpoint is reported. Any other
-        error becomes an event of the kind `problem`: a checkpoint that stays costs disk space, not
-        the run.
-        """
-        while self._results:
-            result = self._results.popleft()
-            if isinstance(result, set):
-                self.run.known.remove(result)
-            elif isinstance(result, CheckpointDamaged):
-                self.run.known.lose(result)
-            else:
-                step = self.run.ledger.next_step
-                self.run.log.event("problem", step=step, problem=str(result))
-
-
-class _Chosen(NamedTuple):
-    """What to delete."""
-
-    surplus: list[int]
-    """Steps of the checkpoints to delete."""
-    known: set[int]
-    """Steps of `surplus` that are not abandoned. `KnownCheckpoints` lists them."""
-    newest_good: int | None
-    """Step of the newest known-good checkpoint, which stays, or None."""
-
-
-def _choose(
-    store: CheckpointStore,
-    attempts: AttemptHistory,
-    step: int,
-    target: int,
-    keep: Keep,
-    stay: Collection[int],
-) -> _Chosen:
-    """Chooses what to delete after the save of `step`: nothing if this save is not in the store.
-
-    `target` is of the last rollback in this region; `stay` are steps that may be needed.
-    """
-    saves = attempts.with_status(store.checkpoints())
-    saves = [saved for saved in saves if saved.path or not store.durable]
-    if (step, len(attempts.starts)) not in {(saved.step, saved.attempt) for saved in saves}:
-        return _Chosen([], set(), None)
-    good = [saved.step for saved in saves if saved.status == "good"]
-    older = [at for at in good if at < target][-1:]
-    surplus = superfluous(saves, keep, stay={*stay, target, *older})
-    abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
-    return _Chosen(surplus, {*surplus} - abandoned, max(good, default=None))
+            self.run.log.event("data", step=self.run.progress.step, outcome=line)
+            self.run.log.info(f"step {self.run.progress.step}: {line}")

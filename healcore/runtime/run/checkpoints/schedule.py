@@ -4,7 +4,7 @@
             |-----------|-----------|-----------|
     due                 ^           ^           ^
 
-A save is delayed by at most one interval after an alarm, and is left out if the saves so far took
+A save is delayed by at most one interval after an alarm. It is skipped if the saves so far took
 more than their share of the time.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from healcore.runtime.run.compare.evidence import MAX_SHARE
+from healcore.runtime.run.compare.credit import MAX_SHARE
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class SaveSchedule:
 
     Args:
         run: the parts of the run.
-        every: steps between two saves. None saves once per probation, or rarer if saves are slow.
+        every: steps between two saves, or None to save once per probation, and less often if saves
+            are slow.
     """
 
     def __init__(self, run: Run, every: int | None) -> None:
@@ -60,13 +61,15 @@ class SaveSchedule:
             True if the run should save now. With several ranks the answer is the same on all of
             them, and the method may be collective.
         """
-        if self.run.data.step - self.last_saved >= self._next_warning:
+        if self.run.progress.step - self.last_saved >= self._next_warning:
             self._next_warning *= 2
             self._warn()
         wanted = self._missed_saves >= 1 or self.after_change
         if not wanted or self.delayed or not self.may_save:
             return False
-        is_slow = self._limits_time and self._time.exceeds_limit(self.run.data.step // self.every)
+        is_slow = self._limits_time and self._time.exceeds_limit(
+            self.run.progress.step // self.every
+        )
         return not is_slow
 
     def _warn(self) -> None:
@@ -84,7 +87,7 @@ class SaveSchedule:
         else:
             why = "alarms delay the save"
         line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
-        self.run.log.problem(self.run.data.step, line)
+        self.run.log.problem(self.run.progress.step, line)
 
     @property
     def may_save(self) -> bool:
@@ -98,7 +101,7 @@ class SaveSchedule:
     @property
     def _missed_saves(self) -> int:
         """Number of regular saves that were due since the last checkpoint."""
-        return self.run.data.step // self.every - self.last_saved // self.every
+        return self.run.progress.step // self.every - self.last_saved // self.every
 
     @property
     def delayed(self) -> bool:
@@ -117,7 +120,7 @@ class SaveSchedule:
         Weights saved so soon after an alarm may hold the damage of an incident that is only
         beginning, so `delayed` puts off a regular save.
         """
-        first = self.run.data.step - RECENT_ALARM_STEPS
+        first = self.run.progress.step - RECENT_ALARM_STEPS
         return any(step >= first for step in self.run.ledger.unhealthy[-1:])
 
     @contextmanager
@@ -129,7 +132,7 @@ class SaveSchedule:
                 to be done however long it takes.
         """
         began = time.monotonic()
-        self.last_saved = self.run.data.step
+        self.last_saved = self.run.progress.step
         self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from healcore.runtime.run.compare.evidence import MAX_ANCHORS
+from healcore.runtime.run.compare.anchor_choice import MAX_ANCHORS
 from healcore.runtime.store.checkpoints import Keep
 
 RECORD_BYTES = 200_000
@@ -69,7 +69,7 @@ def checkpoints_on_disk(keep: Keep, *, compares: bool) -> int:
         keep: which checkpoints the run keeps on disk.
         compares: whether weights are compared. The checkpoints of the compared weights stay too.
     """
-    return _most_at_once(keep, compares=compares)
+    return _max_at_once(keep, compares=compares)
 
 
 def copies_in_memory(keep: Keep | None, *, compares: bool) -> int:
@@ -83,15 +83,15 @@ def copies_in_memory(keep: Keep | None, *, compares: bool) -> int:
     """
     if keep is None:
         return 1
-    return _most_at_once(keep, compares=compares)
+    return _max_at_once(keep, compares=compares)
 
 
-def _most_at_once(keep: Keep, *, compares: bool) -> int:
-    """What is kept, one more while a save runs, and the anchors of comparisons of weights."""
-    most = keep.most + 1
+def _max_at_once(keep: Keep, *, compares: bool) -> int:
+    """What is kept, one more copy while a save runs, and the weights to compare with."""
+    copies = keep.most + 1
     if compares:
-        most += MAX_ANCHORS
-    return most
+        copies += MAX_ANCHORS
+    return copies
 
 
 def size_text(size: float) -> str:

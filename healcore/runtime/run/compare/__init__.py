@@ -1,8 +1,17 @@
 """Compares the weights with earlier weights on the same batches.
 
-`comparisons` says when weights are compared, and which are better. `rises` says what one comparison
-shows. `evidence` has what is remembered, and which earlier weights are compared. `loss_function`
-evaluates the user's `loss_fn`. `step_history` is what was seen of the last steps, and
-`usual_values` which of their losses and norms are usual. `holding` learns the healthy ranges and
-holds what has left them. `saved_form` is the form in a checkpoint.
+    comparisons        when weights are compared, and which are better
+        step_history   what was seen of the last steps: signs of trouble, and suspect steps
+        usual_values   which losses and norms of these steps are usual
+        credit         how much comparisons may cost
+        mean_pause     how long a high mean loss is no reason to compare again
+        anchor_choice  which earlier weights are compared, and which are kept
+        loss_function  evaluates the user's `loss_fn` on the batches of a `trained_step`
+        rises          what one comparison shows
+        evidence       the evidence of all comparisons with the same earlier weights (`Anchor`)
+        suspicion      what follows from the evidence, up to the verdict
+    holding            learns the healthy ranges, and holds what has left them
+    comparison_state   what a checkpoint holds; `saved_form` is the form of batches and numbers
+
+Begin with `Comparisons.observe`, which runs after each step.
 """

@@ -12,7 +12,8 @@ both, at comparison after comparison, the run rolls back to them.
         what is the rise of the loss?      LossFunction.losses, rises.joined
         is it enough evidence?             Anchor.learn --> Verdict, at once or `due` later
 
-docs/how-it-decides.md has the theorem and the limits of the comparison.
+`suspicion` draws what follows from the evidence. docs/how-it-decides.md has the theorem and the
+limits of the comparison.
 """
 
 from __future__ import annotations
@@ -23,23 +24,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.driver import LossFn
-from healcore.runtime.run.compare.evidence import (
-    FIRST_PAUSE,
-    FORWARD_PASS,
-    RECENT,
-    REGULAR_INTERVAL,
-    Anchor,
-    ComparisonState,
-    Credit,
-    ObservedBatch,
-    TrainedStep,
-    Verdict,
+from healcore.runtime.run.compare.anchor_choice import (
     best_on_average,
     newest_better,
     to_compare,
     with_new,
 )
+from healcore.runtime.run.compare.comparison_state import ComparisonState
+from healcore.runtime.run.compare.credit import FORWARD_PASS, Credit
+from healcore.runtime.run.compare.evidence import RECENT, Anchor
 from healcore.runtime.run.compare.loss_function import LossFunction
+from healcore.runtime.run.compare.mean_pause import MeanPause
 from healcore.runtime.run.compare.rises import Rises, joined, rise_of
 from healcore.runtime.run.compare.saved_form import (
     numbers_from_text,
@@ -47,11 +42,9 @@ from healcore.runtime.run.compare.saved_form import (
     pack_batches,
     unpack_batches,
 )
-from healcore.runtime.run.compare.step_history import (
-    STEPS_AFTER_SIGN,
-    WINDOWS,
-    StepHistory,
-)
+from healcore.runtime.run.compare.step_history import Signs, StepHistory
+from healcore.runtime.run.compare.suspicion import Suspicion, Verdict
+from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.store.packed_values import PackedValues
 
 if TYPE_CHECKING:
@@ -59,9 +52,7 @@ if TYPE_CHECKING:
 
 MEDIAN_OF = 3
 """Past batches of a comparison while there is evidence. The median of their rises is steadier than
-one of them, and bad batches in the sample do not rule it as they rule a mean."""
-RESTART_POWER = 0.5
-"""A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
+a single rise, and bad batches in the sample do not dominate the median as they dominate a mean."""
 
 
 class Comparisons:
@@ -69,12 +60,21 @@ class Comparisons:
 
     Several ranks call the same methods with the same steps, compare their own batches and decide
     by the mean. Comparisons are collective, so they depend only on values that are equal on all
-    ranks: reduced losses and alarms. None of them depends on the clock.
+    ranks: reduced losses and alarms. No comparison depends on the clock.
 
     Args:
         run: the parts of the run.
         loss_fn: the user's function, or None to compare nothing.
         loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
+
+    Attributes:
+        state: what a checkpoint holds. It lacks the facts "in a record", which `to_save` adds.
+        history: losses, gradient norms and batches of the last steps.
+        suspicion: the verdict that waits, and what dates the trouble.
+        credit: number of evaluations that the run may make.
+        loss_function: evaluates `loss_fn`.
+        steps_are_windows: whether each step ends an accumulation. The next accumulation may have
+            begun then, and the weights can be compared all the same.
     """
 
     def __init__(
@@ -84,25 +84,20 @@ class Comparisons:
         *,
         loss_fn_cost: float = FORWARD_PASS,
     ) -> None:
-        self.state = ComparisonState()
-        """What a checkpoint holds."""
-        self.steps_are_windows = False
-        """Whether each step ends an accumulation. The next accumulation may have begun."""
-        self.loss_function = LossFunction(run, loss_fn)
         self.run = run
-        self._threshold = run.policy.rollback.evidence
-        self._strong = self._threshold**RESTART_POWER
-        """Evidence that is enough where a run cannot wait for `_threshold`."""
+        self.state = ComparisonState()
         self.history = StepHistory()
-        self._credit = Credit(loss_fn_cost)
-        self._wanted = False
+        self.suspicion = Suspicion(run)
+        self.credit = Credit(loss_fn_cost)
+        self.loss_function = LossFunction(run, loss_fn)
+        self.steps_are_windows = False
+        self._mean_pause = MeanPause()
+        self._has_reason = False
         """Whether a step of the current dispatch gives a reason to compare."""
-        if self.is_enabled:
-            run.driver.watch_numbers()
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
-        self._expected: Verdict | None = None
-        """The verdict whose rollback is about to begin, or None."""
+        if self.is_enabled:
+            run.driver.watch_numbers()
 
     @property
     def is_enabled(self) -> bool:
@@ -111,7 +106,7 @@ class Comparisons:
         A `loss_fn` that fails is dropped, so the value may become False during a run. Then nothing
         is compared or held any more.
         """
-        return self.loss_function.function is not None
+        return self.loss_function.is_usable
 
     @property
     def anchors(self) -> list[Anchor]:
@@ -122,9 +117,9 @@ class Comparisons:
     def steps_needed(self) -> frozenset[int]:
         """Steps of the checkpoints that a rollback may need.
 
-        They are the checkpoints of the anchors. While a number of an optimizer is held, the
-        checkpoint from before the program set the number is among them too, see
-        `HeldNumber.before`. `Saver` and `Deleter` keep them.
+        These are the checkpoints of the anchors. While a number of an optimizer is held, the
+        checkpoint from before the program set the number is needed too, see
+        `HeldNumber.last_step_before`. `Saver` and `Deleter` keep these checkpoints.
         """
         steps = [anchor.step for anchor in self.anchors]
         for number in self.run.holding.held.numbers.values():
@@ -143,8 +138,8 @@ class Comparisons:
     def forget_unsaved_anchor(self, step: int) -> None:
         """Drops the anchor of a step whose checkpoint could not be saved.
 
-        A verdict about it could not be carried out, because a rollback restores the checkpoint and
-        not the anchor.
+        A verdict about this anchor could not be carried out, because a rollback restores the
+        checkpoint and not the anchor.
 
         Args:
             step: step of the checkpoint.
@@ -160,7 +155,7 @@ class Comparisons:
                 rollback could restore its place in the run.
         """
         if self.is_enabled and self._dispatch_losses and not self.loss_function.is_checked:
-            self.loss_function.function = None
+            self.loss_function.drop()
             self.anchors.clear()
             why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
             self.run.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
@@ -175,7 +170,9 @@ class Comparisons:
         if step not in restorable or self.anchor_of(step) is not None:
             return
         level = self.history.mean()
-        spread = 0.0 if level is None else self.history.spread()
+        spread = 0.0
+        if level is not None:
+            spread = self.history.spread()
         new = Anchor(step, level=level, spread=spread, healthy=self.state.ranges.values)
         new.weights = self.run.driver.copy_weights()
         self.state.anchors = with_new(self.anchors, new)
@@ -185,13 +182,17 @@ class Comparisons:
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason.
 
-        The reasons: an alarm; a loss above each of the last `REGULAR_INTERVAL` losses; an unusual
-        gradient norm; the end of a burst of these; a mean loss that exceeds the best anchor's by
-        more than its spread; a regular step.
+        The reasons are:
+
+        - a sign of trouble: an alarm, a loss above each of the last `REGULAR_INTERVAL` losses, or
+          an unusual gradient norm;
+        - the end of a burst of signs;
+        - a mean loss that exceeds the mean loss of the best anchor by more than its spread;
+        - a regular step, see `Credit.is_regular`.
 
         Args:
             step: the step and its batches. In a dispatch of several steps the last step has the
-                batches of all steps, and the others have none.
+                batches of all steps, and the other steps have none.
             loss: the step's training loss, the mean over its batches and over all ranks; or NaN.
             alarm: whether a detector has raised an alarm.
             trained: whether the step was not skipped.
@@ -201,128 +202,110 @@ class Comparisons:
         """
         if not self.is_enabled:
             return None
-        state, index = self.state, step.index
-        self._credit.after_step()
-        if len(state.first_losses) < RECENT and math.isfinite(loss):
-            state.first_losses.append(loss)
-        signs = self.history.add(step, loss, alarm=alarm, healthy=not self.has_evidence)
-        if signs.high:
-            _extend_bursts(state.bursts, index)
-        if signs.first_alarm or signs.last_is_over:  # compared even if no credit is left
-            self._credit.left = max(self._credit.left, 1.0)
+        index = step.index
+        signs = self._note(step, loss, alarm=alarm)
         best = self._best_on_average(index)
-        self._wanted |= (
-            signs.sign or signs.last_is_over or self._credit.is_regular(index) or best is not None
-        )
-        self._dispatch_losses.append(loss)
+        if self._is_reason(index, signs, best):
+            self._has_reason = True
         if not step.batches:
-            return None
-        losses, self._dispatch_losses = self._dispatch_losses, []
+            return None  # not the last step of its dispatch
+        losses = self._dispatch_losses
+        self._dispatch_losses = []
         if not self.loss_function.is_checked:
             self._learn_first_step(step, losses)
-        if recurred := self._recurred(index):
+        recurred = self.suspicion.recurred(index)
+        if recurred is not None:
             return recurred
-        wanted, self._wanted = self._wanted and self._credit.left > 0, False
-        if state.verdict is not None:
-            wanted = index >= state.verdict.due
-            best = None
-        else:
-            wanted = index >= self.state.silent_until and (wanted or self.has_evidence)
-        verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
-        if wanted and self._credit.is_regular(index) and not self.has_evidence:
-            self.history.accept_level()
-        if wanted and best is not None and best.evidence <= 1:
-            self.state.mean_quiet_until = index + self.state.pause
-            self.state.pause = min(REGULAR_INTERVAL, 2 * self.state.pause)
-        elif best is None and index > self.state.mean_quiet_until:
-            self.state.pause = FIRST_PAUSE
+        verdict = self._compare_if_due(step, sum(losses) / len(losses), best)
         if trained:
+            is_usual = not signs.high and not self.has_evidence
             for anchor in self.anchors:
-                anchor.add(step, is_usual=not signs.high and not self.has_evidence)
+                anchor.add(step, is_usual=is_usual)
         return verdict
+
+    def _note(self, step: TrainedStep, loss: float, *, alarm: bool) -> Signs:
+        """Adds a step to the history, and its credit. Returns the signs of the step."""
+        first_losses = self.state.first_losses
+        if len(first_losses) < RECENT and math.isfinite(loss):
+            first_losses.append(loss)
+        self._dispatch_losses.append(loss)
+        self.credit.after_step()
+        signs = self.history.add(
+            step,
+            loss,
+            alarm=alarm,
+            healthy=not self.has_evidence,
+            norm_limits=self.run.holding.held.norm_limits,
+        )
+        if signs.high:
+            self.suspicion.add_high_step(step.index)
+        if signs.first_alarm or signs.last_is_over:
+            self.credit.allow_one()
+        return signs
+
+    def _is_reason(self, index: int, signs: Signs, best: Anchor | None) -> bool:
+        """Whether a step is a reason to compare weights at the end of its dispatch."""
+        if signs.sign or signs.last_is_over:
+            return True
+        return best is not None or self.credit.is_regular(index)
+
+    def _compare_if_due(
+        self, step: TrainedStep, loss: float, best: Anchor | None
+    ) -> Verdict | None:
+        """Compares weights at the last step of a dispatch, if this is due.
+
+        Args:
+            step: the step, with the batches of its dispatch.
+            loss: mean loss of the dispatch.
+            best: the anchor that a high mean loss gives as a reason, or None.
+
+        Returns:
+            A verdict if the run has to roll back, or None.
+        """
+        index = step.index
+        is_due = self._is_due(index)
+        if self.state.verdict is not None:
+            best = None  # only the anchor of the verdict is compared
+        verdict = None
+        if is_due:
+            verdict = self._compare(step, loss, best)
+            if self.credit.is_regular(index) and not self.has_evidence:
+                self.history.accept_level()
+        if best is None:
+            self._mean_pause.reset(index)
+        elif is_due and best.evidence <= 1:
+            self._mean_pause.begin(index)
+        return verdict
+
+    def _is_due(self, index: int) -> bool:
+        """Whether weights are compared at the last step of a dispatch."""
+        has_reason = self._has_reason and self.credit.left > 0
+        self._has_reason = False
+        verdict = self.state.verdict
+        if verdict is not None:  # the run may recover until then
+            return index >= verdict.due
+        return index >= self.state.silent_until and (has_reason or self.has_evidence)
 
     def _learn_first_step(self, step: TrainedStep, losses: Sequence[float]) -> None:
         """Checks the `loss_fn` on the first step with batches, and `losses` of its dispatch."""
         first = self.anchor_of(step.index)
-        single = losses[0] if len(losses) == 1 else math.nan
+        single = math.nan
+        if len(losses) == 1:
+            single = losses[0]
         self.loss_function.learn_first_step(step, single, first and first.weights)
         if not self.is_enabled:
             self.anchors.clear()
 
-    def pending_verdict(self, index: int) -> Verdict | None:
-        """The verdict that waits to see whether the run recovers, or None if no verdict waits.
-
-        Args:
-            index: step at which the run would roll back now. It replaces the step of the verdict.
-        """
-        if self.state.verdict is None:
-            return None
-        return self.state.verdict._replace(index=index)
-
-    def suspicion(self, index: int, *, at_end: bool = False) -> Verdict | None:
-        """The pending verdict, or one about an anchor with `RESTART_POWER` of the threshold.
-
-        For a run that cannot wait for more evidence: at the end of the data, or if no step is
-        finite any more. A verdict costs the repeat of some steps, the wait would cost the result.
-
-        Args:
-            index: the newest step.
-            at_end: whether any evidence is enough, for a question that `decide_at_end` answers.
-        """
-        if not self.is_enabled:
-            return None
-        if self.state.verdict is not None:
-            return self.pending_verdict(index)
-        newest = None
-        for anchor in self.anchors:
-            is_strong = anchor.evidence >= self._strong
-            if is_strong or (at_end and anchor.evidence > 1):
-                newest = anchor
-        if newest is None or self._has_learnt_since(newest):
-            return None
-        return self._verdict(index, newest, Rises(0))
-
-    def decide_at_end(self, index: int) -> Verdict | None:
-        """Decides about a suspicion at the end of the run, after which no step can be compared.
-
-        Any evidence is enough for the question, because the batches kept of usual steps answer it
-        at once. They count one by one: a bad batch among them would rule their mean.
-
-        Args:
-            index: steps done.
-
-        Returns:
-            The verdict with `index`, if the anchor's loss is lower on most of the kept batches, and
-            on all of them where `suspicion` alone has not enough evidence.
-        """
-        strong = self.suspicion(index)
-        verdict = strong
-        if verdict is None:
-            verdict = self.suspicion(index, at_end=True)
-        if verdict is None:
-            return None
-        anchor = self.anchor_of(verdict.anchor)
-        if anchor is None:
-            return None
-        losses = self.losses_of(anchor.usual or anchor.sample, anchor)
-        if losses is None:
-            return None
-        better = [rise_of(now, then) > 0 for now, then in zip(*losses, strict=True)]
-        is_better = bool(better) and all(better)
-        if strong is not None:
-            is_better = 2 * sum(better) > len(better)
-        return verdict if is_better else None
-
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on.
 
-        The steps are repeated, so that their losses and samples would count twice. What was healthy
-        is taken from the newest anchor that is left.
+        The steps are repeated, so their losses and samples would count twice. The healthy ranges
+        are taken from the newest anchor that is left.
 
         Args:
             target: the step at which the run continues.
         """
-        self.state.repeated, self._expected = self._expected, None
+        self.suspicion.begin_repeat()
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
         for anchor in self.anchors:
             anchor.rewind(target)
@@ -336,7 +319,7 @@ class Comparisons:
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`.
 
-        Called after a change that was accepted: earlier weights are better by the old measure, and
+        Called after a change that was accepted. Earlier weights are better by the old measure, and
         would lead to the same verdict again.
 
         Args:
@@ -344,7 +327,7 @@ class Comparisons:
                 stays.
         """
         self.state.silent_until = max(self.state.silent_until, step)
-        self.state.repeated = self._expected = None
+        self.suspicion.end_repeat()
         self.anchors.clear()
         self._forget_trouble()
         self.history.forget()
@@ -352,41 +335,17 @@ class Comparisons:
     def on_structure_change(self) -> None:
         """Drops all anchors and the evidence, because the program has changed its model.
 
-        Parameters that are new, gone or resized cannot be compared. The rest alone is not a
-        measure: old layers work together with the old other layers only. The losses stay, so that
-        damage soon after the change is a reason to compare. What was learnt about the numbers and
-        rates of the optimizers stays too, because a new group has new names.
+        Parameters that are new, removed or resized cannot be compared. The other parameters alone
+        are not a measure, because old layers work only with the other old layers. The losses stay,
+        so that damage soon after the change is a reason to compare. The healthy ranges of the
+        optimizers' numbers and rates stay too, because a new group has new names.
         """
-        self.state.repeated = self._expected = None
+        self.suspicion.end_repeat()
         self.anchors.clear()
         self._forget_trouble()
 
-    def expect_again(self, verdict: Verdict) -> None:
-        """Keeps a verdict, to recognise its trouble in the repeat. Called before its rollback.
-
-        If the repeated steps have the same losses bit for bit, the program itself causes the
-        trouble. The verdict is then found at once, without comparing weights until the evidence is
-        strong again.
-
-        Args:
-            verdict: the verdict whose rollback is about to begin.
-        """
-        self._expected = verdict._replace(recurred=False)
-
-    def _recurred(self, index: int) -> Verdict | None:
-        """The verdict of the last rollback, if the losses of its repeat are the same up to it."""
-        repeated = self.state.repeated
-        if repeated is None or index < repeated.found:
-            return None
-        self.state.repeated = None
-        if index > repeated.found or self.history.digest(repeated.anchor) != repeated.losses:
-            return None
-        if self.anchor_of(repeated.anchor) is None:
-            return None
-        return repeated._replace(index=index, recurred=True)
-
     def about_older_weights(self, verdict: Verdict) -> Iterator[Verdict]:
-        """The same verdict about each older anchor that is better too, the newest first.
+        """The same verdict about each older anchor that is better too, newest first.
 
         The newest better weights may already have a part of the trouble, such as a number that the
         program has set before their checkpoint and that shows its effect after it.
@@ -398,27 +357,29 @@ class Comparisons:
             The verdict with the step of an older anchor, and otherwise unchanged.
         """
         for anchor in reversed(self.anchors):
-            if anchor.step < verdict.anchor and anchor.evidence >= self._strong:
-                yield verdict._replace(anchor=anchor.step)
+            is_strong = anchor.evidence >= self.suspicion.strong_evidence
+            if anchor.step < verdict.anchor_step and is_strong:
+                yield verdict._replace(anchor_step=anchor.step)
 
     # -- checkpoints and restarts ---------------------------------------------------------------
 
     def to_save(self) -> ComparisonState:
         """The state of the comparisons for a checkpoint's record.
 
-        A restart that lost it would compare with other weights than the run that was not killed,
-        and would answer known trouble as new.
+        A restart without this state would compare with other weights than a run that was not
+        killed, and would answer known trouble as new.
 
         Returns:
-            A copy of `state`. It has no batches, see `batches_to_save`, and anchors hold no sampled
-            steps but only
-            the numbers of these steps.
+            A copy of `state` with the facts "in a record". It has no batches, see
+            `batches_to_save`. The anchors have the indices of the sampled steps, and not the steps.
         """
         return replace(
             self.state,
             anchors=[anchor.to_save() for anchor in self.anchors],
             gives_loss=self.loss_function.gives_loss,
-            credit=self._credit.left,
+            credit=self.credit.left,
+            mean_quiet_until=self._mean_pause.until,
+            pause=self._mean_pause.length,
             history=self.history.to_text(),
             numbers=numbers_to_text(self.run.holding.numbers()),
         )
@@ -444,37 +405,40 @@ class Comparisons:
         step: int,
         batches: Mapping[int, Any] | None = None,
     ) -> None:
-        """Continues an earlier process at a checkpoint, and holds what is held from there on.
+        """Continues an earlier process at a checkpoint, and holds what that process held.
 
         Args:
             saved: what the checkpoint holds.
-            weights: copies of weights, by the step of their checkpoint. An anchor without weights
-                is dropped, and with it a verdict about it.
+            weights: step of a checkpoint -> a copy of its weights. An anchor without weights is
+                dropped, and so is a verdict about it.
             step: step of the checkpoint.
             batches: the values that `batches_to_save` has packed for this checkpoint, or None.
         """
         verdict = saved.verdict
-        if verdict is not None and verdict.anchor not in weights:
+        if verdict is not None and verdict.anchor_step not in weights:
             verdict = None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
         self.state = replace(saved, anchors=anchors, verdict=verdict)
+        self.loss_function.gives_loss |= saved.gives_loss
+        if saved.credit is not None:
+            self.credit.left = saved.credit
+        self._mean_pause = MeanPause(saved.mean_quiet_until, saved.pause)
+
+        # The last steps, and the sampled steps of the anchors, as far as their batches were saved.
         self.history.forget(self.state.ranges.values.norms)
-        holding = self.run.holding
-        self.history.norm_limits = holding.held.norm_limits
         observed: dict[int, tuple[ObservedBatch, ...]] = {}
         if self.is_enabled and batches is not None:
             observed = unpack_batches(batches)
-        steps = {index: TrainedStep(index, each) for index, each in observed.items()}
+        steps = {index: TrainedStep(index, parts) for index, parts in observed.items()}
         if saved.history:
             steps |= self.history.restore(saved.history, observed)
-        steps = {index: each for index, each in steps.items() if each.batches}
+        steps = {index: known for index, known in steps.items() if known.batches}
         for anchor in anchors:
             anchor.weights = weights[anchor.step]
             anchor.restore_samples(steps)
-        self.loss_function.gives_loss |= saved.gives_loss
-        if saved.credit is not None:
-            self._credit.left = saved.credit
-        if self.is_enabled:  # without a `loss_fn` nothing is held, nor released
+
+        holding = self.run.holding
+        if self.is_enabled:  # without a `loss_fn` nothing is held or released
             holding.hold(holding.held, step)
         if saved.numbers and self.run.driver.state_is_in_place:
             holding.continue_numbers(numbers_from_text(saved.numbers))
@@ -494,20 +458,15 @@ class Comparisons:
         return None
 
     def _forget_trouble(self) -> None:
-        """Forgets a suspicion and its verdict. The credit is refilled for the next one."""
-        self.state.verdict = None
+        """Forgets the suspicion and its verdict. The credit is refilled for the next suspicion."""
+        self.suspicion.forget()
         self.state.intended = {}
-        self.state.rates.clear()
-        self.state.bursts.clear()
-        self._credit.refill()
+        self.credit.refill()
         self._dispatch_losses.clear()
 
     def _best_on_average(self, index: int) -> Anchor | None:
-        """`anchors.best_on_average`; None for some steps after such a comparison without evidence.
-
-        See `FIRST_PAUSE`.
-        """
-        if index < self.state.mean_quiet_until:
+        """`anchor_choice.best_on_average`, or None during a pause of `MeanPause`."""
+        if self._mean_pause.blocks(index):
             return None
         mean = self.history.mean()
         if mean is None:
@@ -515,14 +474,24 @@ class Comparisons:
         return best_on_average(self.anchors, mean, index)
 
     def _eligible_anchors(self, index: int, best: Anchor | None = None) -> list[Anchor]:
-        """`anchors.to_compare`. A pending verdict has its own anchor, the only one to compare."""
+        """`anchor_choice.to_compare`, or only the anchor of a pending verdict."""
         verdict = self.state.verdict
         if verdict is not None:
-            return [anchor for anchor in self.anchors if anchor.step == verdict.anchor]
+            return [anchor for anchor in self.anchors if anchor.step == verdict.anchor_step]
         return to_compare(self.anchors, index, every=self.run.schedule.every, best=best)
 
     def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
-        """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
+        """Compares with each eligible anchor.
+
+        Args:
+            step: the step, with the batches of its dispatch.
+            loss: mean training loss of the dispatch. It is the loss of the current weights, if
+                `loss_fn` gives the training loss.
+            best: an anchor to compare with at any age, or None.
+
+        Returns:
+            A verdict if the run has to roll back now, or None.
+        """
         if not (self.steps_are_windows or self.run.driver.may_save(self.run.schedule.every)):
             return None  # within an accumulation: the weights have not changed since the last step
         evaluations = 0
@@ -540,31 +509,43 @@ class Comparisons:
                 found = self._weigh(step.index, anchor, compared)
                 if found is not None:
                     verdict = found
-        if verdict is not None and step.index < verdict.due and not self._has_waited(verdict):
-            self._postpone(verdict)
+        if verdict is not None and not self.suspicion.has_waited(verdict):
+            self.suspicion.postpone(verdict)
             verdict = None
-        if self.has_evidence:
-            rates = self.run.holding.known_rates()
-            if rates:
-                self.state.rates.append(rates)
-        else:
-            self.state.rates.clear()
-        self._credit.charge(evaluations)
+        self.suspicion.note_rates(has_evidence=self.has_evidence)
+        self.credit.charge(evaluations)
         return verdict
 
     def _compare_with(
         self, anchor: Anchor, step: TrainedStep, known: list[float] | None
     ) -> Rises | None:
-        """Compares with one anchor, on the step and on a past step; returns None without losses."""
+        """Compares with one anchor, on the batches of the step and then on past batches.
+
+        The past batches are evaluated only if the loss of the step has risen: the smaller of the
+        two rises counts.
+
+        Args:
+            anchor: the earlier weights.
+            step: the step, with its batches.
+            known: loss of the step with the current weights, or None to evaluate it.
+
+        Returns:
+            What the comparison shows, or None if the weights cannot be compared.
+        """
         losses = self.losses_of([step], anchor, known)
         if losses is None:
             return None
         [now], [then] = losses
         rise = rise_of(now, then)
-        evaluations = 1 if known is not None else 2
-        if not 0 < rise < math.inf:
+        evaluations = 2
+        if known is not None:
+            evaluations = 1
+        if not 0 < rise < math.inf:  # not higher, or not finite: this batch alone decides
             return Rises(evaluations, rise, now - then)
-        past = anchor.draw(MEDIAN_OF if anchor.evidence > 1 else 1)
+        number = 1
+        if anchor.evidence > 1:
+            number = MEDIAN_OF
+        past = anchor.draw(number)
         if not past:  # no batch was trained on since the anchor
             return Rises(evaluations)
         losses = self.losses_of(past, anchor)
@@ -574,81 +555,24 @@ class Comparisons:
         return joined(evaluations + 2 * len(past), (now, then), pairs)
 
     def _weigh(self, index: int, anchor: Anchor, compared: Rises) -> Verdict | None:
-        """Updates an anchor's evidence. Returns a verdict if the evidence is sufficient."""
+        """Updates the evidence of an anchor, and concludes.
+
+        Returns:
+            A verdict if the evidence reaches the threshold, or None. If a verdict is pending and no
+            evidence is left, the run has recovered and the verdict is forgotten.
+        """
         anchor.learn(index, compared.evidence, is_retest=self.state.verdict is not None)
-        if anchor.evidence >= self._threshold and self._has_learnt_since(anchor):
+        threshold = self.run.policy.rollback.evidence
+        if anchor.evidence >= threshold and self.suspicion.has_learnt_since(anchor):
             anchor.evidence, anchor.onset = 1.0, None
-        if anchor.evidence >= self._threshold:
-            better = newest_better(self.anchors, anchor, self._strong)
+        if anchor.evidence >= threshold:
+            better = newest_better(self.anchors, anchor, self.suspicion.strong_evidence)
             better.onset = anchor.onset
-            return self._verdict(index, better, compared)
+            return self.suspicion.verdict_about(index, better, compared)
         if self.state.verdict is not None and anchor.evidence <= 1:
-            onset = self.state.verdict.onset
-            self.run.log.assessment(index, onset, "recovered")
-            recovered = f"the run has recovered from the damage of step {onset}"
-            self.run.log.info(f"step {index}: {recovered}")
+            self.suspicion.report_recovery(index)
             self._forget_trouble()
         return None
-
-    def _has_learnt_since(self, anchor: Anchor) -> bool:
-        """Whether the anchor is the start of the run, and the loss is lower now than it was then.
-
-        A run that has learnt has not lost all of it. Where the comparison says so, it is no
-        measure: in self-distillation, for example, the loss of the first weights is low.
-        """
-        first, mean = self.state.first_losses, self.history.mean()
-        if anchor.step > self.run.record.first_step or mean is None or not first:
-            return False
-        return mean < sum(first) / len(first)
-
-    def _has_waited(self, verdict: Verdict) -> bool:
-        """Whether the run was rolled back for this trouble: it has had its time to recover."""
-        return bool(self.run.ledger.same_trouble(verdict.onset))
-
-    def _postpone(self, verdict: Verdict) -> None:
-        """Keeps a verdict pending until its step `due`."""
-        self.state.verdict = verdict
-        for other in self.anchors:
-            other.evidence, other.onset = 1.0, None
-            if other.step == verdict.anchor:
-                other.onset, other.evidence = verdict.onset, self._strong
-        self.run.log.assessment(verdict.index, verdict.onset, "worse")
-        self.run.log.warning(
-            f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "
-            f"batches, since step {verdict.onset}; unless the run recovers, it rolls back to them "
-            f"at step {verdict.due}, or at the end of the data"
-        )
-
-    def _verdict(self, index: int, anchor: Anchor, compared: Rises) -> Verdict:
-        """The verdict about an anchor, or the pending verdict with its newest evidence.
-
-        The onset is the first step of a burst of signs that lasts until shortly before the first
-        evidence: the comparison that finds trouble is later than its beginning.
-        """
-        verdict = self.state.verdict
-        if verdict is None:
-            onset = index if anchor.onset is None else anchor.onset
-            for first, last in reversed(self.state.bursts):
-                if last >= onset - STEPS_AFTER_SIGN:
-                    onset = min(onset, first)
-            verdict = Verdict(
-                index=index,
-                found=self.history.newest,  # at the end of the data, `index` has no step
-                anchor=anchor.step,
-                onset=max(onset, anchor.step),
-                evidence=1.0,
-                rise=None,
-                rise_remembered=None,
-                healthy_rates=self.run.holding.highest_rates(anchor.step),
-                rates=tuple(self.state.rates),
-                losses=self.history.digest(anchor.step),
-            )
-        return verdict._replace(
-            index=index,
-            evidence=anchor.evidence,
-            rise=_finite_or_none(compared.rise),
-            rise_remembered=_finite_or_none(compared.rise_remembered),
-        )
 
     def losses_of(
         self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
@@ -672,17 +596,3 @@ class Comparisons:
             if self.state.verdict is not None:
                 self._forget_trouble()
         return losses
-
-
-def _extend_bursts(bursts: list[tuple[int, int]], index: int) -> None:
-    """Adds a high step to the newest burst, or begins another one."""
-    if bursts and index - bursts[-1][1] <= STEPS_AFTER_SIGN:
-        bursts[-1] = (bursts[-1][0], index)
-    else:
-        bursts.append((index, index))
-        del bursts[:-WINDOWS]
-
-
-def _finite_or_none(rise: float) -> float | None:
-    """A rise for an event, which has no NaN and no Inf."""
-    return rise if math.isfinite(rise) else None

@@ -1,7 +1,7 @@
 """`Holding`: learns the ranges in which a run is healthy, and holds what has left them.
 
 At a checkpoint whose weights are not suspect, the run learns the learning rates, the numbers of the
-optimizers (such as a momentum) and the gradient norms that it had. If damage comes back after a
+optimizers (such as a momentum) and the gradient norms that it had. If damage recurs after a
 rollback that changed nothing, a second rollback holds what was outside of these ranges:
 
     healthy checkpoint --> learn, and release what is back in its range
@@ -16,8 +16,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, Anchor, Verdict
+from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
+from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
+from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.engine_states import LrState, limit_norms, with_lr_states
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.store.ranks import broadcast
@@ -35,13 +37,13 @@ class Holding:
 
     The ranges are a part of `ComparisonState`, which a checkpoint holds. Learning rates and the
     optimizers' numbers are set by the program, so a rollback alone does not change them: trouble
-    that they cause comes back until they are held.
+    that they cause recurs until they are held.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.withholds = False
-        """Whether the update of the next step is withheld, see `Held.withheld`."""
+        self.freezes = False
+        """Whether the next step is frozen, see `Held.frozen_steps`."""
         self._earlier_numbers: Mapping[str, NumberRange] = {}
         """Ranges of the numbers in earlier processes, since something was last held."""
 
@@ -59,27 +61,25 @@ class Holding:
         self.run.comparisons.state.ranges.held = held
 
     def on_rollback(self, target: int) -> None:
-        """Applies what is held to the steps from `target` on.
+        """Notes whether the step `target` is frozen. Called after the restore.
 
-        Called after the restore, which has limited the engines already. The norm limits are also
-        given to the history, which must not learn norms above a limit as healthy.
+        The restore has limited the engines already.
 
         Args:
             target: the step at which the run continues.
         """
-        self.run.comparisons.history.norm_limits = self.held.norm_limits
-        self.withholds = self.held.withholds(target)
+        self.freezes = self.held.freezes(target)
 
     def release_all(self, step: int) -> None:
         """Releases what is held if a `loss_fn` that failed has ended the comparisons.
 
-        Nothing would release it later. Updates that are withheld end by themselves.
+        Nothing would release it later. Frozen steps stay, because they end by themselves.
 
         Args:
             step: steps done.
         """
         held = self.held
-        left = Held(withheld=held.withheld, until=held.until)
+        left = Held(frozen_steps=held.frozen_steps, until=held.until)
         if held == left:
             return
         self._restore_start_rates(held.start_rates)
@@ -101,17 +101,22 @@ class Holding:
             step: step of the checkpoint.
 
         Returns:
-            Whether a number has turned out to be intended, see `take_intended`. Then neither older
-            nor present weights are a measure any more.
+            Whether a number has turned out to be intended, see `take_intended`. Then neither the
+            anchors nor the current weights are a measure any more.
         """
-        comparisons, history = self.run.comparisons, self.run.comparisons.history
+        comparisons = self.run.comparisons
+        history = comparisons.history
         ranges = comparisons.state.ranges
+
+        # Learn.
         seen = broadcast(self.run.ranks, self.numbers())
-        history.learn_doubtful_norms(step)
+        history.learn_doubtful_norms(step, self.held.norm_limits)
         rates: dict[str, float] = {}
-        if step > self.run.record.first_step:  # no step was trained at the rates of the first one
+        if step > self.run.record.first_step:  # no step was trained before the first checkpoint
             rates = self.known_rates()
         ranges.learn(history.healthy_rates(rates), seen, history.largest_norms())
+
+        # Release, and adapt what stays held.
         held = ranges.held
         released = ranges.release(step, seen)
         comparisons.state.intended = ranges.lasting_numbers(step, seen, after=LASTING_STEPS)
@@ -149,32 +154,31 @@ class Holding:
             held: what is held. It replaces what was held before.
             step: the next step, from which on it is held.
         """
-        self.withholds = held.withholds(step)
+        self.freezes = held.freezes(step)
         self.held = held
-        self.run.comparisons.history.norm_limits = held.norm_limits
         driver, engine = self.run.driver, self.run.policy.engine
-        limited = limit_norms(engine, driver.engines(), held.norm_limits, withhold=self.withholds)
+        limited = limit_norms(engine, driver.engines(), held.norm_limits, freeze=self.freezes)
         driver.load(None, limited)
         driver.hold_numbers(held.number_ranges)
         self._earlier_numbers = {}
 
-    def withholding_changes(self, step: int) -> bool:
-        """Whether the updates begin or cease to be withheld at a step. Called once per step.
-
-        The driver has to be told only then, so the usual step costs one comparison of numbers.
+    def freezing_changes(self, step: int) -> bool:
+        """Whether the frozen steps begin or end at a step. Called once per step.
 
         Args:
-            step: number of the step that is about to begin.
+            step: index of the step that is about to begin.
         """
-        held = self.run.comparisons.state.ranges.held  # called once per step
-        return held.withholds(step) != self.withholds
+        return self.held.freezes(step) != self.freezes
 
-    def update_withholding(self, step: int) -> None:
-        """Starts or ends withholding updates at `step`, which is trained next; see `Held.withheld`.
+    def update_freezing(self, step: int) -> None:
+        """Begins or ends the frozen steps at `step`, see `Held.frozen_steps`.
 
-        Call it after all earlier steps have been read, because it replaces the engines' states, and
-        also if a `loss_fn` that failed has ended the comparisons: otherwise the updates would be
-        withheld to the end of the run.
+        Call it after all earlier steps have been read, because it replaces the engines' states.
+        Also call it if a `loss_fn` that failed has ended the comparisons: otherwise all later steps
+        would be frozen.
+
+        Args:
+            step: index of the step that is trained next.
         """
         self.hold(self.held, step)
 
@@ -192,16 +196,16 @@ class Holding:
         norms: Mapping[str, float] = {}
         if suspects is not None:
             norms = suspects.largest_norms()
-        found = self.healthy_at(verdict.anchor).outside(
+        found = self.healthy_at(verdict.anchor_step).outside(
             broadcast(self.run.ranks, self.numbers()),
             norms,
-            intervals=(verdict.onset - verdict.anchor) / self.run.schedule.every,
-            last_step_before=verdict.anchor,
+            intervals=(verdict.onset - verdict.anchor_step) / self.run.schedule.every,
+            last_step_before=verdict.anchor_step,
         )
-        return replace(found, until=verdict.index + 1)
+        return replace(found, until=verdict.roll_back_at + 1)
 
     def unusual_batches(self, verdict: Verdict) -> list[int]:
-        """Steps since the onset whose batches the better weights find unusual. Collective.
+        """Steps since the onset whose batches are unusual under the better weights. Collective.
 
         A batch is unusual if its loss under the better weights exceeds the largest loss of the
         usual batches of all anchors from before the onset by more than their range. Where a limit
@@ -212,14 +216,14 @@ class Holding:
             verdict: the finding that earlier weights are better.
 
         Returns:
-            Numbers of steps, ascending.
+            Indices of steps, ascending.
         """
         comparisons = self.run.comparisons
-        suspects, anchor = self._suspect_steps(verdict), comparisons.anchor_of(verdict.anchor)
+        suspects, anchor = self._suspect_steps(verdict), comparisons.anchor_of(verdict.anchor_step)
         if suspects is None or anchor is None:
             return []
         unusual = set()
-        healthy = self.healthy_at(verdict.anchor)
+        healthy = self.healthy_at(verdict.anchor_step)
         for index in suspects.with_unusual_norm(self.held.norms, healthy):
             if index >= anchor.step:
                 unusual.add(index)
@@ -254,8 +258,8 @@ class Holding:
     def healthy_at(self, step: int) -> HealthyValues:
         """What was known as healthy at the anchor of a step.
 
-        What was unknown then is completed by what was learnt later. Where both are known the anchor
-        counts: what was learnt later may be a part of trouble that had not shown yet.
+        The knowledge of the anchor counts, because later knowledge may be a part of trouble that
+        had not shown yet. Names that were unknown at the anchor are taken from later knowledge.
 
         Args:
             step: step of an anchor. For another step the newest knowledge is returned.
@@ -269,7 +273,7 @@ class Holding:
     def highest_rates(self, step: int) -> dict[str, float]:
         """The highest healthy learning rate of each engine up to the anchor of a step.
 
-        A rate has no room above its range, also if the program raises it steadily: then the rise
+        A rate has no room above its range, even if the program raises it steadily. Then the rise
         itself is a suspect.
 
         Args:
@@ -283,8 +287,7 @@ class Holding:
     def known_rates(self) -> dict[str, float]:
         """The learning rate of each engine at the last step.
 
-        The multiplier of the engine is included: this is the rate with which the weights were
-        updated.
+        It includes the multiplier of the engine, so it is the rate that has updated the weights.
 
         Returns:
             Engine name -> learning rate, without rates that are unknown, NaN or Inf.
@@ -297,7 +300,7 @@ class Holding:
 
     def _suspect_steps(self, verdict: Verdict) -> SuspectSteps | None:
         """The steps that may have caused the trouble of a verdict."""
-        return self.run.comparisons.history.suspect_steps(verdict.onset, verdict.found)
+        return self.run.comparisons.history.suspect_steps(verdict.onset, verdict.found_at)
 
     def numbers(self) -> dict[str, NumberRange]:
         """`Driver.numbers`, with their ranges in earlier processes since something was held.

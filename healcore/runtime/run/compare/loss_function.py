@@ -12,10 +12,10 @@ from healcore.core.errors import HealcoreError
 from healcore.core.signals import SignalError, check_scalar
 from healcore.runtime.data.random_states import isolated
 from healcore.runtime.driver import LossFn, WeightsChanged
-from healcore.runtime.faults.failures import classify
+from healcore.runtime.faults.classification import classify
 from healcore.runtime.faults.microbatches import clear_frames
 from healcore.runtime.run.batch_parts import largest_part
-from healcore.runtime.run.compare.evidence import TrainedStep
+from healcore.runtime.run.compare.trained_step import TrainedStep
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -52,7 +52,7 @@ Losses: TypeAlias = tuple[list[float], list[float]]
 """One loss for each step: with the current weights, and with earlier weights."""
 
 
-class _Overrun(NamedTuple):
+class _EvaluationOverrun(NamedTuple):
     """An evaluation that did not fit into memory."""
 
     samples: int
@@ -86,14 +86,14 @@ class LossFunction:
 
     A `loss_fn` that raises is not called again: it must not end the run that it protects. If memory
     runs out, it is called again for smaller parts of the batches. Both weights are evaluated on the
-    same parts, so that their losses can be compared even if a loss of parts is another loss.
+    same parts, so that their losses can be compared even if a loss of parts differs from the loss
+    of the whole batch.
 
     Args:
         run: the parts of the run.
         function: the user's function of a batch, or None to evaluate nothing.
 
     Attributes:
-        function: the `loss_fn`, or None if it cannot be used.
         gives_loss: whether the training loss is the result of `loss_fn`. Comparisons then do not
             evaluate the current weights again. True if the loop calls `Healer.loss`, or if the
             first training loss is equal to `loss_fn` of its batch.
@@ -104,23 +104,32 @@ class LossFunction:
 
     def __init__(self, run: Run, function: LossFn | None) -> None:
         self.run = run
-        self.function: LossFn | None = None
+        self._function: LossFn | None = None
         if function is not None:
-            self.function = lambda *given: loss_of(function(*given))
+            self._function = lambda *given: loss_of(function(*given))
         self.gives_loss = False
         self.draws = False
         self.is_checked = False
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether there is a function that may be called."""
+        return self._function is not None
+
+    def drop(self) -> None:
+        """Drops the function for the rest of the process, because it cannot be used."""
+        self._function = None
+
     def _warn(self, problem: str) -> None:
         """Logs a problem. The run continues without comparisons."""
-        self.run.log.problem(self.run.data.step, problem)
+        self.run.log.problem(self.run.progress.step, problem)
 
     def learn_first_step(self, step: TrainedStep, loss: float, first_weights: Any) -> None:
         """Checks `loss_fn` on the first step, and compares it with the step's training loss.
 
         Args:
             step: a step with its batches.
-            loss: the training loss of a dispatch of one step, else NaN.
+            loss: the training loss of the step, or NaN for a dispatch of several steps.
             first_weights: copy of the weights before this step, or None.
 
         Raises:
@@ -148,12 +157,12 @@ class LossFunction:
 
         Returns:
             Two lists with one loss per step, current and earlier weights, each the mean over all
-            ranks. None if on some rank the parameters have changed since, or the `loss_fn` raises:
-            then `function` is None.
+            ranks. None if on some rank the parameters have changed since, or if the `loss_fn`
+            raises: then it is dropped.
         """
         self._try_larger_parts(steps)
         while True:
-            mine: Losses | _Overrun | str | None
+            mine: Losses | _EvaluationOverrun | str | None
             failure = None
             try:
                 now = known or self._evaluated(steps, None)
@@ -172,7 +181,7 @@ class LossFunction:
             return None
         failed = [item for item in everyone if isinstance(item, str)]
         if failed:
-            self.function = None
+            self.drop()
             self._warn(f"loss_fn raised {failed[0]}; it is not called again")
             return None
         of_now, of_then = zip(*everyone, strict=True)
@@ -199,13 +208,13 @@ class LossFunction:
         self, batches: Sequence[Any], weights: Any = None, *, redraw: bool = False
     ) -> list[float]:
         """The loss of each batch, which is evaluated in the parts that fit into memory."""
-        assert self.function is not None
+        assert self._function is not None
         in_parts = [self.run.batch_parts.to_evaluate(batch) for batch in batches]
         contents = []
         for parts in in_parts:
             contents += [part for part, _ in parts]
         with isolated():
-            found = self.run.driver.losses_of(self.function, contents, weights, redraw=redraw)
+            found = self.run.driver.losses_of(self._function, contents, weights, redraw=redraw)
         of_parts = map(_checked_loss, found)
         losses = []
         for parts in in_parts:
@@ -215,7 +224,7 @@ class LossFunction:
                 losses.append(sum(weight * next(of_parts) for _, weight in parts))
         return losses
 
-    def _overrun(self, batches: Sequence[Any], error: Exception) -> _Overrun | None:
+    def _overrun(self, batches: Sequence[Any], error: Exception) -> _EvaluationOverrun | None:
         """The size that has to be halved, or None if the exception is about something else."""
         if classify(error).cause is not Cause.OOM:
             return None
@@ -223,14 +232,14 @@ class LossFunction:
         if size <= 1:
             return None
         clear_frames(error)  # the tensors of the pass that failed
-        return _Overrun(size)
+        return _EvaluationOverrun(size)
 
     def _try_larger_parts(self, steps: Sequence[TrainedStep]) -> None:
         """Evaluates larger parts from now on, if it is time to try them, see `PartGrowth`.
 
         All ranks have the same size, so a try is due in the same step on all ranks.
         """
-        step, record = self.run.data.step, self.run.record
+        step, record = self.run.progress.step, self.run.record
         size, growth = record.evaluation_limit, record.evaluation_growth
         if size is None:
             return
@@ -251,10 +260,10 @@ class LossFunction:
         Parts that were tried larger than before return to the size that fits.
         The ranks have the same items, so they take the same way.
         """
-        sizes = [item.samples for item in everyone if isinstance(item, _Overrun)]
+        sizes = [item.samples for item in everyone if isinstance(item, _EvaluationOverrun)]
         if not sizes or any(isinstance(item, str) for item in everyone):
             return False
-        step, record = self.run.data.step, self.run.record
+        step, record = self.run.progress.step, self.run.record
         growth = record.evaluation_growth
         before = min(sizes)
         then = ""
@@ -282,19 +291,19 @@ class LossFunction:
             if not self._shrink(everyone):
                 break
         # An overrun is left only if another rank has a problem, which counts.
-        everyone = [item for item in everyone if not isinstance(item, _Overrun)]
+        everyone = [item for item in everyone if not isinstance(item, _EvaluationOverrun)]
         self.draws = any(each.draws for each in everyone)
         problems = {each.kind: each.text for each in reversed(everyone)}  # of the lowest rank
         if _Problem.MISTAKE in problems:
             raise SignalError(problems[_Problem.MISTAKE]) from failure
         if _Problem.STATE in problems:
-            self.function = None
+            self.drop()
         problem = problems.get(_Problem.STATE, problems.get(_Problem.CALL))
         if problem:
             self._warn(problem)
         return not problem
 
-    def _call_first(self, batch: Any) -> tuple[_Overrun | _FirstCalls, Exception | None]:
+    def _call_first(self, batch: Any) -> tuple[_EvaluationOverrun | _FirstCalls, Exception | None]:
         """Calls `loss_fn` on this rank. Returns what it has shown, and its exception or None."""
         kind: _Problem | None = None
         text, draws, failure = "", False, None

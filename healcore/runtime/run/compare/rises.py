@@ -38,9 +38,13 @@ def rise_of(now: float, then: float) -> float:
         The difference, which may be infinite. NaN if neither loss is finite: a bad batch is not
         evidence.
     """
+    if math.isfinite(now) and math.isfinite(then):
+        return now - then
     if math.isfinite(then):
-        return now - then if math.isfinite(now) else math.inf
-    return -math.inf if math.isfinite(now) else math.nan
+        return math.inf
+    if math.isfinite(now):
+        return -math.inf
+    return math.nan
 
 
 def joined(
@@ -56,11 +60,11 @@ def joined(
     Args:
         evaluations: number of evaluations of all these losses.
         pair: losses of the step's batch, with the current and with the earlier weights.
-        past: the same for one or three past batches, of which the median rise counts.
+        past: the same for one or three past batches. Their median rise counts.
 
     Returns:
-        The rises. Its evidence is NaN if both batches have equal losses: an oscillation of the loss
-        looks like damage there.
+        The rises. The evidence is NaN if both batches have equal losses, because an oscillation of
+        the loss looks like damage then.
     """
     now, then = pair
     rise = rise_of(now, then)
@@ -69,5 +73,7 @@ def joined(
     rise_past = rise_of(now_past, then_past)
     if math.isclose(then, then_past, rel_tol=ROUNDING, abs_tol=0.0):
         rise_past = math.nan
-    evidence = rise if rise < rise_past else rise_past  # NaN if `rise_past` is NaN
+    evidence = rise_past
+    if rise < rise_past:  # not if `rise_past` is NaN
+        evidence = rise
     return Rises(evaluations, evidence, now - then, now_past - then_past)

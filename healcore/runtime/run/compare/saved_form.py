@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import ObservedBatch, TrainedStep
+from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.store import values
 from healcore.runtime.store.packed_values import PackedValues
 

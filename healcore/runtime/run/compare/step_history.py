@@ -10,7 +10,9 @@ from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
+from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
+from healcore.runtime.run.compare.evidence import SAMPLE_SIZE
+from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel, NormHistory
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.store import values
@@ -39,25 +41,25 @@ class Signs(NamedTuple):
     """What the loss and the gradient norms of one step say.
 
     `Comparisons.observe` decides with it whether to compare weights after the step, which is too
-    dear for every step.
+    expensive for every step.
     """
 
     sign: bool
-    """Whether it is a reason to compare weights: an alarm, a loss above the last losses, or an
+    """Whether the step is a sign of trouble: it has an alarm, a loss above the last losses, or an
     unusual gradient norm."""
     first_alarm: bool
-    """Whether it is an alarm, the first one for `STEPS_AFTER_SIGN` steps."""
+    """Whether the step has the first alarm for `STEPS_AFTER_SIGN` steps."""
     last_is_over: bool
-    """Whether the last sign was `STEPS_AFTER_SIGN` steps ago: its burst is over."""
+    """Whether the last sign was exactly `STEPS_AFTER_SIGN` steps ago, so that its burst is over."""
     high: bool
-    """Whether it belongs to the trouble: a sign, or a loss above the last usual losses."""
+    """Whether the step may belong to the trouble: a sign, or a loss above the last usual losses."""
 
 
 class SuspectSteps(NamedTuple):
     """The steps that may have caused some trouble.
 
     A second rollback for the same trouble holds the norms of these steps below the healthy norms,
-    or skips their batches. Steps that are missing here would do the same damage again.
+    or skips their batches. A step that is missing here would do the same damage again.
     """
 
     start: int
@@ -81,7 +83,7 @@ class SuspectSteps(NamedTuple):
         return found
 
     def with_unusual_norm(self, names: Container[str], healthy: HealthyValues) -> list[int]:
-        """Numbers of the steps around the first sign at which an engine had an unusual norm.
+        """Indices of the steps around the first sign at which an engine had an unusual norm.
 
         Args:
             names: names of the engines that count.
@@ -115,13 +117,9 @@ class StepHistory:
 
     Which losses are usual is explained by `LossLevel`, and which gradient norms and learning rates
     are healthy by `NormHistory`.
-
-    Attributes:
-        norm_limits: engine name -> limit of its gradient norm, where there is one.
     """
 
     def __init__(self) -> None:
-        self.norm_limits: Mapping[str, float] = {}
         self._norms = NormHistory(_UNTIL_HEALTHY)
         self.forget()
 
@@ -146,10 +144,10 @@ class StepHistory:
         self._last_alarm = -STEPS_AFTER_SIGN - 1  # none
 
     def steps_with_batches(self) -> list[TrainedStep]:
-        """Returns the steps whose batches may be compared.
+        """The steps whose batches may be compared.
 
-        A checkpoint holds the batches of these steps, so a restart can name the batches that caused
-        some trouble. A step may occur several times, because it may be in several windows.
+        A checkpoint holds the batches of these steps, so that a restart can name the batches that
+        caused some trouble. A step that is in several windows occurs several times.
         """
         found = [*self._last]
         for window in self._windows:
@@ -158,7 +156,7 @@ class StepHistory:
         return found
 
     def to_text(self) -> str:
-        """Returns everything but the batches of the steps, as text.
+        """Everything but the batches of the steps, as text.
 
         The record of a checkpoint holds the text. The batches are saved with the arrays, see
         `Comparisons.batches_to_save`.
@@ -185,7 +183,7 @@ class StepHistory:
         return values.dumps({name: found[name] for name in _SAVED}, _TEXT)
 
     def restore(self, text: str, contents: Mapping[int, Any]) -> dict[int, TrainedStep]:
-        """Takes what `to_text` has returned, into a history without a step.
+        """Restores what `to_text` has returned, in a history without a step.
 
         Args:
             text: the text.
@@ -208,14 +206,24 @@ class StepHistory:
         self._last_sign, self._last_alarm = found["signs"]
         return steps
 
-    def add(self, step: TrainedStep, loss: float, *, alarm: bool, healthy: bool) -> Signs:
-        """Adds a step, and finds out whether it is a reason to compare weights.
+    def add(
+        self,
+        step: TrainedStep,
+        loss: float,
+        *,
+        alarm: bool,
+        healthy: bool,
+        norm_limits: Mapping[str, float],
+    ) -> Signs:
+        """Adds a step, and says whether it is a sign of trouble.
 
         Args:
             step: the step.
             loss: its loss, or NaN.
             alarm: whether a detector has raised an alarm.
             healthy: whether no evidence of damage is pending.
+            norm_limits: engine name -> limit of its gradient norm, where there is one. Norms above
+                a limit are not learnt.
 
         Returns:
             What the loss and the norms of the step say.
@@ -238,27 +246,28 @@ class StepHistory:
             self._windows[-1].steps.append(step)
         if high:
             self._high.append(step)
-        self._norms.add(step, self.norm_limits, is_bad=is_bad, healthy=healthy)
+        self._norms.add(step, norm_limits, is_bad=is_bad, healthy=healthy)
         self._last.append(step)
         return Signs(sign, first_alarm, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
     def accept_level(self) -> None:
         """Makes the last losses the usual losses, if most of them are high.
 
-        Call it where the weights were compared without evidence of damage. Then other data, or
+        Call this where the weights were compared without evidence of damage. Then other data, or
         another scale of the loss, have raised the losses.
         """
         self._level.accept()
 
-    def learn_doubtful_norms(self, step: int) -> None:
+    def learn_doubtful_norms(self, step: int, norm_limits: Mapping[str, float]) -> None:
         """Learns the norms near signs of trouble, at a healthy checkpoint of `step`.
 
         Without this, a program with an alarm every few steps would have no healthy norm.
 
         Args:
             step: step of a checkpoint whose weights are not suspect.
+            norm_limits: as in `add`.
         """
-        self._norms.learn_doubtful(step, self.norm_limits)
+        self._norms.learn_doubtful(step, norm_limits)
 
     def healthy_rates(self, newest: Mapping[str, float]) -> dict[str, NumberRange]:
         """The healthy learning rates of the steps since the last call.
@@ -271,7 +280,7 @@ class StepHistory:
         return self._norms.take_rates(newest)
 
     def largest_norms(self) -> dict[str, float]:
-        """Returns the largest healthy gradient norm of each engine, see `NormHistory.largest`.
+        """The largest healthy gradient norm of each engine, see `NormHistory.largest`.
 
         Returns:
             Engine name -> gradient norm, without engines of which no healthy norm is known.
@@ -279,7 +288,7 @@ class StepHistory:
         return self._norms.largest()
 
     def typical_norms(self) -> dict[str, float]:
-        """Returns the median gradient norm of each engine, see `NormHistory.typical`.
+        """The median gradient norm of each engine, see `NormHistory.typical`.
 
         Returns:
             Engine name -> median of the last `REGULAR_INTERVAL` finite norms, without engines that
@@ -288,11 +297,11 @@ class StepHistory:
         return self._norms.typical()
 
     def mean(self) -> float | None:
-        """Returns the mean of the last `RECENT` finite losses, or None before there are as many."""
+        """The mean of the last `RECENT` finite losses, or None before so many are known."""
         return self._level.mean()
 
     def spread(self) -> float:
-        """Returns the standard deviation of the losses of `mean`. Slow: not for every step."""
+        """The standard deviation of the losses of `mean`. It is too slow for every step."""
         return self._level.spread()
 
     @property
@@ -303,7 +312,7 @@ class StepHistory:
         return self._newest[-1][0]
 
     def digest(self, first: int) -> str:
-        """Returns a digest of the last `REGULAR_INTERVAL` losses and norms.
+        """A digest of the last `REGULAR_INTERVAL` losses and norms.
 
         Two passes over the same steps have the same digest if their losses and gradient norms are
         equal bit for bit. Norms count because a loop need not report its losses.
@@ -321,7 +330,7 @@ class StepHistory:
         return hashlib.blake2b(struct.pack(f"<{len(kept)}d", *kept), digest_size=8).hexdigest()
 
     def suspect_steps(self, onset: int, found: int) -> SuspectSteps | None:
-        """Returns the steps that may have caused some trouble.
+        """The steps that may have caused some trouble.
 
         These are the steps around the sign that is nearest to the onset, of the signs up to step
         `found`, and all steps since the onset with a high loss or an unusual norm.

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import RECENT, REGULAR_INTERVAL, TrainedStep
+from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
+from healcore.runtime.run.compare.evidence import RECENT
+from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.healthy_ranges import UNUSUAL_NORM
 
 _NORMS = 500
@@ -45,8 +47,8 @@ class LastValues:
     def add(self, value: float) -> None:
         """Adds a value, and drops the oldest value of a full series.
 
-        The largest value is kept up to date. It is searched anew only when it drops out, because
-        `add` is called at every step.
+        The largest value is kept up to date. All values are searched only when the largest value
+        drops out, because `add` is called at every step.
 
         Args:
             value: the value, which is not NaN: a maximum with NaN has no meaning.
@@ -80,8 +82,8 @@ class LossLevel:
     """Which losses a run has had, and which of them are usual.
 
     A loss is *usual* unless it exceeds each of the last `REGULAR_INTERVAL` usual losses. High
-    losses do not become usual, so that trouble which lasts cannot hide its own start. Only
-    `accept` makes them usual, after a comparison of weights that shows no damage.
+    losses do not become usual. Otherwise trouble that lasts would hide its own start. Only `accept`
+    makes high losses usual, after a comparison of weights that shows no damage.
 
     Attributes:
         last: the last `REGULAR_INTERVAL` losses. A loss that is not finite is -Inf here.
@@ -126,7 +128,7 @@ class LossLevel:
             self._were_high.clear()
 
     def mean(self) -> float | None:
-        """Returns the mean of the last `RECENT` finite losses, high losses included.
+        """The mean of the last `RECENT` finite losses, high losses included.
 
         Returns:
             The mean, or None before there are `RECENT` finite losses: a mean of few losses varies
@@ -137,10 +139,10 @@ class LossLevel:
         return statistics.fmean(self._recent)
 
     def spread(self) -> float:
-        """Returns the standard deviation of the losses of `mean`.
+        """The standard deviation of the losses of `mean`.
 
-        It tells a mean that has risen from a mean that varies by chance. The computation is slow,
-        so it is not for every step.
+        The deviation tells a mean that has risen from a mean that varies by chance. The computation
+        is too slow for every step.
 
         Raises:
             statistics.StatisticsError: there are fewer than two losses.
@@ -148,7 +150,7 @@ class LossLevel:
         return statistics.stdev(self._recent)
 
     def to_values(self) -> dict[str, Any]:
-        """Returns what `restore` takes, for the text of a checkpoint.
+        """What `restore` takes, for the text of a checkpoint.
 
         Returns:
             Name -> a series of losses or flags, which `store.values` can write as text.
@@ -161,7 +163,7 @@ class LossLevel:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes what `to_values` has returned, into a level without a loss.
+        """Restores what `to_values` has returned, in a level without a loss.
 
         Called when a run resumes. Without it, no loss would be high during the first
         `REGULAR_INTERVAL` steps, because a short series exceeds nothing.
@@ -178,8 +180,8 @@ class LossLevel:
 class NormHistory:
     """Learns which gradient norms and learning rates are healthy, a while after their steps.
 
-    A step is not known to be healthy when it is taken: the bad steps before the first sign of
-    trouble look like any other. So its norms wait:
+    Nobody knows that a step is healthy when it is taken: the bad steps before the first sign of
+    trouble look like any other step. So the norms of a step wait:
 
         step --> young ----- enough steps without a high loss ----------> healthy
                    |
@@ -297,7 +299,7 @@ class NormHistory:
         return False
 
     def take_rates(self, newest: Mapping[str, float]) -> dict[str, NumberRange]:
-        """Returns the healthy learning rates of the steps since the last call.
+        """The healthy learning rates of the steps since the last call.
 
         Rates from between two checkpoints count, because a schedule may have its peak there.
 
@@ -314,7 +316,7 @@ class NormHistory:
         return found
 
     def largest(self) -> dict[str, float]:
-        """Returns the largest of the last healthy gradient norms of each engine.
+        """The largest of the last healthy gradient norms of each engine.
 
         A rollback that limits the norm limits it to this value.
 
@@ -324,7 +326,7 @@ class NormHistory:
         return {name: norms.largest for name, norms in self._healthy.items()}
 
     def typical(self) -> dict[str, float]:
-        """Returns the median of the last finite gradient norms of each engine, healthy or not.
+        """The median of the last finite gradient norms of each engine, healthy or not.
 
         A limit that is held follows this median upwards, see `HeldNorm.following`.
 
@@ -338,7 +340,7 @@ class NormHistory:
         return found
 
     def to_values(self) -> dict[str, Any]:
-        """Returns what `restore` takes, for the text of a checkpoint.
+        """What `restore` takes, for the text of a checkpoint.
 
         The steps that wait are given by their index, because several parts of a history share them.
 
@@ -354,7 +356,7 @@ class NormHistory:
         }
 
     def restore(self, saved: Mapping[str, Any], steps: Mapping[int, TrainedStep]) -> None:
-        """Takes what `to_values` has returned, into a history without a step.
+        """Restores what `to_values` has returned, in a history without a step.
 
         Args:
             saved: the values.

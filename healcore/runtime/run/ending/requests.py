@@ -201,8 +201,10 @@ class SignalWatch:
             self._propose(Proposal(f"signal {number}", signal=number))
         if of_run is not None:
             of_run._ask_to_end(number, frame)
-        elif number == signal.SIGINT:  # a second Ctrl-C is meant
-            self._install(number, previous if hasattr(sys, "ps1") else signal.SIG_DFL)
+        elif number == signal.SIGINT:
+            # A second Ctrl-C ends the process at once, except in an interactive session.
+            is_interactive = hasattr(sys, "ps1")
+            self._install(number, previous if is_interactive else signal.SIG_DFL)
         elif callable(previous):
             previous(number, frame)
         if number == signal.SIGINT:
@@ -212,7 +214,9 @@ class SignalWatch:
 def _run_of(handler: Any) -> SignalWatch | None:
     """The object of the run to which a signal's handler belongs, or None for another handler."""
     owner = getattr(handler, "__self__", None)
-    return owner if isinstance(owner, SignalWatch) else None
+    if isinstance(owner, SignalWatch):
+        return owner
+    return None
 
 
 class StopFile:
@@ -225,11 +229,13 @@ class StopFile:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        # Absolute: the program may change its working directory.
-        self.path = None if path is None else Path(path).absolute()
+        self.path: Path | None = None
+        if path is not None:
+            self.path = Path(path).absolute()  # the program may change its working directory
         self.why = f"the stop file {self.path}"
         self._found = False
-        self._next_look = 0.0  # by the monotonic clock
+        self._next_look = 0.0
+        """Time from which the file system is asked again, by the monotonic clock."""
 
     @property
     def found(self) -> bool:
@@ -268,6 +274,7 @@ class EndRequests:
 
     Attributes:
         ends_together: whether the ranks have agreed to end after this step.
+        stop_file: as given.
         stop_signals: the signals that the process has received.
     """
 
@@ -278,7 +285,9 @@ class EndRequests:
         self._ranks = ranks
         self._driver = driver
         self._pending: list[Proposal] = []
-        self._due_at: int | None = None  # step of the next vote
+        """The proposals of this rank, which the next vote exchanges."""
+        self._due_at: int | None = None
+        """Number of steps done at which the next vote is due, or None."""
 
     def raise_or_propose(self, *, may_end: bool) -> None:
         """Raises the exception that ends the run if it was requested; with votes proposes the end.

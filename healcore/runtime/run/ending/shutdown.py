@@ -10,39 +10,34 @@ import contextlib
 import signal
 import traceback
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
-from healcore.console import counted, first_of
+from healcore.console import first_of
 from healcore.core.decision import Cause
 from healcore.core.errors import HealcoreError, error_text, with_short_arrays
 from healcore.events.models import Ending
 from healcore.events.schema import batch_names
-from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
+from healcore.runtime.faults.classification import Fault, classify, is_broken_connection
 from healcore.runtime.faults.nan_checks import nan_variables
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.diagnosis import AFTER_A_KILL, advice, last_line, lasting_text
-from healcore.runtime.reporting.nonfinite_steps import likely_cause_text
 from healcore.runtime.reporting.run_outcome import RunOutcome
+from healcore.runtime.run.ending.completeness import incomplete_run_error
 from healcore.runtime.run.ending.exits import (
     AlreadyCompleted,
     EndRequested,
-    IncompleteRun,
     Interrupted,
     LastStateNotSaved,
     RunStopped,
     Terminated,
 )
+from healcore.runtime.run.memory_profile import memory_text
 from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
-
-_RECOMMENDED_LOOPS = {
-    "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
-    "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
-}
-"""Framework -> recommended loop."""
 
 
 def ending_of(error: BaseException | None, signal_number: int | None = None) -> Ending:
@@ -72,6 +67,32 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
     return Ending.EXCEPTION
 
 
+class LastState(Enum):
+    """What a checkpoint of the program's state at the end of its run would be worth.
+
+        how the run ends                                                     state
+        ------------------------------------------------------------------   --------------
+        the loop has ended by itself                                         COMPLETE
+        within an optimizer step, or with a step that was not counted        UNUSABLE
+        while a trainer still evaluates, logs or saves after its step        UNUSABLE
+        between two steps, by a stop of the policy                           UNUSABLE
+        between two steps, for another reason                                COMPLETE
+        after batches were read for a step, by a stop file, if the run       BEFORE_BATCHES
+        can resume exactly
+        after batches were read for a step, for another reason               UNUSABLE
+
+    The first line that applies decides.
+    """
+
+    COMPLETE = "complete"
+    """The state after the last step."""
+    BEFORE_BATCHES = "before_batches"
+    """The state after the last step, once the loaders are moved back before the unused batches."""
+    UNUSABLE = "unusable"
+    """A partly changed state, or weights that the policy has rejected. A restart must resume from
+    an earlier checkpoint."""
+
+
 class Shutdown:
     """The end of one run.
 
@@ -82,7 +103,7 @@ class Shutdown:
         last state     saved                                             if no step has begun
         record         marked as completed                               if the loop has ended
         reports        events, postmortem, last line
-        parts          guard, signals, store, driver, claims, log
+        parts          hang guard, signals, store, driver, claims, log
 
     Nothing raises on the way: what fails is a line of the log, and the rest is done all the same.
 
@@ -121,13 +142,13 @@ class Shutdown:
             An exception for the block to raise instead of its own, or None.
         """
         given = self.error
-        self.run.guard.pause()
+        self.run.hang_guard.pause()
         self.run.driver.on_end()
         together = self._all_ranks_end()
         ends_by_fault = self.ending in (Ending.COMPLETED, Ending.EXCEPTION, Ending.STOPPED)
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
-        if self.run.loop.is_trial and self.fault is not None and self.fault.cause is Cause.OOM:
+        if self.run.loop.use.is_trial and self.fault is not None and self.fault.cause is Cause.OOM:
             self._discard()
             return None
         if not self.completed:
@@ -149,30 +170,50 @@ class Shutdown:
         Args:
             together: whether all ranks end after this step, so that they can save together.
         """
-        data, loop, saver = self.run.data, self.run.loop, self.run.saver
-        uncounted = self.run.driver.pending_steps() or self.run.driver.is_interrupted()
-        between_steps = data.between_steps and not (loop.has_unfinished_trainer_work or uncounted)
+        saver = self.run.saver
+        state = self._last_state()
         if self.fault is not None and isinstance(self.raised, Exception):
             action = partial(self._save_and_log_fault, self.fault, self.raised)
             self._collect("the fault could not be dealt with", action)
-        # Not after an exception within a step, which leaves the state partly changed.
-        may_save = self.completed or (between_steps and self.ending != Ending.STOPPED)
-        may_save = may_save and loop.reading_error is None
-        if may_save and self.replaced and data.step != self.run.schedule.last_saved:
-            may_save = False
-            if self.fault is None:  # otherwise `_save_and_log_fault` has said so
-                loop.warn(f"no checkpoint was saved at the end: {self._replaced_text()}")
-        left_in_body = isinstance(self.error, EndRequested) and not (between_steps or uncounted)
-        if left_in_body and saver.resumes_exactly and not loop.has_unfinished_trainer_work:
-            # As at an exception: the batches that were read come again.
+        if state is LastState.BEFORE_BATCHES:
             self._collect("the last state could not be saved", self._save_before_batches)
+        may_save = state is LastState.COMPLETE and self._may_save_weights()
         self._save_last_state(together=together, may_save=may_save)
         if together:
             self._collect("checkpoints on probation", saver.poll)
             self._collect("the last saves", self.run.known.read_nonfinite)
-        if self.ending == Ending.COMPLETED and not loop.is_complete:
+        if self.ending == Ending.COMPLETED and not self.run.loop.is_complete:
             self.run.record.completed = True
-            self._collect("the record of the end", partial(saver.replace_record, data.step))
+            step = self.run.progress.step
+            self._collect("the record of the end", partial(saver.replace_record, step))
+
+    def _last_state(self) -> LastState:
+        """Which state a restart could resume from. Called before anything is saved."""
+        if self.completed:
+            return LastState.COMPLETE
+        has_begun_step = self.run.driver.pending_steps() or self.run.driver.is_interrupted()
+        if has_begun_step or self.run.loop.has_unfinished_trainer_work:
+            return LastState.UNUSABLE
+        if self.run.step_batches.between_steps:
+            if self.ending == Ending.STOPPED:
+                return LastState.UNUSABLE
+            return LastState.COMPLETE
+        if isinstance(self.error, EndRequested) and self.run.saver.resumes_exactly:
+            return LastState.BEFORE_BATCHES
+        return LastState.UNUSABLE
+
+    def _may_save_weights(self) -> bool:
+        """Whether the weights of a complete state are the weights of the training.
+
+        Warns if the program has replaced them, unless `_save_and_log_fault` has said so.
+        """
+        if self.run.loop.reading_error is not None:
+            return False
+        if not self.replaced or self.run.progress.step == self.run.schedule.last_saved:
+            return True
+        if self.fault is None:
+            self.run.loop.warn(f"no checkpoint was saved at the end: {self._replaced_text()}")
+        return False
 
     def _report(self) -> None:
         """Writes the problems of the end, the postmortem and the last events and lines.
@@ -183,7 +224,7 @@ class Shutdown:
         self._collect("the values at the exception could not be read", self._explain_nan)
         for problem in self.problems:
             self.run.loop.warn(problem)
-        self.run.log.report_trackers(self.run.data.step)
+        self.run.log.report_trackers(self.run.progress.step)
         if isinstance(self.error, RunStopped) and self.run.ranks.rank:
             why = self.error.why
             self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
@@ -209,7 +250,7 @@ class Shutdown:
         they are dropped.
         """
         stop_signals = self.run.end_requests.stop_signals
-        self._collect("", self.run.guard.close)
+        self._collect("", self.run.hang_guard.close)
         self._collect("", stop_signals.stop)
         self._collect("", self.run.store.join)
         self._collect("", self.run.driver.close)
@@ -282,7 +323,7 @@ class Shutdown:
         loop = self.run.loop
         if not loop.count_last_step():
             return
-        if self.replaced:  # an order may compare the weights, which are not those of the training
+        if self.replaced:  # an order may compare the weights, which the training has not made
             loop.report_last_steps()
         else:
             loop.read_and_act(every=True)
@@ -294,7 +335,7 @@ class Shutdown:
         with NaN, the step and its batches. It is written only if the policy skips steps with NaN
         and the exception has no other known cause.
         """
-        data, error = self.run.data, self.raised
+        error, step = self.raised, self.run.progress.step
         if error is None or not self.run.policy.skips_nonfinite or isinstance(error, HealcoreError):
             return
         if not (isinstance(error, Exception) or (isinstance(error, SystemExit) and error.code)):
@@ -304,15 +345,16 @@ class Shutdown:
         names = nan_variables(error)
         if not names:
             return
-        batches = data.pending_ids or data.last_ids
+        pending = self.run.step_batches.pending_ids
+        batches = pending or self.run.step_batches.last_ids
         places = batch_names([list(each) for each in batches], [b.rows for b in batches if b.rows])
-        where = f"step {data.step if data.pending_ids else max(0, data.step - 1)}"
+        where = f"step {step if pending else max(0, step - 1)}"
         if places:
             where += f", {first_of(places)}"
         again = ""
         events = self.run.log.events.path
         if events is not None:
-            earlier = postmortem.same_end_before(events, data.step, type(error).__name__)
+            earlier = postmortem.same_end_before(events, step, type(error).__name__)
             if earlier:
                 again = f"An earlier start has ended at this step in the same way ({earlier}). "
         self.run.loop.warn(
@@ -336,13 +378,12 @@ class Shutdown:
 
         Returns:
             A clause for the log that names the weights and the checkpoint from which a restart
-            resumes, or an empty string
-            if no weights are replaced.
+            resumes, or an empty string if no weights are replaced.
         """
         if not self.replaced:
             return ""
         return (
-            f"the program has replaced weights since step {self.run.data.step} "
+            f"the program has replaced weights since step {self.run.progress.step} "
             f"({first_of(self.replaced)}), as for an evaluation of averaged weights, and a restart "
             "must not train on from them; it resumes from the checkpoint of step "
             f"{self.run.schedule.last_saved}"
@@ -366,9 +407,9 @@ class Shutdown:
             self.error = LastStateNotSaved(self._unsaved_state_text())
             self.ending = Ending.EXCEPTION
         elif completed:
-            self.error = _incomplete_run_error(self.run)
+            self.error = incomplete_run_error(self.run)
             self.ending = ending_of(self.error)
-            if self.error is None and self.run.loop.break_place:
+            if self.error is None and self.run.loop.use.break_place:
                 self.ending = Ending.REQUESTED
 
     def _save_before_batches(self) -> None:
@@ -377,9 +418,9 @@ class Shutdown:
         A stop file may end the run after the loop has read a batch that no step has used. A restart
         from this save reads the batch again. If the save is impossible, a warning says why.
         """
-        why_not = self.run.saver.save_emergency(self._replaced_text())
-        if why_not:
-            self.run.loop.warn(f"no checkpoint was saved at the end: {why_not}")
+        obstacle = self.run.saver.save_emergency(self._replaced_text())
+        if obstacle:
+            self.run.loop.warn(f"no checkpoint was saved at the end: {obstacle}")
 
     def _save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
         """Saves if a rule of the policy says so, and logs the exception that ends the run.
@@ -388,38 +429,38 @@ class Shutdown:
             fault: the classified exception.
             raised: the exception.
         """
-        why_not = ""
+        obstacle = ""
         answer = None
         # The ranks that have not raised do not take part in a save; memory ends with the process.
         answers = self.run.policy.answers(fault.cause)
         if fault.hint:  # an error of the program, which a rule for unknown errors may save
             answers |= self.run.policy.answers(Cause.UNKNOWN)
         if self.run.loop.reading_error is not None:
-            why_not = "the records of a step could not be read"
+            obstacle = "the records of a step could not be read"
         elif self.run.saver.resumes_exactly and "save" in answers:
-            why_not = "the exception interrupted the updates of a step"
+            obstacle = "the exception interrupted the updates of a step"
             try:
                 if self.run.loop.count_last_step():
                     self.run.loop.report_last_steps()
-                    why_not = "a restart repeats the step, whose evaluation or log is incomplete"
+                    obstacle = "a restart repeats the step, whose evaluation or log is incomplete"
                     if not self.run.loop.has_unfinished_trainer_work:
-                        why_not = self.run.saver.save_emergency(self._replaced_text())
+                        obstacle = self.run.saver.save_emergency(self._replaced_text())
             except StoreError as problem:
-                why_not = str(problem)
+                obstacle = str(problem)
             except Exception as problem:  # a step in JAX that failed may have donated the state
-                why_not = f"{type(problem).__name__}: {problem}"
-            if not why_not:
+                obstacle = f"{type(problem).__name__}: {problem}"
+            if not obstacle:
                 answer = "save"
         problem = f"the loop raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
-            self.memory_text = f". {self.run.out_of_memory.profile()}"
+            self.memory_text = f". {memory_text(self.run)}"
             advice = self.run.out_of_memory.advice()
             if advice and not self.run.loop.has_trainer:
                 self.memory_text += f". {advice}"
             problem += self.memory_text
-        self.run.log.fault(self.run.data.step, fault, problem, answer=answer)
-        if why_not:
-            self.run.loop.warn(f"no checkpoint was saved at the exception: {why_not}")
+        self.run.log.fault(self.run.progress.step, fault, problem, answer=answer)
+        if obstacle:
+            self.run.loop.warn(f"no checkpoint was saved at the exception: {obstacle}")
 
     def _is_lost_on_any_rank(self, saved: bool) -> bool:
         """Whether the last state is lost on any rank. Collective.
@@ -431,7 +472,7 @@ class Shutdown:
             saved: whether this rank's last save has succeeded.
         """
         lost = self.run.store.durable and (
-            self.run.data.step in self.run.saver.unsaved or not saved
+            self.run.progress.step in self.run.saver.unsaved or not saved
         )
         answers: list[bool] = []
 
@@ -447,10 +488,9 @@ class Shutdown:
 
         Returns:
             The step of the end, the reason, and the checkpoint from which the next start resumes.
-            If
-            the store cannot be read, the checkpoint is not named by its step.
+            If the store cannot be read, the checkpoint is not named by its step.
         """
-        step = self.run.data.step
+        step = self.run.progress.step
         saver = self.run.saver
         target = "resumes from the newest checkpoint"
         with contextlib.suppress(StoreError, OSError):  # the checkpoints that survive the process
@@ -476,7 +516,7 @@ class Shutdown:
             self.run.loop.count_last_step()
             self.run.recovery.count_last_steps()
             self.run.monitor.read_engines()
-        why = self.run.loop.break_place if error is None else getattr(error, "why", "")
+        why = self.run.loop.use.break_place if error is None else getattr(error, "why", "")
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
             exception = self._exception_text(error)
@@ -532,8 +572,8 @@ class Shutdown:
         for saved in self.run.recovery.listed():
             if saved.path and saved.status != "abandoned":
                 newest = saved.step if newest is None else max(newest, saved.step)
-        data = self.run.data
-        if ending == Ending.COMPLETED and data.had_completed and data.resumed_here:
+        progress = self.run.progress
+        if ending == Ending.COMPLETED and progress.had_completed and progress.resumed_here:
             self.run.log.warning(
                 f"completed earlier, at step {outcome.step}: nothing was trained, and the state is "
                 "the saved state; an empty directory begins a new run"
@@ -545,57 +585,3 @@ class Shutdown:
         if outcome.lasting:
             hints = " ".join(advice(outcome.lasting))
             self.run.log.warning(f"the run is not healthy: {lasting_text(outcome)}. {hints}")
-
-
-def _incomplete_run_error(run: Run) -> BaseException | None:
-    """The exception for a loop that has ended by itself with an incomplete run, or None.
-
-    A program that ends with status 0 is taken for trained. So a loop that has trained nothing, or
-    weights that are not finite, end with status 1 and say what to write instead.
-    """
-    if run.loop.is_complete:
-        return None
-    data = run.data
-    untrained = run.ledger.untrained
-    unread = len(data.pending_ids)
-    skipped = data.skipped_steps
-    total = data.step + skipped
-    loop_text = _RECOMMENDED_LOOPS[run.driver.framework]
-    if data.steps_taken and not run.loop.was_used:
-        return IncompleteRun(
-            "healcore: the loop took its steps without the Healer, which could not save between "
-            f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
-            "step. The last state is saved"
-        )
-    if not data.steps_taken and (data.step == 0 or (unread and not run.loop.break_place)):
-        return IncompleteRun(
-            "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
-            f"state ({counted(unread, 'batch', 'batches')} read). Write `{loop_text}`. The next "
-            f"start begins at step {data.step}"
-        )
-    try:
-        run.nonfinite.stop_if_never_finite(at_end=True)
-        judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
-        found: list[str] = []
-        if judges and not run.nonfinite.weights_are_finite():
-            found = run.saver.nonfinite_in_state()
-        if found:
-            run.recovery.stop(f"{first_of(found)} became NaN or Inf at the end")
-        if not run.policy.observes and 2 * (untrained + skipped) > total:
-            undone = f", and {skipped} were undone and their batches skipped" if skipped else ""
-            run.recovery.stop(
-                "the data have ended, and the run has not trained on most of them: of "
-                f"{total} steps, {untrained} were skipped{undone}"
-                f"{likely_cause_text(run.monitor.nonfinite_record)}"
-            )
-    except RunStopped as stop:
-        return stop
-    has_ended = run.loop.reached_end or data.had_completed or data.repeated_all_passes
-    if data.resumed_here and not (has_ended or run.loop.break_place or run.loop.has_trainer):
-        return IncompleteRun(
-            f"healcore: the run was resumed at step {data.step}, and the loop has ended without a "
-            "step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and reads "
-            "healer.batches(loader, epoch=epoch). If the run has no more steps, an empty directory "
-            "begins a new run"
-        )
-    return None

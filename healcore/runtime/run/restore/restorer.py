@@ -5,7 +5,8 @@ of the target by one rename. A process that is killed before the rename has chan
 and its successor finds the trouble again. After the rename every start resumes from the target.
 
     choose steps -> read and check the first intact one -> load it into the live run
-        -> rewind loaders, forget the undone steps -> replace the record of the target (commit)
+        -> limit learning rates and norms -> rewind loaders, forget the undone steps
+        -> replace the record of the target (commit)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from healcore.console import counted, first_of
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
-from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.engine_states import (
     engines_after_rollback,
     limit_norms,
@@ -29,10 +30,11 @@ from healcore.runtime.run.engine_states import (
 )
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.run.host_state import HOST_ITEM, HostParts
-from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.restore.stored import SavedCheckpoint, SavedState, loader_positions
-from healcore.runtime.run.rollback.dead_run import Attempt, attempts_at
-from healcore.runtime.run.rollback.next_trial import Trial, limit_rates
+from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
+from healcore.runtime.run.restore.stored import SavedCheckpoint, SavedItems, loader_positions
+from healcore.runtime.run.rollback.dead_run import Revival, revivals_at
+from healcore.runtime.run.rollback.next_trial import Trial
+from healcore.runtime.run.rollback.rate_limits import RatesAfterRollback, limit_rates
 from healcore.runtime.run.run_record import Ledger, RunRecord, Trials
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
@@ -48,12 +50,13 @@ if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 LostSteps: TypeAlias = Callable[[int, str], int]
-"""Restored step, and why the data were not rewound or "" -> undone steps that are not repeated."""
+"""Step of the restored checkpoint, and `RollbackRecord.rewind_obstacle` -> number of undone steps
+that the run does not repeat."""
 MODEL_CHANGED_SINCE = "the program has changed the structure of its model since"
 """Reason of a rollback that restores weights, and not the place in the run."""
 
 
-def _none_lost(target: int, why_not: str) -> int:
+def _none_lost(target: int, obstacle: str) -> int:
     """The `LostSteps` of a loop that repeats every step."""
     return 0
 
@@ -62,19 +65,22 @@ class Restorer:
     """Restores checkpoints, for rollbacks and after a start.
 
     It decides nothing: an `Order` says which checkpoint is restored and what changes, and
-    `limit_rates` (`rollback/next_trial.py`) which learning rates follow. The restore is collective:
-    every rank loads the same checkpoint, or none does.
+    `limit_rates` (`rollback/rate_limits.py`) which learning rates follow. The restore is
+    collective: every rank loads the same checkpoint, or none does.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def restore(self, order: Order, lost_steps: LostSteps = _none_lost) -> RollbackRecord:
-        """Restores a checkpoint for an order.
+    def restore(
+        self, order: Order, lost_steps: LostSteps = _none_lost, lr_scale: float = 1.0
+    ) -> RollbackRecord:
+        """Restores a checkpoint for an order, in the order of the drawing at the top of this file.
 
         Args:
             order: what to restore, and what to change.
             lost_steps: says how many undone steps the run does not repeat.
+            lr_scale: the lowest learning-rate multiplier now, for the record.
 
         Returns:
             The rollback, as it is in the record of the restored checkpoint.
@@ -91,33 +97,37 @@ class Restorer:
         self.run.stored.find_damage()
         steps = self._choose(order)
         live, rates = self.run.driver.engines(), self.run.driver.learning_rates()
-        order = replace(order, lr_at_fault=self._fault_rates(order, live, rates))
-        load = partial(self._load_target, order, live, rates)
+        order = order.with_changes(lr_at_fault=self._fault_rates(order, live, rates))
         try:
-            done, saved = self._load_first_fitting(order, steps, load)
+            engines, saved = self._load_first_fitting(
+                order, steps, partial(self._load_target, order, live)
+            )
         except StateMismatch as mismatch:
-            if order.better_step is not None or order.attempt:
+            if order.reason.is_optional:
                 raise  # the weights are finite: what fits only in part is no remedy
-            return self._restore_common(order, steps, mismatch)
+            return self._restore_common(order, steps, mismatch, lr_scale)
+        after = self._limit_rates(order, saved.step, engines)
         self.run.record.trials = self._trials_with(order, live, saved)
-        why_not = self.run.loaders.rewind(
-            saved.position,
-            order.batches,
-            self.run.policy.rollback.skip_batches,
-            order.read_again,
+        skip_more = self.run.policy.rollback.skip_batches
+        if order.reason is OrderReason.BATCH:
+            skip_more = 0
+        obstacle = self.run.loaders.rewind(
+            saved.position, order.batches, skip_more, order.changes.read_again
         )
-        done = self._with_repeat(done, lost_steps(done.target, why_not), why_not)
+        lost = lost_steps(saved.step, obstacle)
+        done = self._record_of(order, saved.step, after, rates, lost, obstacle)
+        done = replace(done, lr_scale_before=lr_scale)
         saved_ledger = None if saved.record is None else saved.record.ledger
         self.run.ledger.on_rollback(done, saved_ledger)
         if saved.host is not None:  # after the loaders, which draw random numbers
-            self.run.data.host.put_back(saved.host)
+            self.run.host_state.put_back(saved.host)
         self.run.holding.held = self._held_after(order)
-        self.run.comparisons.on_rollback(done.target)
-        self.run.record.monitor.on_rollback(done.target)
-        self.run.record.part_growth.on_rollback(done.target)
-        self.run.record.evaluation_growth.on_rollback(done.target)
-        self._forget_changes(since=done.target)
-        saver.begin_attempt(done.target)
+        self.run.comparisons.on_rollback(saved.step)
+        self.run.record.monitor.on_rollback(saved.step)
+        self.run.record.part_growth.on_rollback(saved.step)
+        self.run.record.evaluation_growth.on_rollback(saved.step)
+        self._forget_changes(since=saved.step)
+        saver.begin_attempt(saved.step)
         self._commit_rollback(done)
         return done
 
@@ -158,8 +168,8 @@ class Restorer:
         self,
         order: Order,
         steps: Sequence[int],
-        load: Callable[[SavedCheckpoint], RollbackRecord],
-    ) -> tuple[RollbackRecord, SavedCheckpoint]:
+        load: Callable[[SavedCheckpoint], Engines],
+    ) -> tuple[Engines, SavedCheckpoint]:
         """Calls `load` with the first intact checkpoint of `steps` that fits the live state.
 
         If the best checkpoint is from before a change of the model's structure, checkpoints from
@@ -170,7 +180,7 @@ class Restorer:
         remaining = [*steps]
         while remaining:
             try:
-                return self.run.stored.load_first_intact(remaining, load, self.run.data.step)
+                return self.run.stored.load_first_intact(remaining, load, self.run.progress.step)
             except StateMismatch as error:
                 if error.step is None or error.step not in remaining:
                     raise
@@ -207,7 +217,7 @@ class Restorer:
         return [*sorted(before, reverse=True), *sorted(after)]
 
     def _restore_common(
-        self, order: Order, steps: Sequence[int], mismatch: StateMismatch
+        self, order: Order, steps: Sequence[int], mismatch: StateMismatch, lr_scale: float
     ) -> RollbackRecord:
         """Restores what a checkpoint has in common with a model whose structure has changed since.
 
@@ -215,7 +225,7 @@ class Restorer:
         which may do harm or raise. So only weights and moments go back. Raises `mismatch` if no
         checkpoint has enough in common.
         """
-        driver, saver, step = self.run.driver, self.run.saver, self.run.data.step
+        driver, saver, step = self.run.driver, self.run.saver, self.run.progress.step
         if self.run.ranks.world > 1:
             raise mismatch
         live = driver.engines()
@@ -234,21 +244,21 @@ class Restorer:
             raise mismatch
         driver.load(None, engines_after_rollback(self.run.policy.engine, live, {}))
         done = RollbackRecord(
-            **vars(order),
+            order=order,
             number=len(self.run.ledger.rollbacks) + 1,
             step=step,
-            target=step,
-            weights_of=found,
+            continues_at=step,
+            weights_from=found,
             lost=step - found,
-            why_lost=MODEL_CHANGED_SINCE,
-            why_forward=MODEL_CHANGED_SINCE,
+            rewind_obstacle=MODEL_CHANGED_SINCE,
+            lr_scale_before=lr_scale,
         )
         self.run.ledger.on_rollback(done, None)
         self.run.comparisons.on_rollback(step)
         self.run.record.monitor.on_rollback(step)
         self.run.comparisons.on_structure_change()
         saver.begin_attempt(step)
-        saver.write(step, SaveReason.ROLLBACK)
+        saver.save_state_as(step, SaveReason.ROLLBACK)
         return done
 
     def _forget_changes(self, *, since: int) -> None:
@@ -261,13 +271,15 @@ class Restorer:
 
     def _choose(self, order: Order) -> tuple[int, ...]:
         """Steps of the checkpoints to try, the best first."""
-        if order.better_step is not None:
+        if order.anchor_step is not None:
             saves = self.run.stored.listed()
-            return choose_checkpoints(saves, onset=order.better_step, sound_until_onset=True)
+            return choose_checkpoints(saves, onset=order.anchor_step, sound_until_onset=True)
         ledger = self.run.ledger
         past = ledger.same_trouble(order.onset, self.run.policy.rollback.region)
-        if order.attempt:
-            past = attempts_at(order.onset, ledger.in_force)
+        if order.reason is OrderReason.DEAD_RUN:
+            past = revivals_at(order.onset, ledger.in_force)
+        if order.reason is OrderReason.BATCH:
+            past = []  # the steps since the last rollback have shown that its checkpoint is sound
         return choose_checkpoints(
             self.run.stored.listed(),
             onset=order.onset,
@@ -279,78 +291,102 @@ class Restorer:
 
     def _fault_rates(self, order: Order, live: Engines, rates: Rates) -> Mapping[str, float] | None:
         """`lr_at_fault` of the order, completed by the rates in force of the other optimizers."""
-        if order.lr_at_fault is None:
+        at_fault = order.changes.lr_at_fault
+        if at_fault is None:
             return None
         completed = {}
         for name, state in live.items():
             scale = float(self.run.policy.engine.from_dict(state).lr.scale)
             rate = rates.get(name)
             completed[name] = (1.0 if rate is None else rate) * scale
-        return completed | {**order.lr_at_fault}
+        return completed | {**at_fault}
 
-    def _load_target(
-        self, order: Order, live: Engines, rates: Rates, saved: SavedCheckpoint
-    ) -> RollbackRecord:
-        """Loads the target of a rollback, with the engine states and rates that follow it."""
-        engine = self.run.policy.engine
-        engines = engines_after_rollback(engine, live, saved.engines)
-        if order.trial == Trial.ACCEPT or order.attempt == Attempt.UNDO:
-            engines = with_lr_states(engines, order.lr_states)
+    def _load_target(self, order: Order, live: Engines, saved: SavedCheckpoint) -> Engines:
+        """Loads the target of a rollback. Returns the engine states that are loaded with it."""
+        engines = engines_after_rollback(self.run.policy.engine, live, saved.engines)
+        changes = order.changes
+        if changes.trial == Trial.ACCEPT or changes.revival == Revival.UNDO:
+            engines = with_lr_states(engines, changes.lr_states)
         self.load_state(saved.state, engines, reset=self.run.policy.rollback.reset_moments)
-        now = self.run.driver.learning_rates()  # the schedules are at the restored step
+        return engines
+
+    def _limit_rates(self, order: Order, step: int, engines: Engines) -> RatesAfterRollback:
+        """Loads the engine states with the limits of rates, norms and numbers after a rollback.
+
+        Args:
+            order: the order.
+            step: step of the restored checkpoint, to which the schedules have returned.
+            engines: result of `_load_target`.
+        """
+        engine = self.run.policy.engine
         # No step has been trained at the rate of the very first state: it may be the start of a
         # warm-up, so it limits only the last rollback that the budget allows.
-        trained = saved.step > self.run.record.first_step or order.is_last
+        trained = step > self.run.record.first_step or order.is_last
         after = limit_rates(
             engine,
             engines,
-            order.lr_at_fault,
-            now,
+            order.changes.lr_at_fault,
+            self.run.driver.learning_rates(),
             healthy=trained,
             learnt=self.run.comparisons.state.ranges.values,
         )
         held = self._held_after(order)
-        engines = limit_norms(
-            engine, after.engines, held.norm_limits, withhold=held.withholds(saved.step)
-        )
+        engines = limit_norms(engine, after.engines, held.norm_limits, freeze=held.freezes(step))
         self.run.driver.load(None, engines)
         self.run.driver.hold_numbers(held.number_ranges)
+        return after
+
+    def _record_of(
+        self,
+        order: Order,
+        step: int,
+        after: RatesAfterRollback,
+        rates: Rates,
+        lost: int,
+        obstacle: str,
+    ) -> RollbackRecord:
+        """The record of a rollback, with the numbers of repeated and of lost steps.
+
+        Args:
+            order: the order.
+            step: step of the restored checkpoint.
+            after: the learning rates that follow.
+            rates: the learning rates before the rollback.
+            lost: undone steps that the run does not repeat.
+            obstacle: why the data was not rewound, or an empty string.
+        """
         scales, limits = after.scales, after.limits
         lowest = min(scales, key=lambda name: (scales[name], name not in limits), default="")
+        skipped_steps = self.run.step_batches.steps_of(len({*order.batches}))
         return RollbackRecord(
-            **vars(order),
+            order=order,
             number=len(self.run.ledger.rollbacks) + 1,
-            step=self.run.data.step,
-            target=saved.step,
+            step=self.run.progress.step,
+            continues_at=step,
             skipped=len(order.batches),
+            repeated=max(self.run.progress.step - step - lost - skipped_steps, 0),
+            lost=lost,
+            rewind_obstacle=obstacle,
             engine=lowest,
             lr=rates.get(lowest),
             lr_limit=limits.get(lowest),
             lr_scale=scales.get(lowest, 1.0),
         )
 
-    def _with_repeat(self, done: RollbackRecord, lost: int, why_not: str) -> RollbackRecord:
-        """The record of a rollback with the numbers of repeated and of lost steps."""
-        skipped = self.run.data.steps_of(len({*done.batches}))
-        why, _, _ = why_not.partition(": ")  # without the advice
-        repeated = max(done.step - done.target - lost - skipped, 0)
-        why_lost = why if lost else ""
-        return replace(done, repeated=repeated, lost=lost, why_lost=why_lost, why_forward=why_not)
-
     def _held_after(self, order: Order) -> Held:
         """What is held in its healthy range after the rollback of an order."""
-        if order.held is None:
+        if order.changes.held is None:
             return self.run.holding.held
-        return order.held
+        return order.changes.held
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
-        saver, step = self.run.saver, done.target
+        saver, step = self.run.saver, done.continues_at
         try:
             saver.replace_record(step)
             on_disk = self.run.store.steps_on_disk
             if self.run.store.durable and step not in run_on_first(self.run.ranks, on_disk):
-                saver.write(step, SaveReason.ROLLBACK)
+                saver.save_state_as(step, SaveReason.ROLLBACK)
         except (StoreError, OSError) as error:
             problem = f"the rollback could not be written: {error}; a restart before the next save"
             self.run.log.problem(done.step, f"{problem} does it again")
@@ -376,16 +412,16 @@ class Restorer:
         if trials is not None and trials.oldest in steps:
             steps = [each for each in steps if each <= trials.oldest]
         self._add_param_groups(steps)
-        load = partial(self._resume_from, newest=newest)
+        load = partial(self._load_resumed, newest=newest)
         try:
-            own, saved = self.run.stored.load_first_intact(steps, load)
+            weights, saved = self.run.stored.load_first_intact(steps, load)
         except StateMismatch as error:
             where = self.run.store.place
             raise replace(error, where=where, advice=_advice_for(newest)) from None
+        own, _ = _without_failed_trials(saved, newest)
+        self._continue_from(own, saved, weights)
         record = self.run.record
-        # The live ledger and monitor were continued in place: other parts refer to them.
-        in_place = {"ledger": record.ledger, "monitor": record.monitor}
-        vars(record).update(vars(newest or own), completed=False, **in_place)
+        record.continue_from(newest or own)
         if trials is not None:
             record.trials = None
         record.part_growth.on_rollback(own.step)
@@ -395,37 +431,51 @@ class Restorer:
         self.run.saver.begin_attempt(own.step)
         return own.step, saved.host
 
-    def _resume_from(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> RunRecord:
-        """Loads a checkpoint of an earlier process. Returns its record.
+    def _load_resumed(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> dict[int, Any]:
+        """Loads the state of a checkpoint of an earlier process.
 
-        If the run has stopped, the trials for the trouble of the stop are undone in the record.
+        Returns:
+            Step -> weights of that step, which a comparison needs.
         """
-        own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
-        trials = failed_trials(newest)
-        if newest is not None and trials is not None:
-            own = _without_trials(own, newest.ledger, trials)
-            saved = saved._replace(engines=with_limits_and_budgets(saved.engines, trials.engines))
+        own, engines = _without_failed_trials(saved, newest)
         weights = self._copies(own.comparisons, saved.step)
         repeats = own.repeats_undone_steps(saved.step)
         reset = repeats and self.run.policy.rollback.reset_moments
-        comparisons, engines = self.run.comparisons, saved.engines
-        if not comparisons.is_enabled:
+        if not self.run.comparisons.is_enabled:
             engines = limit_norms(self.run.policy.engine, engines, {})
         self.load_state(saved.state, engines, reset=reset)
-        if trials is not None:
+        if failed_trials(newest) is not None:
             self._apply_rates(engines)
+        needed: list[int] = []
+        if own.comparisons is not None and self.run.comparisons.is_enabled:
+            needed = own.comparisons.needed()
+        if saved.step in needed:
+            weights[saved.step] = self.run.driver.copy_weights()
+        return weights
+
+    def _continue_from(
+        self, own: RunRecord, saved: SavedCheckpoint, weights: Mapping[int, Any]
+    ) -> None:
+        """Continues comparisons, ledger, monitor and loaders from a checkpoint that was loaded.
+
+        Args:
+            own: the record of the checkpoint, see `_without_failed_trials`.
+            saved: the checkpoint.
+            weights: result of `_load_resumed`.
+        """
         if own.comparisons is not None:
-            if comparisons.is_enabled and saved.step in own.comparisons.needed():
-                weights[saved.step] = self.run.driver.copy_weights()
-            batches = None if saved.host is None else saved.host.batches
-            comparisons.continue_from(own.comparisons, weights, step=saved.step, batches=batches)
+            batches = None
+            if saved.host is not None:
+                batches = saved.host.batches
+            self.run.comparisons.continue_from(
+                own.comparisons, weights, step=saved.step, batches=batches
+            )
         self.run.ledger.continue_from(own.ledger, saved.step)
-        vars(self.run.record.monitor).update(vars(own.monitor))
+        self.run.record.monitor.continue_from(own.monitor)
         positions = {**(saved.position or {})}
-        if repeats:
+        if own.repeats_undone_steps(saved.step):
             positions |= _kept_positions(own, saved)
         self.run.loaders.resume(positions, own.skipped)
-        return own
 
     def _apply_rates(self, engines: Engines) -> None:
         """Computes the multipliers anew for the learning rates of a checkpoint that was loaded."""
@@ -445,7 +495,7 @@ class Restorer:
                 "finds the group there"
             )
 
-    def load_state(self, saved: SavedState, engines: Engines, *, reset: bool) -> None:
+    def load_state(self, saved: SavedItems, engines: Engines, *, reset: bool) -> None:
         """Puts the user's state of a checkpoint into the live run.
 
         Args:
@@ -481,10 +531,9 @@ class Restorer:
         driver = self.run.driver
         engines, reset = driver.engines(), self._resets_at(step)
 
-        def load(saved: SavedCheckpoint) -> bool:
+        def load(saved: SavedCheckpoint) -> None:
             if driver.state_is_in_place:
                 self.load_state(saved.state, engines, reset=reset)
-            return driver.state_is_in_place
 
         self.run.saver.wait()
         try:
@@ -499,7 +548,7 @@ class Restorer:
         if saved.position is not None:
             self.run.loaders.rewind(saved.position, (), 0)
         if saved.host is not None:
-            self.run.data.repeat_pass(saved.host)
+            self.run.pass_states.repeat_pass(saved.host)
 
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
@@ -533,6 +582,25 @@ def failed_trials(newest: RunRecord | None) -> Trials | None:
     if newest is None or newest.trials is None or not newest.trials.failed:
         return None
     return newest.trials
+
+
+def _without_failed_trials(
+    saved: SavedCheckpoint, newest: RunRecord | None
+) -> tuple[RunRecord, Engines]:
+    """The record and the engine states of a checkpoint.
+
+    If the run has stopped, they are without the changes by the trials for the trouble of the stop.
+
+    Args:
+        saved: the checkpoint.
+        newest: the newest record in the store, or None.
+    """
+    own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
+    trials = failed_trials(newest)
+    if newest is None or trials is None:
+        return own, saved.engines
+    engines = with_limits_and_budgets(saved.engines, trials.engines)
+    return _without_trials(own, newest.ledger, trials), engines
 
 
 def _without_trials(own: RunRecord, ledger: Ledger, trials: Trials) -> RunRecord:

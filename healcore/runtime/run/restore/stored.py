@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from healcore.core.decision import Cause
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines
-from healcore.runtime.faults.failures import classify
+from healcore.runtime.faults.classification import classify
 from healcore.runtime.run.engine_states import compatible_states
 from healcore.runtime.run.host_state import HOST_ITEM, HostParts
 from healcore.runtime.run.run_record import RunRecord, Trials
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 T = TypeVar("T")
-SavedState: TypeAlias = Mapping[str, Any]
+SavedItems: TypeAlias = Mapping[str, Any]
 """Name in the user's state -> what the checkpoint has for it."""
 Positions: TypeAlias = Mapping[str, Any]
 """Number of a loader -> its position; besides, the counts of all loaders."""
@@ -216,11 +216,12 @@ class StoredCheckpoints:
 
         Raises the error if the state does not fit or memory is exhausted on a rank.
         """
-        saved = loaded = failure = None
+        result: tuple[T, SavedCheckpoint] | None = None
+        failure: Exception | None = None
         try:
             saved = run_on_each(self.run.ranks, partial(self._checked, step, restored))
             saved = self._adapted_to_world(saved)
-            loaded = load(saved)
+            result = load(saved), saved
         except Exception as error:
             failure = error
         if isinstance(failure, StateMismatch) and failure.step is None:
@@ -229,9 +230,8 @@ class StoredCheckpoints:
         if failure is not None:
             ends = isinstance(failure, StateMismatch) or classify(failure).cause is Cause.OOM
         outcomes = self.run.ranks.gather(ends)
-        all_loaded = all(each is None for each in outcomes)
-        if loaded is not None and saved is not None and all_loaded:
-            return loaded, saved
+        if result is not None and all(each is None for each in outcomes):
+            return result
         failure = failure or RankFailed("another rank cannot load it")
         if any(outcomes):
             raise failure
@@ -240,7 +240,7 @@ class StoredCheckpoints:
     def _checked(self, step: int, restored: Restored) -> SavedCheckpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
         record = None if restored.record is None else RunRecord.of(restored.record)
-        host = self.run.data.host.read(restored.state.get(HOST_ITEM))
+        host = self.run.host_state.read(restored.state.get(HOST_ITEM))
         stored: Engines = {}
         if record is not None:
             stored = record.engines

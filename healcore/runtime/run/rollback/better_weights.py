@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.compare.evidence import TrainedStep, Verdict
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
+from healcore.runtime.run.compare.suspicion import Verdict
+from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.engine_states import LrState, lr_states, with_lr_states
 from healcore.runtime.run.healthy_ranges import Held
-from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
 from healcore.runtime.run.rollback.next_trial import MAX_ACCEPTED, Trial, TroubleFacts, next_trial
 from healcore.runtime.run.rollback.report import INTENDED
 from healcore.runtime.run.steps import StepResult
@@ -97,64 +98,65 @@ class BetterWeights:
             The rollback, or None without one.
         """
         self.run.log.assessment(
-            verdict.index,
+            verdict.roll_back_at,
             verdict.onset,
             "damage",
             rise=verdict.rise,
             rise_remembered=verdict.rise_remembered,
         )
         ledger = self.run.ledger
-        past = [each for each in ledger.same_trouble(verdict.onset) if each.trial]
-        last_trial = max((each.step for each in ledger.in_force if each.trial), default=0)
+        past = _trials_of(ledger.same_trouble(verdict.onset))
+        last_trial = max((each.step for each in _trials_of(ledger.in_force)), default=0)
         if not past and last_trial > ledger.accepted_until:
             ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
-        if order.trial == Trial.ACCEPT:
+        if order.changes.trial == Trial.ACCEPT:
             if not finite:
                 return None
             return self._accept(order, verdict, past)
-        self.run.comparisons.expect_again(verdict)
+        self.run.comparisons.suspicion.expect_again(verdict)
         done = self.run.recovery.roll_back(order)
         if done is None and finite:
-            self.run.comparisons.pause_until(verdict.index + 1)
+            self.run.comparisons.pause_until(verdict.roll_back_at + 1)
         return done
 
     def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
         order = Order(
-            # At the end of the data, the verdict has the number of steps done.
-            index=min(verdict.index, self.run.data.step - 1),
+            index=verdict.roll_back_at,
             onset=verdict.onset,
-            since=verdict.onset,
-            by_host=True,
-            better_step=verdict.anchor,
-            trial=Trial.ACCEPT,
-            held_before=self.run.holding.held,
+            first_alarm_of_cause=verdict.onset,
+            reason=OrderReason.BETTER_WEIGHTS,
+            anchor_step=verdict.anchor_step,
+            changes=RepeatChanges(trial=Trial.ACCEPT, held_before=self.run.holding.held),
         )
-        tried = [Trial(each.trial) for each in past]
+        tried = [Trial(each.order.changes.trial) for each in past]
         if not tried and self.run.ledger.accepted >= MAX_ACCEPTED:
             return order
         held, batches = Held(), tuple[BatchId, ...]()
         if tried:
             verdict, held, batches = self._with_unusual(verdict, past)
-            order = replace(order, better_step=verdict.anchor)
+            order = replace(order, anchor_step=verdict.anchor_step)
         policy = self.run.policy
+        max_rate_limits = 0
+        if policy.engine.scales_lr:
+            max_rate_limits = policy.engine.config.budget.lr_cuts
         facts = TroubleFacts(
             rates=verdict.rates,
             healthy_rates=verdict.healthy_rates,
-            from_start=verdict.anchor <= self.run.record.first_step,
+            from_start=verdict.anchor_step <= self.run.record.first_step,
             unusual=bool(held or batches),
-            may_limit=policy.engine.config.budget.lr_cuts if policy.engine.scales_lr else 0,
+            max_rate_limits=max_rate_limits,
         )
         trial = broadcast(self.run.ranks, next_trial(tried, facts))  # rates may differ by rank
-        order = replace(order, trial=trial)
+        order = order.with_changes(trial=trial)
         if trial == Trial.LIMIT_RATE:
             return self._with_rate_limit(order, verdict, from_start=facts.from_start)
         if trial == Trial.HOLD:
             both = self.run.holding.held.with_newer(held)
             if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it
-                both = replace(both, withheld=_steps_to_withhold(verdict, past))
-            return replace(order, held=both, batches=batches)
+                both = replace(both, frozen_steps=_steps_to_freeze(verdict, past))
+            return replace(order, batches=batches).with_changes(held=both)
         return order
 
     def _with_unusual(
@@ -185,10 +187,10 @@ class BetterWeights:
             highest = {name: float(state["scale"]) for name, state in states.items()}
         held = self.run.holding.held
         if from_start:
-            held = held.with_newer(Held(start_rates=states, until=verdict.index + 1))
+            held = held.with_newer(Held(start_rates=states, until=verdict.roll_back_at + 1))
         else:  # this limit lasts, and replaces a guess from the start of the run
             held = replace(held, start_rates={})
-        return replace(order, lr_at_fault=highest, lr_states=states, held=held)
+        return order.with_changes(lr_at_fault=highest, lr_states=states, held=held)
 
     def _newly_unusual(
         self, verdict: Verdict, past: Sequence[RollbackRecord]
@@ -212,25 +214,29 @@ class BetterWeights:
         otherwise the run continues where it is, with the program's own rates and numbers.
         """
         ledger = self.run.ledger
-        until = self.run.data.step + 1
+        until = self.run.progress.step + 1
         ledger.accepted += 1
         ledger.accepted_until = until
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
-        oldest = min((each.target for each in past), default=verdict.anchor)
-        order = _undone(replace(order, better_step=min(verdict.anchor, oldest)), past)
-        undone = bool(order.lr_states or order.read_again or order.held is not None)
+        oldest = min((each.continues_at for each in past), default=verdict.anchor_step)
+        order = _undone(replace(order, anchor_step=min(verdict.anchor_step, oldest)), past)
+        changes = order.changes
+        undone = bool(changes.lr_states or changes.read_again or changes.held is not None)
         # Trials without any effect on the losses need no repeat to be undone.
-        repeats = (undone and not verdict.recurred) or verdict.anchor < oldest
+        repeats = undone and not verdict.recurred
+        # The run goes back even without an effect of the trials if the better weights are older
+        # than every restored checkpoint: that checkpoint may hold the trouble.
+        repeats = repeats or verdict.anchor_step < oldest
         done = self.run.recovery.roll_back(order) if repeats else None
         if done is None:
             driver = self.run.driver
-            driver.load(None, with_lr_states(driver.engines(), order.lr_states))
-            if order.held is not None:
-                self.run.holding.hold(order.held, until)
+            driver.load(None, with_lr_states(driver.engines(), changes.lr_states))
+            if changes.held is not None:
+                self.run.holding.hold(changes.held, until)
         self.run.comparisons.pause_until(until)
         line = f"step {order.index}: "
         if done is None:  # otherwise the line of the rollback has said so
-            line += f"the weights of step {verdict.anchor} are better on the same batches, "
+            line += f"the weights of step {verdict.anchor_step} are better on the same batches, "
             line += f"since step {verdict.onset}; "
         line += _why_accepted(len(past))
         if undone:
@@ -256,24 +262,22 @@ class BetterWeights:
         intended = self.run.holding.take_intended()
         if not intended:
             return None
-        until = self.run.data.step + 1
+        until = self.run.progress.step + 1
         held = self.run.holding.held
         values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
         past = self._trials_that_hold(intended)
         done = None
         if past:
             onset = past[-1].onset
-            oldest = min(each.target for each in past)
+            steps = [each.continues_at for each in past]
+            steps += [held.numbers[name].last_step_before for name in intended]
             order = Order(
                 index=index,
                 onset=onset,
-                since=onset,
-                by_host=True,
-                better_step=min(
-                    oldest, *(held.numbers[name].last_step_before for name in intended)
-                ),
-                trial=Trial.ACCEPT,
-                intended=values,
+                first_alarm_of_cause=onset,
+                reason=OrderReason.INTENDED,
+                anchor_step=min(steps),
+                changes=RepeatChanges(trial=Trial.ACCEPT, intended=values),
             )
             self.run.ledger.accepted_until = until
             done = self.run.recovery.roll_back(_undone(order, past))
@@ -294,13 +298,14 @@ class BetterWeights:
             return []
         first = None
         for each in ledger.in_force:
-            if each.held is not None and any(name in names for name in each.held.numbers):
+            held = each.order.changes.held
+            if held is not None and any(name in names for name in held.numbers):
                 first = each
                 break
         if first is None:
             return []
         trials = ledger.same_trouble(first.onset)
-        if trials[-1] != ledger.in_force[-1] or not all(each.trial for each in trials):
+        if trials[-1] != ledger.in_force[-1] or _trials_of(trials) != trials:
             return []
         return trials
 
@@ -314,14 +319,19 @@ def _highest(rates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return highest
 
 
-def _steps_to_withhold(verdict: Verdict, past: Sequence[RollbackRecord]) -> tuple[int, int]:
-    """First and last step whose updates a second hold withholds.
+def _steps_to_freeze(verdict: Verdict, past: Sequence[RollbackRecord]) -> tuple[int, int]:
+    """First and last step that a second hold freezes, see `Held.frozen_steps`.
 
     From shortly before the onset up to the earliest evidence, of this verdict or of a past trial.
     """
-    first = max(verdict.anchor, verdict.onset - STEPS_BEFORE_SIGN)
-    last = min(verdict.found, *(each.index for each in past))
+    first = max(verdict.anchor_step, verdict.onset - STEPS_BEFORE_SIGN)
+    last = min(verdict.found_at, *(each.order.index for each in past))
     return first, max(first, last)
+
+
+def _trials_of(rollbacks: Sequence[RollbackRecord]) -> list[RollbackRecord]:
+    """The rollbacks for better weights among some rollbacks."""
+    return [each for each in rollbacks if each.order.changes.trial]
 
 
 def _batches_of(past: Sequence[RollbackRecord]) -> tuple[BatchId, ...]:
@@ -351,10 +361,11 @@ def _undone(order: Order, past: Sequence[RollbackRecord]) -> Order:
     """
     rates: Mapping[str, LrState] = {}
     for each in past:
-        if each.trial == Trial.LIMIT_RATE:
-            rates = each.lr_states
+        changes = each.order.changes
+        if changes.trial == Trial.LIMIT_RATE:
+            rates = changes.lr_states
             break
     held = None
-    if any(each.held is not None for each in past):
-        held = past[0].held_before or Held()
-    return replace(order, lr_states=rates, read_again=_batches_of(past), held=held)
+    if any(each.order.changes.held is not None for each in past):
+        held = past[0].order.changes.held_before or Held()
+    return order.with_changes(lr_states=rates, read_again=_batches_of(past), held=held)

@@ -10,24 +10,23 @@ distinguished, so a run is brought back in a way that costs a bad shard repeated
 2. Repeat from an older checkpoint, at a limited learning rate: a rate that the program raises comes
    back with the repeated steps.
 3. If the rate has not helped either, undo the limit and repeat from a still older checkpoint. From
-   here on the run is as it was before the first attempt, and no more attempt is for this place.
+   here on the run is as it was before the first revival, and no other revival is for this place.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from healcore.core.decision import StepRecord
 from healcore.runtime.driver import Rates
 from healcore.runtime.reporting.nonfinite_steps import IN_A_ROW
-from healcore.runtime.run.compare.evidence import TrainedStep
+from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.engine_states import lr_states
 from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast
 
@@ -38,22 +37,22 @@ STEPS_TO_REVIVE = 20
 """Steps in a row without a finite one after which a run is brought back."""
 
 
-class Attempt(IntEnum):
+class Revival(IntEnum):
     """What a run changes when it is brought back, in this order. A checkpoint holds the value."""
 
     REPEAT = 1  # nothing
     LIMIT_RATE = 2  # the learning rate is limited to the last healthy rate
-    UNDO = 3  # the limit of the second attempt is undone
+    UNDO = 3  # the limit of the second revival is undone
 
 
-def next_attempt(
+def next_revival(
     streak: int, rollbacks: Sequence[RollbackRecord], onset: int, *, repeats: bool, sure: bool
-) -> Attempt | None:
+) -> Revival | None:
     """What to do after `streak` steps in a row without a finite one, or None to continue.
 
     Where a rollback might lose trained steps without any gain, it waits for the step at which the
     run would end: then nothing can be lost. This is so if the data cannot be repeated, or if an
-    earlier place of this run did not change by all attempts, which is how bad data look.
+    earlier place of this run did not change by all revivals, which is how bad data look.
 
     Args:
         streak: number of steps in a row without a finite one, up to the newest.
@@ -63,32 +62,31 @@ def next_attempt(
         sure: whether earlier weights are known to give a finite loss on the newest batch.
 
     Returns:
-        The next attempt that this place has not had. None if it is too early for one, or too late:
-        after three attempts the run ends.
+        The next revival that this place has not had. None if it is too early for a revival, or too
+        late: after three revivals the run ends.
     """
-    attempts = [each for each in rollbacks if each.attempt]
-    gave_up_before = any(each.attempt == Attempt.UNDO for each in attempts)
+    revivals = [each for each in rollbacks if each.order.changes.revival]
+    gave_up_before = any(each.order.changes.revival == Revival.UNDO for each in revivals)
     due = IN_A_ROW
     if sure or (repeats and not gave_up_before):
         due = STEPS_TO_REVIVE
-    here = attempts_at(onset, attempts)
-    # Where the attempts have begun, they go on.
-    if streak != due or len(here) == len(Attempt):
+    here = revivals_at(onset, revivals)
+    if streak != due or len(here) == len(Revival):
         return None
-    return Attempt(len(here) + 1)
+    return Revival(len(here) + 1)
 
 
-def attempts_at(onset: int, rollbacks: Sequence[RollbackRecord]) -> list[RollbackRecord]:
-    """The attempts so far for a dead run that was last trained at step `onset`, oldest first.
+def revivals_at(onset: int, rollbacks: Sequence[RollbackRecord]) -> list[RollbackRecord]:
+    """The revivals so far for a dead run that was last trained at step `onset`, oldest first.
 
-    An attempt is for this place if the run was rolled back at `onset` or later: it has repeated
+    A revival is for this place if the run was rolled back at `onset` or later: it has repeated
     the step, and has died again no later.
     """
-    return [each for each in rollbacks if each.attempt and onset <= each.step]
+    return [each for each in rollbacks if each.order.changes.revival and onset <= each.step]
 
 
 class DeadRun:
-    """Notices a dead run, and orders the next attempt to bring it back.
+    """Notices a dead run, and orders the next revival.
 
     A run is dead if no step has a finite gradient any more although the weights are finite. Each of
     its steps is skipped, so without this class the run would continue to the end of the data and
@@ -103,7 +101,7 @@ class DeadRun:
     def revive(self, step: StepResult) -> RollbackRecord | None:
         """Rolls back a run in which no step is finite any more although the weights are finite.
 
-        The module's docstring says when and how. Collective at the steps at which an attempt may be
+        The module's docstring says when and how. Collective at the steps at which a revival may be
         due, and only there.
 
         Args:
@@ -128,7 +126,7 @@ class DeadRun:
         if is_sound is False:
             return None  # the data
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
-        suspicion = self.run.comparisons.suspicion(step.index)
+        suspicion = self.run.comparisons.suspicion.verdict_without_waiting(step.index)
         if suspicion is not None:
             better = self.run.better_weights.carry_out(suspicion)
             if better is not None:
@@ -137,12 +135,12 @@ class DeadRun:
         repeats = loaders.can_rewind
         if loaders.last_trained is None and self.run.recovery.counts_steps:
             repeats = True  # a loop over `steps`, which asks for the number of each step
-        attempt = next_attempt(
+        revival = next_revival(
             streak, ledger.in_force, onset, repeats=repeats, sure=is_sound is True
         )
-        if attempt is None:
+        if revival is None:
             return None
-        return self.run.recovery.roll_back(self._order_to_revive(step, onset, attempt))
+        return self.run.recovery.roll_back(self._order_to_revive(step, onset, revival))
 
     def _earlier_weights_are_sound(self, step: StepResult, onset: int) -> bool | None:
         """Whether weights from before `onset` have a finite loss on the batch of a step.
@@ -161,28 +159,29 @@ class DeadRun:
         _, of_earlier = losses
         return math.isfinite(of_earlier[0])
 
-    def _order_to_revive(self, step: StepResult, onset: int, attempt: Attempt) -> Order:
+    def _order_to_revive(self, step: StepResult, onset: int, revival: Revival) -> Order:
         """The order to bring back a dead run that was last trained at step `onset`."""
         state = self.run.monitor.state
         order = Order(
             index=step.index,
             onset=onset,
-            since=step.index - state.nonfinite_streak + 1,
+            first_alarm_of_cause=step.index - state.nonfinite_streak + 1,
+            reason=OrderReason.DEAD_RUN,
             cause=int(step.records[0].cause),
-            by_host=True,
-            # Only the first attempt may restore a checkpoint on probation. A later attempt, and one
+            # Only the first revival may restore a checkpoint on probation. A later revival, and one
             # at `IN_A_ROW`, which can lose no trained step, takes a known-good checkpoint.
             sound_until_onset=(
-                attempt == Attempt.REPEAT and state.nonfinite_streak == STEPS_TO_REVIVE
+                revival == Revival.REPEAT and state.nonfinite_streak == STEPS_TO_REVIVE
             ),
-            attempt=attempt,
+            changes=RepeatChanges(revival=revival),
         )
-        if attempt == Attempt.LIMIT_RATE and self.run.policy.may_limit_lr:
+        if revival == Revival.LIMIT_RATE and self.run.policy.may_limit_lr:
             rates = broadcast(self.run.ranks, dict(state.rates))
-            return replace(order, lr_at_fault=rates, lr_states=lr_states(self.run.driver.engines()))
-        if attempt == Attempt.UNDO:
-            limited = attempts_at(onset, self.run.ledger.in_force)[-1]
-            return replace(order, lr_states=limited.lr_states)
+            states = lr_states(self.run.driver.engines())
+            return order.with_changes(lr_at_fault=rates, lr_states=states)
+        if revival == Revival.UNDO:
+            limited = revivals_at(onset, self.run.ledger.in_force)[-1]
+            return order.with_changes(lr_states=limited.order.changes.lr_states)
         return order
 
 
@@ -190,7 +189,7 @@ class TrainedRates:
     """The highest learning rates in force at the trained steps since the last start or rollback.
 
     The rate at the newest step says little: the program may have lowered it since the damage. The
-    second attempt to bring back a dead run limits the learning rate by these rates.
+    second revival limits the learning rate by these rates.
     """
 
     def __init__(self, state: MonitorState) -> None:

@@ -7,6 +7,7 @@ is then skipped, or trained with damaged values, until a checkpoint from before 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ from healcore.runtime.reporting.nonfinite_steps import (
     IN_A_ROW,
     nonfinite_streak_text,
 )
-from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
+from healcore.runtime.run.rollback.report import reason_of
 from healcore.runtime.run.steps import StepResult
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ class NonfiniteState:
         self.run = run
         self._answered_saves = 0
         """Number of saves with NaN or Inf in this attempt that have led to an order."""
+        self._may_skip = True
+        """Whether a batch may still be skipped in this attempt. It becomes False with the first
+        order to skip a batch: if the order cannot be carried out, it is not given again."""
 
     def on_rollback(self) -> None:
         """Forgets the saves of the undone steps. `KnownCheckpoints` forgets its findings too.
@@ -52,6 +57,7 @@ class NonfiniteState:
         already.
         """
         self._answered_saves = 0
+        self._may_skip = True
 
     def weights_are_finite(self) -> bool:
         """Whether the weights are finite on every rank. Collective.
@@ -70,7 +76,8 @@ class NonfiniteState:
 
         Returns:
             True if the weights have NaN or Inf; or, if the policy rolls back for a state with NaN,
-            if any array of the state has NaN that is not allowed.
+            if any array of the state has NaN that is not allowed. Arrays that an earlier rollback
+            has named do not count if the run has trained on with NaN or Inf in them.
         """
         if order.arrays or not order.action & SERIOUS:
             return False
@@ -80,7 +87,11 @@ class NonfiniteState:
             return False
         if self.run.monitor.state.has_micro_steps:
             return False  # NaN in an accumulator is of a window that has not ended
-        return bool(self.run.saver.nonfinite_in_state())
+        harmless: set[str] = set()
+        for past in self.run.ledger.in_force:
+            if past.order.untrained:
+                harmless.update(past.order.arrays)
+        return not harmless.issuperset(self.run.saver.nonfinite_in_state())
 
     def order_for_damage(self, step: StepResult) -> Order | None:
         """The order for weights with NaN or Inf under a policy without a rule for them. Collective.
@@ -100,20 +111,20 @@ class NonfiniteState:
         action = _ACTIONS[policy.rollback.nonfinite_state]
         if streak != STEPS_TO_CHECK or policy.observes or not action & SERIOUS:
             return None
-        for rule in (*policy.engine.config.rules, *policy.rules):
+        for rule in (*policy.engine.config.rules, *policy.host_rules):
             if rule.action & SERIOUS and rule.causes & NONFINITE:
                 return None  # the policy decides itself
         if self.weights_are_finite():
             return None
-        since = step.index - streak + 1
+        first = step.index - streak + 1
         return Order(
             index=step.index,
             onset=self.run.ledger.first_consecutive(step.index),
-            since=since,
+            first_alarm_of_cause=first,
+            reason=OrderReason.WEIGHTS_NAN,
             action=int(action),
             cause=int(step.records[0].cause),
-            batches=tuple(state.batches_between(since, step.index)),
-            by_host=True,
+            batches=tuple(state.batches_between(first, step.index)),
         )
 
     def stop_if_never_finite(self, order: Order | None = None, *, at_end: bool = False) -> None:
@@ -169,21 +180,86 @@ class NonfiniteState:
             return None  # an observing policy reports the first bad save only
         first = min(nonfinite)
         action = _ACTIONS[policy.rollback.nonfinite_state]
+        acts = bool(action & SERIOUS) and not policy.observes
         finite = self.weights_are_finite()
         order = self._order_for_save(first, nonfinite[first], action, finite=finite)
-        if action & SERIOUS and not policy.observes and finite:
-            is_trained_on = not self.run.ledger.healthy_steps(first, self.run.ledger.next_step)
-            if self._came_back(order, first):
-                self._accept(order, allow=not is_trained_on)
+        if acts and finite:
+            ledger = self.run.ledger
+            trains_on = ledger.healthy_steps(first, ledger.next_step) > 0
+            past = self._past_without_alarm(order, first)
+            if past:
+                self._accept(order, past, allow=trains_on)
                 return None
-            order = replace(order, untrained=not is_trained_on)
+            order = replace(order, untrained=trains_on)
         why = f"checkpoint {first} has NaN or Inf in {first_of(order.arrays, 10)}"
         self.run.log.event(
             "order", step=order.index, cause=[], action=action, why=why, observed=policy.observes
         )
-        if action & SERIOUS and not policy.observes:
-            return self.run.recovery.carry_out(order)
-        return None
+        if not acts:
+            return None
+        return self.run.recovery.carry_out(order)
+
+    def came_back(self) -> tuple[str, ...]:
+        """Names of the arrays in which NaN or Inf has come back after a rollback.
+
+        A rollback for a save with NaN repeats the same batches. While the run repeats them, this
+        method inspects the arrays after each step. The first step after which they are not finite
+        has read the batch that makes them NaN or Inf: for example, an outlier that overflows in a
+        running variance.
+
+        The ledger alone says which arrays are inspected, and until when. So a restart within the
+        repeated steps continues to inspect them. Collective, if the ledger has such a rollback.
+
+        Returns:
+            The names, sorted. Empty if the arrays are finite, or if no such steps are repeated.
+        """
+        rollbacks = self.run.ledger.in_force
+        if not rollbacks or not self._may_skip or self.run.policy.observes:
+            return ()
+        last = rollbacks[-1]
+        if last.order.reason is not OrderReason.SAVED_NAN:
+            return ()
+        if last.batches or last.rewind_obstacle:
+            return ()  # a batch was skipped already, or the steps have other batches
+        if not last.continues_at < self.run.progress.step <= last.onset + 1:
+            return ()
+        if self.run.policy.rollback.nonfinite_state != "rollback":
+            return ()
+        return tuple(self.run.saver.nonfinite_in_state(last.order.arrays))
+
+    def skip_last_batch(self, arrays: tuple[str, ...]) -> RollbackRecord | None:
+        """Rolls back once more, and skips the batch that makes arrays NaN or Inf. Collective.
+
+        If NaN or Inf comes back after another batch, the program itself writes it: the next save
+        that finds it is reported, and no other batch is skipped.
+
+        Args:
+            arrays: result of `came_back` for the newest step.
+
+        Returns:
+            The rollback, or None if the data has no batches or no rollback is left.
+        """
+        loader = self.run.step_batches.last_read
+        batches = tuple(self.run.step_batches.last_ids)
+        if loader is not None and loader.is_scan:
+            batches = ()
+        self._may_skip = False
+        if not batches:
+            return None
+        index = self.run.progress.step - 1
+        order = Order(
+            index=index,
+            onset=index,
+            first_alarm_of_cause=index,
+            reason=OrderReason.BATCH,
+            batches=batches,
+            sound_until_onset=True,  # all arrays were finite after each step before
+            arrays=arrays,
+            untrained=self.run.ledger.in_force[-1].order.untrained,
+        )
+        why = reason_of(order)
+        self.run.log.event("order", step=index, cause=[], action=Action.ROLLBACK, why=why)
+        return self.run.recovery.carry_out(order)
 
     def _order_for_save(
         self, first: int, arrays: tuple[str, ...], action: Action, *, finite: bool
@@ -200,52 +276,61 @@ class NonfiniteState:
             finite: whether the weights are finite now.
         """
         state = self.run.monitor.state
-        since = 0  # step of the newest earlier save without NaN
+        sound = 0  # step of the newest earlier save without NaN
         for each in self.run.known.restorable:
             if each < first:
-                since = max(since, each)
-        bad = self.run.ledger.unhealthy_between(since, first)
+                sound = max(sound, each)
+        bad = self.run.ledger.unhealthy_between(sound, first)
         if not bad and not finite:
-            bad = list(range(since, first))
-        if bad and since <= state.last_trained < bad[0]:
+            bad = list(range(sound, first))
+        if bad and sound <= state.last_trained < bad[0]:
             bad.insert(0, state.last_trained)  # no step has been trained after the damage
         return Order(
-            index=self.run.data.step - 1,
+            index=self.run.progress.step - 1,
             onset=max(first - 1, 0),  # the state after that step is bad
-            since=since,
+            first_alarm_of_cause=sound,
+            reason=OrderReason.SAVED_NAN,
             action=int(action),
             batches=tuple(state.batches_of(bad)),
-            by_host=True,
             sound_until_onset=True,  # an earlier save has found no NaN or Inf
             arrays=tuple(arrays),
         )
 
-    def _came_back(self, order: Order, first: int) -> bool:
-        """Whether NaN or Inf is in the same arrays as before a rollback, and no alarm explains it.
+    def _past_without_alarm(self, order: Order, first: int) -> list[RollbackRecord]:
+        """The rollbacks for the same arrays, oldest first. Empty if an alarm explains the NaN.
 
-        The program itself then writes them. Another rollback would bring them back once more.
+        If there is one, the program itself writes NaN or Inf into the arrays. Another rollback
+        would bring them back once more.
 
         Args:
             order: the order for the save.
             first: step of the first save with NaN or Inf.
         """
         ledger = self.run.ledger
-        if ledger.unhealthy_between(order.since, first):
-            return False
+        if ledger.unhealthy_between(order.first_alarm_of_cause, first):
+            return []
+        found: list[RollbackRecord] = []
         for past in ledger.same_trouble(order.onset, self.run.policy.rollback.region):
-            if {*order.arrays} <= {*past.arrays}:
-                return True
-        return False
+            if {*order.arrays} <= {*past.order.arrays}:
+                found.append(past)
+        return found
 
-    def _accept(self, order: Order, *, allow: bool) -> None:
+    def _accept(self, order: Order, past: Sequence[RollbackRecord], *, allow: bool) -> None:
         """Reports arrays whose NaN or Inf came back, and lets the run continue.
+
+        A batch that was skipped for them stays skipped: to read it again, the run would have to
+        repeat its steps once more.
 
         Args:
             order: the order for the save.
+            past: the rollbacks for the arrays.
             allow: whether healthy steps have followed, so that the run does not train on the
                 arrays. NaN and Inf are then allowed in them, after a restart too.
         """
         problem = f"{first_of(order.arrays)} became NaN or Inf again after a rollback, "
+        if past[-1].order.reason is OrderReason.BATCH:
+            step = past[-1].onset
+            problem += f"then again without the batch of step {step}, which stays skipped, "
         if allow:
             problem += (
                 "and the run trains on with finite losses, gradients and weights: it does not "
@@ -258,4 +343,4 @@ class NonfiniteState:
                 "without any alarm and with finite weights: the run continues. If this is "
                 "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good"
             )
-        self.run.log.problem(self.run.data.step, problem)
+        self.run.log.problem(self.run.progress.step, problem)

@@ -1,11 +1,11 @@
 """`Recovery`: answers the records of steps with rollbacks and stops.
 
-There are four reasons to roll back, and each has its file in this folder:
+Each reason to roll back (`OrderReason`) has its file in this folder:
 
-    a rule of the policy, or a hook      `Recovery.carry_out`
-    NaN in weights or in a save          `nonfinite`
-    no finite step any more              `dead_run`
-    earlier weights are better           `better_weights`
+    RULE, HOOK                           `Recovery.carry_out`
+    SAVED_NAN, BATCH, WEIGHTS_NAN        `nonfinite`
+    DEAD_RUN                             `dead_run`
+    BETTER_WEIGHTS, INTENDED             `better_weights`
 
 All of them make an `Order`. `Recovery.roll_back` has it carried out, and the loop then continues at
 the step of the restored checkpoint:
@@ -30,10 +30,11 @@ from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.reporting.diagnosis import explain
 from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.run.ending.exits import RunStopped
-from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
+from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
 from healcore.runtime.run.rollback.report import nonfinite_save, reason_of, report_rollback
-from healcore.runtime.run.steps import HostRules, StepResult
+from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.checkpoints import (
     CheckpointInfo,
     NoGoodCheckpoint,
@@ -64,7 +65,7 @@ class Recovery:
     def __init__(self, run: Run, *, ends_by_steps: bool) -> None:
         self.run = run
         policy, state = run.policy, run.monitor.state
-        self._host_rules = HostRules(policy.rules, policy.engine.config, state)
+        self._host_rules = HostRules(policy.host_rules, policy.engine.config, state)
         self.counts_steps = False
         self._ends_by_steps = ends_by_steps
         self._declined: Counter[str] = Counter()
@@ -84,7 +85,7 @@ class Recovery:
             The order that the rules of the policy or a hook give, or None.
         """
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
-        self.run.data.step += self.run.reader.take_count_correction()
+        self.run.progress.step += self.run.reader.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in step.records]
         step = step._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
         self.run.log.records(
@@ -158,7 +159,7 @@ class Recovery:
         if not order.action & Action.ROLLBACK:
             return None
         if is_damaged:
-            verdict = self.run.comparisons.pending_verdict(order.index)
+            verdict = self.run.comparisons.suspicion.pending(order.index)
             if verdict is not None:
                 better = self.run.better_weights.carry_out(verdict, finite=False)
                 if better is not None:
@@ -174,7 +175,7 @@ class Recovery:
         """
         state = self.run.monitor.state
         first = state.last_trained
-        if state.has_micro_steps or not 0 <= first < order.since:
+        if state.has_micro_steps or not 0 <= first < order.first_alarm_of_cause:
             return order
         return replace(
             order,
@@ -208,9 +209,9 @@ class Recovery:
             count += ledger.spent  # by a run in another framework, whose engine was ported
         budget = max(policy.recoveries, 1)
         if count < budget:
-            is_last = count + 1 == budget and not order.untrained
+            is_last = count + 1 == budget and not order.is_harmless
             return self.roll_back(replace(self._with_depth_and_limit(order), is_last=is_last))
-        if order.untrained:
+        if order.is_harmless:
             self._report_impossible(order, NoGoodCheckpoint("the budget of rollbacks is exhausted"))
             return None
         if not needs_evidence or not self.run.nonfinite.weights_are_finite():
@@ -222,18 +223,23 @@ class Recovery:
     def _spent_on(self, order: Order, within: int) -> list[RollbackRecord]:
         """The earlier rollbacks that count for an order.
 
-        A rollback for arrays that the run does not train on says nothing about a later trouble.
+        A rollback for arrays that the run does not train on says nothing about a later trouble, and
+        neither does the skip of one batch for them.
 
         Args:
             order: the order.
             within: see `Ledger.same_trouble`.
         """
         past = self.run.ledger.same_trouble(order.onset, within)
-        return [each for each in past if order.untrained or not each.untrained]
+        if order.is_harmless:
+            return past
+        return [each for each in past if not each.order.is_harmless]
 
     def _needs_evidence(self, order: Order) -> bool:
-        """Whether an order needs evidence. An order `by_host` and a rule that stops need none."""
-        if not self.run.policy.rollback.confirm or order.by_host or not order.action & SERIOUS:
+        """Whether an order needs evidence. Only rules need it, and not a rule that stops."""
+        if not self.run.policy.rollback.confirm or not order.action & SERIOUS:
+            return False
+        if order.reason is not OrderReason.RULE:
             return False
         for rule in self.run.policy.engine.config.rules:
             if rule.action & Action.STOP and rule.causes & order.cause:
@@ -277,18 +283,20 @@ class Recovery:
         The rate is limited if an earlier rollback for the same trouble has not helped.
         """
         past = self._spent_on(order, self.run.policy.rollback.region)
-        if not order.by_host:
+        if order.reason is OrderReason.RULE:
             rollback = self.run.policy.engine.config.rollback
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
-        if self.run.policy.may_limit_lr and past and not order.untrained:
-            return replace(order, lr_at_fault={})
+        if self.run.policy.may_limit_lr and past and not order.is_harmless:
+            return order.with_changes(lr_at_fault={})
         return order
 
     def _stop_reason(self, order: Order) -> str:
         """Why an order stops the run, as a clause."""
-        if order.arrays:
+        if order.reason is OrderReason.SAVED_NAN:
             return nonfinite_save(order)
-        if order.by_host:
+        if order.reason is OrderReason.WEIGHTS_NAN:
+            return "the weights have NaN or Inf"
+        if order.reason is OrderReason.HOOK:
             return "an on_incident hook stopped it"
         engines = self.run.driver.engines().values()
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
@@ -310,18 +318,17 @@ class Recovery:
         """
         # Unread steps belong to the trouble up to their last alarm.
         unread = list(self.run.reader.read_all())
-        self.run.data.step += self.run.reader.take_count_correction()
+        self.run.progress.step += self.run.reader.take_count_correction()
         skips = 0
         for late in unread:
             if any(each.skip for each in late.records):
                 skips += 1
         self.run.ledger.skips += skips
-        if order.better_step is None and not order.attempt:
+        if not order.reason.is_optional:
             of_alarms = self.run.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *of_alarms))
-        order = replace(order, lr_scale_before=self.run.monitor.lr_scale)
         try:
-            done = self.run.restorer.restore(order, self._lost_steps)
+            done = self.run.restorer.restore(order, self._lost_steps, self.run.monitor.lr_scale)
         except StoreError as error:
             if not _may_continue(order, error):
                 self.stop(str(error), onset=order.onset)
@@ -331,7 +338,7 @@ class Recovery:
                 self.process(late)
             return None
         report_rollback(self.run, done)
-        self.run.data.on_rollback(done.target)
+        self.run.batches.on_rollback(done.continues_at)
         self.run.reader.forget_accumulation()
         self.run.nonfinite.on_rollback()
         self.run.monitor.read_engines()
@@ -349,17 +356,17 @@ class Recovery:
                 reason = f"the checkpoint of step {error.step} does not fit: "
                 reason += first_of(error.differences, separator="; ")
             problem = f"{why}, but {reason}; the run continues without a rollback"
-            self.run.log.problem(self.run.data.step, problem)
+            self.run.log.problem(self.run.progress.step, problem)
 
-    def _lost_steps(self, target: int, why_not: str) -> int:
+    def _lost_steps(self, target: int, obstacle: str) -> int:
         """Steps since `target` that the loop does not repeat, where the data was not rewound.
 
         A loop that counts steps takes as many steps as without the rollback, with later data.
         """
-        if not why_not or self.counts_steps or self._ends_by_steps:
+        if not obstacle or self.counts_steps or self._ends_by_steps:
             return 0
-        end = self.run.data.step
-        if why_not == EPOCH_LOST:
+        end = self.run.progress.step
+        if obstacle == EPOCH_LOST:
             end = self.run.monitor.state.loader_start
         return max(end - target, 0)
 
@@ -370,7 +377,7 @@ class Recovery:
         left their loop at different places, so no call may wait for another rank.
         """
         for step in self.run.reader.read_all():
-            self.run.data.step += self.run.reader.take_count_correction()
+            self.run.progress.step += self.run.reader.take_count_correction()
             several = self.run.monitor.metrics.has_several_engines
             self.run.log.records(step.index, step.records, several=several)
             self.run.monitor.metrics.add(step.records)
@@ -391,7 +398,7 @@ class Recovery:
             return
         reported = max((each.number or 0 for each in history.rollbacks), default=0)
         done = rollbacks[-1]
-        if done.number > reported and done.target == resumed:
+        if done.number > reported and done.continues_at == resumed:
             report_rollback(self.run, done)
 
     def stop(
@@ -437,7 +444,9 @@ class Recovery:
             self.run.stored.mark_failed(trials)
         except (StoreError, OSError) as error:
             problem = f"the stop could not be written: {error}; a restart begins with the limits"
-            self.run.log.problem(self.run.data.step, f"{problem} and the skipped batches of today")
+            self.run.log.problem(
+                self.run.progress.step, f"{problem} and the skipped batches of today"
+            )
 
     def outcome(self, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
         """Collects how the run ends, for its diagnosis, its postmortem and its report.
@@ -461,7 +470,7 @@ class Recovery:
         return RunOutcome(
             self.run.log.history,
             ending,
-            self.run.data.step,
+            self.run.progress.step,
             monitor.counts(),
             why,
             open=monitor.is_unhealthy,
@@ -492,9 +501,8 @@ def _may_continue(order: Order, error: StoreError) -> bool:
     """Whether the run can continue although an order could not be carried out.
 
     Checkpoints that do not fit the model's structure never will, and other damage is not known. A
-    rollback to better weights or of a dead run is optional: the weights are finite.
+    rollback to better weights, of a dead run, or for one batch is optional: the weights are finite.
     """
     if isinstance(error, StateMismatch):
         return True
-    is_optional = order.better_step is not None or bool(order.attempt)
-    return is_optional and isinstance(error, NoGoodCheckpoint)
+    return order.reason.is_optional and isinstance(error, NoGoodCheckpoint)

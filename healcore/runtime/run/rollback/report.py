@@ -8,7 +8,7 @@ from healcore.console import counted, first_of
 from healcore.core.decision import Cause, names
 from healcore.events.schema import flag_names, lr_text, sentence
 from healcore.runtime.run.compare.holding import LASTING_STEPS
-from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -27,12 +27,13 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
         run: the run, for its log and its policy.
         done: the rollback, after the checkpoint was restored.
     """
+    order, changes = done.order, done.order.changes
     lr_at_fault = None
-    if done.lr is not None and done.lr_at_fault is not None:
-        lr_at_fault = done.lr_at_fault.get(done.engine)
+    if done.lr is not None and changes.lr_at_fault is not None:
+        lr_at_fault = changes.lr_at_fault.get(done.engine)
     held = None
-    if done.held is not None:
-        held = done.held.sentences() or None
+    if changes.held is not None:
+        held = changes.held.sentences() or None
     rollback = run.log.event(
         "rollback",
         step=done.step,
@@ -40,7 +41,7 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
         onset=done.onset,
         cause=Cause(done.cause),
         checkpoint=done.checkpoint,
-        by=_decided_by(done),
+        by=_decided_by(order),
         outcome="done",
         lr=done.lr,
         lr_limit=done.lr_limit,
@@ -54,15 +55,17 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
         held=held,
         moments_reset=run.policy.rollback.reset_moments or None,
     )
-    data = f"continues forward: {done.why_forward}" if done.why_forward else "rewound"
-    run.log.event("data", step=done.target, outcome=data, rewound=not done.why_forward)
-    line = f"step {done.index}: {reason_of(done)}"
-    if not done.intended:
-        line += f", since step {done.since}"
+    data = "rewound"
+    if done.rewind_obstacle:
+        data = f"continues forward: {done.rewind_obstacle}"
+    run.log.event("data", step=done.continues_at, outcome=data, rewound=not done.rewind_obstacle)
+    line = f"step {order.index}: {reason_of(order)}"
+    if order.reason not in (OrderReason.INTENDED, OrderReason.BATCH):
+        line += f", since step {order.first_alarm_of_cause}"
     line += f"; {sentence(rollback)}"
     if not done.lost:  # otherwise the sentence has said what became of the data
         line += f", data {data}"
-    may_limit = run.policy.may_limit_lr and not done.untrained
+    may_limit = run.policy.may_limit_lr and not order.is_harmless
     if done.lr is None and may_limit and not lr_text(rollback):
         line += (
             "; the learning rate is unknown and stays as it is: pass learning_rate=rate to "
@@ -71,13 +74,13 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
     run.log.warning(line)
 
 
-def _decided_by(done: RollbackRecord) -> str | None:
-    """The field `by` of a rollback's event, or None for a rule, a hook or a save with NaN."""
-    if done.attempt:
+def _decided_by(order: Order) -> str | None:
+    """The field `by` of a rollback's event, or None for a rule, a hook or NaN."""
+    if order.reason is OrderReason.DEAD_RUN:
         return "nonfinite_steps"
-    if done.intended:
+    if order.reason is OrderReason.INTENDED:
         return "intended_numbers"
-    if done.better_step is not None:
+    if order.reason is OrderReason.BETTER_WEIGHTS:
         return "earlier_weights"
     return None
 
@@ -91,15 +94,19 @@ def reason_of(order: Order) -> str:
     Returns:
         A clause: "NaN in the loss", "ordered by a hook".
     """
-    if order.attempt:
-        return no_finite_step(order)
-    if order.intended:
-        return f"{order.intended}: {INTENDED}"
-    if order.better_step is not None:
-        return f"the weights of step {order.better_step} are better on the same batches"
-    if order.arrays:
-        return nonfinite_save(order)
-    return flag_names(names(Cause(order.cause))) or "ordered by a hook"
+    match order.reason:
+        case OrderReason.DEAD_RUN:
+            return no_finite_step(order)
+        case OrderReason.INTENDED:
+            return f"{order.changes.intended}: {INTENDED}"
+        case OrderReason.BETTER_WEIGHTS:
+            return f"the weights of step {order.anchor_step} are better on the same batches"
+        case OrderReason.BATCH:
+            return f"the batch of step {order.index} makes {first_of(order.arrays)} NaN or Inf"
+        case OrderReason.SAVED_NAN:
+            return nonfinite_save(order)
+        case OrderReason.RULE | OrderReason.HOOK | OrderReason.WEIGHTS_NAN:
+            return flag_names(names(Cause(order.cause))) or "ordered by a hook"
 
 
 def nonfinite_save(order: Order) -> str:
@@ -112,10 +119,10 @@ def nonfinite_save(order: Order) -> str:
 
 
 def no_finite_step(order: Order) -> str:
-    """The reason of an attempt to bring back a dead run, as a clause with the number of steps.
+    """Why a dead run is brought back, as a clause with the number of steps.
 
     Args:
-        order: the order of the attempt. Its steps `since` to `index` had no finite gradient.
+        order: the order. Its steps `first_alarm_of_cause` to `index` had no finite gradient.
     """
-    steps = counted(order.index - order.since + 1, "step")
+    steps = counted(order.index - order.first_alarm_of_cause + 1, "step")
     return f"{steps} in a row had no finite gradient although the weights are finite"

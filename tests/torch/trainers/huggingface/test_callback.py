@@ -36,8 +36,13 @@ NAN = math.nan
 def test_a_nan_batch_is_noticed_in_its_step_and_logged(
     tmp_path: Path, capsys: Any, recwarn: Any, store: Any, read: int
 ):
-    callback, skipped, seen = HealingCallback(store=store), list[bool](), list[Any]()
-    decided = lambda *_, **__: skipped.append(callback.healing.last_decision().skip)  # type: ignore[union-attr]  # noqa: E731
+    callback = HealingCallback(store=store)
+    skipped: list[bool] = []
+    seen: list[Any] = []
+
+    def decided(*_: Any, **__: Any) -> None:
+        skipped.append(callback.healing.last_decision().skip)  # type: ignore[union-attr]
+
     # As the trackers of report_to, before the user's callbacks.
     tracker = calling("on_log", lambda state, *, logs, **_: seen.append(dict(logs)))
     own = [tracker, callback, calling("on_step_end", decided)]
@@ -87,7 +92,10 @@ def test_an_order_to_save_saves(tmp_path: Path):
 def test_the_end_by_an_exception_is_reported_and_nothing_stays(tmp_path: Path, late: bool):
     """Without a store: events, the postmortem, the report, and the user's tracker."""
     tracked: list[int] = []
-    received = lambda step, values: tracked.append(step)  # noqa: E731
+
+    def received(step: int, values: Any) -> None:
+        tracked.append(step)
+
     callback = HealingCallback(trackers=SimpleNamespace(metrics=received, event=bool))
     raises = calling("on_step_end", small_runs.raising(ZeroDivisionError("here")), at=9)
     own = [callback, raises]
@@ -97,13 +105,17 @@ def test_the_end_by_an_exception_is_reported_and_nothing_stays(tmp_path: Path, l
     run.log = set_by_user = run.log
     with pytest.raises(ZeroDivisionError):
         run.train()
-    assert run.log is set_by_user
+
+    # What is left of the run.
     report: Any = callback.report()
     assert (report.ending, report.steps, report.counts["skips"]) == ("exception", 9, 1)
     assert not report.converged
     assert "ZeroDivisionError" in report.postmortem.read_text()
     assert len(tracked) > 5
     assert not list(tmp_path.glob("**/step-*"))  # no checkpoint
+
+    # Nothing stays on the trainer's objects.
+    assert run.log is set_by_user
     optimizer = run.optimizer.optimizer
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
@@ -258,11 +270,15 @@ def test_a_checkpoint_of_an_unhealed_run_with_nan_is_not_resumed_from(tmp_path: 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "cpo", "grpo"])
 def test_a_nan_step_of_trl_is_skipped(tmp_path: Path, kind: str):
     """Other steps are judged by their loss. GRPO has no bad step: it would generate with NaN."""
-    callback, judged, hooks = HealingCallback(), list[float](), list[Any]()
+    callback = HealingCallback()
+    judged: list[float] = []
+    hooks: list[Any] = []
+
+    def times_nan(module: Any, inputs: Any, out: Any) -> Any:
+        return out * NAN
 
     def poison(state: Any, *, model: Any, **_: Any) -> None:
-        hook = lambda module, inputs, out: out * NAN  # noqa: E731
-        hooks.append(model.model.layers[0].register_forward_hook(hook))
+        hooks.append(model.model.layers[0].register_forward_hook(times_nan))
 
     def judge(*_: Any, **__: Any) -> None:
         judged.extend(small_runs.counts(callback, "loss"))
@@ -301,7 +317,8 @@ class Stream(IterableDataset):
         self.left = self.all()
 
     def all(self) -> Iterator[Any]:
-        rows, self.rows = self.rows, small_runs.Rows(len(self.rows) // small_runs.BATCH)
+        rows = self.rows
+        self.rows = small_runs.Rows(len(self.rows) // small_runs.BATCH)
         for index in range(len(rows)):
             yield rows[index]
 

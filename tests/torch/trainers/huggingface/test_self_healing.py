@@ -38,9 +38,11 @@ AT = 6
 
 @pytest.mark.slow
 def test_generation_goes_on_after_a_rollback(tmp_path: Path):
+    """GRPO keeps generated batches for several steps; a rollback has to generate them again."""
     trainer = tiny.grpo(tmp_path, max_steps=12, steps_per_generation=2)
     before = float(small_runs.weights(trainer).abs().max())
-    rewarded, hooks = list[int](), list[Any]()
+    rewarded: list[int] = []
+    hooks: list[Any] = []
     reward = trainer.reward_funcs[0]
 
     def noted(**given: Any) -> list[float | None]:
@@ -57,7 +59,8 @@ def test_generation_goes_on_after_a_rollback(tmp_path: Path):
 
     trainer.reward_funcs[0] = noted
     removed = calling("on_step_end", lambda *_, **__: hooks and hooks[0].remove())
-    for each in (calling("on_step_begin", damage, at=AT), removed, steps := small_runs.Steps()):
+    steps = small_runs.Steps()
+    for each in (calling("on_step_begin", damage, at=AT), removed, steps):
         trainer.add_callback(each)
     healed: Any = heal_trainer(
         trainer,
@@ -138,6 +141,7 @@ def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp
 
 
 def test_gradient_checkpointing_is_the_further_step(tmp_path: Path):
+    """One sample does not fit: no smaller part is left, so memory is saved another way."""
     trainer = tiny.sft(tmp_path, max_steps=3)
     model: Any = trainer.model
     on: list[bool] = []
@@ -176,7 +180,8 @@ OFTEN = {"save_every": 5, "rollback": {"probation": 10}}
 
 def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
     trainer = tiny.sft(tmp_path, **DIVERGES, logging_steps=4)
-    steps, scales = small_runs.Steps(), list[float]()
+    steps = small_runs.Steps()
+    scales: list[float] = []
 
     def applied(*_: Any, **__: Any) -> None:
         (healing,) = healings_of(healed.healer).values()
@@ -189,18 +194,22 @@ def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
     options = {"store": tmp_path / "store", "loss_fn": None, **grouped(OFTEN)}
     healed: Any = heal_trainer(trainer, "pretraining", **options)
     healed.train()
+
+    # The run went back once, and then trained every step to the end.
     (back,) = steps.returns
     first, before = steps.steps[back], steps.steps[back - 1]
     assert 1 < first <= before
     assert steps.steps[back:] == list(range(first, 51))
     assert healed.healer.rollbacks == 1
     assert trainer.state.global_step == healed.healer.step == 50
+
     # The cut learning rate is effective at the next step: same weights, same batch, shorter step.
     earlier = steps.steps.index(first)
     assert steps.epochs[back] == steps.epochs[earlier]
     assert scales[back] < 0.9
     expected = steps.moved[earlier] * scales[back] / scales[earlier]
     assert steps.moved[back] == pytest.approx(expected, rel=1e-4)
+
     # The log has each step once, and the sums of the loss have gone back with it.
     logged = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
     rows = events_of(tmp_path / "store" / "healcore.metrics.jsonl")
@@ -209,6 +218,7 @@ def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
     assert logged == pytest.approx(means, rel=1e-3)
     mean = sum(losses.values()) / 50
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(mean, rel=1e-4)
+
     # Without healing the same run is lost.
     alone = tiny.sft(tmp_path, **DIVERGES)
     alone.train()
@@ -224,7 +234,10 @@ def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Pat
         arguments |= {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
     alone = getattr(tiny, kind)(tmp_path, **arguments)
     alone.train()
-    folder, called = tmp_path / "out", list[Any]()
+
+    # The healed run, before its first step.
+    folder = tmp_path / "out"
+    called: list[Any] = []
     trainer = getattr(tiny, kind)(folder, **arguments, save_strategy="steps", save_steps=1)
     for event in ("on_step_end", "on_train_begin"):
         trainer.add_callback(calling(event, lambda state, **_: called.append(state)))
@@ -235,7 +248,9 @@ def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Pat
         draws = random.getstate(), numpy, torch.get_rng_state().tolist()
         return draws, repr(trainer.state), trainer.args.to_json_string()
 
-    weights, before = small_runs.weights(trainer), facts()
+    # The dry run changes nothing.
+    weights = small_runs.weights(trainer)
+    before = facts()
     found = healed.dry_run(steps=2)
     assert torch.equal(weights, small_runs.weights(trainer))
     assert facts() == before
@@ -245,6 +260,7 @@ def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Pat
     assert len(found.losses) == len(found.grad_norms) == 2
     assert found.finite
 
+    # The training after it has the bits and the log of the run without healcore.
     trainer.args.save_strategy = "no"
     healed.train()
     if kind not in ("summed", "cpo", "grpo"):
@@ -270,7 +286,8 @@ def test_epochs_workers_and_evaluation(tmp_path: Path):
     saves = {"eval_strategy": "epoch", "save_strategy": "epoch", "dataloader_num_workers": 1}
     rate = {"warmup_steps": 24, "learning_rate": 40.0}
     trainer = tiny.plain(tmp_path / "out", **{**DIVERGES, **length, **saves, **rate})
-    trainer.add_callback(steps := small_runs.Steps())
+    steps = small_runs.Steps()
+    trainer.add_callback(steps)
     options = {"store": tmp_path / "store", "clip": None, **grouped(OFTEN)}
     healed: Any = heal_trainer(trainer, "pretraining", **options)
     healed.train()
@@ -294,7 +311,8 @@ def run(folder: Path, kind: str, kill_at: int) -> Any:
     given |= {"sync_ref_model": True, "ref_model_sync_steps": 3} if kind == "dpo" else {}
     trainer = getattr(tiny, kind)(folder, max_steps=24, **given)
     # The loss has a parameter, as a loss of sentence-transformers.
-    factor, loss = torch.nn.Parameter(torch.ones(1)), trainer.compute_loss
+    factor = torch.nn.Parameter(torch.ones(1))
+    loss = trainer.compute_loss
     trainer.compute_loss = lambda *batch, **named: (loss(*batch, **named) * factor).sum()
     trainer.create_optimizer().add_param_group({"params": [factor]})
     trainer.model.zero_grad = trainer.optimizer.zero_grad
@@ -341,7 +359,8 @@ def test_an_added_callback_resumes_from_its_store_and_not_as_the_program_says(re
         new_process()
         saves = {"save_strategy": "no" if without else "steps", "save_steps": 2}
         trainer = small_runs.trainer(tmp_path, steps=8, **saves)
-        trainer.add_callback(steps := small_runs.Steps())
+        steps = small_runs.Steps()
+        trainer.add_callback(steps)
         trainer.add_callback(HealingCallback(store="auto", checkpoints=Checkpoints(every=3)))
         error = small_runs.raising(ZeroDivisionError())
         trainer.add_callback(calling("on_step_begin", error, at=ends))
@@ -365,7 +384,8 @@ def test_a_list_of_stores_is_passed_to_the_healer(tmp_path: Path):
     def train(*, ends: int = -1) -> list[int]:
         new_process()
         trainer = small_runs.trainer(tmp_path, steps=8)
-        trainer.add_callback(steps := small_runs.Steps())
+        steps = small_runs.Steps()
+        trainer.add_callback(steps)
         trainer.add_callback(HealingCallback(store=stores, checkpoints=Checkpoints(every=3)))
         trainer.add_callback(
             calling("on_step_begin", small_runs.raising(ZeroDivisionError()), at=ends)
@@ -405,7 +425,9 @@ def test_the_last_checkpoint_is_not_the_best_model(tmp_path: Path):
 
 
 def test_a_callback_that_ends_the_last_epoch_early(tmp_path: Path):
-    stop = lambda *_, control, **__: setattr(control, "should_epoch_stop", True)  # noqa: E731
+    def stop(*_: Any, control: Any, **__: Any) -> None:
+        control.should_epoch_stop = True
+
     own = [calling("on_step_end", stop, at=18)]
     trainer = small_runs.trainer(tmp_path, steps=8, max_steps=20, callbacks=own)
     healed = heal_trainer(trainer, store=None)
@@ -421,7 +443,9 @@ def test_a_finished_cell_with_other_hyperparameters_does_not_return_the_old_mode
         heal_trainer(trainer).train()
         return trainer
 
-    stop = lambda _, *, control, **__: setattr(control, "should_training_stop", True)  # noqa: E731
+    def stop(state: Any, *, control: Any, **_: Any) -> None:
+        control.should_training_stop = True
+
     stops = {"callbacks": [calling("on_step_end", stop, at=5)]}
     caplog.set_level(logging.INFO, "healcore")
     first = train(**stops)

@@ -97,6 +97,7 @@ def fit(
 ) -> tuple[Any, Any]:
     """Trains one epoch, or as the options say; returns the module and its Trainer."""
     torch.manual_seed(0)
-    module, running = make(), trainer(*callbacks, **{"max_epochs": 1, **options})
+    module = make()
+    running = trainer(*callbacks, **{"max_epochs": 1, **options})
     running.fit(module, *loaders(), ckpt_path=ckpt_path)
     return module, running

@@ -168,7 +168,9 @@ window = partial(given.GradientAccumulationScheduler, {0: 2, 1: 1})
 )
 def test_a_resumed_fit_ends_as_the_whole_fit(hook, at, begins, ends, other, case, tmp_path: Path):
     """The hook that raised comes again, also with `ckpt_path`. The fit continues after its end."""
-    steps, epochs, own = list[int](), list[int](), lightning.Callback()
+    steps: list[int] = []
+    epochs: list[int] = []
+    own = lightning.Callback()
     own.on_train_epoch_start = lambda trainer, pl_module: epochs.append(trainer.current_epoch)
     options: Any = dict(zip(("make", "loaders"), CASES[case], strict=False)) | CASES[case][2]
     options |= {"enable_checkpointing": True, "ckpt_path": "last"}
@@ -199,7 +201,8 @@ class Judged(LightningHealingCallback):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.decisions, self.losses = defaultdict[str, list[Any]](list), defaultdict(list)
+        self.decisions = defaultdict[str, list[Any]](list)
+        self.losses = defaultdict(list)
 
     def on_train_batch_end(self, *args: Any) -> None:
         for name, healing in self.healings.items():
@@ -243,7 +246,9 @@ def test_the_loss_is_the_one_that_training_step_returned(parts: int):
 
 
 def test_each_network_of_a_gan_is_judged_by_its_own_loss():
-    callback, keep, passed = Judged(clip=None), lightning.Callback(), list[float]()
+    callback = Judged(clip=None)
+    keep = lightning.Callback()
+    passed: list[float] = []
     keep.on_before_backward = lambda trainer, pl_module, loss: passed.append(float(loss))
     fit(callback, keep, make=Gan)
     assert callback.losses == {"optimizer0": passed[0::2], "optimizer1": passed[1::2]}
@@ -353,8 +358,10 @@ def test_ckpt_path_begins_a_run_that_the_store_does_not_have(steps, tmp_path: Pa
 def test_a_callback_without_a_store_begins_where_ckpt_path_leads(at: int, kind: Any, tmp_path: Any):
     """Lightning itself resumes the run, within an epoch and after one."""
 
+    def rows() -> list[Any]:
+        return [kind(data(), batch_size=8, shuffle=True)]
+
     def run(*callbacks: Any, **options: Any) -> tuple[Any, Any]:
-        rows = lambda: [kind(data(), batch_size=8, shuffle=True)]  # noqa: E731
         options = {"make": lambda: Regression(warmup=20), "loaders": rows, **options}
         return fit(*callbacks, **{"max_epochs": 3, **options})
 
@@ -381,7 +388,13 @@ def diverges(loader: Any, *callbacks: Any, **options: Any) -> Any:
     """Fits with a rate that warms up to one that is far too high; what came of it."""
     often: Any = {"save_every": 5, "rollback": {"probation": 5}}
     callback = LightningHealingCallback("pretraining", clip=None, **grouped(often))
-    make, rows = lambda: Regression(rate=4.0, warmup=150), lambda: [shuffled(loader)]
+
+    def make() -> Regression:
+        return Regression(rate=4.0, warmup=150)
+
+    def rows() -> list[Any]:
+        return [shuffled(loader)]
+
     module, running = fit(callback, *callbacks, make=make, loaders=rows, **options)
     return module, running, callback.healer
 
@@ -503,8 +516,11 @@ def test_spent_budgets_end_the_run_with_a_diagnosis(tmp_path: Any):
 def test_a_finished_cell_with_other_hyperparameters_does_not_return_the_old_model(tmp_path, caplog):
     def again(rate: float = 0.05, batch: int = 8, **options: Any) -> Regression:
         new_process()
-        rows = lambda: [DataLoader(data(), batch)]  # noqa: E731
         callback = LightningHealingCallback(store=tmp_path)
+
+        def rows() -> list[Any]:
+            return [DataLoader(data(), batch)]
+
         return fit(callback, make=lambda: Regression(rate), loaders=rows, **options)[0]
 
     again()

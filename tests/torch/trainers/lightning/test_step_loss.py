@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from healcore import Checkpoints
 from healcore.torch import LightningHealingCallback
+from tests.open_run import run_of
 from tests.torch.trainers.lightning.fits import Regression, data, fit, vector
 from tests.torch.trainers.lightning.test_fit import Gan
 
@@ -43,7 +44,9 @@ class Busy(Regression):
         self.register_buffer("scale", torch.ones(()))
         self.noise = np.random.default_rng(0)
         self.outputs: list[Tensor] = []
-        self.calls, self.notes, self.kinds = 0, Notes(), Counter[str]()
+        self.calls = 0
+        self.notes = Notes()
+        self.kinds = Counter[str]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
@@ -93,7 +96,7 @@ def test_a_comparison_leaves_no_trace(tmp_path: Path):
         options: Any = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2}
         module, running = fit(*callbacks, make=Busy, precision="bf16-mixed", **options)
         found.append((vector(module).tolist(), facts(module, running)))
-    compared = callback.healer._run.comparisons  # type: ignore[arg-type]
+    compared = run_of(callback.healer).comparisons  # type: ignore[arg-type]
     assert compared.is_enabled
     assert compared.loss_function.is_checked
     plain, healed = found
@@ -117,10 +120,13 @@ class Slow(Regression):
 @pytest.mark.slow
 def test_damaged_weights_are_rolled_back_without_a_loss_fn():
     rollbacks = []
+
+    def rows() -> list[Any]:
+        return [DataLoader(data(), 8, shuffle=True)]
+
     for loss_fn in (None, "auto"):
         options: Any = {"loss_fn": loss_fn, "rollback": {"probation": 10}}
         callback = LightningHealingCallback(checkpoints=Checkpoints(every=10), **options)
-        rows = lambda: [DataLoader(data(), 8, shuffle=True)]  # noqa: E731
         fit(Damage(), callback, make=Slow, loaders=rows, max_epochs=10)
         rollbacks.append(callback.healer.rollbacks)  # type: ignore[union-attr]
     assert rollbacks[0] == 0
@@ -175,7 +181,7 @@ def test_a_step_that_differentiates_is_compared_with_the_same_bits():
     plain, _ = fit(make=Penalized)
     callback = LightningHealingCallback()
     module, _ = fit(callback, make=Penalized)
-    assert callback.healer._run.comparisons.is_enabled  # type: ignore[arg-type]
+    assert run_of(callback.healer).comparisons.is_enabled  # type: ignore[arg-type]
     assert torch.equal(vector(module), vector(plain))
     assert module.seen == plain.seen
 

@@ -1,0 +1,421 @@
+"""`classify`: what kind of trouble an exception is, by its type and the codes in it.
+
+    the type              builtins.MemoryError, httpx.TransportError, ...          _TYPES
+    a code                HTTP status, errno, the status codes of XLA and NCCL     _ERRNO, _MESSAGES
+    its cause             the same for the exception that caused it                _chain_of
+    shapes and indices    messages of operations on arrays                         array_errors
+
+The first line that knows the exception decides. Types are named, not imported, because healcore
+imports neither a framework nor an HTTP client. A message is read only for types with a code at a
+fixed place in it. Prose is never searched, except the messages of operations on arrays, which have
+no types and no codes.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from healcore.core.decision import Cause
+from healcore.runtime.faults.array_errors import hint_about
+from healcore.runtime.faults.failures import FAILURES, Failure
+
+
+class Fault(NamedTuple):
+    """The classification of an exception: what kind of trouble it is, and how that is known.
+
+        fault = healcore.classify(ConnectionResetError())
+        fault.cause.name, fault.transient  # ('NETWORK', True)
+        print(fault.advice)
+
+    A tuple with the attributes below, which `classify` returns.
+    """
+
+    cause: Cause
+    """OOM, DATA, WORKER, NETWORK, HANG or UNKNOWN."""
+    sign: str
+    """The evidence: a type, an HTTP status, an errno or a status code."""
+    transient: bool = False
+    """Whether the same call may succeed if it is repeated; True only for NETWORK."""
+    retry_after_s: float | None = None
+    """Seconds that the server asks to wait, or None if it names no time."""
+    hint: str = ""
+    """What to check if shapes or indices do not fit, or an empty string."""
+
+    @property
+    def advice(self) -> str:
+        """What a person should check: the hint, or else the diagnosis of the cause."""
+        return self.hint or self.failure.diagnosis
+
+    @property
+    def failure(self) -> Failure:
+        """The row of the cause in `FAILURES`."""
+        return FAILURES[self.cause]
+
+
+_MAX_CHAIN = 100  # exceptions to read; a library that retries can chain thousands
+
+# Bugs in an error handler. The error that was being handled is not their cause.
+_BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, AssertionError)
+
+# The kinds of faults, to which `classify` adds the sign.
+_OOM = Fault(Cause.OOM, "")
+_DATA = Fault(Cause.DATA, "")
+_HANG = Fault(Cause.HANG, "")
+_WORKER = Fault(Cause.WORKER, "")
+_TRANSIENT = Fault(Cause.NETWORK, "", transient=True)
+_PERMANENT = Fault(Cause.NETWORK, "")
+
+
+def _by_name(*rows: tuple[Fault, str]) -> dict[str, Fault]:
+    """Name -> kind, from rows of a kind and its names, which spaces separate."""
+    kinds = {}
+    for kind, names in rows:
+        for name in names.split():
+            kinds[name] = kind
+    return kinds
+
+
+_TYPES: dict[str, Fault] = _by_name(
+    # NumPy's error derives from MemoryError.
+    (_OOM, "builtins.MemoryError torch.OutOfMemoryError"),
+    # A peer has ended, so a repeated call of this rank alone cannot succeed.
+    (_PERMANENT, "torch.distributed.DistNetworkError"),
+    (_PERMANENT, "ssl.SSLCertVerificationError requests.exceptions.InvalidJSONError"),
+    (_PERMANENT, "aiohttp.client_exceptions.ClientConnectorCertificateError"),
+    (_PERMANENT, "huggingface_hub.errors.OfflineModeIsEnabled"),
+    # huggingface_hub 2 has httpx2.
+    (_PERMANENT, "httpx.UnsupportedProtocol httpx2.UnsupportedProtocol"),
+    (_PERMANENT, "httpx.LocalProtocolError httpx2.LocalProtocolError"),
+    (_TRANSIENT, "httpx.TransportError httpx2.TransportError"),
+    # Sockets, asyncio and concurrent.futures raise this TimeoutError too.
+    (_TRANSIENT, "builtins.ConnectionError builtins.TimeoutError socket.gaierror"),
+    (_TRANSIENT, "ssl.SSLError http.client.IncompleteRead http.client.BadStatusLine"),
+    (_TRANSIENT, "requests.exceptions.ConnectionError requests.exceptions.Timeout"),
+    (_TRANSIENT, "requests.exceptions.ChunkedEncodingError urllib3.exceptions.TimeoutError"),
+    (_TRANSIENT, "urllib3.exceptions.ProtocolError urllib3.exceptions.NewConnectionError"),
+    (_TRANSIENT, "urllib3.exceptions.SSLError"),
+    (_TRANSIENT, "aiohttp.client_exceptions.ClientConnectionError"),
+    (_TRANSIENT, "aiohttp.client_exceptions.ClientPayloadError"),
+    (_DATA, "healcore.runtime.data.positions.DataError builtins.EOFError"),
+    (_DATA, "builtins.UnicodeDecodeError json.decoder.JSONDecodeError zlib.error"),
+    (_DATA, "gzip.BadGzipFile lzma.LZMAError _lzma.LZMAError zipfile.BadZipFile"),
+    (_DATA, "tarfile.ReadError PIL.UnidentifiedImageError pyarrow.lib.ArrowInvalid"),
+    (_DATA, "datasets.exceptions.DatasetsError"),
+)
+"""Type with its module -> kind. The nearest base class in the table decides."""
+
+_ERRNO_NAMES = _by_name(
+    (_OOM, "ENOMEM"),
+    (_DATA, "EIO ESTALE EBADMSG"),
+    (_TRANSIENT, "ECONNRESET ECONNREFUSED ECONNABORTED ETIMEDOUT"),
+    (_TRANSIENT, "ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH"),
+)
+_ERRNO: dict[int, Fault] = {getattr(errno, name): kind for name, kind in _ERRNO_NAMES.items()}
+"""Number of an error of the operating system -> kind."""
+
+_XLA = (
+    # A CPU allocation that failed after the call had returned (JAX 0.10).
+    (
+        r"INTERNAL: (Error dispatching computation: )+Out of memory allocating",
+        "out of memory",
+        _OOM,
+    ),
+    (r"RESOURCE_EXHAUSTED: ", "XLA RESOURCE_EXHAUSTED", _OOM),
+    (r"DEADLINE_EXCEEDED: ", "XLA DEADLINE_EXCEEDED", _HANG),
+    (r"UNAVAILABLE: ", "XLA UNAVAILABLE", _PERMANENT),  # another process of the run is gone
+    (r"DATA_LOSS: ", "XLA DATA_LOSS", _DATA),
+)
+"""absl status codes, with which the message of an XLA error begins."""
+
+_TORCH = (
+    (r"\[enforce fail at \S*alloc_cpu\.cpp:\d+\].*\bError code 12\b", "ENOMEM", _OOM),
+    (r"(CUDA|HIP)( driver)? error: out of memory", "cudaErrorMemoryAllocation", _OOM),
+    # Libraries and older versions raise the message of torch.OutOfMemoryError in a RuntimeError.
+    (r"(CUDA|HIP|XPU) out of memory", "CUDA out of memory", _OOM),
+    (r"Triton Error \[(CUDA|HIP)\]: out of memory", "Triton out of memory", _OOM),
+    (r"(CUDA|HIP) error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED", _OOM),
+    (r"cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", _OOM),
+    (r"MPS backend out of memory", "MPS backend out of memory", _OOM),
+    (r"\[\S*gloo/\S+:\d+\] Timed out waiting \d+ms for \w+ operation", "gloo timeout", _HANG),
+    (r"(wait|Wait) timeout after \d+ms", "store timeout", _HANG),
+    (r"\[[^\]]*\] Watchdog caught collective operation timeout: ", "NCCL timeout", _HANG),
+    (r"DataLoader timed out after \d+(\.\d+)? seconds", "DataLoader timeout", _DATA),
+    (r"DataLoader worker \(pid.*\) (is killed|exited)", "DataLoader worker", _WORKER),
+)
+"""Beginnings of messages of torch's plain RuntimeErrors."""
+
+_NCCL = (
+    (r"(?s:.*\n)?ncclRemoteError: ", "ncclRemoteError", _PERMANENT),
+    (r"(?s:.*\n)?ncclSystemError: ", "ncclSystemError", _PERMANENT),
+)
+"""NCCL's names of an error, with which a line of the message begins."""
+
+_MESSAGES: dict[str, tuple[tuple[str, str, Fault], ...]] = {
+    "jax.errors.JaxRuntimeError": _XLA,
+    "jaxlib._jax.XlaRuntimeError": _XLA,
+    "torch.distributed.DistBackendError": _NCCL,
+    "builtins.RuntimeError": (*_TORCH, _XLA[1]),
+}
+"""Type -> (beginning of a message, sign, kind)."""
+
+_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Parts of messages of gloo and the operating system."""
+
+_IN_WORKER = re.compile(r"Caught \w+ in .+\.\nOriginal (Traceback \(most recent call last\):\n)")
+"""Beginning of the message of an exception that a DataLoader has passed on from a worker."""
+_STATUS = re.compile(
+    r"HTTP Error (\d{3}):|(\d{3}) (?:Server|Client) Error|(?:Server|Client) error '(\d{3}) "
+    r"|(\d{3}), message="
+)
+"""Beginning of the messages of urllib, requests (and huggingface_hub), httpx and aiohttp."""
+
+_HTTP_TRANSIENT = frozenset({408, 425, 429})
+_HTTP_PERMANENT = frozenset({501, 505})  # all other 5xx are transient
+
+
+def classify(error: BaseException) -> Fault:
+    """Classifies an exception: what kind of trouble it is, and whether a repeated call may help.
+
+        try:
+            train_step(batch)
+        except Exception as error:
+            fault = healcore.classify(error)
+            print(fault.cause, fault.advice)
+
+    The type decides first, then codes: HTTP status, errno, the status codes of XLA, and torch's
+    fixed beginnings of a message. If these say nothing, the exception that caused it is classified.
+    Last come shapes and indices that do not fit (`healcore.runtime.faults.array_errors`).
+
+    Args:
+        error: any exception.
+
+    Returns:
+        The fault. Its cause is `Cause.UNKNOWN` for an exception that healcore does not know.
+
+    Examples:
+        >>> classify(ConnectionResetError()).transient
+        True
+        >>> classify(MemoryError()).cause.name
+        'OOM'
+    """
+    chain = list(_chain_of(error))
+    for find in (_own_fault, _array_fault):
+        for exception in chain:
+            fault = find(exception)
+            if fault is not None:
+                return fault
+    return Fault(Cause.UNKNOWN, _name(type(error)).removeprefix("builtins."))
+
+
+def _chain_of(error: BaseException) -> Iterator[Exception]:
+    """An exception, the exception that caused it, and so on; without KeyboardInterrupt."""
+    current: BaseException | None = error
+    for _ in range(_MAX_CHAIN):
+        if not isinstance(current, Exception):
+            break
+        yield current
+        current = _cause_of(current)
+
+
+def _array_fault(error: BaseException) -> Fault | None:
+    """The fault of an operation on arrays whose shapes or indices do not fit, or None."""
+    try:
+        sign, hint = hint_about(error)
+    except Exception:  # text runs code of the error's library
+        return None
+    if not hint:
+        return None
+    return Fault(Cause.DATA, sign, hint=hint)
+
+
+def _own_fault(error: BaseException) -> Fault | None:
+    """The fault by the exception's own type and codes, or None."""
+    try:
+        for find in (_broken_worker, _http_fault, _known_fault, _fault_in_worker):
+            fault = find(error)
+            if fault is not None:
+                return fault
+    except Exception:  # attributes and text run code of the error's library
+        return None
+    return None
+
+
+def _broken_worker(error: BaseException) -> Fault | None:
+    """The fault of a DataLoader's worker that was killed while it passed its tensors, or None."""
+    if not isinstance(error, OSError | EOFError):
+        return None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "multiprocessing.resource_sharer":
+            return Fault(Cause.WORKER, "DataLoader worker")
+    return None
+
+
+def _cause_of(error: BaseException) -> BaseException | None:
+    """The exception that caused another one, or None."""
+    if error.__cause__ is not None:
+        return error.__cause__
+    reason = getattr(error, "reason", None)  # urllib and urllib3 keep the socket's error there
+    if isinstance(reason, BaseException):
+        return reason
+    if error.__suppress_context__ or isinstance(error, _BUGS):
+        return None
+    return error.__context__
+
+
+def _http_fault(error: BaseException) -> Fault | None:
+    """The fault of an exception with an HTTP error status, or None.
+
+    Clients store the status in different places: requests, httpx and huggingface_hub (and SDKs
+    based on them) in `response.status_code`, urllib in `code`, aiohttp in `status`.
+    """
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    headers = getattr(response, "headers", None)
+    if status is None:  # an integer `code` alone is no HTTP status: SystemExit has one
+        headers = getattr(error, "headers", None)
+        if headers is None or not hasattr(headers, "get"):
+            return None
+        status = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(status, bool) or not isinstance(status, int) or not 400 <= status <= 599:
+        return None
+    transient = _is_transient(status)
+    wait_s = None
+    if transient and headers:
+        text = str(headers.get("Retry-After") or "").strip()
+        if re.fullmatch(r"\d{1,9}", text, re.ASCII):  # RFC 9110; the other form is a date
+            wait_s = float(text)
+    return Fault(Cause.NETWORK, f"HTTP {int(status)}", transient, wait_s)
+
+
+def _is_transient(status: int) -> bool:
+    """Whether a call with this HTTP status may succeed if it is repeated."""
+    return status in _HTTP_TRANSIENT or (status >= 500 and status not in _HTTP_PERMANENT)
+
+
+def _fault_in_worker(error: BaseException) -> Fault | None:
+    """The fault of an exception in a DataLoader's worker, by its traceback, or None.
+
+    torch raises an exception of the same type with the worker's traceback as its text. The status
+    of a server, the errno and the exception that caused it are in this text only. A permanent
+    failure in the network, such as a dead link, concerns one row only. So it stays unknown, and the
+    row counts as unreadable.
+    """
+    printed = _traceback_of_worker(error)
+    if printed is None:
+        return None
+    bugs = [bug.__name__ for bug in _BUGS]
+    for name, text, has_direct_cause in reversed(_raised_in(printed)):
+        fault = _fault_by_text(name, text)
+        if fault is not None:
+            if fault.cause is Cause.NETWORK and not fault.transient:
+                return None
+            return fault
+        if name in bugs and not has_direct_cause:
+            return None
+    return None
+
+
+def _traceback_of_worker(error: BaseException) -> str | None:
+    """The traceback that a DataLoader's worker has printed into an exception, or None."""
+    texts = [str(error)]
+    for argument in error.args:  # `str` of a KeyError escapes its lines
+        if isinstance(argument, str):
+            texts.append(argument)
+    for text in texts:
+        found = _IN_WORKER.match(text)
+        if found is not None:
+            return text[found.start(1) :]
+    return None
+
+
+def _raised_in(printed: str) -> list[tuple[str, str, bool]]:
+    """The exceptions of a printed traceback, in their order: (type, message, has_direct_cause).
+
+    `has_direct_cause` is whether the exception before is its direct cause (`raise ... from`).
+    """
+    exceptions: list[tuple[str, str, bool]] = []
+    within_frames = False
+    has_direct_cause = False
+    for line in printed.splitlines():
+        if within_frames and line[:1].strip():  # the first line after the indented lines of frames
+            name, _, text = line.partition(": ")
+            exceptions.append((name, text, has_direct_cause))
+        if line.startswith("The above exception"):
+            has_direct_cause = True
+        elif line.startswith("During handling"):
+            has_direct_cause = False
+        within_frames = line.startswith("  ")
+    return exceptions
+
+
+def _fault_by_text(name: str, text: str) -> Fault | None:
+    """The fault of an exception whose type and message were printed, or None."""
+    status_text = _STATUS.match(text)
+    if status_text is not None and re.search("HTTP|ClientResponse", name):
+        (digits,) = filter(None, status_text.groups())  # of the alternative that has matched
+        status = int(digits)
+        return Fault(Cause.NETWORK, f"HTTP {status}", _is_transient(status))
+    module, _, qualified = name.rpartition(".")
+    cls = getattr(sys.modules.get(module or "builtins"), qualified, None)
+    base_names = [name]
+    if isinstance(cls, type):
+        base_names = [_name(base) for base in cls.__mro__]
+    for base_name in base_names:
+        kind = _TYPES.get(base_name)
+        if kind is not None:
+            return kind._replace(sign=base_name.removeprefix("builtins."))
+    errno_text = re.match(r"\[Errno (\d{1,4})\]", text)
+    if errno_text is not None and "builtins.OSError" in base_names:
+        return _errno_fault(int(errno_text[1]))
+    return None
+
+
+def _errno_fault(number: int | None) -> Fault | None:
+    """The fault of a number of the operating system, or None."""
+    if number is None:
+        return None
+    kind = _ERRNO.get(number)
+    if kind is None:
+        return None
+    return kind._replace(sign=f"errno {errno.errorcode[number]}")
+
+
+def _known_fault(error: BaseException) -> Fault | None:
+    """The fault by the nearest known base class, or None."""
+    for cls in type(error).__mro__:
+        name = _name(cls)
+        kind = _TYPES.get(name)
+        if kind is not None:
+            return kind._replace(sign=name.removeprefix("builtins."))
+        if cls is OSError and isinstance(error, OSError):
+            fault = _errno_fault(error.errno)
+            if fault is not None:
+                return fault
+        for pattern, sign, kind in _MESSAGES.get(name, ()):
+            if re.match(pattern, str(error)[:2000]):
+                return kind._replace(sign=sign)
+    return None
+
+
+def is_broken_connection(error: BaseException | None) -> bool:
+    """Whether gloo raised the error because the connection to another rank is broken.
+
+    Args:
+        error: the exception, or None for no exception.
+
+    Returns:
+        True if another rank has most likely ended, so that its own report has the reason.
+    """
+    if not isinstance(error, RuntimeError | ValueError):  # a ValueError in JAX
+        return False
+    return any(text in str(error) for text in _BROKEN)
+
+
+def _name(cls: type) -> str:
+    """Name of a class with its module, as in the tables."""
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,143 @@
+"""`BatchReader`: reads the next batch of a loader, and skips a batch that cannot be read."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import MutableMapping, MutableSequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from healcore import console
+from healcore.core.decision import Cause
+from healcore.runtime.data import BatchId
+from healcore.runtime.data.run_loader import RunLoader
+from healcore.runtime.faults.classification import Fault, classify
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+
+class _Unreadable(NamedTuple):
+    """A batch that the policy skips because it cannot be read."""
+
+    batch: BatchId
+    fault: Fault
+    error: Exception
+
+
+class BatchReader:
+    """Reads the batches of a run's loaders, and skips unreadable batches.
+
+    One bad file must not end a run of days. But a disk that has gone makes every batch unreadable.
+    So `[skip_batch]` of the policy limits the number of unreadable batches, in a row and within a
+    window of reads.
+
+    Args:
+        run: the parts of the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._stop_signals = run.end_requests.stop_signals
+        self._single_rank = run.ranks.world == 1
+        self._reads = 0
+        """Number of reads of this process."""
+        self._consecutive_failures = 0
+        self._failed_reads: deque[int] = deque()
+        """Numbers of the reads that have failed, among the last `[skip_batch] within`."""
+
+    def read(self, loader: RunLoader, step: int) -> tuple[Any, BatchId]:
+        """Reads the next readable batch.
+
+        With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
+        would end its epoch early, and the other ranks would wait for it.
+
+        Args:
+            loader: the loader.
+            step: the step that is about to use the batch, for the log.
+
+        Returns:
+            The batch and its id.
+
+        Raises:
+            StopIteration: the last batch was read.
+            Exception: any error of the loader that the policy does not skip.
+        """
+        # The skip is logged once the loader has yielded the next batch, or has raised again.
+        skip: _Unreadable | None = None
+        while True:
+            self._reads += 1
+            try:
+                result = loader.next()
+            except Exception as error:
+                if skip is not None and error is not skip.error:
+                    self._skip(loader, skip, step)
+                skip = self._skip_for(loader, error)
+                if skip is None:
+                    raise
+                if not self._single_rank:
+                    self._skip(loader, skip, step)
+                    loader.unreadable = None  # it counts as read
+                    return _copied(loader.substitute), skip.batch
+            else:
+                if skip is not None:
+                    self._skip(loader, skip, step)
+                self._consecutive_failures = 0
+                if not self._single_rank:
+                    loader.substitute = _copied(result[0])
+                return result
+
+    def _skip_for(self, loader: RunLoader, error: Exception) -> _Unreadable | None:
+        """The batch to skip, whose read has raised, or None if the error propagates."""
+        batch = loader.unreadable
+        if batch is None or self._stop_signals.signal_number is not None:
+            return None  # no batch is at fault; a signal kills a loader's workers too
+        fault = classify(error)
+        skips = "skip_batch" in self.run.policy.answers(Cause.DATA)
+        if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
+            return None
+        limits = self.run.policy.skip_batch
+        failed = self._failed_reads
+        in_a_row = self._consecutive_failures
+        while failed and failed[0] <= self._reads - limits.within:
+            failed.popleft()
+        if in_a_row >= limits.consecutive or len(failed) >= limits.count:
+            done = "replaced by the previous batch"
+            if self._single_rank:
+                done = "skipped"
+            error.add_note(
+                f"healcore: {in_a_row} unreadable batches in a row and {len(failed)} within "
+                f"{limits.within} were {done}, which is the limit of [skip_batch]"
+            )
+            return None
+        if not self._single_rank and loader.substitute is None:
+            return None
+        failed.append(self._reads)
+        self._consecutive_failures += 1
+        # An unknown error of a batch is one of its data.
+        return _Unreadable(batch, fault._replace(cause=Cause.DATA), error)
+
+    def _skip(self, loader: RunLoader, skip: _Unreadable, step: int) -> None:
+        """Skips the batch, unless another batch has replaced it, and logs the fault."""
+        batch, fault, error = skip
+        # torch puts the traceback of a loader's worker into its message.
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        text = " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
+        problem = f"{batch} cannot be read: {text}"
+        if self._single_rank:
+            loader.skipped_batch_ids.add(batch)
+        else:
+            problem += "; the previous batch is used in its place"
+        if self.run.ranks.rank:  # only rank 0 has a log
+            console.warning(f"rank {self.run.ranks.rank}: step {step}: {problem}")
+        ids = [list(batch)]
+        rows = batch.rows and [batch.rows]
+        answer = "skip_batch"
+        self.run.log.fault(step, fault, problem, answer=answer, batches=ids, rows=rows)
+
+
+def _copied(batch: Any) -> Any:
+    """A shallow copy of a mutable batch, from which the loop may remove entries."""
+    if isinstance(batch, MutableMapping | MutableSequence):
+        return copy.copy(batch)
+    return batch

@@ -1,0 +1,163 @@
+"""`Deleter`: deletes checkpoints that are not needed any more.
+
+It deletes in the queue of the saves. So the contents of a store depend on the steps, and not on the
+speed of a disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from healcore.runtime.store.checkpoints import (
+    AttemptHistory,
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Keep,
+    superfluous,
+)
+from healcore.runtime.store.ranks import run_on_first
+from healcore.runtime.store.store import CheckpointStore
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+MAX_CANDIDATES = 8
+"""Max checkpoints on probation in a store, unless `keep` is set."""
+
+
+def default_keep(probation: int, every: int) -> Keep:
+    """The checkpoints to keep on disk by default: among others the candidates of one probation.
+
+    Args:
+        probation: healthy steps after which a checkpoint is known-good.
+        every: steps between two saves.
+    """
+    saves_per_probation = math.ceil(probation / every)
+    return Keep(candidates=min(saves_per_probation + 1, MAX_CANDIDATES), older=True)
+
+
+class Deleter:
+    """Deletes superfluous checkpoints each time that another checkpoint becomes known-good.
+
+    Until then an older checkpoint is the newest known-good checkpoint, and a rollback may need
+    every checkpoint since.
+
+    Args:
+        run: the parts of the run.
+        keep: the checkpoints to keep on disk, or None for `default_keep`.
+    """
+
+    def __init__(self, run: Run, keep: Keep | None) -> None:
+        self.run = run
+        self.keep = keep or default_keep(run.policy.rollback.probation, run.schedule.every)
+        """The checkpoints to keep on disk."""
+        self._known_good_up_to = -1
+        """`RunRecord.known_good_up_to` at the last deletion, or -1 before."""
+        self._results: deque[set[int] | Exception] = deque()
+        """Results of the background: steps of deleted checkpoints, or the problem."""
+
+    def begin_attempt(self, step: int) -> None:
+        """Begins an attempt at a step, after which no checkpoint is known-good.
+
+        Without this call, `queue_deletions` would delete nothing until the repeated steps have
+        passed the newest checkpoint that was known-good before the rollback.
+
+        Args:
+            step: first step of the attempt, after a start or a rollback.
+        """
+        self.collect_results()
+        self._known_good_up_to = min(self._known_good_up_to, step)
+
+    def queue_deletions(self, step: int) -> None:
+        """Queues the deletions that are due, if the save of `step` succeeds.
+
+        A second rollback in the region of the last one must not use a checkpoint that became
+        known-good later, so the target of the last one and the next older known-good one stay. The
+        decision uses the attempts as saved, so that a restart knows the same known-good
+        checkpoints. The newest of them is verified first. If it is damaged, nothing is deleted.
+        """
+        store, record = self.run.store, self.run.record
+        if record.known_good_up_to <= self._known_good_up_to:
+            return
+        self._known_good_up_to = record.known_good_up_to
+        stay = store.ring.protected | self.run.known.newer_than_start
+        trials = record.trials_for(record.ledger.next_step, self.run.policy.rollback.probation)
+        if trials is not None:  # a start after a stop resumes from it
+            stay = {*stay, trials.oldest}
+        choose = partial(_choose, store, record.attempt_history, step, self._last_target())
+
+        def delete() -> None:
+            try:
+                chosen = run_on_first(store.ranks, partial(choose, self.keep, stay))
+                if chosen.surplus and chosen.newest_good is not None:
+                    store.verify(chosen.newest_good)
+                for old in chosen.surplus:
+                    with suppress(CheckpointNotFound):
+                        store.delete(old)
+                self._results.append(chosen.known)
+            except Exception as error:
+                self._results.append(error)
+
+        store.submit(step, delete)
+
+    def _last_target(self) -> int:
+        """Target of the last rollback in this region of the run, or -1."""
+        ledger = self.run.record.ledger
+        past = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)
+        return past[-1].continues_at if past else -1
+
+    def collect_results(self) -> None:
+        """Reads the results of the deletions that have ended in the background. Does not wait.
+
+        A deleted checkpoint leaves `KnownCheckpoints`. A damaged checkpoint is reported. Any other
+        error becomes an event of the kind `problem`: a checkpoint that stays costs disk space, not
+        the run.
+        """
+        while self._results:
+            result = self._results.popleft()
+            if isinstance(result, set):
+                self.run.known.remove(result)
+            elif isinstance(result, CheckpointDamaged):
+                self.run.known.lose(result)
+            else:
+                step = self.run.ledger.next_step
+                self.run.log.event("problem", step=step, problem=str(result))
+
+
+class _Chosen(NamedTuple):
+    """What to delete."""
+
+    surplus: list[int]
+    """Steps of the checkpoints to delete."""
+    known: set[int]
+    """Steps of `surplus` that are not abandoned. `KnownCheckpoints` lists them."""
+    newest_good: int | None
+    """Step of the newest known-good checkpoint, which stays, or None."""
+
+
+def _choose(
+    store: CheckpointStore,
+    attempts: AttemptHistory,
+    step: int,
+    target: int,
+    keep: Keep,
+    stay: Collection[int],
+) -> _Chosen:
+    """Chooses what to delete after the save of `step`: nothing if this save is not in the store.
+
+    `target` is of the last rollback in this region; `stay` are steps that may be needed.
+    """
+    saves = attempts.with_status(store.checkpoints())
+    saves = [saved for saved in saves if saved.path or not store.durable]
+    if (step, len(attempts.starts)) not in {(saved.step, saved.attempt) for saved in saves}:
+        return _Chosen([], set(), None)
+    good = [saved.step for saved in saves if saved.status == "good"]
+    older = [at for at in good if at < target][-1:]
+    surplus = superfluous(saves, keep, stay={*stay, target, *older})
+    abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+    return _Chosen(surplus, {*surplus} - abandoned, max(good, default=None))

@@ -1,0 +1,60 @@
+"""`ComparisonState`: what a checkpoint holds of the comparisons of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pydantic import ConfigDict
+
+from healcore.runtime.run.compare.evidence import Anchor
+from healcore.runtime.run.compare.mean_pause import FIRST_PAUSE
+from healcore.runtime.run.compare.suspicion import Verdict
+from healcore.runtime.run.healthy_ranges import HealthyRanges
+
+
+@dataclass
+class ComparisonState:
+    """What a checkpoint holds of the comparisons: the anchors, and the current suspicion.
+
+    A restart in the middle of a suspicion continues it with the evidence so far. Without that, a
+    run that is killed often would never collect enough evidence for a rollback.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    anchors: list[Anchor] = field(default_factory=list)
+    """At most `MAX_ANCHORS`, oldest first: the weights with the lowest mean loss when they were
+    copied, and the weights at the last two checkpoints. The first weights of a process have no
+    mean: they stay for two checkpoints, and for as long as they have evidence."""
+    ranges: HealthyRanges = field(default_factory=HealthyRanges)
+    """Rates and numbers with which the run was healthy, and what is held in these ranges."""
+    rates: list[dict[str, float]] = field(default_factory=list)
+    """Learning rates in force at the comparisons of the suspicion."""
+    bursts: list[tuple[int, int]] = field(default_factory=list)
+    """First and last step of the latest bursts of steps with an alarm or a loss above the usual
+    losses. The gaps within a burst have at most `STEPS_AFTER_SIGN` steps."""
+    first_losses: list[float] = field(default_factory=list)
+    """The first `RECENT` finite losses of the run."""
+    verdict: Verdict | None = None
+    """The pending verdict, until the run rolls back or recovers, or None."""
+    repeated: Verdict | None = None
+    """The verdict whose rollback has led to the current repeat, or None."""
+    silent_until: int = 0
+    """Step before which weights are neither compared nor copied."""
+    mean_quiet_until: int = 0
+    """`MeanPause.until`, in a record."""
+    pause: int = FIRST_PAUSE
+    """`MeanPause.length`, in a record."""
+    intended: dict[str, float] = field(default_factory=dict)
+    """Name -> value of each number that has turned out to be intended, until it is taken."""
+    gives_loss: bool = False
+    """`LossFunction.gives_loss`, in a record."""
+    credit: float | None = None
+    """`Credit.left`, in a record."""
+    history: str = ""
+    """Text of `StepHistory.to_text`, in a record."""
+    numbers: str = ""
+    """Text of the ranges of the optimizers' numbers since something was last held, in a record."""
+
+    def needed(self) -> list[int]:
+        """Steps of the weights that a restart loads."""
+        return [each.step for each in self.anchors]

@@ -1,0 +1,375 @@
+"""`Suspicion`: what happens between the first evidence of damage and the answer to it.
+
+    no evidence
+        | a comparison makes the evidence of an anchor > 1       Anchor.learn
+        v
+    evidence: no anchor is added, and nothing is learnt as healthy
+        | the evidence reaches the threshold                     Comparisons._weigh
+        v
+    verdict: carried out at once if the run has had its time to recover
+        | otherwise it waits until its step `due`                Suspicion.postpone
+        v
+    pending verdict: nothing is compared before `due`, and then its anchor only
+        |---> no evidence is left: the run has recovered         Suspicion.report_recovery
+        | the evidence reaches the threshold again
+        v
+    trial: the steps are repeated with one thing changed         BetterWeights.carry_out
+        |---> no evidence: the trial has healed the run
+        |---> the same losses: the verdict comes back at once    Suspicion.recurred
+        |---> evidence as above: the next trial
+        | all trials have failed
+        v
+    accepted: no weights are compared for a while                Comparisons.pause_until
+
+A restart continues wherever the run was: `ComparisonState` holds the facts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from healcore.runtime.run.compare.evidence import Anchor
+from healcore.runtime.run.compare.rises import Rises, rise_of
+from healcore.runtime.run.compare.step_history import STEPS_AFTER_SIGN, WINDOWS
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.compare.comparison_state import ComparisonState
+    from healcore.runtime.run.run import Run
+
+RESTART_POWER = 0.5
+"""A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
+
+
+class Verdict(NamedTuple):
+    """The finding that earlier weights are better than the current weights."""
+
+    roll_back_at: int
+    """Index of the newest step when the run rolls back."""
+    found_at: int
+    """Index of the first step with enough evidence."""
+    anchor_step: int
+    """Step of the earlier weights, see `Anchor.step`."""
+    onset: int
+    """Index of the first step of the trouble: its first sign, or the first comparison with
+    evidence."""
+    evidence: float
+    """Lower bound on the mean number of comparisons until a healthy run has this evidence."""
+    rise: float | None
+    """Loss of the step's batch, current minus earlier weights, or None if it is not finite."""
+    rise_remembered: float | None
+    """The same difference for a batch trained on since the anchor, or None if it is not finite."""
+    healthy_rates: dict[str, float]
+    """Engine name -> highest learning rate at which the run was healthy, if known."""
+    rates: tuple[dict[str, float], ...]
+    """Learning rates in force at the comparisons that found the trouble; empty if unknown."""
+    losses: str = ""
+    """Digest of the losses up to step `found_at`, see `StepHistory.digest`."""
+    recurred: bool = False
+    """Whether a repeat of the steps had the same losses up to `found_at`, bit for bit. Then the
+    program causes the trouble, and what the repeat has changed had no effect."""
+
+    @property
+    def due(self) -> int:
+        """Step at which the run rolls back unless it has recovered.
+
+        The wait begins at the onset, and has as many steps as lie between the anchor and the onset.
+        A run that recovers during the wait loses fewer steps than by the rollback. A run that does
+        not recover loses about twice as many (rent or buy: Karlin et al. 1988, "Competitive snoopy
+        caching"). Thus a learning rate that is raised on purpose gets time to recover.
+        """
+        return self.onset + (self.onset - self.anchor_step)
+
+
+class Suspicion:
+    """The suspicion that earlier weights are better: its onset, and the verdict that waits.
+
+    The facts are in `ComparisonState`, which a checkpoint holds. So a restart continues the
+    suspicion.
+
+    Args:
+        run: the parts of the run.
+
+    Attributes:
+        strong_evidence: evidence that is enough where a run cannot wait for the threshold.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.strong_evidence = run.policy.rollback.evidence**RESTART_POWER
+        self._expected: Verdict | None = None
+        """The verdict whose rollback is about to begin, or None."""
+
+    @property
+    def _state(self) -> ComparisonState:
+        """The state of the comparisons, which a resume replaces."""
+        return self.run.comparisons.state
+
+    # -- before a verdict -----------------------------------------------------------------------
+
+    def add_high_step(self, index: int) -> None:
+        """Adds a step with a sign of trouble or a high loss, to date the onset later.
+
+        Args:
+            index: index of the step. It extends the newest burst of such steps, or begins another
+                burst after a gap.
+        """
+        bursts = self._state.bursts
+        if bursts and index - bursts[-1][1] <= STEPS_AFTER_SIGN:
+            first, _ = bursts[-1]
+            bursts[-1] = (first, index)
+        else:
+            bursts.append((index, index))
+            del bursts[:-WINDOWS]
+
+    def note_rates(self, *, has_evidence: bool) -> None:
+        """Notes the learning rates in force at a comparison.
+
+        The rates are suspects of a later verdict.
+
+        Args:
+            has_evidence: whether there is evidence of damage. Without evidence, the rates so far
+                are forgotten.
+        """
+        if not has_evidence:
+            self._state.rates.clear()
+            return
+        rates = self.run.holding.known_rates()
+        if rates:
+            self._state.rates.append(rates)
+
+    # -- the verdict ----------------------------------------------------------------------------
+
+    def verdict_about(self, index: int, anchor: Anchor, compared: Rises) -> Verdict:
+        """The verdict about an anchor, or the pending verdict with its newest evidence.
+
+        Args:
+            index: index of the newest step.
+            anchor: the weights that are better. Their evidence is the evidence of the verdict.
+            compared: what the newest comparison has shown.
+        """
+        verdict = self._state.verdict
+        if verdict is None:
+            history = self.run.comparisons.history
+            verdict = Verdict(
+                roll_back_at=index,
+                found_at=history.newest,
+                anchor_step=anchor.step,
+                onset=self._onset(index, anchor),
+                evidence=1.0,
+                rise=None,
+                rise_remembered=None,
+                healthy_rates=self.run.holding.highest_rates(anchor.step),
+                rates=tuple(self._state.rates),
+                losses=history.digest(anchor.step),
+            )
+        return verdict._replace(
+            roll_back_at=index,
+            evidence=anchor.evidence,
+            rise=_finite_or_none(compared.rise),
+            rise_remembered=_finite_or_none(compared.rise_remembered),
+        )
+
+    def _onset(self, index: int, anchor: Anchor) -> int:
+        """The first step of a burst of high steps that lasts until shortly before the evidence.
+
+        The comparison that finds trouble is later than the beginning of the trouble. Without such a
+        burst, the onset is the comparison with the first evidence.
+        """
+        onset = index
+        if anchor.onset is not None:
+            onset = anchor.onset
+        for first, last in reversed(self._state.bursts):
+            if last >= onset - STEPS_AFTER_SIGN:
+                onset = min(onset, first)
+        return max(onset, anchor.step)
+
+    def has_waited(self, verdict: Verdict) -> bool:
+        """Whether the run has had its time to recover from the trouble of a verdict.
+
+        True from step `due` on, and if the run was rolled back for this trouble before.
+
+        Args:
+            verdict: the verdict.
+        """
+        if verdict.roll_back_at >= verdict.due:
+            return True
+        return bool(self.run.ledger.same_trouble(verdict.onset))
+
+    def postpone(self, verdict: Verdict) -> None:
+        """Keeps a verdict pending until its step `due`.
+
+        Its anchor keeps a part of the evidence, so that the threshold is reached sooner the second
+        time. The other anchors lose their evidence.
+
+        Args:
+            verdict: the verdict, which has just been found.
+        """
+        self._state.verdict = verdict
+        for anchor in self._state.anchors:
+            anchor.evidence, anchor.onset = 1.0, None
+            if anchor.step == verdict.anchor_step:
+                anchor.onset, anchor.evidence = verdict.onset, self.strong_evidence
+        self.run.log.assessment(verdict.roll_back_at, verdict.onset, "worse")
+        self.run.log.warning(
+            f"step {verdict.roll_back_at}: the weights of step {verdict.anchor_step} are better on "
+            f"the same batches, since step {verdict.onset}; unless the run recovers, it rolls back "
+            f"to them at step {verdict.due}, or at the end of the data"
+        )
+
+    def report_recovery(self, index: int) -> None:
+        """Reports that the run has recovered from the trouble of the pending verdict.
+
+        Args:
+            index: index of the newest step.
+        """
+        verdict = self._state.verdict
+        if verdict is None:
+            return
+        self.run.log.assessment(index, verdict.onset, "recovered")
+        recovered = f"the run has recovered from the damage of step {verdict.onset}"
+        self.run.log.info(f"step {index}: {recovered}")
+
+    def pending(self, index: int) -> Verdict | None:
+        """The verdict that waits to see whether the run recovers, or None if no verdict waits.
+
+        Args:
+            index: index of the newest step. It replaces `roll_back_at` of the verdict.
+        """
+        if self._state.verdict is None:
+            return None
+        return self._state.verdict._replace(roll_back_at=index)
+
+    def forget(self) -> None:
+        """Forgets the pending verdict, and the bursts and rates of the suspicion."""
+        self._state.verdict = None
+        self._state.rates.clear()
+        self._state.bursts.clear()
+
+    # -- a run that cannot wait -----------------------------------------------------------------
+
+    def verdict_without_waiting(self, index: int, *, at_end: bool = False) -> Verdict | None:
+        """The pending verdict, or a verdict with less evidence than the threshold.
+
+        For a run that cannot wait for more evidence: at the end of the data, or if no step is
+        finite any more. A wrong verdict costs the repeat of some steps. A longer wait could cost
+        the result of the run.
+
+        Args:
+            index: index of the newest step.
+            at_end: whether any evidence is enough, for a question that `decide_at_end` answers.
+                Otherwise it has to be `strong_evidence`.
+        """
+        if not self.run.comparisons.is_enabled:
+            return None
+        if self._state.verdict is not None:
+            return self.pending(index)
+        newest = None
+        for anchor in self._state.anchors:
+            is_strong = anchor.evidence >= self.strong_evidence
+            if is_strong or (at_end and anchor.evidence > 1):
+                newest = anchor
+        if newest is None or self.has_learnt_since(newest):
+            return None
+        return self.verdict_about(index, newest, Rises(0))
+
+    def decide_at_end(self, index: int) -> Verdict | None:
+        """Decides about a suspicion at the end of the run, after which no step can be compared.
+
+        Any evidence is enough for the question, because the batches kept of usual steps answer it
+        at once. The batches are counted one by one: a bad batch would dominate their mean.
+
+        Args:
+            index: index of the newest step.
+
+        Returns:
+            The verdict, if the anchor's loss is lower on most of the kept batches. Without strong
+            evidence, the loss has to be lower on all of them.
+        """
+        strong = self.verdict_without_waiting(index)
+        verdict = strong
+        if verdict is None:
+            verdict = self.verdict_without_waiting(index, at_end=True)
+        if verdict is None:
+            return None
+        comparisons = self.run.comparisons
+        anchor = comparisons.anchor_of(verdict.anchor_step)
+        if anchor is None:
+            return None
+        losses = comparisons.losses_of(anchor.usual or anchor.sample, anchor)
+        if losses is None:
+            return None
+        is_lower = [rise_of(now, then) > 0 for now, then in zip(*losses, strict=True)]
+        is_better = bool(is_lower) and all(is_lower)
+        if strong is not None:
+            is_better = 2 * sum(is_lower) > len(is_lower)
+        if not is_better:
+            return None
+        return verdict
+
+    def has_learnt_since(self, anchor: Anchor) -> bool:
+        """Whether the anchor is the start of the run, and the loss is lower now than at the start.
+
+        Such a run has learnt, so its first weights are not better. A comparison that says otherwise
+        is not a measure: in self-distillation, for example, the loss of the first weights is low.
+
+        Args:
+            anchor: the weights that seem to be better.
+        """
+        first, mean = self._state.first_losses, self.run.comparisons.history.mean()
+        if anchor.step > self.run.record.first_step or mean is None or not first:
+            return False
+        return mean < sum(first) / len(first)
+
+    # -- the repeat after a rollback ------------------------------------------------------------
+
+    def expect_again(self, verdict: Verdict) -> None:
+        """Keeps a verdict, to recognise its trouble in the repeat. Called before its rollback.
+
+        If the repeated steps have the same losses bit for bit, the program itself causes the
+        trouble. The verdict is then found at once, without comparing weights until the evidence is
+        strong again.
+
+        Args:
+            verdict: the verdict whose rollback is about to begin.
+        """
+        self._expected = verdict._replace(recurred=False)
+
+    def begin_repeat(self) -> None:
+        """Looks for the expected verdict from now on. Called at every rollback."""
+        self._state.repeated = self._expected
+        self._expected = None
+
+    def end_repeat(self) -> None:
+        """Stops looking for an earlier verdict. Called where its anchor is dropped."""
+        self._state.repeated = None
+        self._expected = None
+
+    def recurred(self, index: int) -> Verdict | None:
+        """The verdict of the last rollback, if the losses of its repeat are the same up to it.
+
+        Args:
+            index: index of the newest step.
+
+        Returns:
+            The verdict with `recurred`, at its step `found_at` only; else None.
+        """
+        repeated = self._state.repeated
+        if repeated is None or index < repeated.found_at:
+            return None
+        self._state.repeated = None
+        comparisons = self.run.comparisons
+        if index > repeated.found_at:
+            return None
+        if comparisons.history.digest(repeated.anchor_step) != repeated.losses:
+            return None
+        if comparisons.anchor_of(repeated.anchor_step) is None:
+            return None
+        return repeated._replace(roll_back_at=index, recurred=True)
+
+
+def _finite_or_none(rise: float) -> float | None:
+    """A rise for an event, which has no NaN and no Inf."""
+    if math.isfinite(rise):
+        return rise
+    return None

@@ -1,0 +1,68 @@
+"""Says whether a run whose loop has ended by itself is complete, or what is missing in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from healcore.console import counted
+from healcore.runtime.run.ending.exits import IncompleteRun, RunStopped
+from healcore.runtime.run.ending.judgement import stop_if_not_trained
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+_RECOMMENDED_LOOPS = {
+    "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
+    "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
+}
+"""Framework -> recommended loop."""
+
+
+def incomplete_run_error(run: Run) -> BaseException | None:
+    """The exception for a loop that has ended by itself with an incomplete run, or None.
+
+    A program that ends with status 0 is taken for trained. So a loop that has trained nothing, or
+    weights that are not finite, end with status 1 and say what to write instead.
+
+    Args:
+        run: the parts of the run. Its last steps have been read.
+
+    Returns:
+        The first of these exceptions that applies, or None for a complete run:
+
+            the loop took its steps without the Healer                      IncompleteRun
+            the Healer has seen no step of an optimizer in the state        IncompleteRun
+            the weights are NaN or Inf, or most of the data was skipped     RunStopped
+            a resumed run has ended without a step, and not at its end      IncompleteRun
+    """
+    if run.loop.is_complete:
+        return None
+    progress, use = run.progress, run.loop.use
+    loop_text = _RECOMMENDED_LOOPS[run.driver.framework]
+    if progress.steps_taken and not use.was_used:
+        return IncompleteRun(
+            "healcore: the loop took its steps without the Healer, which could not save between "
+            f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
+            "step. The last state is saved"
+        )
+    unread = len(run.step_batches.pending_ids)
+    has_new_batches = bool(unread) and not use.break_place
+    if not progress.steps_taken and (progress.step == 0 or has_new_batches):
+        return IncompleteRun(
+            "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
+            f"state ({counted(unread, 'batch', 'batches')} read). Write `{loop_text}`. The next "
+            f"start begins at step {progress.step}"
+        )
+    try:
+        stop_if_not_trained(run)
+    except RunStopped as stop:
+        return stop
+    is_at_end = use.reached_end or progress.had_completed or run.pass_states.repeated_all_passes
+    if progress.resumed_here and not (is_at_end or use.break_place or run.loop.has_trainer):
+        return IncompleteRun(
+            f"healcore: the run was resumed at step {progress.step}, and the loop has ended "
+            "without a step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and "
+            "reads healer.batches(loader, epoch=epoch). If the run has no more steps, an empty "
+            "directory begins a new run"
+        )
+    return None

@@ -1,0 +1,44 @@
+"""Judges a run at the end of its data: has it trained?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from healcore.console import first_of
+from healcore.runtime.reporting.nonfinite_steps import likely_cause_text
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+
+def stop_if_not_trained(run: Run) -> None:
+    """Stops a run that has trained nothing, or not most of its data, or ends with NaN weights.
+
+    A program that ends with status 0 is taken for trained, and the code after its loop may export
+    the weights.
+
+    Args:
+        run: the parts of the run. All its steps are read.
+
+    Raises:
+        RunStopped: the run has not trained.
+    """
+    untrained = run.ledger.untrained
+    skipped = run.step_batches.skipped_steps
+    total = run.progress.step + skipped
+    run.nonfinite.stop_if_never_finite(at_end=True)
+    judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
+    if judges and not run.nonfinite.weights_are_finite():
+        found = run.saver.nonfinite_in_state()
+        if found:
+            run.recovery.stop(f"{first_of(found)} became NaN or Inf at the end")
+    if run.policy.observes or 2 * (untrained + skipped) <= total:
+        return
+    undone = ""
+    if skipped:
+        undone = f", and {skipped} were undone and their batches skipped"
+    run.recovery.stop(
+        "the data have ended, and the run has not trained on most of them: of "
+        f"{total} steps, {untrained} were skipped{undone}"
+        f"{likely_cause_text(run.monitor.nonfinite_record)}"
+    )

@@ -1,0 +1,99 @@
+"""`IncidentLog`: writes the events of the beginning and of the end of each incident."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from healcore.console import is_logged
+from healcore.core.decision import Cause
+from healcore.events.schema import sentence
+from healcore.runtime.run.alarms import batch_fields
+from healcore.runtime.run.metrics import RunMetrics
+from healcore.runtime.run.steps import StepResult
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.run_record import IncidentRecord
+
+
+class IncidentLog:
+    """Writes an event when an incident begins, and when it is over.
+
+    An incident is reported as over once its engine has closed it and `quiet_steps` steps had no
+    alarm.
+
+    Args:
+        run: the run.
+        metrics: has the newest record of each engine, for the event of the end.
+    """
+
+    def __init__(self, run: Run, metrics: RunMetrics) -> None:
+        self.run = run
+        self._metrics = metrics
+        self._quiet_steps = int(run.policy.engine.config.incident.quiet_steps)
+        self._unclosed: list[IncidentRecord] = []
+        """Incidents without an event `over`."""
+
+    def continue_incidents(self) -> None:
+        """Continues the incidents of an earlier process. Called after its ledger was read.
+
+        Incidents whose end was not reported are watched again. Without this, the log would have the
+        beginning of such an incident and never its end.
+        """
+        incidents = self.run.ledger.incidents
+        self._unclosed = [each for each in incidents if not each.reported_over]
+
+    def begin(self, incident: IncidentRecord, step: StepResult) -> None:
+        """Writes the event of a new incident, with the signals of each rank. Collective.
+
+        Args:
+            incident: the incident.
+            step: its first step.
+        """
+        self._unclosed.append(incident)
+        first = max(step.records, key=lambda record: record.cause != 0)
+        of_ranks = None
+        if first.rank_signals is not None and self.run.ranks.world > 1:
+            of_ranks = []
+            for rank, (loss, norm) in enumerate(self.run.ranks.gather(first.rank_signals)):
+                of_ranks.append({"rank": rank, "loss": loss, "grad_norm": norm})
+        self.run.log.event(
+            "incident",
+            step=step.index,
+            incident=incident.number,
+            onset=incident.onset,
+            cause=Cause(incident.cause),
+            of_ranks=of_ranks,
+            **batch_fields(step),
+        )
+
+    def report_over(self, step: StepResult) -> None:
+        """Writes an event for each incident after which the run was quiet for long enough.
+
+        Args:
+            step: the newest step.
+        """
+        if not self._unclosed:
+            return
+        newest = step.index - self._quiet_steps
+        for incident in self._unclosed:
+            if not incident.over or incident.last > newest:
+                return
+        quiet = self._unclosed
+        self._unclosed = []
+        for incident in quiet:
+            incident.reported_over = True
+            # The optimizer of the incident may have taken no step now.
+            record = self._metrics.newest(incident.engine) or step.records[0]
+            event = self.run.log.event(
+                "over",
+                step=step.index,
+                incident=incident.number,
+                onset=incident.onset,
+                last=incident.last,
+                engine=record.engine,
+                cause=Cause(incident.cause),
+                readings=record.readings,
+            )
+            if is_logged(incident.number):
+                self.run.log.info(f"step {step.index}: {sentence(event)}")

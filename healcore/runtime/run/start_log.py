@@ -1,0 +1,110 @@
+"""The events and lines of a run's start: what begins where, and under which policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from healcore.core.errors import error_text
+from healcore.runtime.driver import STEPPED, WEIGHTS
+from healcore.runtime.run import run_settings
+from healcore.runtime.store.checkpoints import StoreError
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+
+def log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
+    """Writes the event `start`: the policy, the settings, and where checkpoints go."""
+    store = run.store
+    rate = next(iter(run.driver.learning_rates().values()))
+    run.log.event(
+        "start",
+        step=None,
+        policy=run.policy.name,
+        fingerprint=run.policy.engine.fingerprint,
+        policy_toml=run.policy.text,
+        mode=run.policy.engine.mode,
+        framework=run.driver.framework,
+        rank=run.ranks.rank,
+        world=run.ranks.world,
+        save_every=run.schedule.every,
+        store=str(store.root or type(store).__name__),
+        settings=run_settings.settings_for_events(settings, rate),
+        resumes=resumes,
+    )
+
+
+def log_failed_start(run: Run, error: BaseException) -> None:
+    """Logs that the run did not start, and stops watching signals.
+
+    With an end event, the next start does not take this process for killed.
+    """
+    step = run.progress.step
+    run.log.event("problem", step=step, problem=f"the run did not start: {error_text(error)}")
+    run.log.event("end", step=step, ending="exception")
+    run.end_requests.stop_signals.stop()
+
+
+def warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
+    if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
+        run.loop.use.own_count_obstacle = (
+            "the optimizer that the program has passed was trained already, and checkpoint "
+            f"{run.progress.step} replaces its state and the weights. A loop that counts its own "
+            "steps would lose or repeat steps: write healer.steps or healer.epochs"
+        )
+        run.loop.warn(run.loop.use.own_count_obstacle)
+
+
+def log_first_lines(
+    run: Run, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
+) -> None:
+    """Logs what begins where, under which policy, and which settings have changed."""
+    policy, store, step = run.policy, run.store, run.progress.step
+    if store.durable:
+        where = f"in {store.place or type(store).__name__}"
+    elif store.trainer_save:
+        where = "by the trainer only"
+    else:
+        where = "in host memory only"
+    need = _storage_text(run)
+    if run.loop.is_complete:
+        run.log.info(
+            f"this run has completed at step {step}: its final state is loaded, the loop trains "
+            f"nothing, and the program goes on after it; checkpoints {where}. To train further, "
+            "raise the number of epochs or steps and pass resume=True; an empty directory begins a "
+            "new run"
+        )
+        return
+    begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
+    facts = [f"policy {policy.name}"]
+    if policy.observes:
+        facts[0] += " (observes, changes nothing)"
+    rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
+    if rate is not None:
+        facts.append(f"learning rate {rate:.4g}")
+    size = run_settings.settings_for_events(settings, rate).get("batch_size")
+    if size is not None:
+        facts.append(f"batch size {size}")
+    run.log.info(f"{begins}: {', '.join(facts)}; checkpoints {where}{need}")
+    for line in run.driver.start_lines:
+        run.log.info(line)
+    text = run_settings.changes_text(changes)
+    if text:
+        run.loop.warn(
+            f"other settings than at the start of this run (saved -> given): {text}. "
+            "Numbers in the state, such as the rate of a torch optimizer, stay as saved. What the "
+            "program computes, such as a schedule of optax, is as given. To train with new "
+            "settings from the start, pass an empty directory"
+        )
+
+
+def _storage_text(run: Run) -> str:
+    """The bytes that the checkpoints need, as the end of the first line. Every rank calls it."""
+    if run.store.trainer_save:
+        return ""
+    try:
+        return f": {run.saver.storage_need().text()}"
+    except StoreError:  # a save says why
+        return ""

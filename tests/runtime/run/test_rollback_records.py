@@ -1,0 +1,80 @@
+"""The names that the record of a rollback had before an order was a part of it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from healcore.runtime.data import BatchId
+from healcore.runtime.run.healthy_ranges import Held
+from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
+from healcore.runtime.run.run_record import RunRecord
+
+SAVED: dict[str, Any] = {
+    "index": 30,
+    "onset": 25,
+    "since": 26,
+    "action": 16,
+    "cause": 2,
+    "depth": 2,
+    "batches": [[0, 25]],
+    "by_host": True,
+    "better_step": 20,
+    "trial": "hold",
+    "held": {"until": 40},
+    "number": 1,
+    "step": 31,
+    "target": 20,
+    "why_lost": "no position",
+    "why_forward": "no position: write a loader with state_dict",
+    "lost": 3,
+}
+"""A rollback in a checkpoint from before `reason` was saved; other keys have their defaults."""
+
+
+def read(saved: dict[str, Any]) -> RollbackRecord:
+    content = json.loads(json.dumps(RunRecord().to_dict()))
+    content["ledger"]["rollbacks"] = [saved]
+    (found,) = RunRecord.of(content).ledger.rollbacks
+    return found
+
+
+def test_a_checkpoint_has_the_same_keys_as_before_the_parts_of_an_order():
+    record = read(SAVED | {"unknown": 1})
+    order = record.order
+    assert (order.reason, order.anchor_step) == (OrderReason.BETTER_WEIGHTS, 20)
+    assert (order.first_alarm_of_cause, record.continues_at) == (26, 20)
+    assert (order.changes.trial, order.changes.held) == ("hold", Held(until=40))
+    assert record.why_lost == "no position"
+    saved = json.loads(json.dumps(record.to_saved()))
+    assert saved["held"].pop("until") == 40
+    assert SAVED | {"held": saved["held"]} == {name: saved[name] for name in SAVED}
+    assert read(saved | {"held": {"until": 40}}) == record
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"attempt": 2}, OrderReason.DEAD_RUN),
+        ({"better_step": 20, "intended": "lr of 3"}, OrderReason.INTENDED),
+        ({"arrays": ["model.seen"]}, OrderReason.SAVED_NAN),
+        ({}, OrderReason.HOOK),
+        ({"by_host": False}, OrderReason.RULE),
+        ({"reason": "batch"}, OrderReason.BATCH),
+    ],
+)
+def test_a_saved_order_without_a_reason_gets_it_from_its_other_keys(changed, reason):
+    assert read(SAVED | {"better_step": None} | changed).order.reason is reason
+
+
+def test_the_earlier_names_warn():
+    changes = RepeatChanges(lr_at_fault={"": 0.1})
+    order = Order(index=30, onset=25, batches=(BatchId(0, 3),), changes=changes)
+    record = RollbackRecord(order=order, continues_at=20)
+    assert (record.onset, record.batches) == (25, order.batches)
+    with pytest.warns(DeprecationWarning, match=r"read rollback\.continues_at"):
+        assert record.target == 20  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"read rollback\.order\.changes\.lr_at_fault"):
+        assert record.lr_at_fault == {"": 0.1}  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="has no attribute 'targets'"):
+        record.targets  # type: ignore[attr-defined] # noqa: B018
