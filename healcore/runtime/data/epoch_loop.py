@@ -48,7 +48,7 @@ class EpochLoop:
 
     Attributes:
         next_epoch: epoch at which the program's own loop continues after a restart. While the code
-            after an epoch runs, still that epoch, which has no batch left.
+            after the batches of an epoch runs, this is still the same epoch, with no batch left.
         names_epochs: whether the program's loop passes the number of its epoch.
         can_return: whether a loop over `Healer.epochs` runs, which can return to an earlier epoch.
         returns_to: epoch to which this loop returns because of a rollback, or None. Until then the

@@ -98,7 +98,7 @@ class LoaderRegistry:
 
     @property
     def place(self) -> BatchId:
-        """Epoch and index of the batch in use, or of the next one between two batches.
+        """Epoch and index of the batch in use, or between two batches of the next batch.
 
         In a loop over `Healer.epochs` the epoch is the loop's epoch, also after its last batch.
         """
@@ -123,8 +123,8 @@ class LoaderRegistry:
     def _reading(self) -> RunLoader | None:
         """The loader of this epoch whose batch is in use, or None.
 
-        No step may have used it yet. In an epoch with several loaders the last step used the loader
-        before.
+        Possibly no step has used this loader yet: in an epoch with several loaders, `last_trained`
+        is then the loader before.
         """
         epoch_loop = self.epoch_loop
         if not epoch_loop.can_return or not epoch_loop.names_epochs or not self._loaders:
@@ -228,6 +228,9 @@ class LoaderRegistry:
         After a restart the loader continues at its saved position. After a `break` it begins the
         next epoch, as any loader does.
 
+            find the cursor, or make a numbered one ── take over the saved position, if there is one
+            ── end after the epoch that the loop names ── forget loaders that nobody reads
+
         Args:
             loader: the user's loader.
             epochs: number of further epochs, or None for no end.
@@ -243,11 +246,7 @@ class LoaderRegistry:
             begun = self._new(loader, epochs, epoch, limit)
         else:
             self._loaders.remove(begun)
-            begun.extend(epochs)
-            if begun.in_loop:
-                begun.abandon()
-            begun.exhausted_before = begun.is_undone = False
-            begun.in_loop = True
+            begun.begin_loop(epochs)
         self._loaders.append(begun)
         self._numbers.use(begun.number, epoch)
         self.last_trained = self.last_trained or begun
@@ -308,8 +307,8 @@ class LoaderRegistry:
         """The cursor of a loader at its first use, numbered.
 
         A program that makes a loader for each epoch makes it again when the loop returns to an
-        epoch. The new loader gets the number of the old one, which the program does not read again.
-        So it continues where the old one was, and skips the same batches.
+        epoch. The new loader gets the number of the old loader, which the program does not read
+        again. So the new loader continues where the old loader was, and skips the same batches.
         """
         number = self._numbers.of_new(epoch)
         self._loaders = [each for each in self._loaders if each.number != number]

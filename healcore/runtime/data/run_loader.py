@@ -114,6 +114,18 @@ class RunLoader(Cursor):
             return self.pending_ids[0]
         return self.unreadable
 
+    def begin_loop(self, epochs: int | None) -> None:
+        """Begins another loop over the loader. Drops the rest of an epoch that a `break` has left.
+
+        Args:
+            epochs: number of further epochs, or None for no end.
+        """
+        self.extend(epochs)
+        if self.in_loop:
+            self.abandon()
+        self.exhausted_before = self.is_undone = False
+        self.in_loop = True
+
     def call_again(self) -> None:
         """Makes the next batch call the loader again, if it is a function that makes a stream.
 
