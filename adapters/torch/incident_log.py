@@ -248,6 +248,7 @@ class MissingLoss:
         if has_seen_loss or not self._reads_loss or self._steps != WITHOUT_LOSS:
             return []
         return [
-            f"no loss has been observed in {WITHOUT_LOSS} steps: call observe(loss) before "
-            "each optimizer.step(); detectors that read it are inactive"
+            f"no loss has been observed in {WITHOUT_LOSS} steps, so detectors that read it are "
+            "inactive: write loss = healer.loss(batch) if the Healer has a loss_fn, or call "
+            "observe(loss) before each optimizer.step()"
         ]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from healcore.core.numerics import FLOAT32_MAX
 from healcore.core.signals import Signals
 from healcore.torch import gradients
 from healcore.torch.clip_order import ClipOrder
@@ -213,6 +214,8 @@ class Measurer:
     def mark_bad_rates(self, signals: Signals) -> tuple[Signals, tuple[float, ...]]:
         """Marks a step as not finite if a learning rate is NaN or Inf, which spoils every weight.
 
+        A rate above the largest float32 counts as Inf.
+
         A rate in a tensor on an accelerator is not read on the host: the mark is computed there,
         and the rate is not among the returned values.
 
@@ -226,8 +229,8 @@ class Measurer:
         usual = True
         for group in self._optimizer.param_groups:
             rate = group.get("lr")
-            # A finite float, the usual rate, costs no call.
-            if type(rate) is not float or rate - rate != 0:
+            # A float within float32, the usual rate, costs no call.
+            if type(rate) is not float or not -FLOAT32_MAX <= rate <= FLOAT32_MAX:
                 usual = False
         if usual:
             return signals, ()
@@ -238,7 +241,7 @@ class Measurer:
                 is_finite = self._at_home(rate).reshape(()).isfinite()
                 norm = torch.where(is_finite, signals.grad_norm, math.nan)
                 signals = signals._replace(grad_norm=norm)
-            elif rate is None or math.isfinite(rate):
+            elif rate is None or abs(rate) <= FLOAT32_MAX:
                 continue
             elif any(p.grad is not None for p in group["params"]):
                 bad.append(float(rate))
@@ -299,6 +302,8 @@ class Measurer:
         """The value in float32 on `home`."""
         if isinstance(value, Tensor):
             return gradients.moved(value, self.home, torch.float32)
+        if abs(value) > FLOAT32_MAX:  # torch raises instead of rounding the number to Inf
+            value = math.copysign(math.inf, value)
         return torch.full((), value, dtype=torch.float32, device=self.home)
 
     def _learning_rate(self) -> Tensor | None:

@@ -233,6 +233,8 @@ class StepRecord(NamedTuple):
     """False if the step only accumulated gradients, or was not taken."""
     taken: bool = True
     """False if the training step kept its old state, including the healing state."""
+    dropped: bool = False
+    """A GradScaler has not taken the step: its gradients had NaN or Inf at this scale."""
     loss_ratio: float | None = None
     """Loss over the mean of recent healthy losses, or None if unknown."""
     eval_loss: float | None = None

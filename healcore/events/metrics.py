@@ -132,8 +132,9 @@ class MetricsLog:
         fields: dict[str, Any] = {}
         if several:
             fields["engine"] = record.engine
-        self._add_signal(fields, record, "loss", Cause.NONFINITE_LOSS)
-        self._add_signal(fields, record, "grad_norm", Cause.NONFINITE_GRAD)
+        if not record.dropped:  # otherwise the record has the numbers of the step before
+            self._add_signal(fields, record, "loss", Cause.NONFINITE_LOSS)
+            self._add_signal(fields, record, "grad_norm", Cause.NONFINITE_GRAD)
         for name in (*NUMBERS, *COMPARED):
             value = getattr(record, name)
             if value is not None:
@@ -141,6 +142,8 @@ class MetricsLog:
         if record.lr is not None:
             fields["lr"] = _number(record.lr)
         fields["skip"] = record.skip
+        if record.dropped:
+            fields["scaler_skip"] = True
         fields["cause"] = names(record.cause)
         fields["action"] = names(record.action)
         return fields

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import counted
+from healcore.core.numerics import SIGNAL_LIMIT
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses the sentences without pydantic
     from healcore.core.decision import Readings
@@ -20,6 +21,7 @@ ENVELOPE = ("schema", "seq", "run", "time", "mono", "kind", "step")
 MAX_ROWS = 64
 """Limit of the rows of a batch in an event."""
 _SHOWN_ROWS = 16  # limit of the rows of a batch in a sentence
+_FEW_ROWS = 4  # the limit in the sentence of an alarm that changes nothing
 
 
 # -- sentences ------------------------------------------------------------------------------------
@@ -49,13 +51,22 @@ def readings_text(readings: Readings | ReadingsRecord, causes: Sequence[str]) ->
         name = "loss"
         if "NONFINITE_LOSS" in causes:
             name = "last finite loss"
-        clauses.append(f"{name} {readings.loss:.4g}")
+        clauses.append(f"{name} {_reading(readings.loss)}")
     if not math.isnan(readings.grad_norm):
         name = "gradient norm"
         if "NONFINITE_GRAD" in causes:
             name = "last finite gradient norm"
-        clauses.append(f"{name} {readings.grad_norm:.4g}")
+        clauses.append(f"{name} {_reading(readings.grad_norm)}")
     return ", ".join(clauses)
+
+
+def _reading(value: float) -> str:
+    """Writes a judged number, for example "2.31", or "above 1e15" at the limit of the detectors."""
+    if abs(value) < 0.999 * SIGNAL_LIMIT:  # the limit is rounded to float32
+        return f"{value:.4g}"
+    if value < 0:
+        return "below -1e15"
+    return "above 1e15"
 
 
 class _Words:
@@ -101,8 +112,16 @@ def alarm_text(alarm: Any) -> str:
     if alarm.readings:
         numbers.append(readings_text(alarm.readings, causes))
     if alarm.lr is not None:
-        numbers.append(f"learning rate {alarm.lr:.4g}")
+        numbers.append(_alarm_rate(alarm))
     return _join([flag_names(causes), _join(numbers), *_responses(alarm)], "; ")
+
+
+def _alarm_rate(alarm: Any) -> str:
+    """Describes the learning rate of a step: in force, and the schedule's if it differs."""
+    if alarm.observed or alarm.lr_scale is None or alarm.lr_scale == 1:
+        return f"learning rate {alarm.lr:.4g}"
+    in_force = alarm.lr * alarm.lr_scale
+    return f"learning rate {in_force:.4g} (the schedule's rate was {alarm.lr:.4g})"
 
 
 def _responses(alarm: Any) -> list[str]:
@@ -129,12 +148,15 @@ def _responses(alarm: Any) -> list[str]:
     return responses
 
 
-def batch_names(batches: Sequence[Sequence[int]], rows: Sequence[list[int]]) -> list[str]:
+def batch_names(
+    batches: Sequence[Sequence[int]], rows: Sequence[list[int]], most: int = _SHOWN_ROWS
+) -> list[str]:
     """Names batches, with their rows of the dataset where these are known.
 
     Args:
         batches: the (epoch, index) of each batch.
         rows: for each of `batches` its first rows of the dataset; may be shorter, or empty.
+        most: limit of the rows in the text of a batch.
 
     Returns:
         A text for each batch, for example "epoch 0 batch 412 (rows 7, 19)", with the rows as in
@@ -144,23 +166,24 @@ def batch_names(batches: Sequence[Sequence[int]], rows: Sequence[list[int]]) -> 
     for place, (epoch, index) in enumerate(batches):
         name = f"epoch {epoch} batch {index}"
         if place < len(rows):
-            name += f" (rows {rows_text(rows[place])})"
+            name += f" (rows {rows_text(rows[place], most)})"
         names.append(name)
     return names
 
 
-def rows_text(rows: Sequence[int]) -> str:
-    """Lists the first 16 rows of a batch, and the number of the others.
+def rows_text(rows: Sequence[int], most: int = _SHOWN_ROWS) -> str:
+    """Lists the first rows of a batch, and the number of the others.
 
     Args:
         rows: the first rows of the batch, at most `MAX_ROWS`.
+        most: limit of the rows in the text.
 
     Returns:
         The text, for example "7, 19, 4" or "7, 19, ..., 31 and 24 more". An event has at most 64
         rows of a batch, so the text of a larger batch says "and 48 or more".
     """
-    text = ", ".join(map(str, rows[:_SHOWN_ROWS]))
-    rest = len(rows) - _SHOWN_ROWS
+    text = ", ".join(map(str, rows[:most]))
+    rest = len(rows) - most
     if rest <= 0:
         return text
     if len(rows) >= MAX_ROWS:
@@ -171,7 +194,10 @@ def rows_text(rows: Sequence[int]) -> str:
 def _alarm(event: EventRecord) -> str:
     parts = [alarm_text(event)]
     if event.rows:
-        parts += batch_names(event.batches or (), event.rows)
+        most = _SHOWN_ROWS
+        if "nothing is changed" in parts[0]:
+            most = _FEW_ROWS
+        parts += batch_names(event.batches or (), event.rows, most)
     return "; ".join(parts)
 
 

@@ -21,6 +21,7 @@ class Counts(NamedTuple):
     clips: int | None = None  # steps with clipped gradients, or None if unknown
     alarms: int | None = None  # steps with a cause, or None if unknown
     lr_cuts: int = 0  # cuts of the learning rate, which only a live run counts
+    dropped: int = 0  # steps that a GradScaler has not taken, which only a live run counts
 
 
 def name_changes(*, observes: bool, **counts: int) -> dict[str, int]:

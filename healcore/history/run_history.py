@@ -159,6 +159,7 @@ class RunHistory:
     last_incident: Incident | None = None  # last incident that has an event or an alarm
     alarms_outside: dict[float, tuple[str, ...]] = field(default_factory=dict)
     """Step -> causes, of the first alarms outside of incidents."""
+    alerts: int = 0  # alerts outside of incidents, about which nothing was changed
     declined: int = 0  # orders that were declined
     incident_count: int = 0  # including incidents whose events were rotated away
     skips: int = 0  # skipped steps, including undone steps
@@ -360,6 +361,10 @@ class RunHistory:
             self._open(event, step)  # its event `incident` is lost
         self.last_incident = self.incidents[-1]
         self.last_incident.add(event)
+
+    def _on_alert(self, event: EventRecord, step: float) -> None:
+        if not event.incident:
+            self.alerts += 1
 
     def _on_fault(self, event: EventRecord, step: float) -> None:
         self.answers[event.answer or ""] += 1

@@ -195,7 +195,10 @@ class Healer(Generic[State]):
         """
         if self._begun_run is not None:
             raise HealerError("a Healer is opened once: create another one")
-        self._begun_run = open_run(self._options)
+        try:
+            self._begun_run = open_run(self._options)
+        except HealcoreError as error:  # the message says what to do, without frames of healcore
+            raise error.with_traceback(None)  # noqa: B904 -- the same error
         self._optional = OptionalMethods.of(self._begun_run.driver)
         self._pid = os.getpid()
         return self
@@ -701,8 +704,9 @@ class Healer(Generic[State]):
             Name -> value. Of the newest step: `heal/loss`, `heal/threshold`, `heal/grad_scale`,
             `heal/lr_scale`. Counts since the run began: `heal/clips` (unless each tensor is clipped
             by itself), `heal/skips`, `heal/lr_cuts`, `heal/rollbacks`, `heal/alarms`,
-            `heal/incidents`. With several optimizers the names are `heal/<name>/loss` and so on.
-            Empty until the first step is read.
+            `heal/incidents`, and `heal/scaler_skips` once a GradScaler has skipped a step. With
+            several optimizers the names are `heal/<name>/loss` and so on. Empty until the first
+            step is read.
         """
         return self._run.monitor.metrics.values()
 

@@ -140,11 +140,14 @@ class HealingReport:
         lost = ""
         if self.steps_lost:
             lost = f" ({self.steps_lost} steps not repeated)"
+        incidents = f"{len(self.history)}"
+        if self.history:
+            incidents += f", {self.recoveries} of them over"
         lines = [
             f"policy      {self.policy}",
-            f"ending      {self.ending} at step {self.steps}, healthy: {self.converged}",
-            f"incidents   {len(self.history)}, {self.recoveries} of them over; {counts or 'none'}",
-            f"rollbacks   {self.attempts}{lost}; learning rate × {self.lr_scale:g}",
+            f"ending      {self.ending} at step {self.steps}, healthy at the end: {self.converged}",
+            f"incidents   {incidents}; {counts or 'nothing was changed'}",
+            f"rollbacks   {self.attempts}{lost}; learning rate × {self.lr_scale:g} now",
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]

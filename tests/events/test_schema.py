@@ -16,7 +16,7 @@ from healcore.events.models import EventRecord, validate
 from healcore.events.schema import ENVELOPE, KINDS, MAX_ROWS, batch_names, sentence
 from healcore.runtime.run_options import IncidentContext
 from tests.events import page_tables
-from tests.events.sample_events import EXPORTED, SAMPLES, VALIDATOR, problems
+from tests.events.sample_events import EXPORTED, READINGS, SAMPLES, VALIDATOR, problems
 from tests.packaging.test_pages import blocks, snippet
 
 ROOT = Path(__file__).parents[2]
@@ -123,3 +123,24 @@ def test_a_list_of_rows_that_is_cut_has_the_number_of_the_others(number, end):
     (name,) = batch_names([[0, 412]], [list(range(number))])
     assert name.startswith("epoch 0 batch 412 (rows 0, 1")
     assert name.endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "learning rate 0.01;"),
+        ({"lr_scale": 0.25}, "learning rate 0.0025 (the schedule's rate was 0.01);"),
+        ({"lr_scale": 0.25, "observed": True}, "learning rate 0.01;"),
+        ({"readings": READINGS._replace(loss=1e15)}, "loss above 1e15, "),
+        (
+            {"rows": [list(range(32))]},
+            "nothing is changed; epoch 0 batch 7 (rows 0, 1, 2, 3 and 28",
+        ),
+        ({"rows": [list(range(32))], "skip": True}, "14, 15 and 16 more)"),
+    ],
+)
+def test_the_sentence_about_an_alarm(changes, text):
+    fields = {**SAMPLES["alarm"], "skip": False, "action": Action(0), **changes}
+    written: Any = to_json({"run": "a", "seq": 0, "kind": "alarm", "step": 8, **fields})
+    event, _ = validate(written)
+    assert text in sentence(event)

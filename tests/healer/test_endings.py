@@ -24,7 +24,7 @@ from healcore.policy import load
 from healcore.runtime.run.ending import requests
 from healcore.runtime.run.ending.exits import EndRequested, RunStopped, Terminated
 from tests import forked_programs
-from tests.healer.run_directory import events, postmortems
+from tests.healer.run_directory import events, new_process, postmortems
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
     EVERY_5,
@@ -33,6 +33,7 @@ from tests.healer.training_loops import (
     at,
     loop_of,
     rules,
+    same,
     train,
 )
 from tests.jax.driver.small_runs import batch, in_place
@@ -204,7 +205,7 @@ def test_a_run_without_a_step_is_an_error_and_the_next_start_trains(framework, t
 
 
 @pytest.mark.parametrize("framework", ["torch", pytest.param("nnx", marks=pytest.mark.slow)])
-def test_steps_that_the_healer_does_not_see_are_an_error(framework, tmp_path):
+def test_steps_that_the_healer_does_not_see_are_an_error(framework, tmp_path, caplog):
     """In JAX `update` is what shows a step; objects that change in place need `batches`."""
     policy = rules()
     loop = loop_of("torch") if framework == "torch" else in_place(policy)
@@ -218,6 +219,17 @@ def test_steps_that_the_healer_does_not_see_are_an_error(framework, tmp_path):
         healer.__exit__(None, None, None)
     assert ended(tmp_path) == ["exception"]
     assert events(tmp_path, "save")[-1]["step"] > 0, "the last state is saved"
+    assert "ended incomplete (the loop took its steps without the Healer)" in caplog.text
+    if framework == "torch":
+        new_process()
+        loop = loop_of("torch")
+        with Healer(policy, state=loop.state, store=tmp_path) as healer:
+            assert healer.step == 0, "a start from the last state trains the same batches again"
+            for number in healer.batches(range(12)):
+                loop.step(healer, number)
+        undisturbed = loop_of("torch")
+        train(undisturbed, policy, range(12))
+        assert same(loop.weights(), undisturbed.weights())
 
 
 @BOTH_FRAMEWORKS
@@ -226,9 +238,53 @@ def test_a_run_that_skips_most_of_its_data_is_stopped(framework, tmp_path):
     with pytest.raises(RunStopped, match="of 20 steps, 16 were skipped"):
         train(loop, SKIPS, range(20), store=tmp_path)
     assert ended(tmp_path) == ["stopped"]
-    assert events(tmp_path, "save")[-1]["step"] == 20
+    new_process()
     with pytest.raises(RunStopped):  # and not "nothing to do" with status 0
-        train(loop_of(framework, policy=SKIPS), SKIPS, range(20), store=tmp_path)
+        train(loop, SKIPS, range(20), store=tmp_path)
+    new_process()
+    mended = loop_of(framework, policy=SKIPS)
+    train(mended, SKIPS, range(20), store=tmp_path)
+    undisturbed = loop_of(framework, policy=SKIPS)
+    train(undisturbed, SKIPS, range(20))
+    assert same(mended.weights(), undisturbed.weights())
+
+
+def loop_and_export(store: Path, kind: str, steps: int, exported: list[int]) -> None:
+    """A program that uses its weights after the loop. Its labels are NaN from step 40 on."""
+    loop = loop_of("torch", Faults(always=range(40, 200)))
+    with Healer("default", state=loop.state, store=store) as healer:
+        if kind == "batches":
+            for number in healer.batches(range(steps)):
+                loop.step(healer, number)
+        elif kind == "epochs":
+            for epoch in healer.epochs(2):
+                for number in healer.batches(range(steps // 2), epoch=epoch):
+                    loop.step(healer, number + epoch * steps // 2)
+        else:
+            for number in healer.steps(steps):
+                loop.step(healer, number)
+        exported.append(healer.step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("batches", 120), ("epochs", 120), ("epochs", 90), ("steps", 90)]
+)
+def test_the_judgement_of_the_run_comes_before_the_code_after_its_loop(kind, steps, tmp_path):
+    exported: list[int] = []
+    with pytest.raises(RunStopped, match="has not trained on most of them"):
+        loop_and_export(tmp_path, kind, steps, exported)
+    assert exported == []
+
+
+def test_an_evaluation_and_a_first_epoch_are_not_the_end_of_the_data(tmp_path):
+    loop = loop_of("torch", Faults(always=range(10)))
+    with Healer(SKIPS, state=loop.state, store=tmp_path) as healer:
+        for epoch in range(3):
+            for number in healer.batches(range(10), epoch=epoch):
+                loop.step(healer, number + 10 * epoch)
+            for _ in healer.batches(range(3)):
+                pass
+    assert healer.step == 30
 
 
 def test_a_break_before_the_end_of_the_data_is_resumed(tmp_path, caplog):

@@ -196,8 +196,8 @@ class Breaking(torch.optim.SGD):
         ("half updated", 0, "interrupted"),
         ("alarm", 5, "alarm"),
         ("weights", 5, "not finite"),
-        ("donated", 5, "no checkpoint was saved"),
-        ("no rule", 5, "the loop raised ZeroDivisionError"),
+        ("donated", 5, "no checkpoint of the state at the exception"),
+        ("no rule", 5, "the program raised ZeroDivisionError"),
     ],
 )
 def test_a_state_that_may_be_spoilt_is_not_saved(spoilt, saved, why, tmp_path):
@@ -274,7 +274,7 @@ def test_a_long_error_and_its_advice_are_printed_once(tmp_path, capsys):
     assert ("attempt 2" in again, again.endswith(": the same error")) == (True, True)
     assert ("attempt 3), gives up: the same error" in given_up, text in given_up) == (True, False)
     (raised,) = rest
-    assert "the loop raised ConnectionResetError" in raised
+    assert "the program raised ConnectionResetError" in raised
     advice = FAILURES[Cause.NETWORK].diagnosis
     assert (given_up + raised).count(advice) == 1
 

@@ -361,7 +361,7 @@ def test_comparisons_evaluate_the_parts_that_fit(fits, trains_with, loss_is, cap
     assert "not called again" not in caplog.text
     assert max(memory.sizes) <= fits
     assert memory.failures == (3 if fits < trains_with else 0), "8, 4, and 4 after 100 steps"
-    assert caplog.text.count("loss_fn does not fit into memory") == memory.failures
+    assert caplog.text.count("a comparison of weights does not fit into memory") == memory.failures
 
 
 class FromStep(Memory):

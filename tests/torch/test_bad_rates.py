@@ -17,7 +17,7 @@ def optimizers(parameters):
 
 
 @pytest.mark.parametrize("which", range(4))
-@pytest.mark.parametrize("rate", [math.nan, math.inf])
+@pytest.mark.parametrize("rate", [math.nan, math.inf, 1e39])
 def test_the_step_is_skipped_exactly(which, rate):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = list(optimizers([weight]))[which]

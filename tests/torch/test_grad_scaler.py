@@ -1,6 +1,8 @@
 """GradScaler: scaled gradients, its own skips, its attributes."""
 
 import contextlib
+import json
+import logging
 import math
 from functools import partial
 from typing import Any
@@ -196,3 +198,20 @@ def test_a_scaler_that_is_not_enabled_counts_as_none(attached: bool):
             before = loop.p.detach().clone()
             loop.step(factor=math.nan if i == 1 else 1.0, unscale=True)
             assert torch.equal(loop.p, before) is (i == 1)
+
+
+def test_a_step_that_the_scaler_skips_leaves_a_count(tmp_path, caplog):
+    """A NaN that only the gradients have looks like an overflow: no line, but a count."""
+    caplog.set_level(logging.INFO, logger="healcore")
+    loop = Loop()
+    state = {"p": loop.p, "optimizer": loop.optimizer, "scaler": loop.scaler}
+    with Healer("default", state=state, store=tmp_path) as healer:
+        for number in healer.batches(range(12)):
+            overflow = math.nan if number in (4, 9) else 0.0
+            loop.step(unscale=True, heal=healer, overflow=overflow)
+    rows = [json.loads(line) for line in (tmp_path / "healcore.metrics.jsonl").open()]
+    assert [row["step"] for row in rows if row.get("scaler_skip")] == [4, 9]
+    assert [row["step"] for row in rows if "grad_norm" not in row] == [4, 9]
+    assert "no intervention; the GradScaler skipped 2 steps" in caplog.text
+    assert healer.metrics()["heal/scaler_skips"] == 2
+    assert "nonfinite" not in caplog.text

@@ -179,7 +179,7 @@ class Recorder:
         record = entry.record()
         if record.step == self._last_step:
             # A GradScaler has skipped this step: the state has the previous step's record.
-            return record.unjudged()
+            return record.unjudged()._replace(dropped=True)
         self._last_step = record.step
         # The engine reads the rate only if the host has limited it. Otherwise the record has the
         # rate of an earlier step, or none.

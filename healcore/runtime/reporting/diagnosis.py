@@ -11,7 +11,7 @@ from healcore.events.models import Ending
 from healcore.events.schema import batch_names, flag_names, readings_text
 from healcore.history import RunState
 from healcore.runtime.faults.failures import FAILURES
-from healcore.runtime.reporting.faults_found import faults_found
+from healcore.runtime.reporting.faults_found import faults_found, joined
 from healcore.runtime.reporting.run_outcome import RunOutcome
 
 _WIDTH = 96
@@ -53,7 +53,7 @@ _REPEATED = (
 _HEADLINES = {
     Ending.COMPLETED: "The run is complete {}.",
     Ending.STOPPED: "healcore stopped the run {}.",
-    Ending.EXCEPTION: "The training loop raised an exception {}",
+    Ending.EXCEPTION: "The program raised an exception {}",
     Ending.SIGNAL: "The run was ended from outside {}.",
     Ending.REQUESTED: "The run was ended on request {}.",
     Ending.INTERRUPTED: "The run was interrupted from the keyboard {}.",
@@ -65,7 +65,7 @@ _HEADLINES = {
 def explain(outcome: RunOutcome) -> str:
     """Writes the diagnosis for a person: a headline, then paragraphs with a label.
 
-        The training loop raised an exception at step 412: ValueError: ...
+        The program raised an exception at step 412: ValueError: ...
         Seen: loss spike from step 398 on. At the first alarm: loss 9.1 (limit 4).
         Faults found:
           - step 240: nonfinite loss. Skipped 1 step.
@@ -130,6 +130,9 @@ def _hints(outcome: RunOutcome) -> list[str]:
     """What to look at. The advice about this run comes before the advice about its causes."""
     hints: list[str] = []
     cause = outcome.cause
+    damaged = _damaged_weights(outcome)
+    if damaged:
+        hints.append(damaged)
     if outcome.hint:
         hints.append(outcome.hint)
     last = outcome.history.last_incident
@@ -140,6 +143,21 @@ def _hints(outcome: RunOutcome) -> list[str]:
     if not outcome.hint:  # a hint is about this exception, the advice about all of the same cause
         cause |= outcome.fault
     return hints + advice(cause, rollbacks=len(outcome.history.rollbacks))
+
+
+def _damaged_weights(outcome: RunOutcome) -> str:
+    """Where to look if the weights themselves were NaN, or an empty string.
+
+    The loss and the gradients are NaN as a consequence then, so the advice about them misleads.
+    """
+    for event in outcome.history.newest["assessment"]:
+        if event.verdict == "damage" and event.by == "weights" and event.onset is not None:
+            return (
+                f"The weights were NaN or Inf since step {event.onset}, so NaN in the loss follows "
+                "from them. Steps with NaN are skipped, so look at what else writes the weights, "
+                "and at the optimizer's settings."
+            )
+    return ""
 
 
 def _last_good(outcome: RunOutcome) -> str:
@@ -228,7 +246,7 @@ def _tried(outcome: RunOutcome) -> Iterator[str]:
 
 def _list_faults(outcome: RunOutcome) -> list[str]:
     """The paragraph about the faults of a run: its lines, or nothing without a fault."""
-    faults = faults_found(outcome.history)
+    faults = joined(faults_found(outcome.history))
     if not faults:
         return []
     # If a run has many faults, the list has the faults with a remedy first, then the newest faults.
@@ -354,25 +372,41 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
         checkpoint: step 300".
     """
     how = STATES[RunState(outcome.ending)]
+    after = f" after step {outcome.step}"
+    if outcome.ending == Ending.COMPLETED and outcome.steps_skipped:
+        after += f" of {outcome.step + outcome.steps_skipped}"
     if outcome.ending == Ending.REQUESTED:
         how = f"ended by {outcome.why}"
     elif outcome.ending == Ending.STOPPED:
         how += f" ({outcome.why})"
+    elif outcome.ending == Ending.EXCEPTION and outcome.why:
+        how = f"ended incomplete ({outcome.why})"
+        after = ""  # the Healer may not have counted the steps
     phrases = interventions(outcome)
     if outcome.counts.rollbacks:
         phrases.append(f"rolled back {_times(outcome.counts.rollbacks)}")
     if outcome.history.observes:
         phrases = [f"would have {phrase}" for phrase in phrases]
-    text = f"{how} after step {outcome.step}: {', '.join(phrases) or 'no intervention'}"
+    text = f"{how}{after}: {', '.join(phrases) or 'no intervention'}"
+    if outcome.history.alerts and not outcome.counts.rollbacks:  # a rollback may have healed them
+        text += f"; {counted(outcome.history.alerts, 'alert')} changed nothing"
+    if outcome.history.observes and phrases:
+        text += " (without the changes, one fault may cause many of these steps)"
+    if outcome.history.observes and outcome.compares is False:
+        text += '; "observe" compares no weights, so it names no rollback to better weights'
+    if outcome.counts.dropped:
+        text += f"; the GradScaler skipped {counted(outcome.counts.dropped, 'step')}"
     if outcome.steps_lost:
         text += f"; {lost_steps_text(outcome)}"
     checkpoints: list[str] = []
     if newest is not None:
         checkpoints.append(f"checkpoint {newest} is on disk")
-    if outcome.last_good is not None:
+    ends_healthy = outcome.ending == Ending.COMPLETED and not outcome.open
+    if ends_healthy and not outcome.nonfinite_saves:
+        pass  # nobody needs an earlier checkpoint
+    elif outcome.last_good is not None:
         checkpoints.append(f"newest known-good checkpoint: step {outcome.last_good}")
     elif outcome.open or outcome.nonfinite_saves or outcome.ending == Ending.STOPPED:
-        # After a healthy end nobody needs an earlier checkpoint.
         checkpoints.append("no checkpoint is known-good")
     if checkpoints:
         text += f"; {', '.join(checkpoints)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from healcore.console import counted
@@ -58,6 +60,30 @@ def faults_found(history: RunHistory) -> list[FaultFound]:
     return sorted(faults, key=lambda fault: fault.first)
 
 
+def joined(faults: Sequence[FaultFound]) -> list[FaultFound]:
+    """Joins faults whose texts differ in their numbers only.
+
+    A fault that comes back in each repeat of its steps would otherwise fill the list.
+
+    Args:
+        faults: the faults, in the order of their first step.
+
+    Returns:
+        The first fault of each kind, in the same order, with the number of faults like it.
+    """
+    alike: dict[str, list[FaultFound]] = {}
+    for fault in faults:
+        alike.setdefault(re.sub(r"[0-9][0-9.,e+-]*", "#", fault.text), []).append(fault)
+    found: list[FaultFound] = []
+    for first, *others in alike.values():
+        text = first.text
+        if others:
+            last = max(fault.first for fault in others)
+            text += f" And {len(others):,} more like it, up to step {last:.0f}."
+        found.append(first._replace(text=text))
+    return found
+
+
 def _undone_by(history: RunHistory, step: float) -> str:
     """The rollback that has undone a step, as a sentence without full stop, or an empty string."""
     for event in history.rollbacks:
@@ -109,8 +135,10 @@ def incident_cause_text(incident: Incident) -> str:
         return "unknown cause"
     by = ""
     for event in incident.responses:
+        if event.by == "state" and event.problem:
+            return event.problem
         by = by or event.by or ""
-    return _FOUND_BY.get(by, "a rollback that a hook ordered")
+    return _FOUND_BY.get(by, "a rollback without an alarm")
 
 
 def _remedies(incident: Incident) -> list[str]:

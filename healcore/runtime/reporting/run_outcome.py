@@ -39,6 +39,10 @@ class RunOutcome(NamedTuple):
     nonfinite_saves: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Step and array names of each checkpoint with disallowed NaN or Inf."""
     metrics: Mapping[str, float] = MappingProxyType({})  # `Healer.metrics` at the end
+    steps_skipped: int = 0
+    """Steps that the data had more: rollbacks have skipped their batches."""
+    compares: bool | None = None
+    """Whether weights are compared, or None if unknown."""
     steps_lost: int = 0
     """Steps that rollbacks have undone and that were not repeated: the data was not rewound."""
     why_lost: str = ""  # why the data was not rewound, or empty if no step is lost

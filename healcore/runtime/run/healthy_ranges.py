@@ -339,14 +339,14 @@ class Held:
             lines.append(f"{name} held at {number.bounds.last:.4g}, the program sets {program}")
         for name, norm in self.norms.items():
             of = ""
-            if name.isidentifier():
-                of = f" of {name}"
-            elif name:  # as "1" of an optimizer in a tuple
+            if name.isdigit():  # the place of an optimizer in a tuple
+                of = f" of state[{name}]"
+            elif name:
                 of = f' of "{name}"'
             limit, reached = f"{norm.limit:.4g}", f"{norm.reached:.4g}"
             if norm.reached >= SIGNAL_LIMIT:
                 reached += " or more"
-            lines.append(f"gradient norm{of} held below {limit}, it reached {reached}")
+            lines.append(f"gradient norm{of} kept below {limit} (it was {reached})")
         if self.frozen_steps is not None:
             first, last = self.frozen_steps
             lines.append(f"the updates of steps {first} to {last} are withheld")

@@ -78,6 +78,15 @@ class HostState:
         """
         self._pack_batches = pack
 
+    @contextmanager
+    def without_batches(self) -> Iterator[None]:
+        """A context in which `state_dict` returns no batches, to know the size of all the rest."""
+        pack, self._pack_batches = self._pack_batches, lambda: None
+        try:
+            yield
+        finally:
+            self._pack_batches = pack
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the random states of Python, NumPy and torch, and the positions of the loaders.
 

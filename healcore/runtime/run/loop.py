@@ -29,8 +29,10 @@ from healcore.core.errors import HealcoreError
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
+from healcore.runtime.reporting.nonfinite_steps import FROM_START
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
+from healcore.runtime.run.ending.judgement import stop_if_not_trained
 from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.loop_use import LoopUse
 from healcore.runtime.run.orders import Order, RollbackRecord
@@ -129,6 +131,7 @@ class Loop:
                     self.run.saver.keep_weight_sample()
                 else:
                     epoch = self._return_to_epoch()
+            self._judge_at_end()
             self.use.reached_end = True
         finally:
             loaders.epoch_loop.can_return = False
@@ -274,7 +277,16 @@ class Loop:
             has_stepped = progress.step > step_before
             if not self._is_evaluation(begun):
                 self.after_step()
-        batches.end(begun, evaluates=self._is_evaluation(begun))
+        evaluates = self._is_evaluation(begun)
+        batches.end(begun, evaluates=evaluates)
+        # A pass with a number is one of several, as a pass of few steps may be.
+        may_be_last = (
+            epoch is None
+            and not self.run.loaders.epoch_loop.can_return
+            and progress.step >= FROM_START
+        )
+        if may_be_last and begun.trains and not evaluates:
+            self._judge_at_end()
 
     def scan(self, blocks: ScanBlocks, dispatch: Callable[[int, int, int], None]) -> None:
         """Dispatches blocks of updates that JAX compiles as a whole; see `Healer.scan`.
@@ -323,7 +335,24 @@ class Loop:
         """
         rolled_back = self._between_steps(last=last) or self._update_rolled_back
         self._update_rolled_back = False
+        if last and not rolled_back:
+            self._judge_at_end()
         return rolled_back
+
+    def _judge_at_end(self) -> None:
+        """Stops a run that has not trained, before the code after its loop uses the weights.
+
+        Ranks may end their loops at different steps, and the judgement is collective, so a run of
+        several ranks is judged at the end of the block only.
+
+        Raises:
+            RunStopped: the run has not trained.
+        """
+        in_outer_loop = self._yielded_step is not None
+        if self.is_complete or self.has_trainer or in_outer_loop or self.run.ranks.world > 1:
+            return
+        if self.run.progress.steps_taken:
+            stop_if_not_trained(self.run)
 
     def update(self, take_state: Callable[[], None]) -> None:
         """Takes the state of a step in JAX, and does the work between two steps.

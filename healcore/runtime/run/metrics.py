@@ -27,6 +27,7 @@ class RunMetrics:
 
     Attributes:
         eval_loss: loss of an evaluation since the last step that was read, or None.
+        dropped: steps of the run that a GradScaler has not taken.
     """
 
     def __init__(self, *, per_tensor: bool, observes: bool) -> None:
@@ -42,6 +43,7 @@ class RunMetrics:
             self._changes = ("skips", "lr_cuts")
         self._observes = observes
         self.eval_loss: float | None = None
+        self.dropped = 0
         self._means: dict[str, tuple[float, int]] = {}
         """Engine -> mean of its healthy losses, and their number, at most `_MEAN_STEPS`."""
         self._counts: dict[str, dict[str, int]] = {}
@@ -160,6 +162,8 @@ class RunMetrics:
             numbers |= name_changes(observes=self._observes, **changes)
             for field, number in numbers.items():
                 metrics[f"{prefix}/{field}"] = float(number)
+        if self.dropped and metrics:
+            metrics["heal/scaler_skips"] = float(self.dropped)
         return metrics
 
 

@@ -100,6 +100,8 @@ class IncidentMonitor:
         self.state.add_batches(step.index, step.batches, kept=self._kept)
         self._count_nonfinite(step)
         incident = self.run.ledger.add_step(step.index, step.records, self._causes)
+        for record in step.records:
+            self.state.dropped += record.dropped
         if flags.has_trained:
             self.state.last_trained = step.index
         if not flags.is_judged:
@@ -107,6 +109,7 @@ class IncidentMonitor:
         if incident is not None and incident.alarms == 1:
             self._incident_log.begin(incident, step)
         self.metrics.add(step.records)
+        self.metrics.dropped = self.state.dropped
         self._incident_log.report_over(step)
         for record in step.records:
             if record.judged and not record.skip:
@@ -150,6 +153,7 @@ class IncidentMonitor:
             skips=ledger.skips,
             clips=total("clips"),
             lr_cuts=total("lr_cuts"),
+            dropped=self.state.dropped,
         )
 
     @property

@@ -93,6 +93,7 @@ class MonitorState:
         rule_fired: engine -> the last step at which a rule fired.
         rates: engine -> the highest learning rate in force at a trained step since the last start
             or rollback, where it is known.
+        dropped: number of steps that a GradScaler has not taken.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -105,6 +106,7 @@ class MonitorState:
     rule_hits: dict[str, list[int]] = field(default_factory=dict)
     rule_fired: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
+    dropped: int = 0
 
     def add_batches(self, step: int, ids: Sequence[BatchId], *, kept: int) -> None:
         """Adds the batches of a step, and drops the batches of `kept` or more steps ago.

@@ -367,8 +367,8 @@ class OutOfMemory:
         self.run.log.fault(
             step,
             fault,
-            f"{prefix}{before} of {samples} samples do not fit into memory, the step is repeated "
-            f"with {after} at a time{then}: {overrun.line}",
+            f"{prefix}a part of {before} samples (of {samples}) does not fit into memory, the step "
+            f"is repeated with {after} at a time{then}: {overrun.line}",
             answer="shrink_microbatch",
             samples=samples,
             size_before=before,

@@ -21,7 +21,7 @@ from healcore.console import counted, first_of
 from healcore.events import Log
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
-from healcore.history import RunHistory
+from healcore.history import RunHistory, RunState
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.driver import WEIGHTS, Driver
@@ -322,6 +322,11 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         log.problem(None, warning)
     if after_kill:
         log.warning("the previous run was killed; its postmortem was written")
+    elif saves and history is not None and history.state is RunState.EXCEPTION:
+        faults = history.newest["fault"]
+        if faults and faults[-1].problem:
+            problem = faults[-1].problem.partition("\n")[0]
+            log.warning(f"the previous start ended at step {faults[-1].step}: {problem:.200}")
     if options.loss_fn and not (policy.rolls_back or policy.observes):
         how = 'compares no weights with loss_fn; "default" does, with any clip={...}'
         log.warning(f"policy {policy.name} never rolls back, so it {how}")
@@ -487,9 +492,13 @@ def _report_undone(run: Run, count: int, step: int) -> None:
         count: number of rollbacks that are undone.
         step: step of the checkpoint from which the run resumes.
     """
-    rollbacks = counted(count, "rollback")
-    why = f"the run had stopped after {rollbacks} for the same trouble, so what they had changed "
-    why += "(learning rate, skipped batches, held values) is undone"
+    if count:
+        rollbacks = counted(count, "rollback")
+        why = f"the run had stopped after {rollbacks} for the same trouble, so what they had "
+        why += "changed (learning rate, skipped batches, held values) is undone"
+    else:
+        why = "the steps since then were skipped or taken without the Healer, so they are trained "
+        why += "again"
     run.log.event("resume", step=step, checkpoint=step, why=why)
     run.log.info(f"step {step}: {why}")
     try:

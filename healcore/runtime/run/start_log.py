@@ -78,6 +78,8 @@ def log_first_lines(
         )
         return
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
+    if run.progress.had_completed:
+        begins = f"loads the final state of step {step} of a run that has completed"
     facts = [f"policy {policy.name}"]
     if policy.observes:
         facts[0] += " (observes, changes nothing)"

@@ -11,7 +11,8 @@
     writer          a queue of jobs in the background of the training loop
     manifest        the directories of checkpoints: written, listed, verified, removed
     single_file     a small checkpoint of one process as one file
-    files           files that a crash never leaves half written, and their digests
+    files           files that a crash never leaves half written
+    checksums       digests of files and of JSON content
     values          nested Python values as JSON
     packed_values   nested values as text, and their arrays as one array
     mismatches      how the structures of a saved and a live value differ

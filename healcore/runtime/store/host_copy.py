@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from healcore.runtime.store import files
+from healcore.runtime.store import checksums
 from healcore.runtime.store.checkpoints import CheckpointDamaged, StoreError
 from healcore.runtime.store.flat_state import FlatState, Leaf, ShardPlace, parts_of
 
@@ -59,7 +59,7 @@ class HostCopy:
         """A fresh copy of the record, or None without one."""
         if self.record is None:
             return None
-        return files.unseal(self.record)
+        return checksums.unseal(self.record)
 
     def verify(self, leaf: Leaf, place: ShardPlace, digest: str) -> None:
         """Compares the digest of a part with the digest of its inspection.
@@ -75,7 +75,7 @@ class HostCopy:
             CheckpointDamaged: the digests differ.
         """
         if digest != leaf.digests[place]:
-            raise CheckpointDamaged(self.step, MEMORY, f"{leaf.name}{place}", files.DIFFERS)
+            raise CheckpointDamaged(self.step, MEMORY, f"{leaf.name}{place}", checksums.DIFFERS)
 
 
 def checked_step(step: Any) -> int:
@@ -97,13 +97,13 @@ def checked_step(step: Any) -> int:
 
 
 def sealed_record(record: Record) -> bytes:
-    """The record of a run as bytes for a file, see `files.seal`.
+    """The record of a run as bytes for a file, see `checksums.seal`.
 
     Raises:
         StoreError: the record is not JSON-safe.
     """
     try:
-        return files.seal(record)
+        return checksums.seal(record)
     except (TypeError, ValueError) as error:
         raise StoreError(
             f"the record must be JSON-safe ({error}): pass the adapter's to_dict()"

@@ -42,7 +42,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 import healcore
 from healcore import regular_file
-from healcore.runtime.store import files, single_file, values
+from healcore.runtime.store import checksums, files, single_file, values
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
@@ -50,7 +50,7 @@ from healcore.runtime.store.checkpoints import (
     HasSaveFacts,
     StoreError,
 )
-from healcore.runtime.store.files import ChecksumError, Digest
+from healcore.runtime.store.checksums import ChecksumError, Digest
 
 SCHEMA = 2
 """Version of the manifest. A manifest of another version is not read."""
@@ -256,7 +256,7 @@ def _sealed_manifest(copy: SealedState, format: str, digests: Mapping[str, Diges
     has_record = copy.record is not None
     read = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_record)
     writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format}
-    return files.seal({**writer, **read._asdict()})
+    return checksums.seal({**writer, **read._asdict()})
 
 
 def remove(folder: Path) -> None:
@@ -441,7 +441,7 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
     """
     digest_of = single_file.digest_of
     if stored.only_file is None:
-        digest_of = files.digest_of
+        digest_of = checksums.digest_of
 
     def compare(name: str) -> CheckpointDamaged | None:
         try:
@@ -452,7 +452,7 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
             return stored.damaged(name, str(error))
         if same:
             return None
-        return stored.damaged(name, files.DIFFERS)
+        return stored.damaged(name, checksums.DIFFERS)
 
     names = sorted(stored.manifest.files)[rank::world]
     results = files.map_in_threads(compare, names, stored.manifest.nbytes)
@@ -529,7 +529,7 @@ def _read_header(folder: Path) -> single_file.Header:
 def _unsealed(folder: Path, text: str) -> dict[str, Any]:
     """A sealed text in the only file of a small checkpoint."""
     try:
-        return files.unseal(text.encode(errors="surrogatepass"))
+        return checksums.unseal(text.encode(errors="surrogatepass"))
     except ChecksumError as error:
         raise _damaged(folder, str(error), single_file.FILE) from None
 
@@ -537,7 +537,7 @@ def _unsealed(folder: Path, text: str) -> dict[str, Any]:
 def _read_sealed(folder: Path, file: str) -> dict[str, Any]:
     """The content of a sealed file of a checkpoint; CheckpointDamaged if it is damaged."""
     try:
-        return files.read_sealed(folder / file)
+        return checksums.read_sealed(folder / file)
     except OSError as error:
         raise _damaged(folder, f"cannot be read ({error.strerror})", file) from None
     except ChecksumError as error:

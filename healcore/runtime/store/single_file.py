@@ -26,7 +26,7 @@ import safetensors
 import xxhash
 
 from healcore import regular_file
-from healcore.runtime.store.files import DIFFERS, ChecksumError, Digest
+from healcore.runtime.store.checksums import DIFFERS, ChecksumError, Digest
 
 FILE = "checkpoint.safetensors"
 """Name of the file in the directory of its checkpoint."""
@@ -138,7 +138,7 @@ class Content:
         """The size and the digest of everything but the manifest.
 
         The manifest holds this digest, so it cannot be part of what is digested. It has a digest
-        of its own, see `files.seal`.
+        of its own, see `checksums.seal`.
         """
         return _digest(self._header, self._parts)
 

@@ -109,12 +109,21 @@ def _line(event: dict[str, Any]) -> str:
     fields = {name: value for name, value in event.items() if name not in ENVELOPE}
     text = sentence(validate(event)[0])
     if not text and fields:
-        text = json.dumps(fields)
+        text = ", ".join(f"{name} {_plain(value)}" for name, value in fields.items())
     step = "-"
     if event.get("step") is not None:
         step = _shorten(event["step"], 20)
     time_of_event = str(event.get("time", ""))[:19]
     return f"{time_of_event:19}  {step:>9}  {event['kind']:15}  {_shorten(text)}".rstrip()
+
+
+def _plain(value: object) -> str:
+    """A field of an event without a sentence: text as it is, numbers short, the rest as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return json.dumps(value)
 
 
 def _shorten(value: object, limit: int = 400) -> str:

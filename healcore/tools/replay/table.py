@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -14,12 +15,15 @@ from healcore.console import counted
 from healcore.core.decision import Action
 from healcore.policy import Policy
 from healcore.tools.replay.replayed import Summary, inactive_line, warmups
+from healcore.tools.traces import Trace
 
 COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _MAX_NAMED = 4
 """With more policies, the title has their number instead of their names."""
 _MAX_ALARMED = 10
 """Limit of summaries whose first alarm is listed; a screen has no more."""
+_PARTS = 10
+"""Parts of a loss curve whose medians `climbs` compares."""
 LEGEND = (
     "alarms: rows with a cause. incidents: runs of alarms that the policy acts on. rollbacks: "
     "incidents with a rollback. lowest LR: multiplier (cuts; a recorded curve does not recover, so "
@@ -197,6 +201,35 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
     return lines
 
 
+def climbs(traces: Sequence[Trace], summaries: Sequence[Summary]) -> list[str]:
+    """Points at losses that end far above their lowest level without an alarm.
+
+    Args:
+        traces: the traces.
+        summaries: one summary for each trace and each policy.
+
+    Returns:
+        A hint for each such trace, for below the table.
+    """
+    lines: list[str] = []
+    for trace in traces:
+        own = [summary for summary in summaries if summary.trace == trace.name]
+        losses = trace.rows.values.get("loss")
+        if losses is None or not own or any(summary.alarms for summary in own):
+            continue
+        losses = losses[np.isfinite(losses)]
+        if len(losses) < _PARTS * _PARTS:
+            continue
+        levels = [float(np.median(part)) for part in np.array_split(losses, _PARTS)]
+        lowest = min(levels)
+        if levels[-1] > 2 * lowest > 0:
+            lines.append(
+                f"{trace.name}: no alarm, but the loss ends near {levels[-1]:.3g}, far above its "
+                f"lowest level of {lowest:.3g}: -p pretraining also watches for a slow climb"
+            )
+    return lines
+
+
 def limits(policies: Mapping[str, Policy], summaries: Sequence[Summary]) -> list[str]:
     """Describes what a replay cannot show: rows of the warm-up, and comparisons of weights.
 
@@ -229,4 +262,9 @@ def limits(policies: Mapping[str, Policy], summaries: Sequence[Summary]) -> list
                 f"A log has no weights: a Healer with {name} also compares weights, and may roll "
                 "back where this replay shows only an alarm, or nothing."
             )
+    if any(summary.skips > 1 for summary in summaries):
+        lines.append(
+            "The rows are as they were logged. In a live run the skip of the first bad step "
+            "changes the rows after it, so it often is the only one."
+        )
     return list(dict.fromkeys(lines))

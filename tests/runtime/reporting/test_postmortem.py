@@ -122,9 +122,15 @@ def test_the_last_line_of_a_run():
     assert last_line(end, None) == "completed after step 50: no intervention"
     assert last_line(end._replace(open=True), 50).endswith(", no checkpoint is known-good")
     assert last_line(end._replace(last_good=20), 50) == (
-        "completed after step 50: no intervention; checkpoint 50 is on disk, newest known-good "
-        "checkpoint: step 20"
+        "completed after step 50: no intervention; checkpoint 50 is on disk"
     )
+    assert last_line(end._replace(last_good=20, open=True), 50).endswith(
+        ", newest known-good checkpoint: step 20"
+    )
+    assert last_line(end._replace(steps_skipped=1), 50).startswith("completed after step 50 of 51:")
+    alert = ("alert", 7, {"cause": ["LOSS_SPIKE"], "action": ["ALERT"]})
+    alerted = end_of("completed", 50, alert, alert, open=False)
+    assert "no intervention; 2 alerts changed nothing" in last_line(alerted, 50)
     nan = {"cause": ["NONFINITE_LOSS"], "verdict": "unknown", "by": "nothing", "onset": 3}
     run = end_of("completed", 50, *[("assessment", 9, nan)] * 2, ("rollback", 9, {"checkpoint": 2}))
     assert last_line(run, 50).startswith(
@@ -168,9 +174,13 @@ def test_the_explanation_lists_each_fault_with_its_remedy_and_the_steps_it_cost(
     assert "  - steps 5 to 8: loss spike. " in explain(end_of("completed", 300, *long, open=False))
     many = [("alarm", 20 * step, {"cause": ["LOSS_SPIKE"]}) for step in range(40)]
     text = explain(end_of("completed", 900, ("rollback", 1, lost), *many, open=False))
-    assert text.count("loss spike") == 9
+    assert text.count("loss spike") == 1
+    assert "And 39 more like it, up to step 780." in " ".join(text.split())
+    causes = [cause.name for cause in Cause][:20]
+    many = [("alarm", 20 * step, {"cause": [cause]}) for step, cause in enumerate(causes)]
+    text = explain(end_of("completed", 900, ("rollback", 1, lost), *many, open=False))
     assert "worse weights" in text, "a fault with a remedy has priority"
-    assert "  - and 31 more, which changed nothing" in text
+    assert f"  - and {len(causes) - 9} more, which changed nothing" in text
 
 
 # -- the file -------------------------------------------------------------------------------------

@@ -141,9 +141,9 @@ def test_the_sentence_about_a_norm_names_its_optimizer_and_the_largest_number_th
         norms={"1": HeldNorm(1.5, 9.0), "": HeldNorm(1.0, 1e15), "adam": HeldNorm(2.0, 3.0)}
     )
     assert held.sentences() == [
-        'gradient norm of "1" held below 1.5, it reached 9',
-        "gradient norm held below 1, it reached 1e+15 or more",
-        "gradient norm of adam held below 2, it reached 3",
+        "gradient norm of state[1] kept below 1.5 (it was 9)",
+        "gradient norm kept below 1 (it was 1e+15 or more)",
+        'gradient norm of "adam" kept below 2 (it was 3)',
     ]
 
 

@@ -117,6 +117,7 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
     # The numbers of copies and checkpoints. With a `loss_fn` earlier weights are kept too.
     assert need.in_memory == (7 if with_loss else 4)
     assert need.on_disk == (9 if with_loss else 6)
+    assert bool(need.batches) == with_loss
     assert most <= need.in_memory
 
     # The line, and the files that the run has left.
@@ -124,7 +125,7 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
     if place == "disk":
         for folder in tmp_path.glob("step-*"):
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            assert size < need.size_on_disk + RECORD_BYTES
+            assert size < need.size_on_disk + RECORD_BYTES + need.batches
     assert re.search(r"up to \d x 1\.2[89] MB", caplog.text)
     assert ("in each directory" in caplog.text) == (place == "list")
     assert ("on disk and" in caplog.text) == (place == "disk")
@@ -152,6 +153,11 @@ def test_the_words():
         "and 4 x 10.5 GB in host memory"
     )
     assert need._replace(directories=0).text() == "up to 4 x 10.5 GB"
+    assert (
+        need._replace(batches=16 << 20)
+        .text()
+        .endswith(" in host memory, plus up to 16.8 MB of batches in each")
+    )
     plain = need._replace(older=False, at_least=True, directories=2).text()
     assert plain == "at least 6 x 84 GB in each directory and 4 x 10.5 GB in host memory"
     sizes = (0, 999, 999.6, 20_000, 999_600, 1.2e9, 1e12)

@@ -127,6 +127,11 @@ def test_a_replay_says_what_it_cannot_show(run, spiked, tmp_path):
     assert "spiked.csv, pretraining: no alarm" not in both
     assert re.search(r"learns the run \(.*loss_spike 36 rows, .*records 3 rows\)", both)
     assert "A log has no weights" not in both, "it acts on the loss"
+    assert "lowest level" not in alone
+    losses = [1 + row / 100 + 0.2 * (row % 7) for row in range(600)]
+    climbing = logs.write(tmp_path / "climb.csv", {"loss": losses})
+    hint = "-p pretraining also watches for a slow climb"
+    assert hint in " ".join(healcore_replay(climbing).output.split())
 
 
 def test_a_fault_in_the_first_rows_is_not_hidden_by_a_later_alarm(tmp_path):

@@ -132,7 +132,7 @@ def test_a_stopped_run_is_reported_as_stopped(stopped):
 def test_a_resumed_run_is_one_report(resumed):
     (report,) = read_reports(resumed)
     assert len(report.facts["Run"].split(", ")) == 2
-    assert "unknown (error): the loop raised RuntimeError: power" in report.facts["Faults"]
+    assert "unknown (error): the program raised RuntimeError: power" in report.facts["Faults"]
     assert [each.origin for each in report.attempts] == ["start", "rollback", "resume", "rollback"]
 
 

@@ -102,7 +102,9 @@ def test_all_ranks_try_larger_parts_in_the_same_step(of: Of):
     alike(failed, of("from 0"))
     ((step, problem),) = failed[0]["faults"]
     assert step == 1
-    assert problem.startswith(f"rank 1: {BATCH} of {BATCH} samples do not fit into memory")
+    assert problem.startswith(
+        f"rank 1: a part of {BATCH} samples (of {BATCH}) does not fit into memory"
+    )
     assert "larger parts are tried again after 2 steps" in problem
 
 

@@ -181,10 +181,12 @@ class KnownCheckpoints:
             problem = f"checkpoint {step} is not finite in {first_of(names)}"
             self.run.log.event("problem", step=step, problem=problem)
             if not self.nonfinite:
+                why = "A skipped step does not undo changes by the forward pass"
+                if self.run.policy.observes:
+                    why = "The policy only observes, so the steps with NaN were taken"
                 self.run.log.warning(
-                    f"{problem}: it can never be known-good. A skipped step does not undo changes "
-                    "by the forward pass. If NaN or Inf is expected in these arrays, name them in "
-                    "nonfinite_ok"
+                    f"{problem}: it can never be known-good. {why}. If NaN or Inf is expected in "
+                    "these arrays, name them in nonfinite_ok"
                 )
             self.nonfinite.append((step, names))
             self._nonfinite_now[step] = names

@@ -23,6 +23,7 @@ from healcore.runtime.run.checkpoints.storage_need import (
     checkpoints_on_disk,
     copies_in_memory,
 )
+from healcore.runtime.run.compare.saved_form import MAX_BATCH_BYTES
 from healcore.runtime.run.host_state import HOST_ITEM
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
@@ -100,7 +101,8 @@ class Saver:
         Raises:
             StoreError: the state cannot be saved.
         """
-        whole, local = self.run.store.format.sizes(self.items())
+        with self.run.host_state.without_batches():  # the text names their size apart
+            whole, local = self.run.store.format.sizes(self.items())
         missing = self.run.driver.missing_moments()
         more_whole, more_local = 0, 0
         if missing is not None:
@@ -114,6 +116,7 @@ class Saver:
             older=keep.older,
             at_least=missing is None,
             directories=self.run.store.directories,
+            batches=MAX_BATCH_BYTES if compares and self.run.store.arrays_by_rank else 0,
         )
 
     def record_of(self, step: int) -> dict[str, Any]:

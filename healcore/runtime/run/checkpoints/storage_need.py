@@ -4,7 +4,7 @@
     need.text()  # "up to 6 x 84 GB on disk and 4 x 84 GB in host memory"
 
 The text adds to the arrays what each checkpoint also holds: the random states and the record of the
-run. A `loss_fn` adds the batches on which weights are compared, at most 16 MB.
+run. A `loss_fn` adds the batches on which weights are compared, which the text names apart.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class StorageNeed(NamedTuple):
     """Whether the sizes lack moments that the optimizer creates at its first step."""
     directories: int = 1
     """Number of directories, each of which has all checkpoints; 0 for host memory only."""
+    batches: int = 0
+    """Largest number of bytes of the batches that a checkpoint also has, for comparisons."""
 
     def text(self) -> str:
         """The need in words, for the first line of a run.
@@ -51,12 +53,15 @@ class StorageNeed(NamedTuple):
         """
         bound = "at least" if self.at_least else "up to"
         copies = f"{self.in_memory} x {size_text(self.size_in_memory + RECORD_BYTES)}"
+        batches = ""
+        if self.batches:
+            batches = f", plus up to {size_text(self.batches)} of batches in each"
         if not self.directories:
-            return f"{bound} {copies}"
+            return f"{bound} {copies}{batches}"
         where = "on disk" if self.directories == 1 else "in each directory"
         more = " (one more at each doubling of the steps)" if self.older else ""
         saves = f"{self.on_disk} x {size_text(self.size_on_disk + RECORD_BYTES)}"
-        return f"{bound} {saves} {where}{more} and {copies} in host memory"
+        return f"{bound} {saves} {where}{more} and {copies} in host memory{batches}"
 
 
 def checkpoints_on_disk(keep: Keep, *, compares: bool) -> int:

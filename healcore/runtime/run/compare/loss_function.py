@@ -275,8 +275,8 @@ class LossFunction:
             growth.shrink(step, after)
         record.evaluation_limit = after
         self.run.log.info(
-            f"loss_fn does not fit into memory with {before} samples: it evaluates {after} at a "
-            f"time{then}"
+            f"a comparison of weights does not fit into memory with {before} samples: it evaluates "
+            f"{after} at a time{then}"
         )
         return True
 
@@ -295,7 +295,10 @@ class LossFunction:
         self.draws = any(each.draws for each in everyone)
         problems = {each.kind: each.text for each in reversed(everyone)}  # of the lowest rank
         if _Problem.MISTAKE in problems:
-            raise SignalError(problems[_Problem.MISTAKE]) from failure
+            error = SignalError(problems[_Problem.MISTAKE])
+            # Nothing is saved: the mended program trains the first step again.
+            self.run.loop.reading_error = error
+            raise error from failure
         if _Problem.STATE in problems:
             self.drop()
         problem = problems.get(_Problem.STATE, problems.get(_Problem.CALL))

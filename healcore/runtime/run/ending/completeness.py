@@ -43,7 +43,9 @@ def incomplete_run_error(run: Run) -> BaseException | None:
         return IncompleteRun(
             "healcore: the loop took its steps without the Healer, which could not save between "
             f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
-            "step. The last state is saved"
+            f"step. The last state is saved as checkpoint {progress.step}. "
+            f"{_next_start_of_unseen(run)}",
+            "the loop took its steps without the Healer",
         )
     unread = len(run.step_batches.pending_ids)
     has_new_batches = bool(unread) and not use.break_place
@@ -51,7 +53,8 @@ def incomplete_run_error(run: Run) -> BaseException | None:
         return IncompleteRun(
             "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
             f"state ({counted(unread, 'batch', 'batches')} read). Write `{loop_text}`. The next "
-            f"start begins at step {progress.step}"
+            f"start begins at step {progress.step}",
+            "the Healer has seen no step",
         )
     try:
         stop_if_not_trained(run)
@@ -63,6 +66,19 @@ def incomplete_run_error(run: Run) -> BaseException | None:
             f"healcore: the run was resumed at step {progress.step}, and the loop has ended "
             "without a step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and "
             "reads healer.batches(loader, epoch=epoch). If the run has no more steps, an empty "
-            "directory begins a new run"
+            "directory begins a new run",
+            "the loop has taken no step since the restart",
         )
     return None
+
+
+def _next_start_of_unseen(run: Run) -> str:
+    """Makes the next start resume from before the unseen steps. Returns the sentence about it.
+
+    The position in the data after these steps is unknown, so a start from the last state would
+    train the same batches again.
+    """
+    step = run.recovery.repeat_from(before=run.progress.step)
+    if step is None:
+        return f"The next start resumes from checkpoint {run.progress.step}"
+    return f"The next start resumes from checkpoint {step}, before these steps"

@@ -96,7 +96,14 @@ class IncompleteRun(HealcoreError, SystemExit):
     Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The
     next start resumes the run. With status 0, a scheduler would take a program that has trained
     nothing for a finished training.
+
+    Attributes:
+        why: the reason, in short, for the last line of the run; or an empty string.
     """
+
+    def __init__(self, text: str, why: str = "") -> None:
+        super().__init__(text)
+        self.why = why
 
 
 class Terminated(HealcoreError, SystemExit):

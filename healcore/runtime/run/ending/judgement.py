@@ -15,10 +15,11 @@ def stop_if_not_trained(run: Run) -> None:
     """Stops a run that has trained nothing, or not most of its data, or ends with NaN weights.
 
     A program that ends with status 0 is taken for trained, and the code after its loop may export
-    the weights.
+    the weights. So the judgement comes when a loop of one rank ends (`Loop`), and for every run at
+    the end of the block.
 
     Args:
-        run: the parts of the run. All its steps are read.
+        run: the run. All its steps are read.
 
     Raises:
         RunStopped: the run has not trained.
@@ -40,5 +41,6 @@ def stop_if_not_trained(run: Run) -> None:
     run.recovery.stop(
         "the data have ended, and the run has not trained on most of them: of "
         f"{total} steps, {untrained} were skipped{undone}"
-        f"{likely_cause_text(run.monitor.nonfinite_record)}"
+        f"{likely_cause_text(run.monitor.nonfinite_record)}",
+        repeats_skips=True,
     )

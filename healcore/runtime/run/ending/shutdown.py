@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from healcore.console import first_of
 from healcore.core.decision import Cause
 from healcore.core.errors import HealcoreError, error_text, with_short_arrays
+from healcore.core.signals import SignalError
 from healcore.events.models import Ending
 from healcore.events.schema import batch_names
 from healcore.runtime.faults.classification import Fault, classify, is_broken_connection
@@ -437,6 +438,8 @@ class Shutdown:
             answers |= self.run.policy.answers(Cause.UNKNOWN)
         if self.run.loop.reading_error is not None:
             obstacle = "the records of a step could not be read"
+            if isinstance(raised, SignalError):
+                obstacle = "loss_fn is wrong, and the next start begins before these steps"
         elif self.run.saver.resumes_exactly and "save" in answers:
             obstacle = "the exception interrupted the updates of a step"
             try:
@@ -451,7 +454,7 @@ class Shutdown:
                 obstacle = f"{type(problem).__name__}: {problem}"
             if not obstacle:
                 answer = "save"
-        problem = f"the loop raised {error_text(raised):.600}"
+        problem = f"the program raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
             self.memory_text = f". {memory_text(self.run)}"
             advice = self.run.out_of_memory.advice()
@@ -460,7 +463,7 @@ class Shutdown:
             problem += self.memory_text
         self.run.log.fault(self.run.progress.step, fault, problem, answer=answer)
         if obstacle:
-            self.run.loop.warn(f"no checkpoint was saved at the exception: {obstacle}")
+            self.run.loop.warn(f"no checkpoint of the state at the exception was saved: {obstacle}")
 
     def _is_lost_on_any_rank(self, saved: bool) -> bool:
         """Whether the last state is lost on any rank. Collective.

@@ -38,6 +38,7 @@ from healcore.runtime.run.rollback.rate_limits import RatesAfterRollback, limit_
 from healcore.runtime.run.run_record import Ledger, RunRecord, Trials
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
+    CheckpointInfo,
     CheckpointNotFound,
     NoGoodCheckpoint,
     StateMismatch,
@@ -157,6 +158,34 @@ class Restorer:
             first=len(ledger.rollbacks),
             oldest=saved.step,
             engines=limits_and_budgets(engines),
+            skipped=self.run.loaders.skipped_by_loader(),
+            held=self.run.holding.held,
+            silent_until=self.run.comparisons.state.silent_until,
+            accepted=ledger.accepted,
+            accepted_until=ledger.accepted_until,
+        )
+
+    def no_trials(self, listed: Sequence[CheckpointInfo], *, before: int) -> Trials | None:
+        """Trials that have changed nothing, for a start from the newest checkpoint before a step.
+
+        Args:
+            listed: the checkpoints, with their statuses.
+            before: steps from here on are repeated.
+
+        Returns:
+            The trials, or None without such a checkpoint.
+        """
+        ledger = self.run.ledger
+        steps: list[int] = []
+        for saved in listed:
+            if saved.step < before and saved.finite and saved.status != "abandoned":
+                steps.append(saved.step)
+        if not steps:
+            return None
+        return Trials(
+            first=len(ledger.rollbacks),
+            oldest=max(steps),
+            engines={},
             skipped=self.run.loaders.skipped_by_loader(),
             held=self.run.holding.held,
             silent_until=self.run.comparisons.state.silent_until,

@@ -346,11 +346,14 @@ def _why_accepted(trials: int) -> str:
     """Why a change by the program is accepted after a number of trials, as a clause."""
     if not trials:
         return (
-            f"the last {MAX_ACCEPTED} changes came back after all trials, so this one is taken "
-            "as intended too"
+            f"the last {MAX_ACCEPTED} changes came back after all trials: healcore cannot "
+            "repair this one either, or the program intends it"
         )
     times = "the rollback" if trials == 1 else f"each of the {trials} rollbacks"
-    return f"the damage has come back after {times}, so the change is taken as intended"
+    return (
+        f"the damage has come back after {times}: healcore cannot repair it, or the program "
+        "intends the change"
+    )
 
 
 def _undone(order: Order, past: Sequence[RollbackRecord]) -> Order:

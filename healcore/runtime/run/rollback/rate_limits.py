@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.core.engine import Engine, EngineState
+from healcore.core.numerics import FLOAT32_MAX
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.healthy_ranges import HealthyValues
 
@@ -60,7 +61,7 @@ def limit_rates(
     known: dict[str, np.float32] = {}  # rates at the restored step that the engine can limit
     for name, rate in rates.items():
         if rate is not None and engine.limits_lr and name in states:
-            known[name] = np.float32(rate)
+            known[name] = np.float32(min(rate, FLOAT32_MAX))
     if at_fault is not None:
         last_healthy = _last_healthy(states, known, rates, learnt) if healthy else {}
         for name, limit in _new_limits(engine, states, at_fault, last_healthy).items():

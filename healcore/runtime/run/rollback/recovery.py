@@ -407,6 +407,7 @@ class Recovery:
         error: BaseException | None = None,
         fault: Cause = Cause(0),  # noqa: B008 -- immutable
         onset: int | None = None,
+        repeats_skips: bool = False,
     ) -> NoReturn:
         """Stops the run with a diagnosis.
 
@@ -417,6 +418,8 @@ class Recovery:
             error: the exception that is the reason, or None. It becomes the cause of RunStopped.
             fault: what kind of failure `error` is, or no flags without `error`.
             onset: step at which the trouble begins, or None for the last unhealthy steps.
+            repeats_skips: whether the next start repeats the steps since the first skipped step,
+                also if no rollback was tried for them.
 
         Raises:
             RunStopped: always.
@@ -424,7 +427,7 @@ class Recovery:
         if error is None:
             if onset is None:
                 onset = self.run.ledger.first_consecutive(self.run.ledger.next_step - 1)
-            self._mark_failed_trials(onset)
+            self._mark_failed_trials(onset, repeats_skips=repeats_skips)
         self.count_last_steps()
         outcome = self.outcome(Ending.STOPPED, why, fault=fault)
         text = explain(outcome)
@@ -434,19 +437,49 @@ class Recovery:
         )
         raise RunStopped(text, why, good) from error
 
-    def _mark_failed_trials(self, onset: int) -> None:
+    def _mark_failed_trials(self, onset: int, *, repeats_skips: bool) -> None:
         """Marks the trials for the trouble that begins at `onset` as failed. Collective."""
-        trials = self.run.record.trials_for(onset, self.run.policy.rollback.probation)
-        if trials is None or self.run.store.trainer_save is not None:
+        if self.run.store.trainer_save is not None:
             return
+        trials = self.run.record.trials_for(onset, self.run.policy.rollback.probation)
         try:
             self.run.saver.wait()
+            if trials is None and repeats_skips:
+                first_skip = next(iter(self.run.ledger.unhealthy), self.run.progress.step)
+                trials = self.run.restorer.no_trials(self.listed(), before=first_skip + 1)
+            if trials is None:
+                return
             self.run.stored.mark_failed(trials)
+            if self.run.store.durable:
+                self.run.log.info(
+                    f"the next start resumes from the checkpoint of step {trials.oldest}: mend the "
+                    "program, and start it again"
+                )
         except (StoreError, OSError) as error:
             problem = f"the stop could not be written: {error}; a restart begins with the limits"
             self.run.log.problem(
                 self.run.progress.step, f"{problem} and the skipped batches of today"
             )
+
+    def repeat_from(self, *, before: int) -> int | None:
+        """Makes the next start resume from the newest checkpoint before a step. Collective.
+
+        Args:
+            before: steps from here on are repeated.
+
+        Returns:
+            The step of the checkpoint, or None if the next start resumes from the newest one.
+        """
+        if self.run.store.trainer_save is not None:
+            return None
+        trials = self.run.restorer.no_trials(self.listed(), before=before)
+        if trials is None:
+            return None
+        try:
+            self.run.stored.mark_failed(trials)
+        except (StoreError, OSError):
+            return None
+        return trials.oldest
 
     def outcome(self, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
         """Collects how the run ends, for its diagnosis, its postmortem and its report.
@@ -483,6 +516,8 @@ class Recovery:
             metrics=monitor.metrics.values(),
             steps_lost=sum(each.lost for each in lost),
             why_lost=lost[-1].why_lost if lost else "",
+            steps_skipped=0 if self.counts_steps else self.run.step_batches.skipped_steps,
+            compares=self.run.comparisons.is_enabled,
             **fields,
         )
 

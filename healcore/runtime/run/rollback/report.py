@@ -34,6 +34,9 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
     held = None
     if changes.held is not None:
         held = changes.held.sentences() or None
+    problem = None
+    if order.arrays:
+        problem = nonfinite_save(order)
     rollback = run.log.event(
         "rollback",
         step=done.step,
@@ -42,6 +45,7 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
         cause=Cause(done.cause),
         checkpoint=done.checkpoint,
         by=_decided_by(order),
+        problem=problem,
         outcome="done",
         lr=done.lr,
         lr_limit=done.lr_limit,
@@ -75,13 +79,15 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
 
 
 def _decided_by(order: Order) -> str | None:
-    """The field `by` of a rollback's event, or None for a rule, a hook or NaN."""
+    """The field `by` of a rollback's event, or None for a rule or a hook."""
     if order.reason is OrderReason.DEAD_RUN:
         return "nonfinite_steps"
     if order.reason is OrderReason.INTENDED:
         return "intended_numbers"
     if order.reason is OrderReason.BETTER_WEIGHTS:
         return "earlier_weights"
+    if order.arrays:
+        return "state"
     return None
 
 

@@ -66,7 +66,7 @@ def test_the_trainers_own_search_of_a_batch_size_goes_first(tmp_path: Path, caps
     assert_equal_weights(found.model, expected.model)
     lines = capsys.readouterr().err
     assert lines.count("memory ran out before the first step") == 3
-    assert "samples do not fit into memory" not in lines
+    assert "does not fit into memory" not in lines
     searched(tmp_path / "stopped", heals=True, stop=25)
     capsys.readouterr()
     resumed = searched(tmp_path / "stopped", heals=True)
