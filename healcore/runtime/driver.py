@@ -40,7 +40,7 @@ of a step is its `StepRecord`. The driver copies it to the host in the backgroun
 
 1. Derive a class from `Driver`. A method whose body is `...` has to be defined. A method with a
    body is a default, for a framework without that feature.
-2. Write an `ArrayFormat` (`healcore.runtime.store.host_copy`) for `store`.
+2. Write an `ArrayFormat` (`healcore.runtime.store.array_format`) for `store`.
 3. Enter the class in `healcore.adapter_registry.PROVIDED`, under "driver", and let `framework_of`
    in `healcore.runtime.driver_choice` recognize a state of the framework.
 4. `tests/runtime/run/toy_driver.py` is a driver of a model of one number, for the comparisons.

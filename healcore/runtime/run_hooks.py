@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
 from healcore.runtime.run.run import Run

@@ -125,7 +125,7 @@ def test_a_run_started_again_after_an_exception_is_the_one_without(
 def test_a_position_of_workers_continues_without_workers():
     first, second = Cursor(read_ahead(workers=1)), Cursor(read_ahead())
     first.next()
-    assert second.rewind(first.position()), second.why_not
+    assert second.rewind(first.position()), second.rewind_obstacle
     assert int(second.next()[0]) == int(first.next()[0])
 
 

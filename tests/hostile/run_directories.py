@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.store import files, manifest, single_file
+from healcore.runtime.store import checksums, files, manifest, single_file
 from tests.healer.training_loops import broken_at, loop_of, rules, train
 
 STEPS, LENGTH = 12, 18
@@ -87,12 +87,12 @@ def rewrite_part(folder: Path, texts: dict[str, str]) -> None:
 
     write()
     try:
-        sealed = files.unseal(texts["manifest"].encode(errors="surrogatepass"))
+        sealed = checksums.unseal(texts["manifest"].encode(errors="surrogatepass"))
     except ValueError:
         return
     if isinstance(sealed.get("files"), dict) and single_file.FILE in sealed["files"]:
         sealed["files"][single_file.FILE] = single_file.digest_of(path)._asdict()
-        texts["manifest"] = files.seal(sealed).decode()
+        texts["manifest"] = checksums.seal(sealed).decode()
         write()
 
 
@@ -102,12 +102,12 @@ def rewrite(folder: Path, file: str, content: Any) -> None:
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         if file in (manifest.RECORD, manifest.MANIFEST) and isinstance(content, dict):
             content.pop("digest", None)
-            raw = files.seal(content)
+            raw = checksums.seal(content)
         rewrite_part(folder, {PARTS.get(file, "state"): raw.decode(errors="replace")})
         return
     if file in (manifest.RECORD, manifest.MANIFEST) and isinstance(content, dict):
         content.pop("digest", None)
-        (folder / file).write_bytes(files.seal(content))
+        (folder / file).write_bytes(checksums.seal(content))
         return
     raw = content if isinstance(content, bytes) else json.dumps(content).encode()
     (folder / file).write_bytes(raw)
@@ -117,11 +117,11 @@ def rewrite(folder: Path, file: str, content: Any) -> None:
 
 def sealed_again(folder: Path) -> None:
     """The manifest of a checkpoint as its files are now: the digests are no secret."""
-    content = files.read_sealed(folder / manifest.MANIFEST)
+    content = checksums.read_sealed(folder / manifest.MANIFEST)
     unlisted = {manifest.MANIFEST, manifest.RECORD}
     digests = files.sync_and_digest(folder)
     content["files"] = {name: digests[name]._asdict() for name in digests.keys() - unlisted}
-    (folder / manifest.MANIFEST).write_bytes(files.seal(content))
+    (folder / manifest.MANIFEST).write_bytes(checksums.seal(content))
 
 
 def change_state(root: Path, change: Callable[[dict[str, Any]], None]) -> None:

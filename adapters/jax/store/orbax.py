@@ -20,6 +20,7 @@ from etils import epath
 from healcore.jax.driver.program_state import SIDE_STATE, program_state_of
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.store import files, manifest, single_file, values
+from healcore.runtime.store.array_format import ArrayFormat, Target
 from healcore.runtime.store.checkpoints import (
     IN_MEMORY,
     Keep,
@@ -27,7 +28,8 @@ from healcore.runtime.store.checkpoints import (
     StoreError,
     UnsavableState,
 )
-from healcore.runtime.store.host_copy import ArrayFormat, FlatState, HostCopy, Leaf, Target, raw
+from healcore.runtime.store.flat_state import FlatState, Leaf, raw
+from healcore.runtime.store.host_copy import HostCopy
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, run_on_each

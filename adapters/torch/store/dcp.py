@@ -25,9 +25,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from healcore.runtime.store import manifest, single_file
+from healcore.runtime.store.array_format import ArrayFormat, Target
 from healcore.runtime.store.checkpoints import IN_MEMORY, Keep
 from healcore.runtime.store.files import map_in_threads
-from healcore.runtime.store.host_copy import ArrayFormat, FlatState, HostCopy, Leaf, Target
+from healcore.runtime.store.flat_state import FlatState, Leaf
+from healcore.runtime.store.host_copy import HostCopy
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_each

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StateMismatch, UnsavableState
-from healcore.runtime.store.host_copy import FlatState
+from healcore.runtime.store.flat_state import FlatState
 
 
 class Layout(NamedTuple):

@@ -13,10 +13,11 @@ from typing import Any
 
 from healcore.core.decision import Cause
 from healcore.core.errors import error_text
-from healcore.runtime.data.loader_adapters import BatchIterator, UnreadableBatch
-from healcore.runtime.data.loader_epoch import LoaderEpoch, ReadRetries
+from healcore.runtime.data.epoch_range import EpochRange
+from healcore.runtime.data.loader_adapter import BatchIterator
+from healcore.runtime.data.loader_epoch import LoaderEpoch
 from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader
-from healcore.runtime.data.position_history import EpochRange, PositionHistory
+from healcore.runtime.data.position_history import PositionHistory
 from healcore.runtime.data.positions import (
     BatchId,
     EmptyLoader,
@@ -24,6 +25,8 @@ from healcore.runtime.data.positions import (
     SavedPosition,
 )
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
+from healcore.runtime.data.read_retries import ReadRetries
+from healcore.runtime.data.unreadable_batch import UnreadableBatch
 from healcore.runtime.faults.classification import classify
 
 _SILENT_SECONDS = 5.0
@@ -31,8 +34,6 @@ _SILENT_SECONDS = 5.0
 
 PutBack = Callable[[], object]
 """Sets the random states of an earlier moment."""
-
-
 Inform = Callable[[str], object]
 """Takes a line for the log about the progress of a long read."""
 
@@ -58,15 +59,16 @@ class BatchStream:
         retries: the attempts to read a batch after failures in the network, or None for one.
 
     Attributes:
-        loader: the loader.
+        loader: the user's loader.
         next_id: the id of the next batch.
         last_id: the id of the last batch that the loop has received, or None after a rewind.
         inform: called with lines about the progress of a long read.
         limit: takes the number of an epoch, and returns the number of batches after which the epoch
             ends; or None if every epoch has all batches.
         unreadable: the batch whose reading made the last `next` raise, or None.
-        put_back_random_states: sets the random states of before the next read, or None if only the
-            stream can keep them. Whoever keeps them anyway saves the stream reading them again.
+        put_back_random_states: sets the random states of before the next read, or None. A caller
+            that keeps these states anyway sets this function, so that the stream need not read the
+            states too.
     """
 
     def __init__(self, loader: AnyLoader, *, retries: ReadRetries | None = None) -> None:
@@ -89,8 +91,8 @@ class BatchStream:
     def abandon(self) -> None:
         """Drops the rest of the epoch, after a `break`. The next batch is of the next epoch.
 
-        Without a batch of the epoch read, or with an iterator, nothing is dropped: an iterator
-        continues where it is. So the next loop reads the same as without healcore.
+        Nothing is dropped before the first batch of an epoch, nor of an iterator, which continues
+        where it is. So the next loop reads the same batches as without healcore.
         """
         if self.next_id.index > 0 and not isinstance(self.loader, Iterator):
             self.next_id = BatchId(self.next_id.epoch + 1, 0)
@@ -156,15 +158,17 @@ class BatchStream:
         if index == 0 and not self._epoch.may_be_empty and not ends_at_limit:
             raise EmptyLoader(epoch, self._epoch.name)
         self._epoch.end()
-        # A state between two epochs may restore the end of the first. Then this epoch begins again.
+        # A state that was taken between two epochs may restore the end of the first epoch. Then no
+        # batch was read, and the epoch keeps its number: its batches are still to come.
         if index > 0 and not is_iterator:
             self._history.last_end, self.next_id = self.next_id, BatchId(epoch + 1, 0)
 
     def _drop_until(self, goal: BatchId) -> None:
         """Reads and discards batches. An unreadable batch also counts as read.
 
-        A stream that ends with a failure in the network raises the failure. If the batches are
-        dropped to read another one again, the first such failure is raised, which is an attempt.
+        If the stream ends with a failure in the network, the failure is raised. While a batch is
+        read again after such a failure (`reads_again`), the next failure is raised at once:
+        `_read_again` counts it as an attempt.
         """
         reads_again = self._epoch.reads_again
         shown = time.monotonic()
@@ -211,9 +215,9 @@ class BatchStream:
             if classify(error).cause is not Cause.NETWORK:
                 raise
             failure = error
-        # Outside of the block: an error of the next attempt must not have this one as its context,
-        # or it would be classified as a failure in the network too.
-        if put_back is None:  # reading draws no numbers: the states are those of before the read
+        # Outside of the `except` block: an error of the next attempt must not have this failure as
+        # its context, or it would be classified as a failure in the network too.
+        if put_back is None:  # reading draws no numbers, so the states are as before it
             put_back = functools.partial(set_random_states, random_states())
         go_back = self._way_back_to(which, put_back, had_begun=had_begun)
         return self._read_again(which, failure, self._retries, go_back)
@@ -227,15 +231,14 @@ class BatchStream:
     ) -> AnyBatch:
         """Reads a batch again that a failure in the network has interrupted.
 
-        The loader is moved back to the batch, and so are the random states, so that it reads the
-        batch that the failure has prevented. If that is impossible, the failure is raised: to read
-        on would lose the batch, or would take the end of a generator that has raised for the end of
-        the data.
+        The loader and the random states are moved back to the batch before each attempt. If that is
+        impossible, the failure is raised. Without this, the batch would be lost, or the end of a
+        generator that has raised would pass for the end of the data.
 
         Args:
-            which: the batch.
-            failure: the exception.
-            retries: the attempts.
+            which: the batch that could not be read.
+            failure: the exception of the read.
+            retries: waits before each attempt, and says when to give up.
             go_back: result of `_way_back_to`.
         """
         name = self._epoch.name
@@ -284,7 +287,7 @@ class BatchStream:
             anything else                                         None
 
         Args:
-            which: the batch.
+            which: the batch that could not be read.
             put_back: sets the random states of before the read that has raised.
             had_begun: whether the epoch had begun before this read.
 
@@ -343,7 +346,7 @@ class BatchStream:
     @property
     def can_rewind(self) -> bool:
         """Whether the loader can be rewound."""
-        return self._epoch.adapter.why_not is None
+        return not self._epoch.adapter.obstacle
 
     def position(self) -> SavedPosition:
         """The position right after the last batch, for `rewind` and `fast_forward`.

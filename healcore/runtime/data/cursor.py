@@ -1,31 +1,24 @@
-"""The data cursor, which yields batches with permanent ids and rewinds if the loader can.
-
-A run has one `RunLoader` for each loader: the loader's cursor, and what the loop does with its
-batches.
-"""
+"""The data cursor, which yields batches with permanent ids and rewinds if the loader can."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from enum import Enum
 from typing import Any
 
 from healcore.console import counted
 from healcore.core.errors import error_text
-from healcore.runtime.data.batch_stream import BatchStream, Inform
-from healcore.runtime.data.function_loader import FunctionLoader
-from healcore.runtime.data.loader_epoch import EpochPhase, ReadRetries
-from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader, Loader
+from healcore.runtime.data.batch_stream import BatchStream
+from healcore.runtime.data.loader_epoch import EpochPhase
+from healcore.runtime.data.loader_protocols import AnyBatch, Loader
 from healcore.runtime.data.positions import (
     BatchId,
     DataError,
     Position,
-    SavedPosition,
     UnusableLoader,
     decode_position,
 )
-from healcore.runtime.data.scan_blocks import ScanBlocks
+from healcore.runtime.data.read_retries import ReadRetries
 
 
 class Cursor(BatchStream):
@@ -69,8 +62,8 @@ class Cursor(BatchStream):
         self.skipped_batch_ids: set[BatchId] = set()
         self._skipped: list[BatchId] = []
         """The batches skipped since `take_skipped`."""
-        self._rewind_error: str | None = None
-        """Why the last `rewind` has failed, or None."""
+        self._rewind_error = ""
+        """Why the last `rewind` has failed, or an empty string."""
         self.extend(epochs)
 
     # -- epochs ---------------------------------------------------------------------------------
@@ -135,8 +128,8 @@ class Cursor(BatchStream):
     def length(self) -> int | None:
         """Number of batches in the epoch, or None if the loader has no length.
 
-        The smaller one of the loader's length and `limit`. It is asked anew each time, because a
-        program may change its loader between two epochs.
+        The smaller one of the loader's length and `limit`. The loader is asked each time, because a
+        program may change it between two epochs.
         """
         limit = None
         if self.limit is not None:
@@ -236,7 +229,8 @@ class Cursor(BatchStream):
                     raise
                 self.unreadable = None
             else:
-                # The epoch's order may be drawn when its first batch is read.
+                # The order of an epoch may be drawn when its first batch is read. A position from
+                # before this batch then serves only for this batch, so one after it is taken.
                 newest = self._history.newest
                 if newest is not None and newest < (which.epoch, 1):
                     self.position()
@@ -254,24 +248,33 @@ class Cursor(BatchStream):
     # -- positions ------------------------------------------------------------------------------
 
     @property
-    def why_not(self) -> str | None:
-        """Why the loader cannot be rewound, or why the last `rewind` failed, or None.
+    def rewind_obstacle(self) -> str:
+        """Why the loader cannot be rewound, or why the last `rewind` failed, or an empty string.
 
         The log and the report of a rollback name the reason: without a rewind, a rollback restores
         the weights and continues with the next batches.
         """
-        return self._epoch.adapter.why_not or self._rewind_error
+        return self._epoch.adapter.obstacle or self._rewind_error
 
     def rewind(self, position: Mapping[str, Any]) -> bool:
         """Moves to a position, backwards or forwards, also into another epoch.
 
-        Batches keep their ids, and batches that are skipped stay skipped.
+        Batches keep their ids, and batches that are skipped stay skipped. No failure leaves the
+        loader at an unknown place without an exception:
+
+            decode the position ── fails ──► False, nothing has moved
+                    │
+            take the current position
+                    │
+            move to the position ── fails ── move back ── fails ──► DataError
+                    │                            └────────────────► False, at the old place
+            forget later positions ──► True
 
         Args:
             position: result of `position` in this process or an earlier process.
 
         Returns:
-            False if the cursor could not move; `why_not` has the reason.
+            False if the cursor could not move; `rewind_obstacle` has the reason.
 
         Raises:
             DataError: the loader failed on the position and could not return to the old position.
@@ -300,7 +303,7 @@ class Cursor(BatchStream):
                 ) from error
             return False
         self._history.restart_at(target.batch, dict(position))
-        self._rewind_error = None
+        self._rewind_error = ""
         return True
 
     def _decoded_for_rewind(self, position: Mapping[str, Any]) -> Position:
@@ -350,164 +353,3 @@ class Cursor(BatchStream):
             f"read {batches} and dropped them, up to batch {goal.index} of epoch {goal.epoch}; "
             f"{order}"
         )
-
-
-class BatchUse(Enum):
-    """What the loop does with the loader's last batch.
-
-    event                                from            to
-    -----------------------------------  --------------  --------------
-    `RunLoader.next`                     LEFT_BY_BREAK   WAITING
-    `use_batch`: the loop receives it    any             IN_BODY
-    `end_use`: the loop asks for more    IN_BODY         WAITING
-    `leave_by_break`                     IN_BODY         LEFT_BY_BREAK
-    """
-
-    WAITING = "waiting"
-    """The loop body has ended, or no batch was read yet. The next batch may be read."""
-    IN_BODY = "in body"
-    """The loop body runs with the batch. A save now would lose what the body does after it."""
-    LEFT_BY_BREAK = "left by break"
-    """A `break` has ended the loop body. Further updates on the batch may follow the loop."""
-
-
-class RunLoader(Cursor):
-    """The cursor of a run's loader, and the use of its batches.
-
-    Whether a loop reads the loader (`in_loop`) is independent of `use`: a rollback within the loop
-    body rewinds the loader, and the rest of the body still uses the old batch.
-
-        event                                        `in_loop` is then
-        -------------------------------------------  -----------------
-        a loop begins, or `next` reads a batch       True
-        the loop has no further batch                False
-        `break`                                      True: the next loop drops the rest of the epoch
-        `leave_loop`, such as by a rollback          False: the next loop begins where the loader is
-
-    Args:
-        number: number of the loader, in the order of first use.
-        loader: the user's loader.
-        epochs: number of epochs to read, or None for no end.
-        skipped_batch_ids: ids of the batches to skip. The registry keeps this set too.
-        limit: takes the number of an epoch and returns its largest number of batches, or None.
-        retries: the attempts to read a batch after failures in the network, or None for one.
-        inform: called with lines about the progress of a long read, or None.
-        first_epoch: the epoch of the program's loop in which the loader is first used.
-
-    Attributes:
-        number: number of the loader, in the order of first use.
-        start: the position before the first batch, for checkpoints older than the first use.
-        first_epoch: the epoch of the program's loop in which the loader was first used.
-        exhausted_before: whether an earlier process has read all epochs.
-        is_undone: whether a return to an earlier epoch has undone all of its epochs. The program
-            may not make it again, so checkpoints do not have it until a loop begins it.
-        in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
-        use: what the loop does with the last batch.
-        trains: whether a step has used its batches. Others are read from the start after a restart.
-        pending_ids: ids of the batches since the last step.
-        contents: the batches since the last step, if weights are compared.
-        substitute: the batch that replaces an unreadable batch, with several ranks.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        loader: AnyLoader,
-        epochs: int | None,
-        skipped_batch_ids: set[BatchId],
-        limit: Callable[[int], int] | None,
-        *,
-        retries: ReadRetries | None,
-        inform: Inform | None,
-        first_epoch: int,
-    ) -> None:
-        super().__init__(loader, epochs=epochs, retries=retries)
-        if inform is not None:
-            self.inform = inform
-        self.number = number
-        self.limit = limit
-        self.skipped_batch_ids = skipped_batch_ids
-        self.start: SavedPosition = self.position()
-        self.first_epoch = first_epoch
-        self.exhausted_before = False
-        self.is_undone = False
-        self.in_loop = True
-        self.use = BatchUse.WAITING
-        self.trains = False
-        self.pending_ids: list[BatchId] = []
-        self.contents: list[Any] = []
-        self.substitute: AnyBatch = None
-
-    @property
-    def is_scan(self) -> bool:
-        """Whether the batches are blocks of `Healer.scan`, of which a rollback skips none."""
-        return isinstance(self.loader, ScanBlocks)
-
-    @property
-    def first_pending(self) -> BatchId | None:
-        """The first batch that was read since the last step, also if reading it has raised."""
-        if self.pending_ids:
-            return self.pending_ids[0]
-        return self.unreadable
-
-    def call_again(self) -> None:
-        """Makes the next batch call the loader anew, if it is a function that makes a stream.
-
-        A rollback before the first batch has called it in the body of a later epoch. Only in the
-        pass that follows are the variables that the function reads (`epoch`) right.
-        """
-        if isinstance(self._epoch.adapter, FunctionLoader):
-            self._restore(decode_position({**self.start, "state": None}))
-
-    # -- the loop over the batches --------------------------------------------------------------
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the loop is still using the last batch."""
-        return self.use is BatchUse.IN_BODY
-
-    @property
-    def left_by_break(self) -> bool:
-        """Whether a `break` has followed the last batch."""
-        return self.use is BatchUse.LEFT_BY_BREAK
-
-    def next(self) -> tuple[AnyBatch, BatchId]:
-        """Reads the next batch, see `Cursor.next`.
-
-        After its last block a scan does not begin another epoch, so that a restart with more
-        updates continues there.
-
-        Raises:
-            StopIteration: the last batch was read, in this or in an earlier process.
-        """
-        if self.exhausted_before or (self.is_scan and self.loader.is_finished):
-            raise StopIteration
-        self.in_loop = True
-        if self.use is BatchUse.LEFT_BY_BREAK:
-            self.use = BatchUse.WAITING
-        return super().next()
-
-    def use_batch(self) -> None:
-        """Notes that the loop receives the batch of the last `next`."""
-        self.use = BatchUse.IN_BODY
-
-    def end_use(self) -> None:
-        """Notes that the loop body has ended."""
-        if self.use is BatchUse.IN_BODY:
-            self.use = BatchUse.WAITING
-
-    def leave_by_break(self) -> None:
-        """Notes that a `break` has ended the loop body.
-
-        What the program does after the loop may still belong to the batch. But if the loop was an
-        evaluation, its batches belong to no step.
-        """
-        self.use = BatchUse.LEFT_BY_BREAK
-
-    def leave_loop(self) -> None:
-        """Notes that no loop reads the loader, so that the next loop continues where the loader is.
-
-        Called after the last batch, and after a rollback, whose position a `break` before it must
-        not change. Without this, the next loop would drop the rest of the epoch.
-        """
-        self.in_loop = False

@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 
-from healcore.runtime.data.loader_adapters import BatchIterator, LoaderAdapter, adapter_for
+from healcore.runtime.data.adapter_choice import adapter_for
+from healcore.runtime.data.loader_adapter import BatchIterator, LoaderAdapter
 from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader, LoaderState
 from healcore.runtime.data.positions import DataError, UnusableLoader
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
@@ -51,8 +52,8 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
     """Reads what a function makes, and calls the function for each epoch and each rewind.
 
     The function is called with the random states of the first time, so that an order which it draws
-    from the global generators is the same again. A stream that draws at each batch has to draw from
-    a generator of its own: the steps draw from the global generators between its batches.
+    from the global random generators is the same again. A stream that draws at each batch needs a
+    random generator of its own: the steps draw from the global ones between its batches.
 
     Args:
         make: function without arguments that returns something new to iterate over at each call.
@@ -94,7 +95,7 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
         if ended or self._batches is None:
             return None
         own = None
-        if not self._inner.why_not:
+        if not self._inner.obstacle:
             own = self._inner.state(ended=False)
         return self._state(self._read, own)
 
@@ -105,7 +106,7 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
         is enough. Otherwise it is known if the stream knows its own state before the batch.
         """
         own = None
-        if not self._inner.why_not:
+        if not self._inner.obstacle:
             own = self._inner.state_before(index)
             if own is None:
                 return None

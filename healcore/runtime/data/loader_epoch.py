@@ -1,33 +1,23 @@
-"""The epoch of a loader that is being read: how it begins, how it ends, and its state.
-
-`SamplerEpochs` calls `set_epoch` of the samplers when an epoch begins. `division` says how the data
-is divided among the ranks.
-"""
+"""The epoch of a loader that is being read: how it begins, how it ends, and its state."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
+from healcore.runtime.data.adapter_choice import adapter_for
 from healcore.runtime.data.function_loader import FunctionLoader, function_name, is_function
-from healcore.runtime.data.loader_adapters import BatchIterator, LoaderAdapter, adapter_for
-from healcore.runtime.data.loader_protocols import (
-    AnyLoader,
-    LoaderState,
-    class_name,
-    is_type,
-    samplers_of,
-)
+from healcore.runtime.data.loader_adapter import BatchIterator, LoaderAdapter
+from healcore.runtime.data.loader_parts import class_name
+from healcore.runtime.data.loader_protocols import AnyLoader, LoaderState
+from healcore.runtime.data.other_ranks import check_division, division
 from healcore.runtime.data.positions import (
-    GLOBAL_ROWS,
     BatchId,
-    Division,
     Position,
     SavedPosition,
     UnusableLoader,
-    check_division,
     decode_position,
     encode_position,
 )
@@ -36,153 +26,11 @@ from healcore.runtime.data.random_states import (
     random_states,
     set_random_states,
 )
-from healcore.runtime.data.torch_loader import TorchLoader, base_of, is_replayable, without_fabric
-
-
-def division(loader: AnyLoader) -> Division | None:
-    """What has to stay equal when a run continues with another number of ranks.
-
-    If it is equal, batch i of every epoch has the same rows as before, over all ranks together. The
-    unit is batches if every rank reads the same ones (a list, a loader in order), else rows of a
-    global batch.
-
-    Args:
-        loader: the user's loader.
-
-    Returns:
-        [unit, number], or None if it is unknown.
-    """
-    if isinstance(loader, Sequence):
-        return ["batches", len(loader)]
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    rows = getattr(batch_sampler, "batch_size", None)
-    for sampler in samplers_of(loader):
-        replicas = getattr(sampler, "num_replicas", None)
-        distributed = sampler is not batch_sampler and hasattr(sampler, "set_epoch")
-        if distributed and type(rows) is int and type(replicas) is int:
-            return [GLOBAL_ROWS, rows * replicas]
-        if is_type(sampler, "torch.utils.data", "SequentialSampler") and hasattr(loader, "__len__"):
-            return ["batches", len(loader)]
-    return None
-
-
-class SamplerEpochs:
-    """Calls `set_epoch` on samplers and records its arguments: epoch of the cursor -> number.
-
-    DistributedSampler and others need `set_epoch` with the next number for a new order, and with
-    the earlier number after a rewind. A user's loop over epochs usually calls `set_epoch`; the
-    number is then read, not overwritten.
-
-    Args:
-        loader: the user's loader. `set_epoch` is called on it, its samplers and its dataset, where
-            they have this method.
-    """
-
-    def __init__(self, loader: AnyLoader) -> None:
-        self._owners: list[Any] = []
-        """The objects with `set_epoch`."""
-        for each in (loader, *samplers_of(loader), getattr(loader, "dataset", None)):
-            if callable(getattr(each, "set_epoch", None)):
-                self._owners.append(each)
-        self._fabric: Any = None
-        """A loader of Fabric, which counts its iterations as epochs, or None."""
-        if is_replayable(loader) and without_fabric(loader) is not loader:
-            self._fabric = loader
-        self._numbers: dict[int, int] = {}
-
-    @property
-    def sampler_name(self) -> str:
-        """Type of an object with `set_epoch`, or an empty string for a loader without one."""
-        if not self._owners:
-            return ""
-        return type(self._owners[-1]).__name__
-
-    def begin(self, epoch: int, *, by_user: bool) -> None:
-        """Sets the epoch's number, or reads it if the user's loop began the epoch.
-
-        Args:
-            epoch: number of the epoch for the cursor, from 0.
-            by_user: whether the user's loop has requested this epoch.
-        """
-        if epoch not in self._numbers and by_user:
-            self._numbers[epoch] = self._read(default=epoch)
-            if self._fabric is None:
-                return
-        number = self.number(epoch)
-        if number is None:
-            number = epoch
-        self.restore(epoch, number)
-
-    def number(self, epoch: int) -> int | None:
-        """The argument of `set_epoch` for an epoch.
-
-        Args:
-            epoch: number of the epoch for the cursor, from 0.
-
-        Returns:
-            The number, of an epoch that has begun or is next. None if it is unknown.
-        """
-        if epoch in self._numbers:
-            return self._numbers[epoch]
-        before = self._numbers.get(epoch - 1)
-        if before is None:
-            return None
-        return before + 1
-
-    def restore(self, epoch: int, number: int | None) -> None:
-        """Sets the number of an epoch of a saved position.
-
-        Args:
-            epoch: number of the epoch for the cursor, from 0.
-            number: argument for `set_epoch`, or None to set nothing.
-        """
-        if number is None:
-            return
-        self._numbers[epoch] = number
-        for owner in self._owners:
-            owner.set_epoch(number)
-        if self._fabric is not None:
-            self._fabric._num_iter_calls = number + 1
-
-    def _read(self, default: int) -> int:
-        """The number that the user's loop has set, or the default if no object tells it."""
-        if self._fabric is not None:
-            return self._fabric._num_iter_calls
-        for owner in self._owners:
-            name = "epoch"
-            if base_of(owner) is not owner:
-                name = "iteration"  # Accelerate's own count
-            number = getattr(owner, name, None)
-            if type(number) is int:
-                return number
-        return default
-
+from healcore.runtime.data.read_retries import ReadRetries
+from healcore.runtime.data.sampler_epochs import SamplerEpochs
+from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
 T = TypeVar("T")
-
-
-class ReadRetries(Protocol):
-    """The attempts to read a batch after failures in the network.
-
-    `healcore.runtime.faults.retry.Retries` implements it with the policy's `[retry]`. The data
-    layer knows only these two methods.
-    """
-
-    def wait_after(self, error: BaseException) -> bool:
-        """Waits after a failed attempt.
-
-        Args:
-            error: the exception of the attempt.
-
-        Returns:
-            Whether to read again. False for an exception that is not a failure in the network, and
-            after the last attempt.
-        """
-        ...
-
-    def report_success(self) -> None:
-        """Reports a success. After failures, the run's log gets a line."""
-        ...
 
 
 class EpochPhase(Enum):
@@ -203,8 +51,8 @@ class EpochPhase(Enum):
     NOT_BEGUN = "not begun"
     """The next epoch has to begin before its state can be taken.
 
-    At the first use of the loader, and after a `break`: the loader's own state still belongs to the
-    epoch that was left, and would restore its rest.
+    At the first use of the loader, and after a `break`. After a `break` the loader's own state
+    still belongs to the epoch that was left, and a restore would continue this epoch.
     """
     READING = "reading"
     """The epoch was begun. An epoch that ends now without a batch is an error, `EmptyLoader`."""
@@ -213,8 +61,9 @@ class EpochPhase(Enum):
     BETWEEN = "between two epochs"
     """An epoch has ended, and the next one has not begun.
 
-    The state of a loader is its state after the end. To begin the next epoch for its state would
-    read ahead: it may draw an order from the random generators, before the code after the epoch.
+    A state that is taken now is the state after the end. The next epoch does not begin only to take
+    its state: it may draw an order from the random generators, before the program's code after the
+    epoch has drawn its own numbers.
     """
     EXHAUSTED = "exhausted"
     """The only epoch of an iterator has ended."""
@@ -238,7 +87,8 @@ class LoaderEpoch:
         sampler_epochs: the numbers that `set_epoch` of the loader and its samplers gets.
         begin_states: random states before this epoch has begun. Empty without `retries`.
         reads_again: whether a batch is read once more after a failure in the network. An epoch that
-            begins meanwhile has begun before, and other ranks do not begin it again.
+            begins during this is an epoch that has begun before, and that other ranks do not begin
+            again.
 
     Raises:
         UnusableLoader: the loader cannot be iterated over.
@@ -264,9 +114,8 @@ class LoaderEpoch:
     def adapter(self) -> LoaderAdapter:
         """Saves and restores the loader's state.
 
-        Made on first use, and not with this object: to find out what an iterator can do, it may
-        have to be made, and that begins an epoch and draws its order. A failure in the network is
-        retried.
+        Made on first use. To find out what an iterator can do, the iterator may have to be made,
+        and that begins an epoch and draws its order. A failure in the network is retried.
         """
         loader = self.loader
         if self._is_function:
@@ -366,16 +215,16 @@ class LoaderEpoch:
         """
         return self.adapter.state(ended=self.is_between_epochs)
 
-    def forget_state(self, why_not: str) -> None:
-        """Makes the loader a loader that cannot be rewound from now on.
+    def forget_state(self, obstacle: str) -> None:
+        """Treats the loader as a loader that cannot be rewound from now on.
 
-        Called where the loader's state cannot be trusted any more. A rollback then keeps the loader
-        where it is.
+        Called where the loader's state cannot be trusted any more. A later rollback then leaves the
+        loader where it is.
 
         Args:
-            why_not: the reason, for `Cursor.why_not`.
+            obstacle: the reason, for `Cursor.rewind_obstacle`.
         """
-        self.adapter = LoaderAdapter(self.loader, why_not=why_not)
+        self.adapter = LoaderAdapter(self.loader, obstacle=obstacle)
 
     def restore(self, target: Position) -> int:
         """Moves the loader to the state of a position.

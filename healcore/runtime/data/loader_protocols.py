@@ -18,18 +18,14 @@ see what to offer, and what healcore then does with it.
     `why_not`                                      say why the loader cannot be rewound
 
 Classes of torch, Accelerate, Fabric, torchdata and datasets are recognized by name and module,
-because the runtime imports none of these libraries. The functions for that are at the end of this
-file, and in `torch_loader`.
+because the runtime imports none of these libraries. The functions for that are in `loader_parts`
+and in `torch_loader`.
 """
 
 from __future__ import annotations
 
-import inspect
-import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
-
-from healcore.runtime.store import values
 
 AnyBatch = Any
 """A batch, as the loader yields it: healcore looks at none of its attributes to read the data.
@@ -125,6 +121,7 @@ class ExplainsWhyNot(Protocol):
     """A loader that says itself why it cannot be rewound. healcore prints the reason.
 
     With `why_not = None` the loader has an exact `state_dict`, and healcore examines it no further.
+    Within healcore the reason is called an obstacle.
     """
 
     why_not: str | None
@@ -220,103 +217,3 @@ STATE_DICT = ("state_dict", "load_state_dict")
 """The methods of a `StatefulLoader`."""
 GET_STATE = ("get_state", "set_state")
 """The methods of a `StatefulIterator` and of a `RandomGenerator`."""
-
-
-def class_name(thing: object) -> str:
-    """Name of an object's class, with its module except for builtins."""
-    return values.class_name(type(thing)).removeprefix("builtins.")
-
-
-def is_type(thing: object, package: str, *names: str) -> bool:
-    """Whether an object is of a library's class, or of a subclass.
-
-    Args:
-        thing: the object.
-        package: begin of the module's name, such as "torch.utils.data".
-        *names: names of classes there, of which any may be a base of the object's class.
-    """
-    for kind in type(thing).__mro__:
-        if kind.__name__ in names and kind.__module__.startswith(package):
-            return True
-    return False
-
-
-def has_methods(thing: object, names: Iterable[str]) -> bool:
-    """Whether an object has all of these methods."""
-    return all(callable(getattr(thing, name, None)) for name in names)
-
-
-def samplers_of(loader: AnyLoader) -> list[Any]:
-    """The samplers and batch samplers of a torch loader, including samplers inside samplers.
-
-    `set_epoch` and the random generators of a loader are found in these parts.
-
-    Args:
-        loader: any loader.
-
-    Returns:
-        Each sampler once, outer samplers before inner samplers. Empty for a loader without
-        samplers.
-    """
-    parts = [loader]
-    for part in parts:  # the list grows by the samplers that are found in its parts
-        for name in ("sampler", "batch_sampler"):
-            inner = getattr(part, name, None)
-            if inner is not None and all(inner is not other for other in parts):
-                parts.append(inner)
-    return parts[1:]
-
-
-def generators_of(parts: Iterable[Any]) -> list[RandomGenerator]:
-    """The random generators of loaders and samplers.
-
-    A DataLoader and its sampler often share one generator. Setting its state twice would be
-    harmless, but a position would hold it twice.
-
-    Args:
-        parts: loaders and samplers. A part without `generator` adds nothing.
-
-    Returns:
-        Each generator once, in the order of the parts.
-    """
-    found: dict[int, RandomGenerator] = {}
-    for part in parts:
-        generator = getattr(part, "generator", None)
-        if generator is not None and has_methods(generator, GET_STATE):
-            found[id(generator)] = generator
-    return list(found.values())
-
-
-def has_shuffle_buffer(loader: AnyLoader) -> bool:
-    """Whether a stream of Hugging Face shuffles in a buffer, which its state does not have.
-
-    Such a stream accepts its `state_dict` and continues, but with an empty buffer: the examples
-    that were in the buffer are lost.
-    """
-    parts = [getattr(loader, "dataset", loader)]
-    for part in parts:  # the list grows by the streams inside its parts
-        if is_type(part, "datasets", "BufferShuffledExamplesIterable"):
-            return True
-        inner = [getattr(part, "_ex_iterable", None), getattr(part, "ex_iterable", None)]
-        inner += getattr(part, "ex_iterables", ())
-        parts += [each for each in inner if each is not None]
-    return False
-
-
-def connects_again(batches: Iterator[AnyBatch]) -> bool:
-    """Whether an iterator can probably continue after an exception, where it was.
-
-    An iterator of a class in Python that holds no other iterator, such as a stream that connects
-    again to its server, decides itself what its next `next` reads. A generator has ended with its
-    exception. A wrapper around another iterator may have lost what it had read from there.
-
-    Open files and responses of a server are iterators too, and belong to the connection.
-    """
-    if not inspect.isfunction(getattr(type(batches), "__next__", None)):
-        return False  # a generator, a `zip`, a `map`
-    for each in getattr(batches, "__dict__", {}).values():
-        if not isinstance(each, Iterator) or isinstance(each, io.IOBase):
-            continue
-        if each is not batches:
-            return False
-    return True

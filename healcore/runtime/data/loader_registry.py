@@ -11,58 +11,62 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from healcore.runtime.data.batch_stream import Inform
-from healcore.runtime.data.cursor import RunLoader
-from healcore.runtime.data.loader_epoch import ReadRetries
+from healcore.runtime.data.earlier_loaders import EarlierLoaders
+from healcore.runtime.data.epoch_loop import EpochLoop
+from healcore.runtime.data.loader_numbers import LoaderNumbers
 from healcore.runtime.data.loader_protocols import AnyLoader
-from healcore.runtime.data.loop_places import (
+from healcore.runtime.data.positions import (
     BEGUN,
     COUNT,
     EPOCH,
-    EarlierLoaders,
-    EpochLoop,
+    BatchId,
+    Positions,
+    SavedPosition,
     check_positions,
     has_begun,
 )
-from healcore.runtime.data.positions import BatchId, SavedPosition
+from healcore.runtime.data.read_retries import ReadRetries
+from healcore.runtime.data.rewinding import is_within_epoch, rewind_each, skip_batches
+from healcore.runtime.data.run_loader import RunLoader
 
-MODEL_CHANGED = (
-    "the program would change the structure of its model again at the beginning of that epoch"
-)
-"""Reason of a rollback after which a loop over `Healer.epochs` does not return."""
 EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
 """Reason of a rollback after which only the steps of the current loader are repeated."""
 
 _MAX_LOADERS = 8
-"""Number of loaders to keep that no loop reads; a loop may make a new loader for every epoch."""
+"""Number of loaders to keep. A loop may make a new loader for every epoch, without an end."""
 _MAX_IN_EPOCHS = 64
 """Number of loaders to keep if they were read in this epoch or the epoch before. A program that
-reads many loaders in each epoch comes back to them."""
+reads many loaders in each epoch reads the same loaders again in the next epoch."""
 
-Positions = dict[str, Any]
-"""Number of a loader, as text -> `SavedPosition`; and `COUNT`, `EPOCH` and `BEGUN`."""
 Limit = Callable[[int], int] | None
 """Takes the number of an epoch and returns its largest number of batches; None for no limit."""
 
 
-class LoaderRegistry(EpochLoop):
+class LoaderRegistry:
     """All loaders of a run.
 
-    A checkpoint has the position of every loader (`position`). A restart stores them (`resume`),
-    and each loader takes over its own at its first use (`begin`). A rollback moves the loaders of
-    the steps back, and marks batches to skip (`rewind`).
+    A checkpoint has the position of every loader (`position`). A rollback moves the loaders back
+    that it finds, and a restart has no loader yet. So there are two ways back:
+
+        rollback   `rewind`: each loader of the steps moves to its position at once
+        restart    `resume`: the positions wait in `EarlierLoaders`
+                   `begin`: the loop begins a loader, which takes over the position of its number
+
+    A rollback in a loop over `Healer.epochs` uses both ways, see `EpochLoop`.
 
     Args:
         inform: called with lines about the progress of a long read, or None.
         retries: the attempts to read a batch after failures in the network, or None for one.
 
     Attributes:
+        epoch_loop: the program's own loop over epochs.
         notices: sentences for the log; the Healer clears them.
         last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
     """
 
     def __init__(self, *, inform: Inform | None = None, retries: ReadRetries | None = None) -> None:
-        super().__init__()
+        self.epoch_loop = EpochLoop()
         self.notices: list[str] = []
         self._inform = inform
         self._retries = retries
@@ -71,8 +75,8 @@ class LoaderRegistry(EpochLoop):
         """The loaders in the order of their last use."""
         self._skipped: defaultdict[int, set[BatchId]] = defaultdict(set)
         """Number of a loader -> its batches to skip."""
-        self._next_number = 0
         self._earlier = EarlierLoaders()
+        self._numbers = LoaderNumbers(self._earlier, self.epoch_loop)
         self._completed: list[AnyLoader] = []
         """Loaders of a completed run, which are not read again."""
         self._is_short = False
@@ -94,22 +98,23 @@ class LoaderRegistry(EpochLoop):
 
     @property
     def place(self) -> BatchId:
-        """Epoch and index of the batch in use, or of the next one between two batches.
+        """Epoch and index of the batch in use, or between two batches of the next batch.
 
         In a loop over `Healer.epochs` the epoch is the loop's epoch, also after its last batch.
         """
         loader = self._reading or self.last_trained
         if loader is None:
-            place = self._earlier.furthest_place(default=BatchId(self.next_epoch, 0))
+            default = BatchId(self.epoch_loop.next_epoch, 0)
+            place = self._earlier.furthest_place(default)
         elif loader.in_use and loader.last_id is not None:
             place = loader.last_id
         else:
             place = loader.next_id
-        if not self.can_return:
+        if not self.epoch_loop.can_return:
             return place
-        epoch = self.next_epoch
-        if self.returns_to is not None:
-            epoch = self.returns_to
+        epoch = self.epoch_loop.next_epoch
+        if self.epoch_loop.returns_to is not None:
+            epoch = self.epoch_loop.returns_to
         if place.epoch == epoch:
             return BatchId(epoch, place.index)
         return BatchId(epoch, 0)
@@ -118,16 +123,17 @@ class LoaderRegistry(EpochLoop):
     def _reading(self) -> RunLoader | None:
         """The loader of this epoch whose batch is in use, or None.
 
-        No step may have used it yet. In an epoch with several loaders the last step used the loader
-        before.
+        Possibly no step has used this loader yet: in an epoch with several loaders, `last_trained`
+        is then the loader before.
         """
-        if not self.can_return or not self.names_epochs or not self._loaders:
+        epoch_loop = self.epoch_loop
+        if not epoch_loop.can_return or not epoch_loop.names_epochs or not self._loaders:
             return None
         newest = self._loaders[-1]
         trained = self.last_trained
         if not newest.in_use or (trained is not None and trained.in_use):
             return None
-        if newest.last_id is None or newest.last_id.epoch != self.next_epoch:
+        if newest.last_id is None or newest.last_id.epoch != epoch_loop.next_epoch:
             return None
         return newest
 
@@ -154,8 +160,7 @@ class LoaderRegistry(EpochLoop):
         Args:
             number: the least number of the next new loader.
         """
-        self._next_number = max(self._next_number, number)
-        self._earlier.forget_before(number)
+        self._numbers.count_from(number)
 
     def saved_position(self, loader: AnyLoader, epoch: int | None = None) -> SavedPosition | None:
         """The position that an earlier process has saved for a loader.
@@ -165,13 +170,13 @@ class LoaderRegistry(EpochLoop):
             epoch: the epoch of the program's own loop, or None if the loop does not name it.
 
         Returns:
-            The position, or None for a new loader, and for one that has taken over its position.
-            None too for a loader of this process that trains nothing: a return to an earlier epoch
-            moves only the loaders of steps.
+            The position, or None for a new loader and for a loader that has taken over its
+            position. None too for a loader of this process that trains nothing: a return to an
+            earlier epoch moves only the loaders of steps.
         """
         known = self.find(loader)
         if known is None:
-            number = self._number_in(epoch)
+            number = self._numbers.of_new(epoch)
         elif known.trains:
             number = known.number
         else:
@@ -193,12 +198,11 @@ class LoaderRegistry(EpochLoop):
             return known.trains
         if any(loader is each for each in self._completed):
             return True
-        number = self._number_in(epoch)
+        number = self._numbers.of_new(epoch)
         has_trained = self._earlier.has_trained(number)
         if has_trained:
             self._completed.append(loader)
-            self._next_number = max(self._next_number, number + 1)
-            self._note_begun(number, epoch)
+            self._numbers.use(number, epoch)
         return has_trained
 
     def pass_over_completed(self) -> None:
@@ -208,9 +212,7 @@ class LoaderRegistry(EpochLoop):
         loader for an evaluation after the loop would take the position of the first training
         loader.
         """
-        for number, saved in self._earlier.positions.items():
-            if has_begun(saved):
-                self._next_number = max(self._next_number, int(number) + 1)
+        self._numbers.pass_over_completed()
 
     # -- the start of a pass --------------------------------------------------------------------
 
@@ -225,6 +227,9 @@ class LoaderRegistry(EpochLoop):
 
         After a restart the loader continues at its saved position. After a `break` it begins the
         next epoch, as any loader does.
+
+            find the cursor, or make a numbered one ── take over the saved position, if there is one
+            ── end after the epoch that the loop names ── forget loaders that nobody reads
 
         Args:
             loader: the user's loader.
@@ -241,25 +246,17 @@ class LoaderRegistry(EpochLoop):
             begun = self._new(loader, epochs, epoch, limit)
         else:
             self._loaders.remove(begun)
-            begun.extend(epochs)
-            if begun.in_loop:
-                begun.abandon()
-            begun.exhausted_before = begun.is_undone = False
-            begun.in_loop = True
+            begun.begin_loop(epochs)
         self._loaders.append(begun)
-        self._next_number = max(self._next_number, begun.number + 1)
-        self._note_begun(begun.number, epoch)
+        self._numbers.use(begun.number, epoch)
         self.last_trained = self.last_trained or begun
         if saved is not None:
             del self._earlier.positions[str(begun.number)]
             self._continue_at(begun, saved)
-            if self._returned and begun.trains:
+            if self.epoch_loop.returned and begun.trains:
                 self.last_trained = begun  # `place` is of the loader that continues
         if epoch is not None:
-            resumes = saved is not None or bool(self._returned)
-            begun.read_only(epoch, resumes=resumes and epoch == self.next_epoch)
-            self.next_epoch = epoch
-            self.names_epochs = True
+            self._read_named_epoch(begun, epoch, resumes=saved is not None)
         elif saved is not None and begun.beyond_last_epoch:
             self.notices.append(
                 f"the run resumes in epoch {saved['epoch']}, so a pass over an earlier epoch "
@@ -271,15 +268,27 @@ class LoaderRegistry(EpochLoop):
         self._forget_surplus(begun)
         return begun
 
+    def _read_named_epoch(self, begun: RunLoader, epoch: int, *, resumes: bool) -> None:
+        """Makes a loader read the only epoch that the program's loop has named.
+
+        Args:
+            begun: the cursor of the loader, which the loop begins.
+            epoch: number of the epoch, from 0.
+            resumes: whether the loader has just taken over a saved position.
+        """
+        epoch_loop = self.epoch_loop
+        continues = resumes or bool(epoch_loop.returned)
+        begun.read_only(epoch, resumes=continues and epoch == epoch_loop.next_epoch)
+        epoch_loop.next_epoch = epoch
+        epoch_loop.names_epochs = True
+
     def _forget_surplus(self, begun: RunLoader) -> None:
         """Forgets the oldest loaders beyond the maximum, first loaders that train nothing.
 
         Never forgets a loader that a loop reads, although it may have trained nothing yet: its
         batches would belong to no loader of the run, and no checkpoint would have its position.
         """
-        recent: set[int] = set()
-        if self._begun_epoch is not None:
-            recent.update(self._begun, self._earlier.begun.get(self._begun_epoch - 1, ()))
+        recent = self._numbers.recent()
         while len(self._loaders) > _MAX_LOADERS:
             others = []
             for each in self._loaders:
@@ -298,10 +307,10 @@ class LoaderRegistry(EpochLoop):
         """The cursor of a loader at its first use, numbered.
 
         A program that makes a loader for each epoch makes it again when the loop returns to an
-        epoch. The new loader gets the number of the old one, which the program does not read again.
-        So it continues where the old one was, and skips the same batches.
+        epoch. The new loader gets the number of the old loader, which the program does not read
+        again. So the new loader continues where the old loader was, and skips the same batches.
         """
-        number = self._number_in(epoch)
+        number = self._numbers.of_new(epoch)
         self._loaders = [each for each in self._loaders if each.number != number]
         new = RunLoader(
             number,
@@ -314,11 +323,20 @@ class LoaderRegistry(EpochLoop):
             first_epoch=epoch or 0,
         )
         new.exhausted_before = self._earlier.has_ended(number)
-        notice = f"after rollbacks the data continues forward: {new.why_not}"
+        notice = f"after rollbacks the data continues forward: {new.rewind_obstacle}"
         if not new.can_rewind and notice not in self._noticed:
             self._noticed.add(notice)
             self.notices.append(notice)
         return new
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begins an epoch of a loop over `Healer.epochs`.
+
+        Args:
+            epoch: number of the epoch. After a return it is an earlier one.
+        """
+        self.epoch_loop.begin(epoch)
+        self._numbers.begin_epoch(epoch)
 
     def return_to_epoch(self) -> int:
         """Ends the passes of the loaders in a loop that returns to an earlier epoch.
@@ -331,13 +349,13 @@ class LoaderRegistry(EpochLoop):
         Returns:
             The epoch that the loop yields next.
         """
-        epoch = self._end_return()
+        epoch = self.epoch_loop.end_return()
+        returned = self.epoch_loop.returned
         for loader in self:
             if loader.trains:
                 loader.end_before(epoch)
-                loader.is_undone = str(loader.number) not in self._returned
-        self._earlier.load(self._returned)
-        self._next_number = self._earlier.count
+                loader.is_undone = str(loader.number) not in returned
+        self._numbers.return_to(returned)
         return epoch
 
     def _continue_at(self, begun: RunLoader, saved: SavedPosition) -> None:
@@ -353,53 +371,10 @@ class LoaderRegistry(EpochLoop):
         if length and begun.next_id.index > length:
             self._is_short = True
 
-    def _number_in(self, epoch: int | None) -> int:
-        """Number of a loader that the program has made since the start or the last return.
-
-        The loop has begun this epoch before if a restart or a return has led into it. The program
-        begins its loaders in the same order again, so each one gets the number that it had.
-
-        Args:
-            epoch: the epoch of the program's own loop, or None if the loop does not name it.
-        """
-        before = self._earlier.begun.get(self._epoch_of_loop(epoch), [])
-        place = 0
-        if self._epoch_of_loop(epoch) == self._begun_epoch:
-            place = len(self._begun)
-        if place < len(before) and before[place] not in self._begun:
-            return before[place]
-        if epoch is None:
-            return self._next_number
-        return self._earlier.number_in(epoch, self._next_number)
-
-    def _epoch_of_loop(self, epoch: int | None) -> int:
-        """The epoch of the program's own loop, or -1 if no loop tells it."""
-        if epoch is not None:
-            return epoch
-        if self.can_return:
-            return self.next_epoch
-        return -1
-
-    def _note_begun(self, number: int, epoch: int | None) -> None:
-        """Notes that the loop has begun a loader in its epoch."""
-        of_loop = self._epoch_of_loop(epoch)
-        if of_loop < 0:
-            return
-        if of_loop != self._begun_epoch:
-            self._begun, self._begun_epoch = [], of_loop
-        if number not in self._begun:
-            self._begun.append(number)
-            self._earlier.note_begun(of_loop, self._begun)
-
     @property
     def has_begun_last(self) -> bool:
-        """Whether the loop has begun the loader in which the checkpoint was saved.
-
-        An epoch may read several loaders. After a restart within the second one, the pass over the
-        first one has no batch, and its end is not the place of the checkpoint. Also True for a
-        checkpoint that does not name this loader.
-        """
-        return self._earlier.last_begun is None or self._earlier.last_begun in self._begun
+        """See `LoaderNumbers.has_begun_last`."""
+        return self._numbers.has_begun_last
 
     @property
     def at_epochs(self) -> bool:
@@ -442,10 +417,12 @@ class LoaderRegistry(EpochLoop):
                 positions[str(loader.number)] = loader.position()
             else:
                 positions[str(loader.number)] = loader.start
-        positions[COUNT] = self._next_number
-        positions[EPOCH] = self.next_epoch
-        if self._begun_epoch == self.next_epoch:
-            positions[BEGUN] = [*self._begun]
+        epoch = self.epoch_loop.next_epoch
+        positions[COUNT] = self._numbers.next
+        positions[EPOCH] = epoch
+        begun = self._numbers.begun_in(epoch)
+        if begun is not None:
+            positions[BEGUN] = begun
         return positions
 
     def position_after_step(self) -> Positions | None:
@@ -469,8 +446,8 @@ class LoaderRegistry(EpochLoop):
     def forward_positions(self) -> Positions:
         """The positions of loaders that cannot be rewound, JSON-safe.
 
-        A rollback keeps them, while it moves all other loaders back: a restart after it has to
-        continue where such a loader really is.
+        A rollback moves all other loaders back, and saves these positions. A restart after the
+        rollback then continues where such a loader really is.
         """
         forward = [each for each in self if each.trains and not each.can_rewind]
         return {str(loader.number): loader.position() for loader in forward}
@@ -483,7 +460,10 @@ class LoaderRegistry(EpochLoop):
         Returns:
             Number of a loader as text -> pairs of epoch and index, sorted.
         """
-        return {str(n): [list(batch) for batch in sorted(ids)] for n, ids in self._skipped.items()}
+        skipped: dict[str, list[list[int]]] = {}
+        for number, ids in self._skipped.items():
+            skipped[str(number)] = [list(batch) for batch in sorted(ids)]
+        return skipped
 
     def skipped_ids(self) -> frozenset[BatchId]:
         """Ids of all skipped batches, of any loader."""
@@ -512,7 +492,7 @@ class LoaderRegistry(EpochLoop):
             position: result of `position`.
             skipped: result of `skipped_by_loader`.
         """
-        self.next_epoch = self._earlier.load(position)
+        self.epoch_loop.next_epoch = self._earlier.load(position)
         for number, ids in skipped.items():
             self._skipped[int(number)] = {BatchId(*pair) for pair in ids}
 
@@ -527,14 +507,22 @@ class LoaderRegistry(EpochLoop):
     ) -> str:
         """Rewinds the loaders of the steps and skips some batches.
 
-        Loaders of which one cannot be rewound continue forward, past the bad batches. The ids apply
-        to the last trained loader, and to loaders at the same batch, as in a `zip`.
+            mark the bad batches
+                   │
+            does the loop have to return to an earlier epoch, and may it? ── no ──► MODEL_CHANGED
+                   │
+            rewind each loader ── one of them cannot ──► its obstacle
+                   │
+            begin the return, or note the epoch that the loop crosses
+
+        If one of the loaders cannot be rewound, all of them continue forward, past the bad batches.
+        The ids apply to the last trained loader, and to loaders at the same batch, as in a `zip`.
 
         Args:
             position: positions of the checkpoint, or None if the checkpoint has no positions.
             bad: batches to skip.
             more: number of batches to skip after them.
-            again: batches to read again, which are skipped no longer.
+            again: batches that an earlier rollback has skipped, and that are read again now.
 
         Returns:
             Reason why the loaders were not rewound, or an empty string.
@@ -542,71 +530,33 @@ class LoaderRegistry(EpochLoop):
         loaders = self._of_steps()
         if not loaders:
             return "the loop does not read its batches through healcore"
-        trained, self.crossed = loaders[0], None
+        trained, epoch_loop = loaders[0], self.epoch_loop
         before = trained.last_id
-        returns = self.can_return and position is not None and self._returns_with(position)
-        at_same_batch = [each for each in loaders if each.next_id == trained.next_id]
-        for loader in at_same_batch:
-            _skip(loader, bad, more, again)
+        epoch_loop.crossed = None
+        for loader in loaders:
+            if loader.next_id == trained.next_id:
+                skip_batches(loader, bad, more, again)
         if position is None:
             return "the checkpoint has no position of this loader"
+        returns = epoch_loop.returns_with(position, trained)
         if returns:
-            if position[EPOCH] <= self.changed_in:
-                return MODEL_CHANGED
+            obstacle = epoch_loop.return_obstacle(position)
+            if obstacle:
+                return obstacle
             # Also the loaders of earlier passes, which the loop will read again.
             loaders += [each for each in self if each.trains and each not in loaders]
-        why_not = self._rewind_each(loaders, position)
-        if why_not:
-            return why_not
+        obstacle = rewind_each(loaders, position)
+        if obstacle:
+            return obstacle
         if returns:
-            self._begin_return(position)
+            epoch_loop.begin_return(position)
             return ""
         if before is not None and trained.next_id.epoch < before.epoch:
-            self.crossed = before.epoch
-        if str(trained.number) not in position and self._ended_within(position, loaders):
+            epoch_loop.crossed = before.epoch
+        others = [each for each in self if each not in loaders]
+        if str(trained.number) not in position and is_within_epoch(position, others):
             return EPOCH_LOST
         return ""
-
-    def _rewind_each(self, loaders: list[RunLoader], position: Mapping[str, Any]) -> str:
-        """Rewinds some loaders. Returns the reason why one could not be rewound, or "".
-
-        Those that cannot be rewound come first, so that in this case no loader has moved.
-        """
-        for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
-            saved = position.get(str(loader.number))
-            if not loader.rewind(saved or loader.start):
-                return loader.why_not or "it could not be rewound"
-            if saved is None:
-                loader.call_again()
-                loader.next_id = BatchId(loader.first_epoch, 0)
-            loader.leave_loop()  # a `break` came after this position
-        return ""
-
-    def _ended_within(self, position: Mapping[str, Any], loaders: list[RunLoader]) -> bool:
-        """Whether a loader that was not rewound stands within an epoch at a position."""
-        for loader in self:
-            if loader not in loaders:
-                saved = position.get(str(loader.number))
-                if saved and saved["index"]:
-                    return True
-        return False
-
-    def _returns_with(self, position: Mapping[str, Any]) -> bool:
-        """Whether a loop over `Healer.epochs` has to return after a rewind to this position.
-
-        To an earlier epoch, to an earlier pass of the same epoch, or to an earlier batch of the
-        same pass. In the last case the loop begins the pass again, at this batch: otherwise the
-        program would count more batches than the loader has, and many programs divide by, index
-        with or compare with this length. A stream without a length just continues.
-        """
-        epoch = position.get(EPOCH, self.next_epoch)
-        trained = self.last_trained
-        if epoch < self.next_epoch:
-            return True
-        if trained is None:
-            return False
-        is_earlier_pass = self.names_epochs and str(trained.number) not in position
-        return is_earlier_pass or trained.length is not None
 
     def _of_steps(self) -> list[RunLoader]:
         """The last trained loader, and the other loaders that a loop reads for steps."""
@@ -615,18 +565,3 @@ class LoaderRegistry(EpochLoop):
             return []
         others = [each for each in self if each is not last and each.trains and each.in_loop]
         return [last, *others]
-
-
-def _skip(loader: RunLoader, bad: Collection[BatchId], more: int, again: Sequence[BatchId]) -> None:
-    """Marks the `bad` batches and `more` after them to be skipped, except those to read `again`.
-
-    Earlier bad batches stay marked, because a deeper rollback reads them again.
-    """
-    loader.skipped_batch_ids.update(bad)
-    last = max(bad, default=None)
-    if last is not None:
-        end = loader.length
-        for index in range(last.index + 1, last.index + 1 + more):
-            if end is None or index < end:
-                loader.skipped_batch_ids.add(BatchId(last.epoch, index))
-    loader.skipped_batch_ids.difference_update(again)

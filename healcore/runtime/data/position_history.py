@@ -1,13 +1,8 @@
-"""The epochs that a loop reads of a loader (`EpochRange`), and its last positions in them.
-
-`PositionHistory` has the positions from which a rollback can reach an earlier batch.
-"""
+"""`PositionHistory`: the last positions of a loader, from which an earlier batch can be reached."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from dataclasses import dataclass
 
 from healcore.runtime.data.positions import BatchId, SavedPosition
 
@@ -16,73 +11,23 @@ _MAX_POSITIONS = 4
 position may be of the epoch after the batch's epoch."""
 
 
-@dataclass
-class EpochRange:
-    """The epochs that the user's loop has asked for.
-
-    A program calls `batches` once for all epochs, or once in each epoch of its own loop. The second
-    kind of program also calls `set_epoch` itself, before each of these calls. `requested` is the
-    epoch for which it has done so.
-    """
-
-    requested: float = 0
-    """The epoch that the user's loop requested last, so that the user has set its number."""
-    end: float = 0
-    """Reading ends before this epoch. Infinity for no end."""
-
-    @property
-    def has_end(self) -> bool:
-        """Whether the number of epochs is limited."""
-        return self.end < math.inf
-
-    def extend(self, epochs: int | None) -> None:
-        """Adds further epochs, or removes the end.
-
-        Args:
-            epochs: number of further epochs, >= 1, or None for no end.
-        """
-        if epochs is None:
-            self.end = math.inf
-        elif self.has_end:
-            self.requested = self.end
-            self.end += epochs
-
-    def select(self, epoch: int) -> None:
-        """Makes one epoch the only epoch: reading begins and ends with it.
-
-        Called for a loop of the program over its epochs, which asks for the batches of each epoch
-        by its number.
-
-        Args:
-            epoch: the epoch, for which the user's loop has called `set_epoch` already.
-        """
-        self.requested = epoch
-        self.end = epoch + 1
-
-    def end_before(self, epoch: int) -> None:
-        """Makes reading end before an epoch, unless it has no end.
-
-        Without this, a rollback into an earlier epoch would read on into the epoch that the
-        program's own loop is about to begin, and its batches would come twice.
-
-        Args:
-            epoch: the epoch at which the program's own loop continues.
-        """
-        if self.has_end:
-            self.end = epoch
-
-
 class PositionHistory:
-    """The last positions that were taken, from which a batch before now can be reached.
+    """The last positions that were taken, from which an earlier batch can be reached.
 
-    A loader tells its state only now. A rollback has to go to the first batch of a step, which may
-    lie some batches back. The history answers with the newest position that is not behind that
-    batch, and with the number of batches in between.
+    A loader can give its state only for the batch that comes next. A rollback has to go to the
+    first batch of a step, which may lie some batches back. The history then has the newest position
+    that is not after this batch, and the number of batches in between:
+
+        batches     0   1   2   3   4   5   6   7
+        positions       p           q
+
+        before(3)   p, and 2 batches to read and drop
+        before(6)   q, and 2 batches to read and drop
 
     Attributes:
         newest: next batch of the newest position, or None without one.
-        last_end: id after the last batch of the last complete epoch, or None. The start of the
-            epoch after is the same place. A rewind to it lets the loader draw that epoch again.
+        last_end: id after the last batch of the last complete epoch, or None. The start of the next
+            epoch is the same place. A rewind to this id lets the loader draw the next epoch again.
     """
 
     def __init__(self) -> None:
@@ -92,7 +37,7 @@ class PositionHistory:
         """The positions with the ids of their next batches, oldest first."""
 
     def add(self, batch: BatchId, position: SavedPosition) -> None:
-        """Adds a position. The oldest one may be forgotten.
+        """Adds a position, and forgets the oldest position if there are too many.
 
         Args:
             batch: the next batch.

@@ -1,4 +1,4 @@
-"""Positions in the data: the ids of batches, and what a checkpoint holds of a loader.
+"""Positions in the data: the ids of batches, and what a checkpoint holds of the loaders.
 
 A position is the loader's state at some moment, and the number of batches since then:
 
@@ -31,17 +31,28 @@ _STATE_PATH = ("the loader's state",)
 
 SavedPosition = dict[str, Any]
 """A position as JSON-safe values, see `encode_position`."""
+Positions = dict[str, Any]
+"""The positions of all loaders of a run, as a checkpoint has them:
+
+    {"0": position, "1": position, "count": 2, "epoch": 1, "begun": [1]}
+
+The keys of the positions are the numbers of the loaders, see `LoaderNumbers`."""
+EPOCH = "epoch"
+"""Key next to the positions of loaders: the epoch of the program's loop."""
+COUNT = "count"
+"""Key next to the positions of loaders: the number of loaders so far."""
+BEGUN = "begun"
+"""Key next to the positions of loaders: the numbers of the loaders that the loop has begun in this
+epoch, in order. Checkpoints of 0.3.0 do not have it."""
 Division = list[Any]
-"""What has to stay equal for another number of ranks, see `loader_epoch.division`."""
-GLOBAL_ROWS = "rows of a global batch"
-"""Kind of the division of a loader whose sampler divides the data among the ranks."""
+"""What has to stay equal for another number of ranks, see `other_ranks.division`."""
 
 
 class DataError(HealcoreError, RuntimeError):
     """The data cursor cannot do what was requested.
 
     Exceptions of the user's loader propagate unchanged, and are no `DataError`. So a program can
-    tell a bad batch from a wrong use of healcore. The message says what to write instead.
+    distinguish a bad batch from a wrong use of healcore. The message says what to write instead.
     """
 
 
@@ -120,7 +131,7 @@ class Position(NamedTuple):
     sampler_epoch: int | None
     """Argument of `set_epoch` for this epoch, or None if unknown."""
     behind: int
-    """Number of batches between the state and the next batch, to pass again."""
+    """Number of batches between the state and the next batch, which a rewind passes again."""
 
 
 def encode_position(
@@ -163,55 +174,6 @@ def encode_position(
     }
 
 
-def position_of_other_ranks(value: Mapping[str, Any], ranks: int) -> SavedPosition:
-    """Converts a position of a run with `ranks` ranks for a run with another number of ranks.
-
-    The loader's state belongs to one rank's part of the data and is not used. The epoch begins
-    again, and the batches before the position are read and dropped.
-
-    Args:
-        value: a position of rank 0.
-        ranks: number of ranks of the run that has saved the position.
-
-    Returns:
-        A position with the key `ranks`, which `check_division` reads.
-    """
-    return {**value, "state": None, "behind": value["index"], "ranks": ranks}
-
-
-def check_division(value: Mapping[str, Any], division: Division | None, loader: str) -> None:
-    """Checks that a position of another number of ranks selects the same data.
-
-    Without this check, a run that continues on fewer ranks would repeat some rows of the epoch and
-    never read others, without a sign of it.
-
-    Args:
-        value: a position, with `ranks` if `position_of_other_ranks` has made it.
-        division: result of `division` for the live loader.
-        loader: name of the live loader, for the message.
-
-    Raises:
-        DataError: the batch of the position has other rows now.
-    """
-    ranks, before = value.get("ranks"), value.get("division")
-    if ranks is None or (before is not None and before == division):
-        return
-    if before is None:
-        problem = "how the loader divided the data among the ranks is unknown"
-    else:
-        now = "an unknown number"
-        if division is not None:
-            now = f"{division[1]} {division[0]}"
-        problem = f"the loader had {before[1]} {before[0]}, and {loader} has {now}"
-    advice = "pass a list of global batches and let every rank take its rows"
-    if before is not None and before[0] == GLOBAL_ROWS:
-        advice = f"keep (batch size) x (number of ranks), or {advice}"
-    raise DataError(
-        f"the position in the data was saved by {ranks} ranks, and with this number of ranks batch "
-        f"{value['index']} has other rows: {problem}. Start the run with {ranks} ranks, or {advice}"
-    )
-
-
 def decode_position(value: Any) -> Position:
     """Decodes a position of a checkpoint or of a user, and checks every part of it.
 
@@ -249,3 +211,47 @@ def _decoded(value: Mapping[str, Any]) -> Position:
     if state is not None:
         state = values.loads(state, _STATE_PATH)
     return Position(str(value["kind"]), batch, state, number, behind)
+
+
+# -- all loaders of a run ------------------------------------------------------------------------
+
+
+def place_of(position: Mapping[str, Any]) -> BatchId:
+    """The next batch of a position.
+
+    Args:
+        position: a position that `check_positions` has accepted.
+
+    Returns:
+        Epoch and index of the batch, both from 0.
+    """
+    return BatchId(position["epoch"], position["index"])
+
+
+def has_begun(position: Mapping[str, Any]) -> bool:
+    """Whether a batch was read before a position."""
+    return place_of(position) > BatchId(0, 0)
+
+
+def check_positions(position: Mapping[str, Any]) -> None:
+    """Checks the positions of a checkpoint before anything is restored from it.
+
+    Raises:
+        DataError: a part of them cannot be read.
+    """
+    for key, value in position.items():
+        if key == BEGUN:
+            if not isinstance(value, list):
+                raise DataError(f"the numbers of loaders are a list, not {value!r:.80}")
+            for number in value:
+                _check_number("number of a loader", number)
+        elif key in (COUNT, EPOCH):
+            _check_number(f"{key} of loaders", value)
+        else:
+            decode_position(value)
+
+
+def _check_number(name: str, value: object) -> None:
+    """Raises DataError for a value that is no whole number >= 0."""
+    if type(value) is not int or value < 0:
+        raise DataError(f"the {name} is a whole number >= 0, not {value!r:.80}")

@@ -1,6 +1,6 @@
 """The states of the global random generators of Python, NumPy and torch: read, set, restored.
 
-A restart and a repeated batch have to draw the numbers that were drawn before.
+After a restart, and when a batch is read again, the program has to draw the same numbers as before.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
     Args:
         states: result of `random_states`. A generator whose state is None or empty stays as it is.
-        Devices that the process does not have are left out.
+            States of devices that the process does not have are ignored.
     """
     if states["python"] is not None:
         random.setstate(states["python"])
@@ -140,22 +140,25 @@ def torch_states() -> dict[str, Any]:
     Empty in a program without torch. A JAX run may read from a shuffled loader of torch. Reading
     the states does not wait for a device: a CUDA generator's seed and offset are on the host.
     """
-    if (torch := sys.modules.get("torch")) is None:
+    torch = sys.modules.get("torch")
+    if torch is None:
         return {}
-    # get_rng_state_all would initialise CUDA in a process that only uses the CPU.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {"cpu": torch.get_rng_state().numpy(), "cuda": [each.numpy() for each in cuda]}
+    cuda: list[Any] = []
+    if torch.cuda.is_initialized():  # a process that only uses the CPU must not initialise CUDA
+        cuda = [each.numpy() for each in torch.cuda.get_rng_state_all()]
+    return {"cpu": torch.get_rng_state().numpy(), "cuda": cuda}
 
 
 def set_torch_states(states: Mapping[str, Any]) -> None:
-    """Sets torch's generators, if the program uses torch, on the devices that it has.
+    """Sets torch's random generators, if the program uses torch, on the devices that it has.
 
     A run that continues on fewer devices ignores the states of the missing devices.
 
     Args:
         states: result of `torch_states`. If it is empty, nothing is set.
     """
-    if (torch := sys.modules.get("torch")) is None or not states:
+    torch = sys.modules.get("torch")
+    if torch is None or not states:
         return
     torch.set_rng_state(torch.as_tensor(states["cpu"]))
     for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.runtime.data.loader_adapters import LoaderAdapter
+from healcore.runtime.data.loader_adapter import LoaderAdapter
 
 
 class ScanBlocks(LoaderAdapter):
@@ -82,8 +82,10 @@ class ScanBlocks(LoaderAdapter):
         return [self._index, self._done]
 
     def state_before(self, index: int) -> list[int] | None:
-        """The state before the newest block."""
-        return [index, self.first] if index == self._index - 1 else None
+        """The state before the newest block, or None for an older block."""
+        if index != self._index - 1:
+            return None
+        return [index, self.first]
 
     def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
         """Continues after the updates of a state.

@@ -19,17 +19,16 @@ from typing import Any
 import numpy as np
 
 from healcore.events.schema import MAX_ROWS
-from healcore.runtime.data.loader_adapters import BatchIterator, LoaderAdapter, catch_unreadable
+from healcore.runtime.data.loader_adapter import BatchIterator, LoaderAdapter
+from healcore.runtime.data.loader_parts import is_type, random_generators_of, samplers_of
 from healcore.runtime.data.loader_protocols import (
     AnyBatch,
     AnyLoader,
     LoaderState,
     RandomGenerator,
-    generators_of,
-    is_type,
-    samplers_of,
 )
 from healcore.runtime.data.positions import DataError
+from healcore.runtime.data.unreadable_batch import catch_unreadable
 
 BEGUN = "_healcore_begun"
 """Attribute of a loader whose next epoch other code has begun: `iter` has drawn a seed."""
@@ -38,11 +37,11 @@ _KEPT = 64
 _FRESH = {"_iterator": None, "_initial_iter_for_state_dict": False}
 """Attributes of a DataLoader that has not begun an epoch, also of a StatefulDataLoader."""
 _GLOBAL = 3
-"""Number of global generators: of Python, NumPy and torch."""
+"""Number of global random generators: of Python, NumPy and torch."""
 
-GeneratorStates = list[Any]
-"""The states of the global generators of Python, NumPy and torch, then of the loader's own
-generators."""
+RandomStateList = list[Any]
+"""The states of the global random generators of Python, NumPy and torch, then of the loader's own
+random generators."""
 Item = Any
 """What a sampler yields: the index of a row, or the list of the indices of a batch."""
 
@@ -97,7 +96,7 @@ def _recorded(loader: AnyLoader) -> AnyLoader:
     # Accelerate reads one batch ahead.
     ahead = base.num_workers * (base.prefetch_factor or 0) + 1
     reads_ahead = base is not loader and not base.num_workers
-    generators = generators_of((loader, *samplers_of(loader)))
+    generators = random_generators_of((loader, *samplers_of(loader)))
     order = _Order(getattr(base, name), generators, ahead, reads_ahead)
     copied = _with(base, **{name: order}, **_FRESH)
     if base is loader:
@@ -126,7 +125,8 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
 
     A state is one of two things:
 
-        before the first batch   the states of the loader's generators. The order is not drawn yet.
+        before the first batch   the states of the loader's own random generators. The order is not
+                                 drawn yet.
         within an epoch          all random states before the order was drawn, the number of batches
                                  read since, and a digest of their indices
 
@@ -174,7 +174,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         """The position in the epoch, from which `resume` reads the same batches in the same order.
 
         Within an epoch: the random states before the order was drawn, and the number and digest of
-        the batches since. Between two epochs: the states of the loader's own generators.
+        the batches since. Between two epochs: the states of the loader's own random generators.
         """
         order = self._order
         if order.start_states is not None:
@@ -309,7 +309,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         """Whether this rank alone can read a batch of the epoch again.
 
         False for the first batch of an epoch whose order the ranks have agreed on at its begin.
-        Accelerate then sends the state of the sampler's generator to all ranks, and this rank does
+        Accelerate then sends the random state of the sampler to all ranks, and this rank does
         not know the state that it has received.
 
         Args:
@@ -324,7 +324,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         batches = iter(self._copy)
         if not self._accelerated:
             return batches
-        # Accelerate begins, exchanges and draws numbers, with the first batch.
+        # With its first batch, Accelerate begins the epoch, exchanges random states and draws.
         exchanged = vars(self._copy)["rng_types"]
         if self.reads_again:
             vars(self._copy)["rng_types"] = None
@@ -350,7 +350,7 @@ class _Order:
 
     Args:
         sampler: the sampler or batch sampler.
-        generators: generators of the loader and its samplers, besides the global generators.
+        generators: random generators of the loader and its samplers, besides the global ones.
         ahead: largest number of items that the loader reads ahead.
         reads_ahead: whether this process reads them, so that their examples may draw random
             numbers between the numbers of the steps.
@@ -370,7 +370,7 @@ class _Order:
             (np.random.get_state, np.random.set_state),
             (torch.get_rng_state, torch.set_rng_state),
         ]
-        """How to read and to set the state of each generator."""
+        """How to read and to set the state of each random generator."""
         for each in generators:
             self._sources.append((each.get_state, each.set_state))
         self._ahead = ahead
@@ -379,11 +379,11 @@ class _Order:
 
     def begin(self) -> None:
         """Begins a new epoch, whose order is drawn when its first index is read."""
-        self.start_states: GeneratorStates | None = None
+        self.start_states: RandomStateList | None = None
         """The states before the order was drawn, or None before that."""
-        self.planned: list[GeneratorStates] | None = None
+        self.planned: list[RandomStateList] | None = None
         """After a resume: the states to set before each of the next items is read, else None."""
-        self._before: deque[GeneratorStates] = deque(maxlen=_KEPT)
+        self._before: deque[RandomStateList] = deque(maxlen=_KEPT)
         """If `reads_ahead`: the states before each of the last items was read."""
         self._drawn: Iterator[Item] | None = None
         """The rest of an order of `draw`, for `__iter__`, or None."""
@@ -414,8 +414,8 @@ class _Order:
         """The item before `count`, which is an index or a list of indices."""
         return self._recent[count - self._count - 1][0]
 
-    def states_ahead(self, count: int) -> list[GeneratorStates]:
-        """Random states before the item was read that Accelerate reads ahead after `count`."""
+    def states_ahead(self, count: int) -> list[RandomStateList]:
+        """The random states before Accelerate has read the item that follows the first `count`."""
         if self.planned is not None:
             return self.planned
         first = len(self._before) - (self._count - count)
@@ -426,15 +426,14 @@ class _Order:
         return self._count - len(self._before) <= count
 
     def draw(
-        self, states: GeneratorStates, skip: int = 0, digest: tuple[int, int] = (0, 0)
-    ) -> GeneratorStates:
+        self, states: RandomStateList, skip: int = 0, digest: tuple[int, int] = (0, 0)
+    ) -> RandomStateList:
         """Sets random states, draws an order and passes its first `skip` items.
 
         Args:
             states: the states of before the order was drawn.
             skip: number of items to pass.
-            digest: number of items, and the digest that they must have. Without it, any order is
-                right.
+            digest: number of items, and the digest that they must have. (0, 0) accepts any order.
 
         Returns:
             The random states after the order was drawn.
@@ -452,8 +451,8 @@ class _Order:
                 matches = True
         first: list[Item] = []
         if not skip:
-            # Samplers draw when their first item is read. Some draw at each item: not before its
-            # turn.
+            # A sampler draws the order when its first item is read. Only this item is read, because
+            # some samplers draw again at each item.
             first = list(islice(items, 1))
         if not matches:
             raise DataError(
@@ -466,15 +465,15 @@ class _Order:
         self._drawn = self._noted(chain(first, items))
         return self.states()
 
-    def states(self) -> GeneratorStates:
-        """The current random states: of Python, NumPy and torch, then of the generators."""
+    def states(self) -> RandomStateList:
+        """The current random states: of Python, NumPy and torch, then of the loader's own."""
         return [get() for get, _ in self._sources]
 
-    def set_states(self, states: GeneratorStates) -> None:
+    def set_states(self, states: RandomStateList) -> None:
         """Sets random states.
 
         Args:
-            states: result of `states`, or only its last part: then the global generators stay.
+            states: result of `states`, or only its last part. Then the global random states stay.
         """
         first = len(self._sources) - len(states)
         for (_, set_state), state in zip(self._sources[first:], states, strict=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from healcore import console
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.loader_registry import RunLoader
+from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.faults.classification import Fault, classify
 
 if TYPE_CHECKING:

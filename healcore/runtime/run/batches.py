@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from healcore.console import counted
 from healcore.core.decision import Cause
-from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.run.batch_reader import BatchReader
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.run_settings import change_of_batch_size

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from healcore.runtime.data.random_states import random_states, set_random_states
 from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StoreError
-from healcore.runtime.store.single_file import PackedValues
+from healcore.runtime.store.packed_values import PackedValues
 
 HOST_ITEM = "healcore"
 """Name of the item in a checkpoint."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Action, names
 from healcore.core.errors import HealcoreError
-from healcore.runtime.data.loader_registry import RunLoader
+from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.reporting.nonfinite_steps import FROM_START
@@ -104,29 +104,29 @@ class Loop:
             RunStopped, Terminated, EndRequested: as in `Healer.batches`, if epochs are steps.
         """
         loaders = self.run.loaders
-        loaders.total_epochs = total
+        loaders.epoch_loop.total_epochs = total
         self.use.own_count_obstacle = ""
         if self.phase is LoopPhase.COMPLETED:
             loaders.pass_over_completed()
             self.use.reached_end = True
             return
-        epoch = loaders.next_epoch
+        epoch = loaders.epoch_loop.next_epoch
         try:
             while epoch < total:
                 self.run.pass_states.begin_pass()
                 if self._steps_are_epochs(epoch):
                     self._step_is_epoch = True
                     for number in self.steps(total):
-                        loaders.next_epoch = number
+                        loaders.epoch_loop.next_epoch = number
                         yield number
                     return
                 loaders.begin_epoch(epoch)
                 self.use.in_body = True
                 yield epoch
                 self.use.in_body = False
-                if loaders.returns_to is None:
+                if loaders.epoch_loop.returns_to is None:
                     epoch += 1
-                    loaders.next_epoch = epoch
+                    loaders.epoch_loop.next_epoch = epoch
                     self.run.saver.keep_random_states()
                     self.run.saver.keep_weight_sample()
                 else:
@@ -134,7 +134,7 @@ class Loop:
             self._judge_at_end()
             self.use.reached_end = True
         finally:
-            loaders.can_return = False
+            loaders.epoch_loop.can_return = False
 
     def _steps_are_epochs(self, epoch: int) -> bool:
         """Whether each earlier epoch of this loop was one step, without a loader.
@@ -164,7 +164,7 @@ class Loop:
     @property
     def returns_to_epoch(self) -> bool:
         """Whether the rest of this epoch is dropped, because the run was rolled back before it."""
-        return self.run.loaders.returns_to is not None
+        return self.run.loaders.epoch_loop.returns_to is not None
 
     def steps(self, total: int, warmup: int | None = None) -> Iterator[int]:
         """Yields the numbers of the steps; the behaviour of `Healer.steps`.
@@ -281,7 +281,9 @@ class Loop:
         batches.end(begun, evaluates=evaluates)
         # A pass with a number is one of several, as a pass of few steps may be.
         may_be_last = (
-            epoch is None and not self.run.loaders.can_return and progress.step >= FROM_START
+            epoch is None
+            and not self.run.loaders.epoch_loop.can_return
+            and progress.step >= FROM_START
         )
         if may_be_last and begun.trains and not evaluates:
             self._judge_at_end()
@@ -298,8 +300,8 @@ class Loop:
         """
         loaders = self.run.loaders
         epoch = None
-        if loaders.can_return:  # in a loop over `epochs`
-            epoch = loaders.next_epoch
+        if loaders.epoch_loop.can_return:  # in a loop over `epochs`
+            epoch = loaders.epoch_loop.next_epoch
         for _ in self.batches(blocks, 1, epoch):
             dispatch(blocks.first, blocks.count, blocks.next_count)
         self.use.reached_end = True
@@ -476,7 +478,7 @@ class Loop:
         loader = loaders.last_trained
         first = run.step_batches.count_dispatch(pending)
         if self._step_is_epoch:
-            loaders.next_epoch = run.progress.step
+            loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
             run.record.monitor.loader_start = first.index
         run.reader.push(pending, first)
@@ -505,7 +507,7 @@ class Loop:
             return True
         nonfinite = self.run.nonfinite
         verdict = None
-        if of_training and not self.run.loaders.has_more_epochs:
+        if of_training and not self.run.loaders.epoch_loop.has_more_epochs:
             newest = self.run.progress.step - 1
             verdict = self.run.comparisons.suspicion.decide_at_end(newest)
         if verdict is not None and self._note_rollback(self.run.better_weights.carry_out(verdict)):
@@ -558,13 +560,13 @@ class Loop:
     def _explain_epochs(self) -> None:
         """Says that the program's own number of the epoch is wrong after a rollback, if it is."""
         loaders = self.run.loaders
-        one_pass = self.run.pass_states.passes == 1 and not loaders.names_epochs
-        if loaders.crossed is None or one_pass or self.has_trainer:
+        one_pass = self.run.pass_states.passes == 1 and not loaders.epoch_loop.names_epochs
+        if loaders.epoch_loop.crossed is None or one_pass or self.has_trainer:
             return
         self.warn(
             f"batches of epoch {loaders.place.epoch} are repeated, but the program's own `epoch` "
-            f"is still {loaders.crossed}: write `for epoch in healer.epochs(n)`, which goes back "
-            "too, or use healer.epoch"
+            f"is still {loaders.epoch_loop.crossed}: write `for epoch in healer.epochs(n)`, which "
+            "goes back too, or use healer.epoch"
         )
 
     def _skip_if_nonfinite(self) -> bool:
@@ -584,7 +586,7 @@ class Loop:
         """Saves if a save is due. Returns whether the run was rolled back instead."""
         if not self.run.schedule.due() or self.run.step_batches.within_batch:
             return False
-        if self.run.loaders.names_epochs:
+        if self.run.loaders.epoch_loop.names_epochs:
             for each in self.run.loaders:
                 ends = each.trains and each.in_loop and each.at_end
                 if ends and each.next_id.index > 1:

@@ -85,7 +85,7 @@ class PassStates:
         host_state, saved = self.run.host_state, self._of_checkpoint
         if saved is not None:
             loaders = self.run.loaders
-            caught_up = self.repeated_all_passes or loaders.names_epochs
+            caught_up = self.repeated_all_passes or loaders.epoch_loop.names_epochs
             if ended and caught_up and loaders.has_begun_last:
                 host_state.put_back(saved)
                 self._of_checkpoint = None

@@ -128,7 +128,7 @@ class StructureChanges:
         epoch = run.loaders.place.epoch
         run.record.add_change(max(step - 1, 0), epoch)
         run.record.param_groups = run.driver.param_groups()
-        run.loaders.changed_in = epoch
+        run.loaders.epoch_loop.changed_in = epoch
         run.comparisons.on_structure_change()
         run.schedule.after_change = True
         run.log.event("data", step=step, outcome=f"the model has changed: {first_of(changes)}")

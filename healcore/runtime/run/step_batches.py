@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.loader_registry import RunLoader
+from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.run.compare.trained_step import ObservedBatch
 from healcore.runtime.run.steps import StepResult

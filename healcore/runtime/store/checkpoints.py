@@ -1,9 +1,8 @@
 """The checkpoints of a run: which are restored and which are deleted; errors of stores.
 
 Each start, resume and rollback begins an attempt at a step. A checkpoint is abandoned if a later
-attempt began below its step. The record of a checkpoint has the first steps of all attempts so far;
-so nothing has to be marked, and a crash leaves nothing half marked. No error of a store changes the
-live state.
+attempt began below its step. The record of a checkpoint has the first steps of all attempts so far.
+So no checkpoint has to be marked as abandoned, and a crash cannot interrupt the marking.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from healcore.core.errors import HealcoreError
 class StoreError(HealcoreError, RuntimeError):
     """Base class of all errors of checkpoint stores.
 
-    A store raises it before it changes anything that is live. So the training can go on, or can use
-    another checkpoint.
+    A store raises it before it changes anything that is live. So the training can continue, or can
+    use another checkpoint.
     """
 
 
 class NoGoodCheckpoint(StoreError):
     """There is no checkpoint to roll back to.
 
-    The run stops then: to go on with weights that are known to be bad would waste the time.
+    The run stops then: to continue with weights that are known to be bad would waste the time.
     """
 
 
@@ -191,7 +190,7 @@ class CheckpointInfo(NamedTuple):
         for saved in store.checkpoints():
             print(saved.step, saved.status, saved.finite)
 
-    The list says what a rollback may restore; nothing of the arrays is read for it.
+    The list says what a rollback may restore. To make it, no arrays are read.
     """
 
     step: int
@@ -362,7 +361,7 @@ def choose_checkpoints(
     checkpoint of the onset's step holds the last state before the trouble.
 
     Args:
-        saves: the checkpoints.
+        saves: the checkpoints of the run with their statuses, ascending by step.
         onset: step of the incident's first alarm.
         depth: 1 for the newest known-good checkpoint before the onset, 2 for the next older one.
         tried: steps of the checkpoints that were restored for the same trouble. The choice is

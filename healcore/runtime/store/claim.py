@@ -61,11 +61,13 @@ class Claim:
     Args:
         handle: the open lock file, or None if it could not be opened.
         warning: why another run could use the directory unnoticed, or None.
+
+    Attributes:
+        warning: the same.
     """
 
     def __init__(self, handle: int | None, warning: str | None = None) -> None:
         self.warning = warning
-        """Why another run could use the directory unnoticed, or None."""
         self._end = None
         if handle is not None:  # closing the file also releases the lock
             self._end = weakref.finalize(self, os.close, handle)

@@ -1,42 +1,32 @@
-"""Writes files in a run directory so that a crash leaves no partial file, and computes digests.
+"""Writes files in a run directory so that a crash leaves no partial file.
 
 Writing always makes a new file, because a write through a link would change another file. The bytes
 go to disk first, then the name, then the directory that holds the name: without the last step a
 power cut can undo the name. The same holds for each parent of the run directory. Work in progress
 is named `.tmp-healcore-<random>`, so that the next start can remove the files of a killed process.
-
-Digests are xxh3, 128 bits; they detect damage, not malice. xxh3 costs little beside a copy
-(measured: 15 to 22 GB/s on one core; crc32 7, sha256 2).
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-import xxhash
-from pydantic import Field
-
-from healcore import regular_file
+from healcore.runtime.store.checksums import Digest, digest_of
 
 _WORTH_THREADS = 8 << 20
 """Least number of bytes that are worth several threads."""
-DIFFERS = "is not what was written: its digest differs"
-_MAX_SEALED = 1 << 26
-"""Largest size of a sealed file: enough for a manifest of half a million files."""
 TEMPORARY = re.compile(r"\.tmp-healcore-[0-9a-f]{16}")
+"""Names of work in progress, see `new_temporary`."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -82,7 +72,7 @@ def rename(old: Path, new: Path) -> None:
     """Renames a directory within its parent, and waits until the new name is on disk.
 
     Args:
-        old: the directory.
+        old: the directory, whose content is on disk already.
         new: its new path, which must not exist.
     """
     old.rename(new)
@@ -105,8 +95,8 @@ def make_directory(path: Path) -> None:
     """Makes a directory with its parents, and waits until all their names are on disk.
 
     Without this wait a power cut can undo the name of the directory, and with it everything that
-    was synced below: a run would begin again at step 0, as if it had never saved. The names may be
-    as new where the directory exists, because the program may have just made it itself.
+    was synced below: a run would begin again at step 0, as if it had never saved. If the directory
+    exists, the wait is needed too, because the program may have just made it itself.
     """
     path.mkdir(parents=True, exist_ok=True)
     for parent in {*path.absolute().parents, *path.resolve().parents}:  # of a link too
@@ -117,8 +107,8 @@ def make_directory(path: Path) -> None:
 def discard(path: Path) -> bool:
     """Removes a file or a directory, never through a link. Returns whether that succeeded.
 
-    When one array of a save fails, the framework's threads may still be writing the others: what
-    appears or vanishes meanwhile is looked at again, for a second at most.
+    When one array of a save fails, threads of the framework may still be writing other arrays. If
+    files appear or vanish during the removal, it is tried again, for a second at most.
     """
     for wait in (0.01, 0.09, 0.9, 0):
         try:
@@ -138,7 +128,8 @@ def entries_of(folder: Path) -> list[Path]:
     """The sorted entries of a directory.
 
     Returns:
-        Paths, or an empty list if the directory cannot be read. For work that can be left undone.
+        Paths, or an empty list if the directory cannot be read. So use it only for work that can be
+        left undone, such as a cleanup.
     """
     try:
         return sorted(folder.iterdir())
@@ -149,32 +140,6 @@ def entries_of(folder: Path) -> list[Path]:
 def new_temporary() -> str:
     """A new name for work in progress."""
     return f".tmp-healcore-{secrets.token_hex(8)}"
-
-
-class Digest(NamedTuple):
-    """The size and digest of a file."""
-
-    bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
-    """Size in bytes."""
-    xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-    """The digest, hexadecimal."""
-
-
-def digest_of(path: Path, *, sync: bool = False) -> Digest:
-    """Computes the digest of a file's content.
-
-    Args:
-        path: a regular file.
-        sync: whether to wait until the content is on disk too.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
-    """
-    with open(path, "rb", buffering=0, opener=regular_file.opener) as file:
-        state = hashlib.file_digest(file, xxhash.xxh3_128)
-        if sync:
-            os.fsync(file.fileno())
-        return Digest(file.tell(), state.hexdigest())
 
 
 def sync_and_digest(folder: Path) -> dict[str, Digest]:
@@ -231,69 +196,3 @@ def threads() -> int:
     else:
         cores = os.cpu_count() or 1
     return max(1, min(4, cores))
-
-
-class ChecksumError(ValueError):
-    """The bytes are not the output of `seal`."""
-
-
-def seal(content: Mapping[str, Any]) -> bytes:
-    """Writes JSON with a digest of itself, so that a reader notices any changed bit.
-
-    Args:
-        content: JSON-safe values, without a key "digest".
-
-    Returns:
-        Canonical JSON and a line break.
-
-    Raises:
-        ValueError: a number is NaN or Inf.
-        TypeError: a value is not JSON-safe.
-    """
-    return _sealed(json.loads(_canonical(content)))
-
-
-def unseal(data: bytes) -> dict[str, Any]:
-    """Reads what `seal` has written.
-
-    The bytes must be canonical, because JSON ignores a flipped bit in white space or in the case of
-    an exponent.
-
-    Args:
-        data: bytes of a file, written by anybody.
-
-    Returns:
-        The content, without the digest.
-
-    Raises:
-        ChecksumError: a bit has changed, or `seal` has not written the bytes.
-    """
-    try:
-        content = json.loads(data)
-        del content["digest"]
-        whole = _sealed(content) == data
-    except (ValueError, KeyError, TypeError, RecursionError):
-        whole = False
-    if not whole:
-        raise ChecksumError(DIFFERS)
-    return content
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """The content of a file that `seal` has written.
-
-    Raises:
-        OSError: the file cannot be read, or is too large.
-        ChecksumError: the file has changed.
-    """
-    return unseal(regular_file.read(path, _MAX_SEALED))
-
-
-def _sealed(body: Mapping[str, Any]) -> bytes:
-    """`seal` of a content that JSON does not change any more."""
-    digest = xxhash.xxh3_128_hexdigest(_canonical(body))
-    return _canonical({**body, "digest": digest}) + b"\n"
-
-
-def _canonical(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

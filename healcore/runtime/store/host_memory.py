@@ -27,7 +27,9 @@ def allocate(nbytes: int) -> np.ndarray:
     Returns:
         Fresh memory, uint8 (nbytes,), not set to anything.
     """
-    alignment = _HUGE_PAGE if nbytes >= 2 * _HUGE_PAGE else _CACHE_LINE
+    alignment = _CACHE_LINE
+    if nbytes >= 2 * _HUGE_PAGE:
+        alignment = _HUGE_PAGE
     whole = np.empty(nbytes + alignment, np.uint8)
     start = -whole.ctypes.data % alignment
     return whole[start : start + nbytes]

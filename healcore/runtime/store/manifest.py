@@ -9,12 +9,21 @@
         healing.json                   the record, if one was saved; a rollback replaces it
       step-0000000140.1/
         checkpoint.safetensors         all of this for a small state, see `single_file`
-        healing.json                   the record of a rollback; it replaces the one in the file
+        healing.json                   the record of a rollback; it replaces the record in the file
       .tmp-healcore-…/                 work in progress: a save, or a checkpoint being deleted
 
-A save is written to a temporary directory. The manifest is written last and never changed; then the
-directory gets its final name. A deletion is the reverse. A directory without a valid manifest is no
-checkpoint. Nothing is cached: each function reads the disk.
+Each change of a directory takes effect by one rename, its commit. A crash before the commit leaves
+the old state, and a crash after the commit leaves the new state:
+
+    save      write the files, then the manifest, into .tmp-healcore-…
+              rename it to step-….1                                          <- commit
+    rollback  write the new record to a temporary file
+              rename the file to healing.json                                <- commit
+    deletion  rename step-….1 to .tmp-healcore-…                             <- commit
+              delete the files
+
+What is renamed is on disk before, see `files`. A manifest is never changed. A directory without a
+valid manifest is no checkpoint. Nothing is cached: each function reads the disk.
 """
 
 from __future__ import annotations
@@ -33,7 +42,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 import healcore
 from healcore import regular_file
-from healcore.runtime.store import files, single_file, values
+from healcore.runtime.store import checksums, files, single_file, values
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
@@ -41,9 +50,10 @@ from healcore.runtime.store.checkpoints import (
     HasSaveFacts,
     StoreError,
 )
-from healcore.runtime.store.files import ChecksumError, Digest
+from healcore.runtime.store.checksums import ChecksumError, Digest
 
 SCHEMA = 2
+"""Version of the manifest. A manifest of another version is not read."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 RECORD = "healing.json"
@@ -78,7 +88,7 @@ class Manifest(NamedTuple):
     attempt: Annotated[_Count, Field(ge=1)]
     """Number of the attempt that saved the checkpoint, from 1. See `AttemptHistory`."""
     files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
-    """Relative path -> size and digest, for every file except this one and the record."""
+    """Relative path -> size and digest, for every file except the manifest and the record."""
     nonfinite: tuple[str, ...]
     """Names of arrays with NaN or Inf, allowed or not."""
     healing: bool
@@ -130,13 +140,13 @@ class StoredCheckpoint(NamedTuple):
             rank: number of the rank. It gets the shared values and its own per-rank values.
 
         Returns:
-            See `host_copy.Entries`.
+            See `flat_state.Entries`.
         """
         if self.only_file is not None:
             entries: dict[str, Any] = json.loads(single_file.read_header(self.only_file).state)
             if rank == 0:  # the process that saved alone
                 return entries
-            return {name: entry for name, entry in entries.items() if not entry.get("per_rank")}
+            return _shared(entries)
         digests = self.manifest.files
         names = [STATE]
         if _rank_file(rank) in digests:
@@ -181,15 +191,20 @@ def write_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]], rank: 
 
     Args:
         folder: the new directory of the checkpoint.
-        entries: see `host_copy.Entries`.
+        entries: see `flat_state.Entries`.
         rank: number of this rank. Rank 0 writes the shared entries too.
     """
-    own = {name: entry for name, entry in entries.items() if entry.get("per_rank")}
+    shared = _shared(entries)
+    own = {name: entry for name, entry in entries.items() if name not in shared}
     if own:
         files.write_new(folder / _rank_file(rank), values.to_json(own))
     if rank == 0:
-        shared = {name: entry for name, entry in entries.items() if name not in own}
         files.write_new(folder / STATE, values.to_json(shared))
+
+
+def _shared(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The entries of values that all ranks share."""
+    return {name: entry for name, entry in entries.items() if not entry.get("per_rank")}
 
 
 def write_only_file(folder: Path, copy: SealedState, content: single_file.Content) -> None:
@@ -241,7 +256,7 @@ def _sealed_manifest(copy: SealedState, format: str, digests: Mapping[str, Diges
     has_record = copy.record is not None
     read = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_record)
     writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format}
-    return files.seal({**writer, **read._asdict()})
+    return checksums.seal({**writer, **read._asdict()})
 
 
 def remove(folder: Path) -> None:
@@ -404,7 +419,7 @@ def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
     """The complete checkpoints of a scan with their statuses.
 
     Args:
-        found: the scan.
+        found: what a directory holds, or what `merge` has made of several directories.
         nonfinite_ok: patterns of array names where NaN and Inf are allowed.
     """
     entries: list[CheckpointInfo] = []
@@ -417,7 +432,7 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
     """Recomputes the digests of a rank's share of the files.
 
     Args:
-        stored: the checkpoint.
+        stored: a complete checkpoint, whose files have their sizes.
         rank: number of this rank.
         world: number of ranks, which share the files.
 
@@ -426,7 +441,7 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
     """
     digest_of = single_file.digest_of
     if stored.only_file is None:
-        digest_of = files.digest_of
+        digest_of = checksums.digest_of
 
     def compare(name: str) -> CheckpointDamaged | None:
         try:
@@ -437,7 +452,7 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
             return stored.damaged(name, str(error))
         if same:
             return None
-        return stored.damaged(name, files.DIFFERS)
+        return stored.damaged(name, checksums.DIFFERS)
 
     names = sorted(stored.manifest.files)[rank::world]
     results = files.map_in_threads(compare, names, stored.manifest.nbytes)
@@ -446,7 +461,7 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
 
 
 def _open(folder: Path, records: dict[int, dict[str, Any]]) -> StoredCheckpoint:
-    """Opens a complete checkpoint. Adds its record to `records`, if that is intact."""
+    """Opens a complete checkpoint. Adds its record to `records` if the record is intact."""
     step = step_of(folder) or 0
     record = None
     if os.path.lexists(folder / RECORD):
@@ -514,7 +529,7 @@ def _read_header(folder: Path) -> single_file.Header:
 def _unsealed(folder: Path, text: str) -> dict[str, Any]:
     """A sealed text in the only file of a small checkpoint."""
     try:
-        return files.unseal(text.encode(errors="surrogatepass"))
+        return checksums.unseal(text.encode(errors="surrogatepass"))
     except ChecksumError as error:
         raise _damaged(folder, str(error), single_file.FILE) from None
 
@@ -522,7 +537,7 @@ def _unsealed(folder: Path, text: str) -> dict[str, Any]:
 def _read_sealed(folder: Path, file: str) -> dict[str, Any]:
     """The content of a sealed file of a checkpoint; CheckpointDamaged if it is damaged."""
     try:
-        return files.read_sealed(folder / file)
+        return checksums.read_sealed(folder / file)
     except OSError as error:
         raise _damaged(folder, f"cannot be read ({error.strerror})", file) from None
     except ChecksumError as error:

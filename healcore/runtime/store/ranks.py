@@ -59,8 +59,8 @@ def broadcast(ranks: Ranks, mine: Any) -> Any:
     """Sends the item of rank 0 to every rank. Collective.
 
     Args:
-        ranks: the ranks.
-        mine: the item of this rank, which is used on rank 0 only.
+        ranks: all of them call this function.
+        mine: the item of this rank. Only the item of rank 0 is used.
 
     Returns:
         Rank 0's item.
@@ -71,9 +71,14 @@ def broadcast(ranks: Ranks, mine: Any) -> Any:
 def gather_results(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """Runs an action on every rank; returns all results (picklable), or raises on all ranks.
 
-    If only the failed rank raised, the others would wait for it in their next exchange. All ranks
-    raise the same StoreError. For any other error the failed rank raises the error itself and the
-    others raise RankFailed. CheckpointDamaged is raised only if every error is CheckpointDamaged,
+    If only the failed rank raised, the other ranks would wait for it in their next exchange. So:
+
+        an action raises                     the failed rank raises   the other ranks raise
+        -----------------------------------  -----------------------  ---------------------
+        a StoreError other than SaveFailed   the error                the same error
+        any other error                      the error                RankFailed
+
+    If several ranks fail, CheckpointDamaged is raised only if every error is CheckpointDamaged,
     because the caller then tries another copy.
 
     Args:
@@ -111,7 +116,7 @@ def run_on_each(ranks: Ranks, action: Callable[[], T]) -> T:
     """Runs an action on every rank, whose result need not be exchanged. Collective.
 
     Args:
-        ranks: the ranks.
+        ranks: all of them call this function.
         action: what to do on this rank. It does not exchange anything itself.
 
     Returns:
@@ -126,7 +131,7 @@ def run_on_first(ranks: Ranks, action: Callable[[], T]) -> T:
     """Runs an action on rank 0 only, such as a change of the directory. Collective.
 
     Args:
-        ranks: the ranks.
+        ranks: all of them call this function.
         action: what to do on rank 0. Its result is picklable.
 
     Returns:

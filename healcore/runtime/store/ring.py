@@ -25,7 +25,7 @@ class Ring:
 
     Attributes:
         keep: the same. Set to None if the copies do not fit into the host's memory.
-        protected: steps that never leave the ring by themselves.
+        protected: steps whose copies `prune` never removes.
         copies: step -> copy.
     """
 
@@ -55,12 +55,12 @@ class Ring:
         """Adds an inspected copy, and removes the copies that are superfluous then.
 
         Args:
-            copy: the copy.
+            copy: an inspected copy, whose digests and NaN are known.
             nonfinite_ok: patterns of array names where NaN and Inf are allowed.
 
         Returns:
-            A copy that is not in the ring any more, possibly this one; its memory can be reused.
-            None if all are still there.
+            A copy that is not in the ring, possibly the new copy. Its memory can be reused. None if
+            all copies are in the ring.
         """
         held = [copy, *self.copies.values()]
         if self.keep is not None:
@@ -72,7 +72,7 @@ class Ring:
         return None
 
     def prune(self, nonfinite_ok: Collection[str]) -> None:
-        """Removes superfluous copies; `nonfinite_ok` is as for `add`."""
+        """Removes the copies that `superfluous` names; `nonfinite_ok` is as for `add`."""
         if self.keep is None:
             return
         attempts = AttemptHistory.newest(self.records())

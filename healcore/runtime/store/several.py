@@ -1,8 +1,8 @@
 """`SeveralStores`: the checkpoints of one run in several directories.
 
-For example on a fast local disk and on a shared disk. A save copies the state once, and writes this
-copy to each directory in turn. So each directory is a whole store, which commands and later runs
-can use alone.
+One directory may be on a fast local disk, and one on a shared disk. A save copies the state once,
+and writes this copy to each directory in turn. So each directory is a whole store, which commands
+and later runs can use alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def checked_places(given: Any) -> Any:
         A place, None, or a tuple of at least two places.
 
     Raises:
-        ValueError: the argument is neither, or names a directory twice or a store without one.
+        ValueError: the argument is of another type, names a directory twice, or has a store without
+            a directory in a list.
     """
     rule = "store is a path, a store, None, or a list of paths and stores"
     if isinstance(given, list | tuple):
@@ -177,8 +178,8 @@ class SeveralStores(CheckpointStore):
     def delete(self, step: int) -> None:
         """Removes a checkpoint from each directory, also an older save of its step.
 
-        A directory that cannot delete is reported once. It keeps what it has, and must not prevent
-        the other directories from deleting.
+        A directory that cannot delete is reported once. Its checkpoints stay, and the other
+        directories still delete.
 
         Raises:
             CheckpointNotFound: the step has no checkpoint.

@@ -10,11 +10,6 @@ kilobytes that takes longer than all the rest of a save. Here such a state is on
 
 The header is written here and not by the library, because the library takes other arguments in
 each version and no bfloat16 without torch. The library checks and reads what is restored.
-
-`PackedValues` holds nested values as text, and the bytes of all their arrays in one other array.
-`values.dumps` writes arrays into the text as base64. That is fine for random states; for batches of
-megabytes it would take longer than the save of a small model. Here an array costs one copy of its
-bytes.
 """
 
 from __future__ import annotations
@@ -31,17 +26,16 @@ import safetensors
 import xxhash
 
 from healcore import regular_file
-from healcore.runtime.store import values
-from healcore.runtime.store.checkpoints import StoreError, UnsavableState
-from healcore.runtime.store.files import DIFFERS, ChecksumError, Digest
+from healcore.runtime.store.checksums import DIFFERS, ChecksumError, Digest
 
 FILE = "checkpoint.safetensors"
 """Name of the file in the directory of its checkpoint."""
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 """Largest size of the arrays and of the structure of a state that is saved as one file. The file is
-composed in memory; above this size the fixed cost of DCP and Orbax is small beside the copying."""
-_MAX_BYTES = 1 << 28
-"""Largest size of a file that is read. A file has at most `MOST_BYTES` of arrays and as much of
+composed in memory. Above this size the fixed cost of DCP and Orbax is small compared with the
+copying."""
+_MAX_FILE_BYTES = 1 << 28
+"""Largest size of a file that is read. A file has at most `MAX_BYTES` of arrays and as much of
 structure, which takes twice the bytes as text in a text, and a record of at most 64 MiB."""
 
 _METADATA = "__metadata__"
@@ -77,8 +71,7 @@ class ArrayType(NamedTuple):
 class Header(NamedTuple):
     """The header of a file, parsed.
 
-    Reading it tells step, attempt and record of a checkpoint without reading the arrays. A list of
-    checkpoints needs no more.
+    It has step, attempt and record of a checkpoint, so a list of checkpoints reads no arrays.
     """
 
     manifest: str
@@ -145,7 +138,7 @@ class Content:
         """The size and the digest of everything but the manifest.
 
         The manifest holds this digest, so it cannot be part of what is digested. It has a digest
-        of its own, see `files.seal`.
+        of its own, see `checksums.seal`.
         """
         return _digest(self._header, self._parts)
 
@@ -182,7 +175,7 @@ def digest_of(path: Path) -> Digest:
         OSError: the file cannot be read.
         ChecksumError: the header is not as `Content` writes it.
     """
-    data = memoryview(regular_file.read(path, _MAX_BYTES))
+    data = memoryview(regular_file.read(path, _MAX_FILE_BYTES))
     start = 8 + _header_length(data[:8])
     header = _parsed(bytes(data[8:start]))
     texts = {"state": header.state}
@@ -203,7 +196,7 @@ def read_arrays(path: Path, wanted: Mapping[str, ArrayType]) -> dict[str, np.nda
         ValueError: safetensors rejects the file, or an array is missing or of another type.
     """
     try:
-        found = dict(safetensors.deserialize(regular_file.read(path, _MAX_BYTES)))
+        found = dict(safetensors.deserialize(regular_file.read(path, _MAX_FILE_BYTES)))
     except safetensors.SafetensorError as error:
         raise ValueError(f"safetensors rejects it: {error}") from None
     arrays = {}
@@ -236,7 +229,7 @@ def _header_length(start: bytes | memoryview) -> int:
     if len(start) != 8:
         raise ChecksumError(DIFFERS)
     (length,) = struct.unpack("<Q", start)
-    if length > _MAX_BYTES:
+    if length > _MAX_FILE_BYTES:
         raise ChecksumError(DIFFERS)
     return length
 
@@ -256,103 +249,3 @@ def _parsed(data: bytes) -> Header:
     if not whole:
         raise ChecksumError(DIFFERS)
     return header
-
-
-_SMALLEST = 4096
-"""Bytes of the array for up to as many bytes. Twice as many follow, and so on: a store reuses the
-memory of its last copy as long as all arrays keep their sizes."""
-
-
-class PackedValues:
-    """Values by number, packed for a checkpoint.
-
-        packed = PackedValues(limit=16 << 20)
-        packed.add(120, {"x": np.ones(3)})
-        PackedValues.read(packed.state())  # {120: {"x": array([1., 1., 1.])}}
-
-    Args:
-        limit: max bytes of all values, about. A value that does not fit is not added.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._texts: dict[int, str] = {}
-        self._parts: list[np.ndarray] = []
-        self._size = 0
-        """Bytes of the parts."""
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._texts
-
-    def add(self, number: int, value: Any, path: values.Path) -> bool:
-        """Adds a value of arrays, numbers, texts and containers.
-
-        Args:
-            number: the number of the value.
-            value: the value. Its arrays are not copied before `state`.
-            path: place of the value in the state, for error messages.
-
-        Returns:
-            False for a value without a plain form, and where no room is left.
-        """
-        parts: list[np.ndarray] = []
-        size = self._size
-
-        def keep(data: np.ndarray) -> Any:
-            nonlocal size
-            parts.append(data)
-            size += data.size
-            return [size - data.size, size]
-
-        try:
-            text = values.dumps(value, path, keep=keep)
-        except UnsavableState:
-            return False
-        if size + sum(map(len, self._texts.values())) + len(text) > self._limit:
-            return False
-        self._texts[number] = text
-        self._parts += parts
-        self._size = size
-        return True
-
-    def state(self) -> dict[str, Any]:
-        """The values for a checkpoint.
-
-        Returns:
-            "texts", number -> text; and "bytes", one uint8 array (n,) with the bytes of all arrays.
-            Its size is a power of two, so that it mostly stays the same from save to save.
-        """
-        capacity = _SMALLEST
-        while capacity < self._size:
-            capacity *= 2
-        data = np.zeros(capacity, np.uint8)
-        if self._parts:
-            np.concatenate(self._parts, out=data[: self._size])
-        return {"texts": {str(number): text for number, text in self._texts.items()}, "bytes": data}
-
-    @staticmethod
-    def read(state: Mapping[str, Any], path: values.Path = ("values",)) -> dict[int, Any]:
-        """Reads the values of a `state`.
-
-        Args:
-            state: result of `state`, from a checkpoint that anybody may have written.
-            path: place of the values in the state, for error messages.
-
-        Returns:
-            Number -> value.
-
-        Raises:
-            StoreError: healcore has not written this state.
-        """
-        data = np.asarray(state["bytes"])
-
-        def part(place: Any) -> np.ndarray:
-            start, stop = place
-            if not 0 <= start <= stop <= data.size:
-                raise StoreError(f"{values.path_text(path)} has no bytes {start} to {stop}")
-            return data[start:stop]
-
-        return {
-            int(number): values.loads(text, path, bytes_at=part)
-            for number, text in state["texts"].items()
-        }

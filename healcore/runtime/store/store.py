@@ -18,6 +18,7 @@ from typing import Any
 
 from healcore import console
 from healcore.runtime.store import files, manifest, ranks
+from healcore.runtime.store.array_format import ArrayFormat, Target
 from healcore.runtime.store.checkpoints import (
     IN_MEMORY,
     AttemptHistory,
@@ -31,15 +32,7 @@ from healcore.runtime.store.checkpoints import (
     StoreError,
     disallowed,
 )
-from healcore.runtime.store.host_copy import (
-    MEMORY,
-    ArrayFormat,
-    HostCopy,
-    Record,
-    Target,
-    checked_step,
-    sealed_record,
-)
+from healcore.runtime.store.host_copy import MEMORY, HostCopy, Record, checked_step, sealed_record
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.ring import Ring
@@ -143,6 +136,12 @@ class CheckpointStore(Writer):
     def save(self, step: int, state: Mapping[str, Any], *, record: Record | None = None) -> None:
         """Copies the state and returns; the copy is inspected and written in the background.
 
+            training     save: copy ── returns ── further steps ──────────────────────────────
+                                │
+            background          └── inspect ── add to memory ── write ── rename (the commit)
+                                                      │                     │
+            what has to wait               `take_nonfinite`, lists      the next save, `wait`
+
         Changing the state afterwards, in place or by donation, does not change the save. The call
         waits while the previous save is still being written. A save of a later attempt replaces
         the older save of its step once the new save is complete.
@@ -230,7 +229,7 @@ class CheckpointStore(Writer):
     def checkpoints(self) -> list[CheckpointInfo]:
         """The complete checkpoints, ascending by step. Reads no arrays.
 
-        A save in memory hides an older save of its step. If the directory cannot be read, only
+        A save in memory hides an older save of the same step. If the directory cannot be read, only
         memory is listed, and `take_failures` returns the error.
 
         Raises:
@@ -345,7 +344,8 @@ class CheckpointStore(Writer):
     def replace_record(self, step: int, record: Record) -> None:
         """Replaces the record of a checkpoint, atomically. The arrays stay.
 
-        This commits a rollback: before it nothing has happened on disk.
+        This commits a rollback. If the process is killed before, the next start resumes as if there
+        had been no rollback. If it is killed after, the next start resumes after the rollback.
 
         Args:
             step: step of the checkpoint.
@@ -503,9 +503,9 @@ class CheckpointStore(Writer):
     def _locate(self, step: int) -> tuple[HostCopy | None, list[StoredCheckpoint]]:
         """The copy in memory if every rank has one, and the same save in each directory.
 
-        If any rank has lost its copy, no rank uses one, and any save on disk counts. At least one
-        result is there. Raises CheckpointNotFound, or CheckpointDamaged for an incomplete
-        directory.
+        If any rank has lost its copy, no rank uses its copy, and any save on disk counts. At least
+        one of the two results is not empty. Raises CheckpointNotFound, or CheckpointDamaged for an
+        incomplete directory.
         """
         step = checked_step(step)
         self.join()
@@ -534,7 +534,7 @@ class CheckpointStore(Writer):
         return copy, stored
 
     def _first_intact(self, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
-        """The first of equal saves whose digests are right; CheckpointDamaged if there is none."""
+        """The first intact save of some equal saves; CheckpointDamaged if all are damaged."""
         assert stored, "a checkpoint is in memory or on disk"
         for each in stored[:-1]:
             try:

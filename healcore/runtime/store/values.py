@@ -1,4 +1,4 @@
-"""Converts nested Python values to JSON, beside named arrays or with the arrays in the text.
+"""Converts nested Python values to JSON, with their arrays in the text or kept elsewhere.
 
 In the JSON an object is a node with one tag. All other values are stored unchanged:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
@@ -8,8 +8,6 @@ In the JSON an object is a node with one tag. All other values are stored unchan
 `{"named": {"class": "module.Pair", "fields": [names], "parts": [nodes]}}` (a named tuple).
 A dictionary of another type has a "type": "OrderedDict", "Counter", or "defaultdict:int".
 Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
-
-`mismatches` compares the structure of a saved value with the structure of a live value.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from healcore import adapter_registry
-from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StoreError, UnsavableState
 
 Node = Any
@@ -121,8 +118,8 @@ def encode(value: Any, path: Path, special: Special) -> Node:
     """Converts a value to a node.
 
     Args:
-        value: the value.
-        path: its place in the state, for the names of arrays and for errors.
+        value: nested containers and numbers of Python, and whatever `special` encodes.
+        path: place of the value in the state, for the names of arrays and for errors.
         special: encodes a value that this module cannot, such as an array.
 
     Raises:
@@ -268,8 +265,8 @@ def dumps(value: Any, path: Path, keep: Keep = base64_text) -> str:
     JSON, and `loads` reads it without calling anything that it names: a pickle could run code.
 
     Args:
-        value: the value.
-        path: its place in the state, for error messages.
+        value: nested Python values, with arrays of NumPy, torch or JAX.
+        path: place of the value in the state, for error messages.
         keep: keeps the bytes of the arrays elsewhere. By default they are in the text.
 
     Raises:
@@ -282,7 +279,7 @@ def loads(text: str, path: Path, bytes_at: Callable[[Any], np.ndarray] = base64_
     """Converts text of `dumps` back to the value, and calls no function that the text names.
 
     Args:
-        text: the text.
+        text: result of `dumps`, from a file that anybody may have written.
         path: place of the value in the state, for error messages.
         bytes_at: the bytes of what `keep` has returned.
 
@@ -389,72 +386,3 @@ def _inline(value: Any, keep: Keep) -> Node | None:
     if content is None:
         return None
     return {tag: content}
-
-
-def is_stateful(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry is the state of an object with `state_dict`.
-
-    Such an object receives its state by `load_state_dict`, which checks and moves it. Any other
-    value is built anew from its entry.
-    """
-    return entry.get("stateful", "tree" in entry)
-
-
-def mismatches(name: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
-    """Compares a saved and a live entry of the same name.
-
-    Args:
-        name: name of the value in the state.
-        saved: the saved entry, see `host_copy.Entries`.
-        live: the live entry.
-
-    Returns:
-        How they differ, as texts. Empty if the saved value can be restored into the live one.
-    """
-    if is_stateful(live):
-        if "identity" in live and "identity" in saved:
-            return _differences(saved["identity"], live["identity"])
-        return []
-    if "leaves" in live:
-        if "leaves" not in saved:
-            return [f'"{name}" was an object with state_dict']
-        return _differences(_array_types(name, saved), _array_types(name, live))
-    # A program's dictionaries and lists may grow and shrink: only common arrays are compared.
-    before, now = _array_types(name, saved), _array_types(name, live)
-    common = before.keys() & now
-    return _differences({key: before[key] for key in common}, {key: now[key] for key in common})
-
-
-def _array_types(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
-    """Place -> dtype and shape, which must be equal in a saved and a live entry.
-
-    JAX and NumPy arrays may replace each other; random keys may not.
-    """
-    if "leaves" in entry:
-        return {f"{name}{path}": _array_type(node) for path, node in entry["leaves"]}
-    return {node["name"]: _array_type({"array": node}) for node in values.arrays_of(entry)}
-
-
-def _array_type(node: values.Node) -> str:
-    """Dtype and shape of a node, and the kind of a random key; "no array" for another value."""
-    array = None
-    if isinstance(node, dict):
-        array = node.get("array")
-    if array is None:
-        return "no array"
-    text = f"{array['dtype']}{tuple(array['shape'])}"
-    if array["kind"] == "key":
-        text += f" {array['impl']} key"
-    return text
-
-
-def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
-    """What a saved and a live mapping do not have in common, as sorted texts."""
-    wrong: list[str] = []
-    for key, now in live.items():
-        if key not in saved:
-            wrong.append(f"{key} is missing in the saved state")
-        elif saved[key] != now:
-            wrong.append(f"{key} is {saved[key]} in the saved and {now} in the live state")
-    wrong += [f"{key} is missing in the live state" for key in saved if key not in live]
-    return sorted(wrong)

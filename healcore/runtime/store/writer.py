@@ -97,8 +97,8 @@ class Writer:
     def forked(self) -> None:
         """Empties the queue in a forked child, where the thread does not exist.
 
-        A child that waited for a job of its parent would wait forever. Its failures are the
-        parent's to report.
+        A child that waited for a job of its parent would wait forever. The parent reports the
+        failures of its jobs.
         """
         self._pool = self._newest = None
         self._failures = []

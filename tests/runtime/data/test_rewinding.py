@@ -12,7 +12,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from healcore.runtime.data import BatchId, Cursor, EmptyLoader, UnusableLoader
-from healcore.runtime.data.positions import DataError, position_of_other_ranks
+from healcore.runtime.data.other_ranks import position_of_other_ranks
+from healcore.runtime.data.positions import DataError
 from tests.runtime.data.loaders import BATCHES, EXAMPLES, REWINDING, SIZE, Kind, over, take
 
 
@@ -25,7 +26,7 @@ def test_from_the_end_to_every_position_and_in_a_later_process(kind):
     while batch := take(cursor, 1):
         handed += batch
         positions.append(cursor.position())
-    assert cursor.why_not is None
+    assert not cursor.rewind_obstacle
     last = len(positions) - 1
     # With a worker a rewind starts a process: then only the ends and the middle of an epoch.
     for place in range(last, -1, -1) if "worker" not in kind.name else (last, 6, 4, 0):

@@ -25,7 +25,7 @@ from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.healthy_ranges import Held, HeldNorm
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.single_file import PackedValues
+from healcore.runtime.store.packed_values import PackedValues
 from tests.runtime.run.toy_driver import LASTS, ToyRun, damaged, healthy, noisy
 
 PER_STEP = MAX_SHARE * STEP_COST

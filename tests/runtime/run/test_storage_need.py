@@ -24,7 +24,7 @@ from healcore.runtime.run.checkpoints.storage_need import (
     size_text,
 )
 from healcore.runtime.store.checkpoints import IN_MEMORY, CheckpointInfo, superfluous
-from healcore.runtime.store.host_copy import parts_of
+from healcore.runtime.store.flat_state import parts_of
 from healcore.torch.expected_moments import missing_moments
 from tests.open_run import run_of
 

@@ -21,8 +21,8 @@ import torch
 
 from healcore.runtime.store import files, forks, single_file
 from healcore.runtime.store.checkpoints import CheckpointDamaged, Keep, SaveFailed, StoreError
+from healcore.runtime.store.checksums import ChecksumError, unseal
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
-from healcore.runtime.store.files import ChecksumError, unseal
 from healcore.runtime.store.manifest import sweep
 from healcore.torch.store import DCPStore, MemoryStore
 from tests import forked_programs

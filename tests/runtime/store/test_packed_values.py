@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from healcore.runtime.store.checkpoints import StoreError
-from healcore.runtime.store.single_file import PackedValues
+from healcore.runtime.store.packed_values import PackedValues
 
 PATH = ("batches",)
 ARRAYS = arrays.arrays(

@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file as load_torch
 
-from healcore.runtime.store import files, single_file
+from healcore.runtime.store import checksums, single_file
 from healcore.runtime.store.checkpoints import CheckpointDamaged
 from healcore.torch.store import DCPStore
 from tests.runtime.store.store_cases import (
@@ -164,9 +164,9 @@ def crafted(path: Path, change: Any) -> None:
         path.write_bytes(len(raw).to_bytes(8, "little") + raw + data[header.start :])
 
     write()
-    sealed = files.unseal(header.manifest.encode())
+    sealed = checksums.unseal(header.manifest.encode())
     sealed["files"][single_file.FILE] = single_file.digest_of(path)._asdict()
-    texts["manifest"] = files.seal(sealed).decode()
+    texts["manifest"] = checksums.seal(sealed).decode()
     write()
 
 

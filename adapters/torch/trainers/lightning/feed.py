@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from healcore.core.errors import AttachError
 from healcore.runtime.data import EmptyLoader
-from healcore.runtime.data.loader_adapters import UnreadableBatch, catch_unreadable
 from healcore.runtime.data.torch_loader import BEGUN
+from healcore.runtime.data.unreadable_batch import UnreadableBatch, catch_unreadable
 from healcore.runtime.driver import json_setting
 from healcore.runtime.run_hooks import RunHooks
 from healcore.torch.trainers.lightning import trainer_internals as internals

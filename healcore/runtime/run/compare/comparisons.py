@@ -45,7 +45,7 @@ from healcore.runtime.run.compare.saved_form import (
 from healcore.runtime.run.compare.step_history import Signs, StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion, Verdict
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
-from healcore.runtime.store.single_file import PackedValues
+from healcore.runtime.store.packed_values import PackedValues
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

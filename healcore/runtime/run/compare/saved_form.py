@@ -8,7 +8,7 @@ from typing import Any
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.store import values
-from healcore.runtime.store.single_file import PackedValues
+from healcore.runtime.store.packed_values import PackedValues
 
 MAX_BATCH_BYTES = 16 << 20
 """Max bytes of the batches in a checkpoint. Others are not saved."""

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from healcore.console import counted, first_of
-from healcore.runtime.data.positions import position_of_other_ranks
+from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.comparison_state import ComparisonState
@@ -294,7 +294,9 @@ class Restorer:
         """Forgets the program's changes of the model in steps that are undone."""
         record = self.run.record
         record.changes = [each for each in record.changes if each.step < since]
-        self.run.loaders.changed_in = max((each.epoch for each in record.changes), default=-1)
+        self.run.loaders.epoch_loop.changed_in = max(
+            (each.epoch for each in record.changes), default=-1
+        )
 
     def _choose(self, order: Order) -> tuple[int, ...]:
         """Steps of the checkpoints to try, the best first."""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from healcore.core.decision import Cause
-from healcore.runtime.data.positions import position_of_other_ranks
+from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines
 from healcore.runtime.faults.classification import classify
 from healcore.runtime.run.engine_states import compatible_states

@@ -1,0 +1,115 @@
+"""Chooses the adapter that saves and restores the state of a loader, by the kind of the loader.
+
+    kind of loader                                   adapter
+    -----------------------------------------------  ------------------------------------
+    a DataLoader of a map-style dataset              `TorchLoader`
+    a function that makes a loader                   `FunctionLoader`
+    `state_dict` and `load_state_dict`               `StatefulLoaderAdapter`
+    an iterator with `get_state` or `state_dict`     `StatefulIteratorAdapter`
+    a sequence, or `__getitem__` without `__iter__`  `IndexedAdapter`
+    a DataLoader of a stream                         `TorchStream`, cannot be rewound
+    anything else to iterate over                    `LoaderAdapter`, cannot be rewound
+
+`LoaderEpoch.adapter` finds the first two kinds, and `adapter_for` all others. The attributes of a
+loader that are looked at are in `loader_protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from healcore.runtime.data.loader_adapter import LoaderAdapter
+from healcore.runtime.data.loader_parts import (
+    class_name,
+    has_methods,
+    has_shuffle_buffer,
+    is_type,
+    samplers_of,
+)
+from healcore.runtime.data.loader_protocols import GET_STATE, STATE_DICT, AnyLoader
+from healcore.runtime.data.stateful_loaders import (
+    IndexedAdapter,
+    StatefulIteratorAdapter,
+    StatefulLoaderAdapter,
+)
+from healcore.runtime.data.torch_stream import TorchStream
+
+_UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
+"""Samplers that draw a new order in every epoch and do not record it. A restored torchdata loader
+then skips forward through a different order, without a warning."""
+
+
+def adapter_for(loader: AnyLoader) -> LoaderAdapter:
+    """Chooses the adapter for a loader that is not a DataLoader of a map-style dataset.
+
+    A loader can have an attribute `why_not`, see `ExplainsWhyNot`. A loader of healcore's own, such
+    as `ScanBlocks`, is its own adapter.
+
+    Args:
+        loader: something to iterate over, or with `__getitem__`. If only its iterator can have a
+            state, the first epoch begins here, which may draw random numbers.
+    """
+    if isinstance(loader, LoaderAdapter):
+        return loader
+    explains = hasattr(loader, "why_not")
+    if explains:
+        obstacle = loader.why_not or ""
+    else:
+        obstacle = _state_obstacle(loader)
+    if not obstacle:
+        return StatefulLoaderAdapter(loader)
+    if explains or has_methods(loader, STATE_DICT):
+        return LoaderAdapter(loader, obstacle=obstacle)
+    if isinstance(loader, Sequence) or not hasattr(loader, "__iter__"):
+        return IndexedAdapter(loader)
+    first = iter(loader)
+    for names in (GET_STATE, STATE_DICT):
+        if has_methods(first, names):
+            return StatefulIteratorAdapter(loader, first, names)
+    if is_type(first, "torch.utils.data", "_BaseDataLoaderIter"):
+        return TorchStream(loader, obstacle=obstacle, first=first)
+    return LoaderAdapter(loader, obstacle=obstacle, first=first)
+
+
+def _state_obstacle(loader: AnyLoader) -> str:
+    """Why a loader has no exact `state_dict`, and what to use instead; "" if it has one."""
+    name = class_name(loader)
+    if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
+        return (
+            f"{name} reads for all ranks on one rank: use dispatch_batches=False and a map-style "
+            "dataset"
+        )
+    if is_type(loader, "accelerate.data_loader", "DataLoaderAdapter"):
+        return (
+            f"{name} does not record the position in an IterableDataset: use a map-style dataset, "
+            "or pass torchdata's StatefulDataLoader to the Healer without preparing it"
+        )
+    if not has_methods(loader, STATE_DICT):
+        article = "a"
+        if name[0].lower() in "aeiou":
+            article = "an"
+        return (
+            f"{article} {name} cannot be rewound: it has no state_dict and load_state_dict (or "
+            "get_state and set_state). Pass a list, a torch DataLoader of a map-style dataset, "
+            "torchdata's StatefulDataLoader, a Grain dataset, a loader whose iterator has these "
+            "methods, or a function that makes the stream again: lambda: zip(a, b)"
+        )
+    return _exactness_obstacle(loader, name)
+
+
+def _exactness_obstacle(loader: AnyLoader, name: str) -> str:
+    """Why the `state_dict` of a loader does not determine what follows, or "" if it does."""
+    if has_shuffle_buffer(loader):
+        return f"{name} does not record its shuffle buffer: use a map-style dataset, with shuffle"
+    if is_type(loader, "torchdata.nodes", "Loader"):
+        return f"{name} reads ahead into the next epoch: use StatefulDataLoader"
+    if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
+        return f"{name} with in_order=False has no fixed order: use in_order=True"
+    for sampler in samplers_of(loader):
+        unrecorded = is_type(sampler, "torch.utils.data", *_UNRECORDED)
+        if unrecorded and not hasattr(sampler, "state_dict"):
+            return (
+                f"{name} does not record the order of {class_name(sampler)}: use shuffle=True, or "
+                "a sampler that records the order in its state_dict"
+            )
+    return ""
