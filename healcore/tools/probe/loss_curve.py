@@ -167,7 +167,7 @@ def _trend(curve: np.ndarray) -> float:
     return (score - math.copysign(1, score)) / math.sqrt(variance)
 
 
-class Event(NamedTuple):
+class InstabilityEvent(NamedTuple):
     """One instability event, from step `step` to step `last`, over `values` logged values.
 
     The loss rises above its level by several standard deviations for more than one value. A single
@@ -184,7 +184,7 @@ class Event(NamedTuple):
 
 def find_events(
     steps: np.ndarray, values: np.ndarray, sigmas: float, window: int
-) -> tuple[list[Event], int, bool]:
+) -> tuple[list[InstabilityEvent], int, bool]:
     """Finds the instability events of a curve with the spike detector of the policy engine.
 
     The detector takes about 40 us per value, so a long curve is reduced to block medians.
@@ -208,7 +208,7 @@ def find_events(
     heights, sustained = _run_detector(map_leaves(_scalar, config), reduced)
     edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
     spans: list[tuple[int, int]] = []
-    events: list[Event] = []
+    events: list[InstabilityEvent] = []
     high_outside = heights > sigmas
     for onset, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
         first = max(0, onset - _MAX_LEAD)
@@ -230,7 +230,9 @@ def find_events(
         spans.append((first, last))
         high_outside[first:end] = False
         length = (last + 1 - first) * size
-        events.append(Event(float(steps[first]), length, height, back, float(steps[last])))
+        events.append(
+            InstabilityEvent(float(steps[first]), length, height, back, float(steps[last]))
+        )
     unfinished = bool(events) and events[-1].last == steps[-1]
     return events, int(np.count_nonzero(high_outside)), unfinished
 

@@ -52,7 +52,7 @@ _LOG_ROUNDING = math.log(1e-10)
 """log v-hat of rounding errors relative to the largest in the layer: 1e-5 of the gradient."""
 _MIN_GAP = math.log(10)
 """Smallest distance of two groups of layers, because healthy layers differ gradually."""
-_MOST_IF_DEAD = 0.3
+_MAX_SCORE_IF_DEAD = 0.3
 """Largest score of an optimizer whose moments are 0: its layers have not been trained."""
 _RISEN_FRACTION = 0.3
 """If a larger fraction of the layers is above the lowest group, that group is the baseline."""
@@ -120,7 +120,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         checks += [_dead(judged, inputs), _outliers(compared, inputs)]
     facts = {
         "format": contents.format,
-        "score": score(checks, ("step", "finite"), most={"dead": _MOST_IF_DEAD}),
+        "score": score(checks, ("step", "finite"), most={"dead": _MAX_SCORE_IF_DEAD}),
         "parameters": len(moments),
         "elements": sum(moment.size for moment in moments),
         "step": max(_known_steps(moments), default=None),

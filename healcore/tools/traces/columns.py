@@ -54,7 +54,7 @@ class TraceError(HealcoreError, ValueError):
     """
 
 
-class NotJudgedError(TraceError):
+class UnjudgeableLog(TraceError):
     """A log can be read, but a verdict on what is readable would be no verdict on the run.
 
     For example, a fifth of the cells of the loss are damaged. A run that diverged in these rows
@@ -208,7 +208,7 @@ def parse_rows(
         The log. Its problems are in the order of the lines.
 
     Raises:
-        NotJudgedError: more than a tenth of the lines of a column cannot be used.
+        UnjudgeableLog: more than a tenth of the lines of a column cannot be used.
     """
     columns = _Columns(labels, problems)
     remaining = iter(rows)
@@ -409,7 +409,7 @@ def _spread_rounded_steps(step: np.ndarray, unit: np.ndarray) -> np.ndarray:
 
 
 def _refuse_unusable(problems: Sequence[Problem], usable: int) -> None:
-    """Raises NotJudgedError if more than a tenth of the lines, and more than one, are unusable.
+    """Raises UnjudgeableLog if more than a tenth of the lines, and more than one, are unusable.
 
     One line alone is the usual end of a run that was killed while it wrote.
     """
@@ -419,7 +419,7 @@ def _refuse_unusable(problems: Sequence[Problem], usable: int) -> None:
         where = "first: "
         if first.line:
             where = f"first in line {first.line}: "
-        raise NotJudgedError(
+        raise UnjudgeableLog(
             f"{count:,} of {counted(count + usable, 'line')} cannot be used, {where}{first.text}. "
             "Write plain numbers (1234.5), or name other columns (--column loss=NAME)"
         )

@@ -18,10 +18,10 @@ from healcore.tools.traces.columns import (
     LENGTH,
     SIGNALS,
     STEP,
-    NotJudgedError,
     Problem,
     RawLog,
     TraceError,
+    UnjudgeableLog,
     open_text,
     parse_number,
     parse_rows,
@@ -259,7 +259,7 @@ def is_kept(name: str) -> bool:
 def refuse_table_of_runs(
     names: Iterable[str], cells_of: Callable[[str], Sequence[Any]], step: str | None
 ) -> None:
-    """Raises NotJudgedError if each row is another run, so that the loss of the rows is no curve.
+    """Raises UnjudgeableLog if each row is another run, so that the loss of the rows is no curve.
 
     A table of runs names another run in each row. A log may do so too, with an id of each line, but
     its steps increase.
@@ -270,7 +270,7 @@ def refuse_table_of_runs(
         step: name of the column of steps, or None.
 
     Raises:
-        NotJudgedError: the rows are runs.
+        UnjudgeableLog: the rows are runs.
     """
     facts = 0
     for name in names:
@@ -292,7 +292,7 @@ def refuse_table_of_runs(
         if is_tracker:
             least = 0
         if len(runs) > least:
-            raise NotJudgedError(_TABLE_OF_RUNS.format(key))
+            raise UnjudgeableLog(_TABLE_OF_RUNS.format(key))
 
 
 def _increases(values: Sequence[Any]) -> bool:
@@ -403,7 +403,7 @@ def read_records(
 
     Raises:
         TraceError: no record has a loss or a gradient norm, or two keys may be the same signal.
-        NotJudgedError: the records are runs, or too many of them are damaged.
+        UnjudgeableLog: the records are runs, or too many of them are damaged.
     """
     problems: list[Problem] = []
     chosen = set(columns.values())

@@ -14,10 +14,10 @@ from healcore.tools.traces import formats, printed
 from healcore.tools.traces.columns import (
     JUDGED,
     KNOWN_FORMATS,
-    NotJudgedError,
     Problem,
     RawLog,
     TraceError,
+    UnjudgeableLog,
     read_head,
 )
 from healcore.tools.traces.names import KNOWN_COLUMNS, is_known, quote_names
@@ -113,7 +113,7 @@ def open_traces(
                             name += f"#{log.run}"
                         runs.append((name, [log]))
         except Exception as error:  # damaged bytes may raise any error
-            failed.append(Unreadable(path, _reason(error), isinstance(error, NotJudgedError)))
+            failed.append(Unreadable(path, _reason(error), isinstance(error, UnjudgeableLog)))
     if parts:
         name = names[0]
         if len(names) > 1:
@@ -124,7 +124,7 @@ def open_traces(
         try:
             traces.append(join_logs(name, logs))
         except TraceError as error:
-            failed.append(Unreadable(name, str(error), isinstance(error, NotJudgedError)))
+            failed.append(Unreadable(name, str(error), isinstance(error, UnjudgeableLog)))
     return traces, failed
 
 
@@ -168,7 +168,7 @@ def _read_path(
         return [_Found(path, *_read_file(path, columns))]
     try:
         return [_Found(path, *_read_directory(path, columns, failed))]
-    except NotJudgedError:
+    except UnjudgeableLog:
         raise
     except TraceError as error:
         no_log = error
@@ -185,7 +185,7 @@ def _read_path(
         except _NoLogError:
             continue  # weights, code or settings
         except Exception as error:  # damaged bytes may raise any error
-            failed.append(Unreadable(folder, _reason(error), isinstance(error, NotJudgedError)))
+            failed.append(Unreadable(folder, _reason(error), isinstance(error, UnjudgeableLog)))
     if not found and not any(each.path.startswith(path) for each in failed):
         raise no_log
     return found
@@ -240,7 +240,7 @@ def _read_directory(
         for file in by_format[form.name]:
             try:
                 logs += _read_file(file, columns)[0]
-            except NotJudgedError as error:
+            except UnjudgeableLog as error:
                 if form.is_one_run:
                     raise
                 failed.append(Unreadable(file, str(error), not_judged=True))

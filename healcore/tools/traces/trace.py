@@ -69,7 +69,7 @@ class Rows(NamedTuple):
         return Rows(self.step[where], self.attempt[where], values, logged)
 
 
-class Attempt(NamedTuple):
+class TraceAttempt(NamedTuple):
     """The part of a run from one start or resume to the next.
 
     A replay restores the engine's state at each attempt, as the recorded run restored its own.
@@ -114,7 +114,7 @@ class Trace:
     rows: Rows
     """All rows in the order of the files, including stale tails; at least one. Records of one
     step that log different signals are one row."""
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[TraceAttempt, ...]
     replaced: np.ndarray
     """bool (n,): rows that a later attempt replaced, because it began at their step or earlier."""
     problems: tuple[str, ...]
@@ -208,10 +208,10 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
                 values[signal][row[mask]] = numbers[signal][mask]
             logged[signal][row[mask]] = True
     resumed, replaced = _find_resumed_rows(step, starts)
-    attempts: list[Attempt] = []
+    attempts: list[TraceAttempt] = []
     for start, resumes_after in zip(starts, resumed, strict=True):
         source = logs[bisect.bisect(begins, first[start]) - 1].path
-        attempts.append(Attempt(source, float(step[start]), resumes_after))
+        attempts.append(TraceAttempt(source, float(step[start]), resumes_after))
     for number, attempt in enumerate(attempts[1:], 1):
         notes.append(
             f"{attempt.source}: the run went back (a resume or a rollback): attempt {number} "
