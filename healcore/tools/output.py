@@ -12,12 +12,13 @@ import typer
 
 from healcore.core.errors import HealcoreError, clean
 
-if TYPE_CHECKING:  # a local import, so that other commands start fast
+if TYPE_CHECKING:  # imported in `console`, so that other commands start fast
     from rich.console import Console
     from rich.segment import Segment
 
 AnyPath = str | os.PathLike[str]
-CANNOT_RUN = 2  # exit status
+CANNOT_RUN = 2
+"""Exit status of a command that could not do its work."""
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:

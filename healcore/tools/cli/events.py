@@ -1,8 +1,8 @@
 """The commands `healcore events show` and `healcore report run.events.jsonl`.
 
 Exit status: 0 success, 1 `show` found damaged lines or `report` an unreadable run, 2 no file could
-be read, the page could not be written, or the command line is invalid. Of `show --follow`: 0 the
-run completed, 1 it ended in another way, 130 after Ctrl-C (typer).
+be read, the page could not be written, or the command line is invalid. `show --follow` exits with 0
+if the run completed, with 1 if it ended in another way, and with 130 after Ctrl-C (typer).
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, report_
 
 OK, DAMAGED = 0, 1
 
-MAX_PRINTED = 20  # problems of runs, of which the page lists more
-POLL_INTERVAL = 0.5  # seconds between two reads of `--follow`
+MAX_PRINTED = 20
+"""Limit of the problems of runs that are printed. The page lists more."""
+POLL_INTERVAL = 0.5
+"""Seconds between two reads of `--follow`."""
 
 app = typer.Typer(cls=SubcommandGroup, no_args_is_help=True, help="Show the events of a run.")
 

@@ -35,8 +35,10 @@ if TYPE_CHECKING:  # imported in the functions, so that other commands start fas
 
 OK, PARTIAL = 0, 1
 
-MAX_PRINTED = 20  # problems of traces
-_PIPE_WIDTH = 160  # width of a table in columns if the width of the output is unknown
+MAX_PRINTED = 20
+"""Limit of the problems of traces that are printed."""
+_PIPE_WIDTH = 160
+"""Width of a table in columns if the width of the output is unknown."""
 
 
 def replay_command(

@@ -33,10 +33,13 @@ from healcore.tools.traces import Trace, lineage
 from healcore.tools.traces.trace import Rows
 
 _CURVE_POINTS = 512
+"""Number of values of a curve in the JSON document."""
 _MIN_VALUES_FOR_SMOOTHNESS = 30
 """Values from which the smoothness counts. For noise, its standard deviation is 2 / sqrt(n)."""
 _LASTING_NORMS = 3
-_RARE_NORMS = 0.05  # fraction of the norms that a loss scale may make infinite in a healthy run
+"""Number of NaN and Inf at the end of the norms from which the run does not recover."""
+_RARE_NORMS = 0.05
+"""Fraction of the norms that a loss scale may make infinite in a healthy run."""
 _NEAR_ZERO = 0.05
 """Fraction of the first loss from which a loss may reach exactly 0 by rounding or a margin."""
 _FATAL = ("finite", "gradient_norm", "zero_loss")

@@ -181,7 +181,7 @@ def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
 
 
 def _known_steps(moments: Sequence[Moments]) -> list[float]:
-    """The numbers of updates of the parameters whose state has one."""
+    """The numbers of updates, for the parameters that have this number in their state."""
     return [moment.step for moment in moments if moment.step is not None]
 
 
@@ -195,12 +195,18 @@ class Deviation(NamedTuple):
 
     layer: str
     parameter: str
-    gradient_rms: float  # square root of v-hat
-    ratio: float  # v-hat divided by the v-hat of similar parameters
-    sigmas: float  # log(ratio) in robust standard deviations
-    outlier: bool  # whether both `ratio` and `sigmas` exceed their bounds, in either direction
-    similar: bool  # whether the parameter has at least two similar parameters
-    risen: bool  # whether the layer is in a group of layers above the baseline
+    gradient_rms: float
+    """Square root of v-hat."""
+    ratio: float
+    """The v-hat of the parameter divided by the v-hat of similar parameters."""
+    sigmas: float
+    """Logarithm of `ratio` in robust standard deviations."""
+    outlier: bool
+    """Whether both `ratio` and `sigmas` exceed their bounds, in either direction."""
+    similar: bool
+    """Whether the parameter has at least two similar parameters."""
+    risen: bool
+    """Whether the layer is in a group of layers above the baseline."""
 
     def __str__(self) -> str:
         if self.ratio >= 1:

@@ -200,9 +200,14 @@ STYLE: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "axes
 STYLE |= {"figure.facecolor": _PAGE, "font.size": 9.0, "text.color": _TEXT}
 STYLE |= dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _QUIET)
 """Settings of matplotlib for `to_svg`."""
-_LEFT, _CHARACTER = 1.0, 0.07  # inches left of the axes, and of a character
-_WIDE = 30.0  # ratio of values from which an axis is logarithmic
-_ROOM = 1e4  # ratio to the largest kept value from which an undone curve leaves such an axis
+_LEFT = 1.0
+"""Inches left of the axes."""
+_CHARACTER = 0.07
+"""Width of a character in inches."""
+_WIDE = 30.0
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+_ROOM = 1e4
+"""Ratio to the largest kept value from which an undone curve leaves a logarithmic axis."""
 _MAX_MARKS = 300
 """Limit of events of one kind."""
 _MAX_ROWS = 5
@@ -217,7 +222,8 @@ class _Mark(NamedTuple):
     last: float
     text: str
     colour: str
-    to: float | None = None  # step from which the run continued
+    to: float | None = None
+    """Step from which the run continued."""
 
 
 def draw(report: PageReport, width: float) -> str:

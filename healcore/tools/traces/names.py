@@ -124,6 +124,7 @@ _OTHER_WORD = re.compile(
 
 
 def _says_step(key: str) -> bool:
+    """Whether the words of a normalized name say that it is a step: "n_updates"."""
     if any(map(str.isdigit, key)):
         return False  # "iter 40/47" is a name with a number
     return bool(_STEP_WORD.search(key)) and not _OTHER_WORD.search(key)

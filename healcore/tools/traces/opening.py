@@ -29,8 +29,7 @@ _SAVED_WEIGHTS = re.compile(r"^step-\d+|^checkpoint-\d+|\.(pt|pth|ckpt|safetenso
 """Names of checkpoints, and of files with weights."""
 _TRAINER_STATE = "trainer_state.json"
 _NO_LOG = (".events.jsonl", ".lock", ".py", ".sh", ".md", ".ipynb", ".toml", ".yaml", ".yml")
-"""Ends of files in a directory that have no row for each step: a Healer's events, code, settings.
-"""
+"""Ends of the names of files that have no row for each step: a Healer's events, code, settings."""
 
 
 def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
@@ -65,8 +64,8 @@ def open_traces(
         traces, unreadable = open_traces(["run.csv", "logs/"])
         print([trace.name for trace in traces], [failure.problem for failure in unreadable])
 
-    The format of each file is detected by its content. One log that cannot be read does not stop
-    the others.
+    The format of each file is detected by its content. If one log cannot be read, the other logs
+    are read nevertheless.
 
     Args:
         paths: a path or several, of files or of directories: of a run (such as a Healer's store),
@@ -198,7 +197,7 @@ def _read_directory(
 
     Without a log in the directory, the log in the newest checkpoint of the Hugging Face Trainer is
     read, which is complete up to that step. Returns the logs, and whether all logs are one run, and
-    adds logs without a verdict to `failed`. Raises TraceError if no file is a usable log.
+    adds logs that are not judged to `failed`. Raises TraceError if no file is a usable log.
     """
     by_format: dict[str, list[str]] = {}
     states: list[tuple[int, str]] = []

@@ -92,7 +92,7 @@ class Unreadable(NamedTuple):
     path: str
     problem: str
     not_judged: bool = False
-    """Whether the path has a log, of which too little can be used for a verdict."""
+    """Whether the path has a log, of which too little can be used to judge the run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class Trace:
 def lineage(trace: Trace) -> Rows:
     """Selects the rows of the final run: without stale tails and repeated steps.
 
-    A probe judges these rows, because the final weights do not come from the others.
+    A probe judges these rows, because the final weights come from no other rows.
 
     Args:
         trace: the trace, with the rows of all attempts.
@@ -303,7 +303,7 @@ def _count_over_epochs(step: np.ndarray, epoch: np.ndarray, length: np.ndarray) 
             epoch = np.cumsum([1, *ends.astype(int)]).astype(float)
         later = np.diff(epoch) > 0
         if (epoch % 1).any() or (later & (rise > 0)).any():
-            return 0.0  # the count goes on over the epochs
+            return 0.0  # the steps are counted over all epochs already
         first = _first_epoch(step, epoch)
         if epoch.max() <= first:
             return 0.0
