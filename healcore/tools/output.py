@@ -28,7 +28,7 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     change its title. They are printed as escapes.
 
     Args:
-        text: the text.
+        text: one line or several. Newlines are printed as they are.
         err: print on standard error instead of standard output.
         nl: print a newline after the text.
     """
@@ -75,7 +75,7 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     Any other exception is a bug of healcore and keeps its traceback.
 
     Args:
-        command: a function that typer calls with keywords.
+        command: a function that typer calls with its options as keywords.
 
     Returns:
         The same command, with the signature and the docstring that typer reads.

@@ -68,7 +68,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         path: a checkpoint with the state of an optimizer: a file of torch, a directory of DCP,
             Orbax or a trainer, or a store of healcore. The names of the parameters of
             `optimizer.pt` are read from `model.safetensors` next to it.
-        inputs: the bounds.
+        inputs: the bounds of the checks, the checkpoint of a store, and how many layers to list.
 
     Returns:
         The checks "step" and "finite". If the optimizer is old enough for a verdict, also "dead"

@@ -265,7 +265,7 @@ def refuse_table_of_runs(
     its steps increase.
 
     Args:
-        names: the names of the columns.
+        names: the names of all columns, also of columns that are not read.
         cells_of: returns the cells of a column, with None where a row has none.
         step: name of the column of steps, or None.
 
@@ -355,7 +355,7 @@ class _Steps:
         """Reads one key of all records.
 
         Args:
-            name: the key.
+            name: the key, as the records write it.
 
         Returns:
             The value in each record, or None where a record lacks the key.
