@@ -199,38 +199,13 @@ def _read_directory(
     read, which is complete up to that step. Returns the logs, and whether all logs are one run, and
     adds logs that are not judged to `failed`. Raises TraceError if no file is a usable log.
     """
-    by_format: dict[str, list[str]] = {}
-    states: list[tuple[int, str]] = []
-    unusable: list[str] = []
-    has_events = False
-    for name in sorted(os.listdir(path), key=_natural):
-        file = os.path.join(path, name)
-        state = os.path.join(file, _TRAINER_STATE)
-        match = _CHECKPOINT.match(name)
-        if match and os.path.isfile(state):
-            states.append((int(match[1]), state))
-        if name.startswith(".") or name.endswith(_NO_LOG) or not os.path.isfile(file):
-            has_events = has_events or name.endswith(_NO_LOG[0])
-            continue
-        try:
-            by_format.setdefault(detect_format(read_head(file)).name, []).append(file)
-        except OSError as error:
-            unusable.append(f"{file}: {_reason(error)}")
-        except TraceError:
-            continue  # often weights and configurations
-    if not by_format and not states and has_events:
-        raise TraceError(
-            "it has healcore's events without its metrics (*.metrics.jsonl), which have the loss "
-            "and the norm of each step. `healcore report` shows the events"
-        )
-    if not by_format and not states:
-        reasons = "; ".join(unusable)
-        if not reasons:
-            reasons = "it is a directory without a file of a known format"
-            if any(_SAVED_WEIGHTS.search(name) for name in os.listdir(path)):
-                reasons += f"; it holds checkpoints: write healcore probe checkpoint {path}"
-        raise _NoLogError(reasons)
-    by_format = by_format or {_DOCUMENT.name: [max(states)[1]]}
+    files = _find_files(path)
+    by_format = files.by_format
+    if not by_format:
+        if not files.states:
+            raise _no_log_error(path, files)
+        by_format = {_DOCUMENT.name: [max(files.states)[1]]}
+    unusable = files.unusable
     is_log = False
     for form in FORMATS:
         if form.name not in by_format:
@@ -255,6 +230,58 @@ def _read_directory(
     if is_log:
         raise TraceError("; ".join(unusable))
     raise _NoLogError("; ".join(unusable))
+
+
+class _Files(NamedTuple):
+    """The files of a directory that may be logs."""
+
+    by_format: dict[str, list[str]]
+    """Name of a format -> the paths of its files, in natural order."""
+    states: list[tuple[int, str]]
+    """Step and path of each `trainer_state.json` in a checkpoint."""
+    unusable: list[str]
+    """A sentence for each file that cannot be opened."""
+    has_events: bool
+    """Whether the directory has a file with a Healer's events, which is no log."""
+
+
+def _find_files(path: str) -> _Files:
+    """Finds the files of a directory that may be logs, and detects their formats."""
+    by_format: dict[str, list[str]] = {}
+    states: list[tuple[int, str]] = []
+    unusable: list[str] = []
+    has_events = False
+    for name in sorted(os.listdir(path), key=_natural):
+        file = os.path.join(path, name)
+        state = os.path.join(file, _TRAINER_STATE)
+        match = _CHECKPOINT.match(name)
+        if match and os.path.isfile(state):
+            states.append((int(match[1]), state))
+        if name.startswith(".") or name.endswith(_NO_LOG) or not os.path.isfile(file):
+            has_events = has_events or name.endswith(_NO_LOG[0])
+            continue
+        try:
+            by_format.setdefault(detect_format(read_head(file)).name, []).append(file)
+        except OSError as error:
+            unusable.append(f"{file}: {_reason(error)}")
+        except TraceError:
+            continue  # often weights and configurations
+    return _Files(by_format, states, unusable, has_events)
+
+
+def _no_log_error(path: str, files: _Files) -> TraceError:
+    """Builds the error for a directory without a file that may be a log."""
+    if files.has_events:
+        return TraceError(
+            "it has healcore's events without its metrics (*.metrics.jsonl), which have the loss "
+            "and the norm of each step. `healcore report` shows the events"
+        )
+    reasons = "; ".join(files.unusable)
+    if not reasons:
+        reasons = "it is a directory without a file of a known format"
+        if any(_SAVED_WEIGHTS.search(name) for name in os.listdir(path)):
+            reasons += f"; it holds checkpoints: write healcore probe checkpoint {path}"
+    return _NoLogError(reasons)
 
 
 def _natural(name: str) -> list[str | int]:
