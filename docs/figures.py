@@ -18,7 +18,8 @@ import tutorial_curves  # noqa: E402
 
 from examples import loss_spike  # noqa: E402
 from healcore.tools.demo import run_demo  # noqa: E402
-from healcore.tools.report.page import WIDTHS, draw, render  # noqa: E402
+from healcore.tools.report.figure import WIDTHS, draw  # noqa: E402
+from healcore.tools.report.page import render  # noqa: E402
 from healcore.tools.report.run_report import read_reports  # noqa: E402
 
 

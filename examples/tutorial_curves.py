@@ -18,7 +18,7 @@ import tempfile
 import matplotlib
 from matplotlib.figure import Figure
 
-from healcore.tools.report.page import STYLE, to_svg
+from healcore.tools.report.figure import STYLE, to_svg
 
 TITLES = {
     "none": "no protection",

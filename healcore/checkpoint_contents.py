@@ -62,6 +62,8 @@ class Contents(NamedTuple):
 
 
 def first_line(error: Exception) -> str:
-    """The error message's first line, at most 200 characters."""
+    """The first line of an error's message, at most 200 characters, or the name of its type."""
     lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return lines[0][:200]

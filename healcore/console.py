@@ -1,8 +1,9 @@
-"""Logs to the logger `healcore`, or prints to standard error if no logging is set up.
+"""Writes the lines that a user reads: logs or prints them, and formats the words in them.
 
-healcore never changes handlers, levels or propagation of loggers. Lines have the prefix
-`healcore:`, unless each handler's format has the logger's name. A `logging.basicConfig()` without
-arguments counts as no setup, because absl makes this call for Orbax.
+Lines go to the logger `healcore`, or to standard error if no logging is set up. healcore never
+changes handlers, levels or propagation of loggers. Lines have the prefix `healcore:`, unless each
+handler's format has the logger's name. A `logging.basicConfig()` without arguments counts as no
+setup, because absl makes this call for Orbax.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def _log(level: int, line: str, console: Console) -> None:
     handlers = _handlers()
     if handlers:
         formats = [getattr(each.formatter, "_fmt", None) or "" for each in handlers]
-        prefix = (
-            "" if all("(name)" in each or "{name" in each for each in formats) else "healcore: "
-        )
+        prefix = "healcore: "
+        if all("(name)" in each or "{name" in each for each in formats):
+            prefix = ""
         _logger.log(level, "%s%s", prefix, line, stacklevel=3)
     if console is True or (console == "auto" and not handlers and _is_enabled(level)):
         _print(line)
@@ -72,7 +73,9 @@ def _handlers() -> list[logging.Handler]:
     current: logging.Logger | None = _logger
     while current is not None:
         handlers += current.handlers
-        current = current.parent if current.propagate else None
+        if not current.propagate:
+            break
+        current = current.parent
     return [handler for handler in handlers if not _is_basic_config(handler)]
 
 
@@ -106,7 +109,9 @@ def _print(line: str) -> None:
 
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Formats a number with its noun: "1 batch", "2,000 batches"."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    if number != 1:
+        noun = plural or f"{noun}s"
+    return f"{number:,} {noun}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -115,15 +120,19 @@ def listed(names: Sequence[str]) -> str:
 
 
 def first_of(items: Sequence[str], most: int = 3, separator: str = ", ") -> str:
-    """Joins the first items, and adds the number of the others: "a, b, c and 2 more"."""
-    more = f"{separator.rstrip(', ')} and {len(items) - most} more" if len(items) > most else ""
-    return separator.join(items[:most]) + more
+    """Joins the first items, and adds the number of the other items: "a, b, c and 2 more"."""
+    text = separator.join(items[:most])
+    if len(items) > most:
+        text += f"{separator.rstrip(', ')} and {len(items) - most} more"
+    return text
 
 
 def first_lines(lines: Sequence[str], most: int, prefix: str = "") -> list[str]:
-    """The first lines, each with a prefix, and a line with the number of the others."""
-    more = [f"{prefix}and {len(lines) - most:,} more"] if len(lines) > most else []
-    return [f"{prefix}{line}" for line in lines[:most]] + more
+    """The first lines, each with a prefix, and a line with the number of the other lines."""
+    first = [f"{prefix}{line}" for line in lines[:most]]
+    if len(lines) > most:
+        first.append(f"{prefix}and {len(lines) - most:,} more")
+    return first
 
 
 def is_logged(number: int) -> bool:

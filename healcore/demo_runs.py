@@ -25,11 +25,15 @@ import numpy as np
 from healcore.core.errors import HealcoreError
 
 SYMBOLS = 256
+"""Number of different bytes, which are the tokens of the model."""
 ARMS = ("unprotected", "fixed clip", "healed")
 """No protection; gradients clipped to norm 1.0, the usual protection; a `Healer`."""
 FIXED_CLIP = 1.0
+"""Norm to which the arm "fixed clip" clips."""
 SAVE_EVERY = 10
+"""Steps between two checkpoints of a healed run."""
 _HELD_OUT_EVERY = 10
+"""Each tenth file is held out."""
 _LARGEST = 4 * 1024 * 1024
 """Limit of the bytes to read."""
 SHORTEST = 30

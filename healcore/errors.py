@@ -1,7 +1,8 @@
 """The exceptions of a run, for programs that handle them separately.
 
 Each derives from `healcore.HealcoreError`. Most also derive from `PolicyError` (invalid policy),
-`StoreError` (checkpoints), `DataError` (loaders) or `RunStopped` (the run). JAX: `HealStateError`.
+`StoreError` (checkpoints), `DataError` (loaders) or `RunStopped` (the run). `healcore.jax` has one
+more exception, `HealStateError`.
 """
 
 from __future__ import annotations

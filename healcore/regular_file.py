@@ -48,4 +48,6 @@ def read(path: Path, max_bytes: int | None = None) -> bytes:
         if max_bytes is not None and size > max_bytes:
             reason = f"the file has {size} bytes, and the limit is {max_bytes}"
             raise OSError(errno.EFBIG, reason, str(path))
-        return file.read() if max_bytes is None else file.read(size)
+        if max_bytes is None:
+            return file.read()
+        return file.read(size)  # the file may have grown since the check

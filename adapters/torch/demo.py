@@ -23,7 +23,15 @@ def train(
 ) -> float:
     """Trains one model, calls `on_step` after each step, and returns the held-out loss.
 
-    Only the healed run uses `policy` and `folder`. A rollback decreases the step's number.
+    Args:
+        scenario: the data, the model's size and the faults of the run.
+        arm: "healed", "fixed clip", or any other name for a run without either.
+        policy: the policy of the healed run.
+        folder: where the healed run writes checkpoints and events.
+        on_step: called with each step. A rollback decreases the step's number.
+
+    Returns:
+        The loss on the held-out batch in nats, which may be NaN.
     """
     torch.set_num_threads(1)  # for such small matrices more threads are slower
     model = ByteTransformer(scenario)

@@ -1,13 +1,12 @@
-"""Trains the demo's runs, and prints and draws the comparison."""
+"""Follows the demo's runs, which train in a process for each framework, and compares them."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich import box
@@ -15,18 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from healcore import adapter_registry
-from healcore import policy as policies
 from healcore.adapter_registry import require
 from healcore.demo_runs import ARMS, FIXED_CLIP, SAVE_EVERY, DemoError, Scenario, Step, load_corpus
 from healcore.tools import output
-from healcore.tools.report import page
-from healcore.tools.report.run_report import PageReport, read_reports
+from healcore.tools.demo_process import PAGE_NAME, PROBATION, FrameworkProcess
+from healcore.tools.report.run_report import PageReport
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
-PAGE_NAME = "events.report.html"
-PROBATION = 20
-"""Healthy steps until a checkpoint is known-good; the presets' 100 are a third of a run."""
 
 
 @dataclass
@@ -93,6 +87,9 @@ def run_demo(
 ) -> list[DemoRun]:
     """Trains one run per framework and arm, prints the outcomes, and returns the runs.
 
+    The frameworks train at the same time, in a process each. Their progress is shown one after the
+    other, in the order of `frameworks`.
+
     Args:
         out: folder to create. Each healed run gets a folder in it, with its checkpoints, events,
             metrics, postmortem and report.
@@ -106,7 +103,7 @@ def run_demo(
 
     Raises:
         MissingExtraError: a library is not installed.
-        DemoError: the corpus is missing, there are too few steps, or `out` exists.
+        DemoError: the corpus is missing, there are too few steps, `out` exists, or a run failed.
     """
     require("report", "matplotlib", "jinja2")
     for framework in frameworks:
@@ -119,39 +116,17 @@ def run_demo(
             f"{out} exists: delete it, name another folder with --out, or leave out --out"
         ) from None
     console = console or output.console()
-    policy = policies.load("default", rollback={"probation": PROBATION})
     _introduce(console, scenario)
-    runs = [DemoRun(framework, arm) for framework in frameworks for arm in ARMS]
-    columns = (TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn())
-    for run in runs:
-        with Progress(*columns, console=console) as bars:
-            bar = bars.add_task(f"{run.framework} {run.arm}", total=steps)
-            progress = functools.partial(bars.update, bar)
-            _train(run, scenario, policy, out / f"{run.framework}-healed", progress)
-    table = Table(
-        "",
-        *("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks"),
-        caption="loss: nats per byte; before: mean of the 20 steps before the empty batch; on "
-        "unseen: at the end, on text in no training batch",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    for run in runs:
-        rollbacks: list[str] = []
-        if run.report is not None:
-            for attempt in run.report.attempts[1:]:
-                rollbacks.append(f"{attempt.left:.0f} → {attempt.first_step:.0f}")
-        skips, clips = run.skips_and_clips()
-        table.add_row(
-            f"{run.framework} {run.arm}",
-            format_loss(run.mean_loss(scenario.empty_batch)),
-            format_loss(run.held_out_loss),
-            str(skips),
-            str(clips),
-            ", ".join(rollbacks),
-            end_section=run.arm == ARMS[-1],
-        )
-    console.print(table, "")
+    runs: list[DemoRun] = []
+    with ExitStack() as stack:
+        processes = {
+            framework: stack.enter_context(FrameworkProcess(framework, out, steps, sizes))
+            for framework in frameworks
+        }
+        for framework, process in processes.items():
+            for arm in ARMS:
+                runs.append(_follow(process, framework, arm, steps, console))
+    console.print(_comparison(runs, scenario), "")
     console.print("\nopen the report of a healed run in a browser:", highlight=False)
     for framework in frameworks:
         page_path = out.absolute() / f"{framework}-healed" / PAGE_NAME
@@ -175,18 +150,49 @@ def _introduce(console: Console, scenario: Scenario) -> None:
     )
 
 
-def _train(run: DemoRun, scenario: Scenario, policy: Any, folder: Path, progress: Any) -> None:
-    """Trains a run. A healed run writes its files into `folder`, and gets its report."""
+def _follow(
+    process: FrameworkProcess, framework: str, arm: str, steps: int, console: Console
+) -> DemoRun:
+    """Shows the progress of the current run of a framework, and returns the run at its end."""
+    run = DemoRun(framework, arm)
+    columns = (TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn())
+    with Progress(*columns, console=console) as bars:
+        bar = bars.add_task(f"{framework} {arm}", total=steps)
 
-    def on_step(step: Step) -> None:
-        run.steps.append(step)
-        progress(completed=step.batch + 1)
+        def on_step(step: Step) -> None:
+            run.steps.append(step)
+            bars.update(bar, completed=step.batch + 1)
 
-    train = adapter_registry.find(run.framework, "demo_training")
-    run.held_out_loss = train(scenario, run.arm, policy, folder, on_step)
-    if run.arm == "healed":
-        (run.report,) = read_reports(folder / "events.jsonl")
-        (folder / PAGE_NAME).write_text(page.render([run.report]), encoding="utf-8")
+        run.held_out_loss, run.report = process.follow(on_step)
+    return run
+
+
+def _comparison(runs: Sequence[DemoRun], scenario: Scenario) -> Table:
+    """Builds the table of the outcomes, with a row for each run."""
+    table = Table(
+        "",
+        *("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks"),
+        caption="loss: nats per byte; before: mean of the 20 steps before the empty batch; on "
+        "unseen: at the end, on text in no training batch",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for run in runs:
+        rollbacks: list[str] = []
+        if run.report is not None:
+            for attempt in run.report.attempts[1:]:
+                rollbacks.append(f"{attempt.left:.0f} → {attempt.first_step:.0f}")
+        skips, clips = run.skips_and_clips()
+        table.add_row(
+            f"{run.framework} {run.arm}",
+            format_loss(run.mean_loss(scenario.empty_batch)),
+            format_loss(run.held_out_loss),
+            str(skips),
+            str(clips),
+            ", ".join(rollbacks),
+            end_section=run.arm == ARMS[-1],
+        )
+    return table
 
 
 def format_loss(loss: float) -> str:

@@ -12,12 +12,13 @@ import typer
 
 from healcore.core.errors import HealcoreError, clean
 
-if TYPE_CHECKING:  # a local import, so that other commands start fast
+if TYPE_CHECKING:  # imported in `console`, so that other commands start fast
     from rich.console import Console
     from rich.segment import Segment
 
 AnyPath = str | os.PathLike[str]
-CANNOT_RUN = 2  # exit status
+CANNOT_RUN = 2
+"""Exit status of a command that could not do its work."""
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -27,7 +28,7 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     change its title. They are printed as escapes.
 
     Args:
-        text: the text.
+        text: one line or several. Newlines are printed as they are.
         err: print on standard error instead of standard output.
         nl: print a newline after the text.
     """
@@ -74,7 +75,7 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     Any other exception is a bug of healcore and keeps its traceback.
 
     Args:
-        command: a function that typer calls with keywords.
+        command: a function that typer calls with its options as keywords.
 
     Returns:
         The same command, with the signature and the docstring that typer reads.

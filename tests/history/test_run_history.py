@@ -14,7 +14,7 @@ from healcore.events.json_lines import Event
 from healcore.history import Mode, RunHistory, RunState, runs_of
 from healcore.history.curves import _values, thin
 from healcore.runtime.reporting.diagnosis import STATES
-from healcore.tools.report.page import response_text
+from healcore.tools.report.incident_text import response_text
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
 NAN = {"cause": ["NONFINITE_LOSS"], "skip": True, "incident": 1}

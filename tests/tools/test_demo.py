@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 
 from healcore import events
-from healcore.demo_runs import DemoError, Scenario, load_corpus
+from healcore.demo_runs import SHORTEST, DemoError, Scenario, load_corpus
 from healcore.runtime.reporting import postmortem
 from healcore.tools.cli import _new_folder
 from healcore.tools.demo import DemoRun, run_demo
+from healcore.tools.demo_process import FrameworkProcess
 from tests.events.sample_events import problems
 
 pytestmark = pytest.mark.slow  # about our own demo
@@ -100,6 +101,27 @@ def test_a_second_demo_takes_another_folder(tmp_path, monkeypatch):
     assert _new_folder("healcore-demo") == Path("healcore-demo-3")
     with pytest.raises(DemoError, match="or leave out --out"):
         run_demo(Path("healcore-demo"), steps=STEPS, **TINY)
+
+
+def test_a_process_that_cannot_train_says_why(tmp_path):
+    with (
+        FrameworkProcess("torch", tmp_path, SHORTEST - 1, TINY) as process,
+        pytest.raises(DemoError, match="runs in torch failed: steps must be at least 30"),
+    ):
+        process.follow(print)
+    with (
+        FrameworkProcess("torch", tmp_path, STEPS, {"batch": 0}) as process,
+        pytest.raises(DemoError, match=r"runs in torch failed: Traceback[^$]*Error"),
+    ):
+        process.follow(lambda step: None)
+
+
+def test_a_process_that_is_killed_ends_the_demo(tmp_path):
+    with (
+        FrameworkProcess("torch", tmp_path, STEPS, TINY) as process,
+        pytest.raises(DemoError, match="ended with status -9"),
+    ):
+        process.follow(lambda step: process._child.kill())
 
 
 def test_a_batch_and_a_learning_rate_depend_on_the_step_alone():

@@ -70,7 +70,7 @@ def _new_folder(name: str) -> Path:
     return path
 
 
-app.command()(report_errors(replay.replay))
+app.command("replay")(report_errors(replay.replay_command))
 app.command()(report_errors(events.report))
 app.command()(report_errors(replay.sweep))
 

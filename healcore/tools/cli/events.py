@@ -1,26 +1,32 @@
 """The commands `healcore events show` and `healcore report run.events.jsonl`.
 
 Exit status: 0 success, 1 `show` found damaged lines or `report` an unreadable run, 2 no file could
-be read, the page could not be written, or the command line is invalid. Of `show --follow`: 0 the
-run completed, 1 it ended in another way, 130 after Ctrl-C (typer).
+be read, the page could not be written, or the command line is invalid. `show --follow` exits with 0
+if the run completed, with 1 if it ended in another way, and with 130 after Ctrl-C (typer).
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from healcore.tools.cli.groups import SubcommandGroup
 from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, report_errors, write_output
 
+if TYPE_CHECKING:  # imported in the functions, so that other commands start fast
+    from healcore.events.log import LineProblem
+
 OK, DAMAGED = 0, 1
 
-MAX_PRINTED = 20  # problems of runs, of which the page lists more
-POLL_INTERVAL = 0.5  # seconds between two reads of `--follow`
+MAX_PRINTED = 20
+"""Limit of the problems of runs that are printed. The page lists more."""
+POLL_INTERVAL = 0.5
+"""Seconds between two reads of `--follow`."""
 
 app = typer.Typer(cls=SubcommandGroup, no_args_is_help=True, help="Show the events of a run.")
 
@@ -34,23 +40,51 @@ def show(
     ] = False,
 ) -> None:
     """Print a line per event: time, step, kind. Lists damaged lines on standard error."""
-    from healcore.events import read
-    from healcore.history import RunState, runs_of
+    path = _events_path(Path(file), follow)
+    if follow:
+        raise typer.Exit(_follow(path))
+    raise typer.Exit(_show_once(path))
+
+
+def _events_path(path: Path, follow: bool) -> Path:
+    """The events file that a path means. With `follow` the file need not exist yet."""
     from healcore.tools.report.run_report import find_events_file
 
-    path = Path(file)
-    if path.is_dir():
-        folder = path
-        path /= "healcore.events.jsonl"  # the name in a store, which a new run creates
-        if not follow and not path.exists():
-            path = find_events_file(folder)
-    if follow and not path.exists():
+    if not path.is_dir():
+        return path
+    in_store = path / "healcore.events.jsonl"  # the name in a store, which a new run creates
+    if follow or in_store.exists():
+        return in_store
+    return find_events_file(path)
+
+
+def _show_once(path: Path) -> int:
+    """Prints the events of a file, and its damaged lines. Returns the exit status."""
+    from healcore.events import read
+
+    events_file = read(path)
+    damaged = events_file.problems
+    if damaged and not events_file.events:
+        fail(f"{path} is no events file: line {damaged[0].line}: {damaged[0].problem}")
+    _print_events(events_file.events, None)
+    _print_damage(damaged)
+    if damaged:
+        return DAMAGED
+    return OK
+
+
+def _follow(path: Path) -> int:
+    """Prints the events of a run until its end. Returns the exit status."""
+    from healcore.events import read
+    from healcore.history import RunState, runs_of
+
+    if not path.exists():
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)
     events: list[dict[str, Any]] = []
     listed = 0
     gone = False
     while True:
-        while follow and not path.exists():
+        while not path.exists():
             time.sleep(POLL_INTERVAL)
         seen = events
         events_file = read(path)
@@ -64,32 +98,29 @@ def show(
         if seen:
             printed_process = seen[-1]["run"]
         _print_events(new, printed_process)
-        damaged = events_file.problems
-        if follow:
-            # The last line of a live run may not be complete yet.
-            damaged = [problem for problem in damaged if "torn:" not in problem.problem]
-        if damaged and not (events or follow):
-            fail(f"{path} is no events file: line {damaged[0].line}: {damaged[0].problem}")
-        for problem in damaged[listed:]:
-            echo(f"line {problem.line} is damaged: {problem.problem}", err=True)
+        # The last line of a live run may not be complete yet.
+        damaged = [problem for problem in events_file.problems if "torn:" not in problem.problem]
+        _print_damage(damaged[listed:])
         listed = len(damaged)
-        if not follow:
-            if damaged:
-                raise typer.Exit(DAMAGED)
-            raise typer.Exit(OK)
         history = None
         if events:
             history = runs_of(events_file.by_process())[-1]
         if history is not None and history.end is not None:
             if history.state is RunState.COMPLETED:
-                raise typer.Exit(OK)
-            raise typer.Exit(DAMAGED)
+                return OK
+            return DAMAGED
         if gone and not new:
             echo("the process was killed: it wrote no event of its end", err=True)
-            raise typer.Exit(DAMAGED)
+            return DAMAGED
         # The process may have written its end before it ended.
         gone = history is not None and history.state is RunState.GONE
         time.sleep(POLL_INTERVAL)
+
+
+def _print_damage(damaged: Sequence[LineProblem]) -> None:
+    """Prints the damaged lines of an events file on standard error."""
+    for problem in damaged:
+        echo(f"line {problem.line} is damaged: {problem.problem}", err=True)
 
 
 def _print_events(events: list[dict[str, Any]], process: str | None) -> None:

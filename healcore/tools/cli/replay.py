@@ -1,7 +1,7 @@
 """The commands `healcore replay TRACE... --policy NAME|FILE` and `healcore sweep`.
 
-Exit status: 0 all traces were replayed, 1 a trace could not be read, or too little of it for a
-verdict, 2 the policy or the command line is invalid, no trace could be replayed, or an output could
+Exit status: 0 all traces were replayed, 1 a trace could not be read, or has too few values to be
+judged, 2 the policy or the command line is invalid, no trace could be replayed, or an output could
 not be written.
 """
 
@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -22,7 +23,7 @@ from healcore.console import first_lines
 from healcore.tools.cli.options import ColumnOption, JoinOption, JsonlOption, SetOption
 from healcore.tools.output import AnyPath, check_outputs, console, echo, fail, write_output
 
-if TYPE_CHECKING:  # local imports, so that other commands start fast
+if TYPE_CHECKING:  # imported in the functions, so that other commands start fast
     from rich.console import Console
     from rich.table import Table
 
@@ -30,14 +31,17 @@ if TYPE_CHECKING:  # local imports, so that other commands start fast
     from healcore.tools.replay import Summary
     from healcore.tools.report.run_report import PageReport
     from healcore.tools.traces import Trace
+    from healcore.tools.traces.trace import Unreadable
 
 OK, PARTIAL = 0, 1
 
-MAX_PRINTED = 20  # problems of traces
-_PIPE_WIDTH = 160  # width of a table in columns if the width of the output is unknown
+MAX_PRINTED = 20
+"""Limit of the problems of traces that are printed."""
+_PIPE_WIDTH = 160
+"""Width of a table in columns if the width of the output is unknown."""
 
 
-def replay(
+def replay_command(
     traces: Annotated[
         list[str],
         typer.Argument(
@@ -72,7 +76,7 @@ def replay(
     policies = {name: load(name, **values) for name in names}
     if len(policies) < len(names):
         fail("a policy is repeated: name each --policy once")
-    _replay(traces, policies, jsonl, report, column, join)
+    _replay_traces(traces, policies, jsonl, report, column, join)
 
 
 def sweep(
@@ -101,10 +105,10 @@ def sweep(
     from healcore.policy.variants import variants
 
     base = load(policy, **parse_overrides(set_ or (), "--set"))
-    _replay(traces, variants(base, vary), jsonl, None, column, join, sums_only=True)
+    _replay_traces(traces, variants(base, vary), jsonl, None, column, join, sums_only=True)
 
 
-def _replay(
+def _replay_traces(
     traces: list[str],
     policies: dict[str, Policy],
     jsonl: str | None,
@@ -126,9 +130,6 @@ def _replay(
         sums_only: whether the table shows only the sums over all traces.
     """
     from healcore.adapter_registry import require
-    from healcore.tools.replay import NotJudgedError, ReplayError
-    from healcore.tools.replay import replay as replay_trace
-    from healcore.tools.report import page
     from healcore.tools.traces import open_traces, parse_columns
 
     if report:
@@ -140,51 +141,86 @@ def _replay(
         outputs.append(report)
     check_outputs(outputs, [*traces, *policies])
     opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
-    problems: list[str] = []
-    not_judged = False
+    results = _Results()
     for failure in unreadable:
-        if failure.not_judged:
-            not_judged = True
-            problems.append(f"{failure.path}: not judged: {failure.problem}")
-        else:
-            problems.append(f"{failure.path}: {failure.problem}")
-    summaries: list[Summary] = []
-    reports: list[PageReport] = []
-    lines: list[str] = []
+        results.add_unreadable(failure)
     for trace, name in itertools.product(opened, policies):
-        try:
-            result = replay_trace(trace, policies[name], name=name)
-        except ReplayError as error:
-            problems.append(str(error))
-            not_judged = not_judged or isinstance(error, NotJudgedError)
-            continue
-        summaries.append(result.summary)
-        if jsonl:
-            lines += result.lines()
-        if report:
-            reports.append(result.report())
-    if summaries:
+        results.add_replay(trace, policies[name], name, lines=bool(jsonl), page=bool(report))
+    if results.summaries:
         # Files before the table, whose reader may end early (`| head`).
-        if jsonl == "-":
-            sys.stdout.writelines(lines)
-        elif jsonl:
-            write_output(jsonl, "".join(lines))
-        if report:
-            write_output(report, page.render(reports))
+        _write(results, jsonl, report)
         width = _PIPE_WIDTH
         if sys.stdout.isatty() or os.environ.get("COLUMNS"):
             width = None  # rich finds the width
         printer = console(stderr=jsonl == "-", width=width)
-        _print(printer, opened, policies, summaries, sums_only)
+        _print(printer, opened, policies, results.summaries, sums_only)
         if report:
             printer.print(f"page: {report}", markup=False, highlight=False)
-    for problem in _without_repeats(problems):
+    for problem in _without_repeats(results.problems):
         echo(problem, err=True)
-    if not summaries and not not_judged:
+    if not results.summaries and not results.has_unjudged:
         fail("no trace could be replayed")
-    if problems:
+    if results.problems:
         raise typer.Exit(PARTIAL)
     raise typer.Exit(OK)
+
+
+@dataclass
+class _Results:
+    """What the replays of one command have found, in the order of the traces and the policies."""
+
+    summaries: list[Summary] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """The lines of `--jsonl`."""
+    reports: list[PageReport] = field(default_factory=list)
+    """The runs on the page of `--report`."""
+    problems: list[str] = field(default_factory=list)
+    """A sentence for each path that could not be read, and each trace that was not replayed."""
+    has_unjudged: bool = False
+    """Whether a log could be read, but has too few values for a verdict."""
+
+    def add_unreadable(self, failure: Unreadable) -> None:
+        """Adds a path without a usable trace to the problems."""
+        prefix = f"{failure.path}: "
+        if failure.not_judged:
+            self.has_unjudged = True
+            prefix += "not judged: "
+        self.problems.append(f"{prefix}{failure.problem}")
+
+    def add_replay(
+        self, trace: Trace, policy: Policy, name: str, *, lines: bool, page: bool
+    ) -> None:
+        """Replays a policy over a trace, and adds the results.
+
+        The rows of a replay are not kept, because a command may read many long logs. So the lines
+        and the report are made here, if they are wanted.
+        """
+        from healcore.tools.replay import NotJudgedError, ReplayError, replay
+
+        try:
+            result = replay(trace, policy, name=name)
+        except ReplayError as error:
+            self.problems.append(str(error))
+            if isinstance(error, NotJudgedError):
+                self.has_unjudged = True
+            return
+        self.summaries.append(result.summary)
+        if lines:
+            self.lines += result.lines()
+        if page:
+            self.reports.append(result.report())
+
+
+def _write(results: _Results, jsonl: str | None, report: Path | None) -> None:
+    """Writes the decisions to `jsonl` and the page to `report`, if these are given."""
+    if jsonl == "-":
+        sys.stdout.writelines(results.lines)
+    elif jsonl:
+        write_output(jsonl, "".join(results.lines))
+    if report:
+        from healcore.tools.report import page
+
+        write_output(report, page.render(results.reports))
 
 
 def _print(

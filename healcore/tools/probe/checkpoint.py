@@ -40,7 +40,7 @@ def probe_checkpoint(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     Args:
         path: a file of torch or safetensors, a directory of DCP, Orbax or a trainer, a store of
             healcore, or one checkpoint of a store.
-        inputs: the bounds.
+        inputs: which checkpoint of a store to judge, and what the checks allow.
 
     Returns:
         The checks "finite", "digests" and "known_good", and the checkpoints of a store.

@@ -37,7 +37,7 @@ _MAX_JSON_BYTES = 1 << 24
 
 
 class _OtherFile(ProbeError):
-    """A file of another kind, beside which a directory may be a checkpoint."""
+    """The file is no checkpoint. Its directory may have other files that are one."""
 
 
 def open_contents(path: Path, step: int | None = None) -> Contents:
@@ -64,10 +64,10 @@ def open_contents(path: Path, step: int | None = None) -> Contents:
     if any(manifest.step_of(folder) is not None for folder in path.iterdir()):
         return _open_store(path, step)
     contents = _open_folder(path)
-    return contents._replace(leaves={**_beside(path), **contents.leaves})
+    return contents._replace(leaves={**_trainer_values(path), **contents.leaves})
 
 
-def _beside(folder: Path) -> dict[tuple[str, ...], Any]:
+def _trainer_values(folder: Path) -> dict[tuple[str, ...], Any]:
     """Reads the numbers and flags in the JSON files of a directory, such as a trainer's state."""
     values: dict[tuple[str, ...], Any] = {}
     for path in sorted(folder.glob("*.json")):

@@ -226,7 +226,7 @@ def run_probe(
     Args:
         probe: name of the probe.
         subject: path of the checkpoint, or name of the trace.
-        judge: the probe.
+        judge: a function that judges the subject, such as `probe_loss`.
         *arguments: arguments of `judge`.
 
     Returns:
@@ -262,7 +262,7 @@ def score(
     The score is the weighted mean over the checks that count: 1 for PASS, 0.5 for WARN, 0 for FAIL.
 
     Args:
-        checks: the checks of the subject.
+        checks: the checks of one subject. Only checks with `decides` count.
         fatal: names of checks. If one of them fails, the score is 0.
         weights: weights by name of the check; the default is 1.
         most: upper bounds of the score by name of the check, which apply if the check fails.

@@ -22,7 +22,7 @@ from healcore.tools.probe.checks import (
     worst,
 )
 from healcore.tools.probe.loss_curve import (
-    Event,
+    InstabilityEvent,
     Shape,
     block_medians,
     find_events,
@@ -30,12 +30,16 @@ from healcore.tools.probe.loss_curve import (
     values_to_learn,
 )
 from healcore.tools.traces import Trace, lineage
+from healcore.tools.traces.trace import Rows
 
 _CURVE_POINTS = 512
+"""Number of values of a curve in the JSON document."""
 _MIN_VALUES_FOR_SMOOTHNESS = 30
 """Values from which the smoothness counts. For noise, its standard deviation is 2 / sqrt(n)."""
 _LASTING_NORMS = 3
-_RARE_NORMS = 0.05  # fraction of the norms that a loss scale may make infinite in a healthy run
+"""Number of NaN and Inf at the end of the norms from which the run does not recover."""
+_RARE_NORMS = 0.05
+"""Fraction of the norms that a loss scale may make infinite in a healthy run."""
 _NEAR_ZERO = 0.05
 """Fraction of the first loss from which a loss may reach exactly 0 by rounding or a margin."""
 _FATAL = ("finite", "gradient_norm", "zero_loss")
@@ -100,43 +104,18 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     """
     inputs = inputs or LossInputs()
     rows = lineage(trace)
-
-    def column(name: str) -> Column:
-        logged = rows.logged.get(name, np.zeros(len(rows.step), bool))
-        values = rows.values.get(name, rows.step)[logged]
-        return Column(rows.step[logged], values.astype(np.float64))
-
-    curve = column("loss")
-    norms = column("grad_norm")
+    curve = _column(rows, "loss")
+    norms = _column(rows, "grad_norm")
     if not len(curve.value):
         raise NothingToProbe(f"{trace.name} logs no loss: pass --column loss=NAME")
     finite = curve.finite
     steps = curve.step[np.isfinite(curve.value)]
-    sigmas = inputs.event_sigmas
-    events, jumps, unfinished = find_events(steps, finite, sigmas, inputs.rolling_window)
-    initial_loss = best = None
-    if len(finite):
-        initial_loss = float(finite[0])
-        best = float(finite.min())
-    kept = thin(np.arange(len(curve.value)), {"value": curve.value}, _CURVE_POINTS)
-    facts: dict[str, Any] = {
-        "values": len(curve.value),
-        "files": trace.files,
-        "initial_loss": initial_loss,
-        "first_step": float(curve.step[0]),
-        "last_step": float(curve.step[-1]),
-        "best": best,
-        "nonfinite": curve.nonfinite_count,
-        "events": events,
-        "jumps": jumps,
-        "curve": {"step": curve.step[kept].tolist(), "value": curve.value[kept].tolist()},
-    }
+    found = find_events(steps, finite, inputs.event_sigmas, inputs.rolling_window)
+    facts = _measure(trace, curve, found)
     checks = [_finite(curve, inputs, trace.unit)]
-    logged = np.flatnonzero(rows.logged["loss"])
-    *gaps, last = (np.diff(logged, append=len(rows.step)) - 1).tolist()
-    if last >= inputs.min_steps and last > 2 * max(gaps, default=0):
-        # pandas and some writers of JSON write NaN as an empty cell or null.
-        message = f"{checks[0].message}; the last {last} rows have no loss, which may be NaN"
+    missing = _missing_losses(rows)
+    if missing >= inputs.min_steps:
+        message = f"{checks[0].message}; the last {missing} rows have no loss, which may be NaN"
         checks[0] = checks[0]._replace(verdict=worst([checks[0].verdict, WARN]), message=message)
     if len(norms.value):
         checks.append(_gradient_norm(norms))
@@ -156,21 +135,72 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
             _convergence_ratio(shape, finite, inputs),
             _regret(shape, inputs),
             _smoothness(curve, inputs),
-            _events(events, jumps, unfinished, inputs, trace.unit),
+            _events(*found, inputs, trace.unit),
         ]
     facts["score"] = score(checks, _FATAL, {**inputs.weights})
+    notes = _notes(trace, len(finite), inputs)
+    return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(notes))
+
+
+def _column(rows: Rows, name: str) -> Column:
+    """The logged values of a signal, and their steps. Empty if no row logs the signal."""
+    logged = rows.logged.get(name, np.zeros(len(rows.step), bool))
+    values = rows.values.get(name, rows.step)[logged]
+    return Column(rows.step[logged], values.astype(np.float64))
+
+
+def _measure(
+    trace: Trace, curve: Column, found: tuple[list[InstabilityEvent], int, bool]
+) -> dict[str, Any]:
+    """The facts of a curve, without a judgement; `found` is the result of `find_events`."""
+    events, jumps, _ = found
+    finite = curve.finite
+    initial_loss = best = None
+    if len(finite):
+        initial_loss = float(finite[0])
+        best = float(finite.min())
+    kept = thin(np.arange(len(curve.value)), {"value": curve.value}, _CURVE_POINTS)
+    return {
+        "values": len(curve.value),
+        "files": trace.files,
+        "initial_loss": initial_loss,
+        "first_step": float(curve.step[0]),
+        "last_step": float(curve.step[-1]),
+        "best": best,
+        "nonfinite": curve.nonfinite_count,
+        "events": events,
+        "jumps": jumps,
+        "curve": {"step": curve.step[kept].tolist(), "value": curve.value[kept].tolist()},
+    }
+
+
+def _missing_losses(rows: Rows) -> int:
+    """Number of rows at the end without a loss, or 0 if the log has such gaps elsewhere too.
+
+    pandas and some writers of JSON write NaN as an empty cell or null. So a run that diverged may
+    look like a run that stopped to log its loss.
+    """
+    logged = np.flatnonzero(rows.logged["loss"])
+    *gaps, last = (np.diff(logged, append=len(rows.step)) - 1).tolist()
+    if last > 2 * max(gaps, default=0):
+        return last
+    return 0
+
+
+def _notes(trace: Trace, number: int, inputs: LossInputs) -> list[str]:
+    """What could not be read, was repeated or cannot be judged; `number` is of finite losses."""
     notes = first_lines(trace.problems, 100)
     repeated = int(np.count_nonzero(trace.replaced))
     if repeated:
         rows_text = counted(repeated, "row was", "rows were")
         notes.append(f"{rows_text} repeated after a resume or a rollback; the last counts")
-    if len(finite) >= inputs.min_steps:
-        learnt = values_to_learn(len(finite), inputs.rolling_window)
+    if number >= inputs.min_steps:
+        learnt = values_to_learn(number, inputs.rolling_window)
         notes.append(
             f"an instability event within the first {learnt} values is not found, because the "
             "detector learns the noise of the curve there; look at them yourself"
         )
-    return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(notes))
+    return notes
 
 
 def _finite(column: Column, inputs: LossInputs, unit: str) -> Check:
@@ -346,7 +376,7 @@ def _variance(values: np.ndarray) -> float:
 
 
 def _events(
-    events: list[Event], jumps: int, unfinished: bool, inputs: LossInputs, unit: str
+    events: list[InstabilityEvent], jumps: int, unfinished: bool, inputs: LossInputs, unit: str
 ) -> Check:
     """Judges the number of instability events, and whether the curve ends in one."""
     count = len(events)

@@ -17,17 +17,20 @@ from healcore.core.tape import to_program
 from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
 BLOCKS = 1024
+"""Largest number of block medians to which a curve is reduced."""
 _MEDIAN_TO_MEAN_SIGMA = 1.2533
 """Standard deviation of a median divided by the standard deviation of a mean, for many values:
 sqrt(pi / 2)."""
 _TREND_POINTS = 64
-_ENDS = 0.05  # fraction of the curve that counts as its start, and as its end
-
+"""Number of means over which the trend is computed."""
+_ENDS = 0.05
+"""Fraction of the curve that counts as its start, and as its end."""
 _MAX_VALUES = 16_384
 """Largest number of values for the detector. A longer curve is reduced to block medians."""
 _HIGH_SIGMAS, _END_FRACTION = 3.0, 0.1
 """An event ends at its last value above 3 standard deviations and above 0.1 of its maximum."""
-_MAX_LEAD = 12  # an event begins at the first such value of the 12 values before its detection
+_MAX_LEAD = 12
+"""Number of values before the detection among which the first high value begins the event."""
 _CHANGE_TO_SIGMA = 0.886
 """Standard deviation of Gaussian noise divided by the mean absolute difference of neighbours."""
 
@@ -79,11 +82,14 @@ class Shape(NamedTuple):
 
     start: float
     end: float
-    best: float  # lowest running median over as many values as `end` has
-    noise: float  # standard deviation of a running median
+    best: float
+    """Lowest running median over as many values as `end` has."""
+    noise: float
+    """Standard deviation of a running median."""
     drop: float
     """First value minus `end`, in standard deviations of one value. Large after a fast start."""
-    trend: float  # Mann-Kendall statistic in standard deviations; positive where the curve rises
+    trend: float
+    """Mann-Kendall statistic in standard deviations; positive where the curve rises."""
 
     @property
     def regret(self) -> float:
@@ -167,7 +173,7 @@ def _trend(curve: np.ndarray) -> float:
     return (score - math.copysign(1, score)) / math.sqrt(variance)
 
 
-class Event(NamedTuple):
+class InstabilityEvent(NamedTuple):
     """One instability event, from step `step` to step `last`, over `values` logged values.
 
     The loss rises above its level by several standard deviations for more than one value. A single
@@ -178,13 +184,14 @@ class Event(NamedTuple):
     values: int
     height: float
     """Highest value minus the level before the event, in standard deviations of the noise."""
-    back: bool  # whether the curve returned to the level before the event
+    back: bool
+    """Whether the curve returned to the level before the event."""
     last: float
 
 
 def find_events(
     steps: np.ndarray, values: np.ndarray, sigmas: float, window: int
-) -> tuple[list[Event], int, bool]:
+) -> tuple[list[InstabilityEvent], int, bool]:
     """Finds the instability events of a curve with the spike detector of the policy engine.
 
     The detector takes about 40 us per value, so a long curve is reduced to block medians.
@@ -208,7 +215,7 @@ def find_events(
     heights, sustained = _run_detector(map_leaves(_scalar, config), reduced)
     edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
     spans: list[tuple[int, int]] = []
-    events: list[Event] = []
+    events: list[InstabilityEvent] = []
     high_outside = heights > sigmas
     for onset, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
         first = max(0, onset - _MAX_LEAD)
@@ -230,7 +237,9 @@ def find_events(
         spans.append((first, last))
         high_outside[first:end] = False
         length = (last + 1 - first) * size
-        events.append(Event(float(steps[first]), length, height, back, float(steps[last])))
+        events.append(
+            InstabilityEvent(float(steps[first]), length, height, back, float(steps[last]))
+        )
     unfinished = bool(events) and events[-1].last == steps[-1]
     return events, int(np.count_nonzero(high_outside)), unfinished
 

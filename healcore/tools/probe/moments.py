@@ -22,8 +22,10 @@ Shape = tuple[int, ...]
 Model = list[tuple[str, Shape]]
 """Names and shapes of parameters."""
 
-_WRAPPERS = ("value", "raw_value")  # keys under which flax.nnx stores an array
-_BETA2 = 0.999  # Adam's beta2 if the state does not contain it, as the states of optax
+_WRAPPERS = ("value", "raw_value")
+"""Keys under which flax.nnx stores an array."""
+_BETA2 = 0.999
+"""Adam's beta2 if the state does not contain beta2, as the states of optax."""
 _NUMBER = re.compile(r"\d+")
 _MIN_BLOCKS, _MAX_BLOCK_SIZE = 3, 256
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -37,8 +39,8 @@ class Tree:
 
     Args:
         contents: the opened checkpoint.
-        weights: the opened files of weights beside it. Their paths get the first key "weights",
-            which is where the names of the parameters are looked up.
+        weights: the opened files of weights in the same directory. Their paths get the first key
+            "weights". The names of the parameters are looked up there.
     """
 
     def __init__(self, contents: Contents, weights: Sequence[Contents] = ()) -> None:
@@ -89,10 +91,13 @@ class Moments:
     """
 
     optimizer: Keys
-    key: str  # dotted path of the parameter, or its number
+    key: str
+    """Dotted path of the parameter, or its number."""
     second: Array
-    others: tuple[Array | None, ...]  # the other moments, which must also be finite
-    step: float | None  # number of updates, or None if the state lacks the value
+    others: tuple[Array | None, ...]
+    """The other moments, which must also be finite."""
+    step: float | None
+    """Number of updates, or None if the state lacks the value."""
     beta2: float = _BETA2
 
     name: str = ""
@@ -103,10 +108,14 @@ class Moments:
     """Key for comparisons: equal for the same parameter of similar layers, "" if unknown."""
 
     size: int = 0
-    nonfinite: bool = False  # whether any moment is NaN or Inf
-    negative: bool = False  # whether a second moment is below 0, as no average of squares can be
-    dead: bool = False  # whether every gradient so far was exactly 0
-    mean: float = math.nan  # mean of the finite second moments
+    nonfinite: bool = False
+    """Whether any moment is NaN or Inf."""
+    negative: bool = False
+    """Whether a second moment is below 0, as no average of squares can be."""
+    dead: bool = False
+    """Whether every gradient so far was exactly 0."""
+    mean: float = math.nan
+    """Mean of the finite second moments."""
 
     def set_name(self, name: str) -> None:
         """Sets the name, and the layer and the kind that follow from it.
@@ -149,7 +158,7 @@ class Moments:
         """Log of the bias-corrected mean second moment, or None if the mean is not positive.
 
         Adam's averages begin at 0. Dividing by 1 - beta2**step makes them comparable at any age
-        (Kingma and Ba, 2015, section 3). The correction is left out where the step is unknown.
+        (Kingma and Ba, 2015, section 3). If the step is unknown, the mean is not corrected.
         """
         if not 0 < self.mean < math.inf:
             return None
@@ -167,8 +176,8 @@ def find_moments(tree: Tree) -> list[Moments]:
             optax a tree "nu" with the structure of the parameters.
 
     Returns:
-        The moments without names and measurements: those of torch, then those of optax, in saved
-        order. The list is empty for an optimizer without second moments, such as SGD.
+        The moments without names and measurements: first the moments of torch, then the moments of
+        optax, in saved order. Empty for an optimizer without second moments, such as SGD.
     """
     return [*_torch_moments(tree), *_optax_moments(tree)]
 
@@ -201,7 +210,7 @@ def _torch_moments(tree: Tree) -> Iterator[Moments]:
 
 
 def _optax_moments(tree: Tree) -> Iterator[Moments]:
-    """Yields the moments in states of optax: `OPTIMIZER.nu.PARAMETER` beside `OPTIMIZER.mu`."""
+    """Yields the moments in states of optax: `OPTIMIZER.nu.PARAMETER`, and `OPTIMIZER.mu`."""
     for path, array in tree.arrays.items():
         for at, name in enumerate(path):
             if name != "nu":

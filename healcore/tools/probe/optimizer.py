@@ -52,7 +52,7 @@ _LOG_ROUNDING = math.log(1e-10)
 """log v-hat of rounding errors relative to the largest in the layer: 1e-5 of the gradient."""
 _MIN_GAP = math.log(10)
 """Smallest distance of two groups of layers, because healthy layers differ gradually."""
-_MOST_IF_DEAD = 0.3
+_MAX_SCORE_IF_DEAD = 0.3
 """Largest score of an optimizer whose moments are 0: its layers have not been trained."""
 _RISEN_FRACTION = 0.3
 """If a larger fraction of the layers is above the lowest group, that group is the baseline."""
@@ -68,7 +68,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         path: a checkpoint with the state of an optimizer: a file of torch, a directory of DCP,
             Orbax or a trainer, or a store of healcore. The names of the parameters of
             `optimizer.pt` are read from `model.safetensors` next to it.
-        inputs: the bounds.
+        inputs: the bounds of the checks, the checkpoint of a store, and how many layers to list.
 
     Returns:
         The checks "step" and "finite". If the optimizer is old enough for a verdict, also "dead"
@@ -120,7 +120,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         checks += [_dead(judged, inputs), _outliers(compared, inputs)]
     facts = {
         "format": contents.format,
-        "score": score(checks, ("step", "finite"), most={"dead": _MOST_IF_DEAD}),
+        "score": score(checks, ("step", "finite"), most={"dead": _MAX_SCORE_IF_DEAD}),
         "parameters": len(moments),
         "elements": sum(moment.size for moment in moments),
         "step": max(_known_steps(moments), default=None),
@@ -181,7 +181,7 @@ def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
 
 
 def _known_steps(moments: Sequence[Moments]) -> list[float]:
-    """The numbers of updates of the parameters whose state has one."""
+    """The numbers of updates, for the parameters that have this number in their state."""
     return [moment.step for moment in moments if moment.step is not None]
 
 
@@ -195,12 +195,18 @@ class Deviation(NamedTuple):
 
     layer: str
     parameter: str
-    gradient_rms: float  # square root of v-hat
-    ratio: float  # v-hat divided by the v-hat of similar parameters
-    sigmas: float  # log(ratio) in robust standard deviations
-    outlier: bool  # whether both `ratio` and `sigmas` exceed their bounds, in either direction
-    similar: bool  # whether the parameter has at least two similar parameters
-    risen: bool  # whether the layer is in a group of layers above the baseline
+    gradient_rms: float
+    """Square root of v-hat."""
+    ratio: float
+    """The v-hat of the parameter divided by the v-hat of similar parameters."""
+    sigmas: float
+    """Logarithm of `ratio` in robust standard deviations."""
+    outlier: bool
+    """Whether both `ratio` and `sigmas` exceed their bounds, in either direction."""
+    similar: bool
+    """Whether the parameter has at least two similar parameters."""
+    risen: bool
+    """Whether the layer is in a group of layers above the baseline."""
 
     def __str__(self) -> str:
         if self.ratio >= 1:

@@ -3,11 +3,11 @@
 A replay answers what a policy would have done in a run that has ended, from its log alone: which
 rows it would have skipped or clipped, and where it would have rolled back.
 
-traces, unreadable = healcore.tools.traces.open_traces(["run.csv"])
-result = healcore.tools.replay.replay(traces[0], "default")
-for row in result:  # only rows whose decision is not neutral
-    print(row.step, row.cause, row.action)
-print(result.summary)
+    traces, unreadable = healcore.tools.traces.open_traces(["run.csv"])
+    result = healcore.tools.replay.replay(traces[0], "default")
+    for row in result:  # only rows with a decision that is not neutral
+        print(row.step, row.cause, row.action)
+    print(result.summary)
 """
 
 from __future__ import annotations

@@ -65,8 +65,11 @@ def judge_trace(engine: Engine, trace: Trace) -> np.recarray:
     rows.index = index
     rows.step = trace.rows.step[index]
     rows.attempt = trace.rows.attempt[index]
-    loops = [_recorded_loop(engine.config, names) for names in combinations]
-    inputs = [[trace.rows.values[name][index] for name in names] for names in combinations]
+    loops: list[Callable[..., Any]] = []  # for each set of signals
+    inputs: list[list[np.ndarray]] = []  # and its columns, (n,) each
+    for names in combinations:
+        loops.append(_recorded_loop(engine.config, names))
+        inputs.append([trace.rows.values[name][index] for name in names])
 
     # Numbers of judged rows before each attempt, and up to the row that it resumes after.
     begins = np.searchsorted(rows.attempt, np.arange(len(trace.attempts))).tolist()

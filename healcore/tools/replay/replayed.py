@@ -43,7 +43,7 @@ class ReplayError(HealcoreError, ValueError):
 
 
 class NotJudgedError(ReplayError):
-    """A trace ends in rows without a value, so the other rows would give a wrong verdict.
+    """A trace ends in rows without a value, so the other rows do not show how the run ended.
 
     Some writers log NaN as an empty cell. A run that diverged would then look like a run that was
     healthy to its last logged value. Write "nan" in these cells, or cut the rows.
@@ -127,7 +127,7 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A finished replay: an iterable over the rows whose decision is not neutral.
+    """A finished replay: an iterable over the rows with a decision that is not neutral.
 
         result = replay(traces[0], "default")
         skipped_steps = [row.step for row in result if row.skip]
@@ -262,7 +262,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         name: name of the policy in the results, or None for the policy's own name.
 
     Returns:
-        The summary, the incidents, and the rows whose decision is not neutral.
+        The summary, the incidents, and the rows with a decision that is not neutral.
 
     Raises:
         ReplayError: the policy has nothing to judge in this trace.
@@ -375,11 +375,11 @@ def _judged_from(
 
 
 _LEAST_EMPTY, _EMPTY_SHARE = 10, 0.1
-"""Rows, and fraction of all rows, from which an end without values forbids a verdict."""
+"""Rows, and fraction of all rows: a trace with a longer end without values is not judged."""
 
 
 def _refuse_empty_end(trace: Trace) -> None:
-    """Raises NotJudgedError if the run stops to log its loss and norm long before its end.
+    """Raises NotJudgedError if the last rows of a run log neither a loss nor a norm.
 
     pandas and some writers of JSON write NaN as an empty cell or null. A log with fewer losses than
     rows has them at regular distances.

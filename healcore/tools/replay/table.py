@@ -50,7 +50,7 @@ def summary_table(summaries: Sequence[Summary], *, sums_only: bool = False) -> T
     Args:
         summaries: at least one summary, in the order of the rows. With several policies, each trace
             has one summary for each policy.
-        sums_only: leave out the rows of single traces, as `healcore sweep` does.
+        sums_only: whether the table has only the sums, as the table of `healcore sweep`.
 
     Returns:
         The table for `rich.console.Console.print`. Names of traces lose their common folder, which

@@ -66,7 +66,8 @@ class PageReport(NamedTuple):
     attempts: tuple[RunAttempt, ...] = ()
     alarms_outside: dict[float, tuple[str, ...]] = {}  # noqa: RUF012 -- never changed
     """Step -> causes, of the first alarms outside of incidents."""
-    assessments: tuple[EventRecord, ...] = ()  # newest verdicts on the weights
+    assessments: tuple[EventRecord, ...] = ()
+    """The newest verdicts on the weights."""
     stopped_step: float | None = None
     """Step at which a replay would stop, or None."""
     diagnosis: str = ""
@@ -189,14 +190,14 @@ def find_events_file(path: Path) -> Path:
 
 def _report_on(path: Path, history: RunHistory) -> PageReport:
     """Builds the report on one run of the events file `path`."""
-    written, problem = _read_postmortem(path, history.processes[-1].id)
+    written, obstacle = _read_postmortem(path, history.processes[-1].id)
     history.add_postmortem(written)
     curves, curve_notes = _read_curves(metrics_path(path), history)
     start = history.start or EventRecord()
     state = _state_of(history, written)
     notes = _notes_on_fields(history)
-    if problem:
-        notes.append(problem)
+    if obstacle:
+        notes.append(obstacle)
     notes += curve_notes
     notes += _notes_of_run(history)
     diagnosis = written.get("diagnosis")
@@ -261,7 +262,7 @@ def _read_curves(path: Path, history: RunHistory) -> tuple[Curves, list[str]]:
 
 
 def _read_postmortem(events: Path, process: str) -> tuple[dict[str, Any], str]:
-    """The postmortem next to an events file or {}, and a problem or an empty string."""
+    """The postmortem next to an events file or {}, and why it is unreadable or an empty string."""
     path = postmortem.path_for(events, process)
     try:
         written = postmortem.read(path)

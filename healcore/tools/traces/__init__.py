@@ -1,5 +1,7 @@
 """Reads the logs of recorded runs.
 
+A trace is the log of one run, joined from its files.
+
 traces, unreadable = open_traces(["run.csv", "trainer_state.json", "logs/"])
 rows = traces[0].rows
 rows.step, rows.values["loss"], rows.logged["loss"]

@@ -36,11 +36,13 @@ KNOWN_FORMATS = (
     "that names the numbers, a TensorBoard event file, or healcore's own metrics"
 )
 _HEAD_BYTES = 1 << 20
+"""Number of bytes from which the format of a file is recognized."""
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
 _MAX_UNUSABLE = 0.1
 """Largest fraction of the lines of a column that may be unusable in a log that is judged."""
 _ABBREVIATED = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([kKMBGT])\s*")
+"""A number such as "12K": its whole part, its decimals and its unit."""
 _UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _BLOCK = 4096
 """Rows that are parsed as columns, if their cells are plain numbers."""
@@ -50,12 +52,12 @@ class TraceError(HealcoreError, ValueError):
     """A trace cannot be read. The message has the file, the rule and the remedy.
 
     For example, two columns may each be the loss, or no column has a known name. One unreadable
-    file does not end a command: `open_traces` returns the reason beside the readable traces.
+    file does not end a command: `open_traces` returns the reason together with the other traces.
     """
 
 
-class NotJudgedError(TraceError):
-    """A log can be read, but a verdict on what is readable would be no verdict on the run.
+class UnjudgeableLog(TraceError):
+    """A log can be read, but too little of it to judge the run.
 
     For example, a fifth of the cells of the loss are damaged. A run that diverged in these rows
     would look healthy in the other rows.
@@ -73,7 +75,7 @@ class Problem(NamedTuple):
     text: str
     """Description."""
     unusable: bool = False
-    """Whether the line may have had a loss or a norm, so that too many of them forbid a verdict."""
+    """Whether the line may have had a loss or a norm. A log with many such lines is not judged."""
 
 
 class RawLog(NamedTuple):
@@ -208,7 +210,7 @@ def parse_rows(
         The log. Its problems are in the order of the lines.
 
     Raises:
-        NotJudgedError: more than a tenth of the lines of a column cannot be used.
+        UnjudgeableLog: more than a tenth of the lines of a column cannot be used.
     """
     columns = _Columns(labels, problems)
     remaining = iter(rows)
@@ -219,7 +221,8 @@ def parse_rows(
             break
         if columns.add_plain([cells for _, cells in block]):
             continue
-        # The reader adds damage to the problems as it goes on: here between those of the rows.
+        # The reader has added its own problems while it yielded the block. They are put between
+        # the problems of the rows, in the order of the lines.
         of_reader = problems[before:]
         del problems[before:]
         for line, cells in block:
@@ -409,7 +412,7 @@ def _spread_rounded_steps(step: np.ndarray, unit: np.ndarray) -> np.ndarray:
 
 
 def _refuse_unusable(problems: Sequence[Problem], usable: int) -> None:
-    """Raises NotJudgedError if more than a tenth of the lines, and more than one, are unusable.
+    """Raises UnjudgeableLog if more than a tenth of the lines, and more than one, are unusable.
 
     One line alone is the usual end of a run that was killed while it wrote.
     """
@@ -419,7 +422,7 @@ def _refuse_unusable(problems: Sequence[Problem], usable: int) -> None:
         where = "first: "
         if first.line:
             where = f"first in line {first.line}: "
-        raise NotJudgedError(
+        raise UnjudgeableLog(
             f"{count:,} of {counted(count + usable, 'line')} cannot be used, {where}{first.text}. "
             "Write plain numbers (1234.5), or name other columns (--column loss=NAME)"
         )

@@ -18,10 +18,10 @@ from healcore.tools.traces.columns import (
     LENGTH,
     SIGNALS,
     STEP,
-    NotJudgedError,
     Problem,
     RawLog,
     TraceError,
+    UnjudgeableLog,
     open_text,
     parse_number,
     parse_rows,
@@ -70,9 +70,9 @@ def json_lines(path: str, problems: list[Problem]) -> Records:
 def _json_value(text: str) -> Any:
     """The value of `json.loads`, and its errors.
 
-    pydantic's parser takes a third of the time. It rejects some texts that `json` accepts (half of
-    a surrogate pair, deep nesting), and accepts none that `json` rejects. Its
-    release 2.18 reads escaped characters wrongly.
+    pydantic's parser takes a third of the time of `json`. It accepts no text that `json` rejects,
+    and rejects some texts that `json` accepts: half of a surrogate pair, deep nesting. pydantic
+    2.18 reads escaped characters wrongly, so `json` reads these.
     """
     if "\\u" in text:
         return json.loads(text)
@@ -259,18 +259,18 @@ def is_kept(name: str) -> bool:
 def refuse_table_of_runs(
     names: Iterable[str], cells_of: Callable[[str], Sequence[Any]], step: str | None
 ) -> None:
-    """Raises NotJudgedError if each row is another run, so that the loss of the rows is no curve.
+    """Raises UnjudgeableLog if each row is another run, so that the loss of the rows is no curve.
 
     A table of runs names another run in each row. A log may do so too, with an id of each line, but
     its steps increase.
 
     Args:
-        names: the names of the columns.
+        names: the names of all columns, also of columns that are not read.
         cells_of: returns the cells of a column, with None where a row has none.
         step: name of the column of steps, or None.
 
     Raises:
-        NotJudgedError: the rows are runs.
+        UnjudgeableLog: the rows are runs.
     """
     facts = 0
     for name in names:
@@ -292,7 +292,7 @@ def refuse_table_of_runs(
         if is_tracker:
             least = 0
         if len(runs) > least:
-            raise NotJudgedError(_TABLE_OF_RUNS.format(key))
+            raise UnjudgeableLog(_TABLE_OF_RUNS.format(key))
 
 
 def _increases(values: Sequence[Any]) -> bool:
@@ -355,7 +355,7 @@ class _Steps:
         """Reads one key of all records.
 
         Args:
-            name: the key.
+            name: the key, as the records write it.
 
         Returns:
             The value in each record, or None where a record lacks the key.
@@ -365,7 +365,11 @@ class _Steps:
 
 
 class _Reader:
-    """Reads the values of some keys of records, with None for a missing key."""
+    """Reads the values of some keys of records, with None for a missing key.
+
+    Consecutive records usually share one tuple of keys. So the places of the keys in the last tuple
+    are remembered.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -403,7 +407,7 @@ def read_records(
 
     Raises:
         TraceError: no record has a loss or a gradient norm, or two keys may be the same signal.
-        NotJudgedError: the records are runs, or too many of them are damaged.
+        UnjudgeableLog: the records are runs, or too many of them are damaged.
     """
     problems: list[Problem] = []
     chosen = set(columns.values())

@@ -124,6 +124,7 @@ _OTHER_WORD = re.compile(
 
 
 def _says_step(key: str) -> bool:
+    """Whether the words of a normalized name say that it is a step: "n_updates"."""
     if any(map(str.isdigit, key)):
         return False  # "iter 40/47" is a name with a number
     return bool(_STEP_WORD.search(key)) and not _OTHER_WORD.search(key)
@@ -191,36 +192,14 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
     free = [(normalize(name), name) for name in names if name not in chosen]
     for signal in KNOWN_COLUMNS:
         if signal in columns:
-            name = found[signal] = columns[signal]
-            if name not in names:
-                raise TraceError(
-                    f"--column {signal}={name}: the log has no '{name}'; it has "
-                    f"{quote_names(names)}"
-                )
-            if list(names).count(name) > 1:
-                raise TraceError(f"two columns have the name '{name}': rename one of them")
+            _check_chosen(signal, columns[signal], names)
+            found[signal] = columns[signal]
             continue
-        tiers = _matches(signal, free)
-        if not tiers:
-            continue
-        first = min(tier for tier, _ in tiers)
-        best = [name for tier, name in tiers if tier == first]
-        # "step" is preferred to "_step", because it equals the name of the signal.
-        exact = [name for name in best if name == signal]
-        if len(best) > 1 and len(exact) != 1:
-            message = (
-                f"{quote_names(best)} may each be the {signal}: choose one, --column {signal}=NAME"
-            )
-            if signal in (STEP, *JUDGED):
-                raise TraceError(message)
-            notes.append(f"{message} ({signal} is not read)")
-            continue
-        found[signal] = best[0]
-        if exact:
-            found[signal] = exact[0]
-        others = [name for _, name in sorted(tiers) if name != found[signal]]
-        if others:
-            notes.append(f"{signal} is read from '{found[signal]}', not from {quote_names(others)}")
+        name, note = _choose(signal, free)
+        if name is not None:
+            found[signal] = name
+        if note:
+            notes.append(note)
     if "loss" not in found and "grad_norm" not in found:
         candidates = [name for name in names if "loss" in normalize(name)]
         example = "NAME"
@@ -232,6 +211,45 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
             f"{quote_names(candidates or names)}. Name one: --column {quoted}"
         )
     return found, notes
+
+
+def _check_chosen(signal: str, name: str, names: Sequence[str]) -> None:
+    """Raises TraceError unless exactly one column has the name that the user chose."""
+    if name not in names:
+        raise TraceError(
+            f"--column {signal}={name}: the log has no '{name}'; it has {quote_names(names)}"
+        )
+    if list(names).count(name) > 1:
+        raise TraceError(f"two columns have the name '{name}': rename one of them")
+
+
+def _choose(signal: str, names: Sequence[tuple[str, str]]) -> tuple[str | None, str]:
+    """Chooses the name of a signal among normalized and original names.
+
+    Returns the name, or None if no name is the signal's, and a note about names that are not used,
+    or an empty string. Raises TraceError if two names match equally well.
+    """
+    tiers = _matches(signal, names)
+    if not tiers:
+        return None, ""
+    first = min(tier for tier, _ in tiers)
+    best = [name for tier, name in tiers if tier == first]
+    # "step" is preferred to "_step", because it equals the name of the signal.
+    exact = [name for name in best if name == signal]
+    if len(best) > 1 and len(exact) != 1:
+        message = (
+            f"{quote_names(best)} may each be the {signal}: choose one, --column {signal}=NAME"
+        )
+        if signal in (STEP, *JUDGED):
+            raise TraceError(message)
+        return None, f"{message} ({signal} is not read)"
+    chosen = best[0]
+    if exact:
+        chosen = exact[0]
+    others = [name for _, name in sorted(tiers) if name != chosen]
+    if not others:
+        return chosen, ""
+    return chosen, f"{signal} is read from '{chosen}', not from {quote_names(others)}"
 
 
 def _matches(signal: str, names: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:

@@ -14,10 +14,10 @@ from healcore.tools.traces import formats, printed
 from healcore.tools.traces.columns import (
     JUDGED,
     KNOWN_FORMATS,
-    NotJudgedError,
     Problem,
     RawLog,
     TraceError,
+    UnjudgeableLog,
     read_head,
 )
 from healcore.tools.traces.names import KNOWN_COLUMNS, is_known, quote_names
@@ -29,8 +29,7 @@ _SAVED_WEIGHTS = re.compile(r"^step-\d+|^checkpoint-\d+|\.(pt|pth|ckpt|safetenso
 """Names of checkpoints, and of files with weights."""
 _TRAINER_STATE = "trainer_state.json"
 _NO_LOG = (".events.jsonl", ".lock", ".py", ".sh", ".md", ".ipynb", ".toml", ".yaml", ".yml")
-"""Ends of files in a directory that have no row for each step: a Healer's events, code, settings.
-"""
+"""Ends of the names of files that have no row for each step: a Healer's events, code, settings."""
 
 
 def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
@@ -65,8 +64,8 @@ def open_traces(
         traces, unreadable = open_traces(["run.csv", "logs/"])
         print([trace.name for trace in traces], [failure.problem for failure in unreadable])
 
-    The format of each file is detected by its content. One log that cannot be read does not stop
-    the others.
+    The format of each file is detected by its content. If one log cannot be read, the other logs
+    are read nevertheless.
 
     Args:
         paths: a path or several, of files or of directories: of a run (such as a Healer's store),
@@ -113,7 +112,7 @@ def open_traces(
                             name += f"#{log.run}"
                         runs.append((name, [log]))
         except Exception as error:  # damaged bytes may raise any error
-            failed.append(Unreadable(path, _reason(error), isinstance(error, NotJudgedError)))
+            failed.append(Unreadable(path, _reason(error), isinstance(error, UnjudgeableLog)))
     if parts:
         name = names[0]
         if len(names) > 1:
@@ -124,7 +123,7 @@ def open_traces(
         try:
             traces.append(join_logs(name, logs))
         except TraceError as error:
-            failed.append(Unreadable(name, str(error), isinstance(error, NotJudgedError)))
+            failed.append(Unreadable(name, str(error), isinstance(error, UnjudgeableLog)))
     return traces, failed
 
 
@@ -168,7 +167,7 @@ def _read_path(
         return [_Found(path, *_read_file(path, columns))]
     try:
         return [_Found(path, *_read_directory(path, columns, failed))]
-    except NotJudgedError:
+    except UnjudgeableLog:
         raise
     except TraceError as error:
         no_log = error
@@ -185,7 +184,7 @@ def _read_path(
         except _NoLogError:
             continue  # weights, code or settings
         except Exception as error:  # damaged bytes may raise any error
-            failed.append(Unreadable(folder, _reason(error), isinstance(error, NotJudgedError)))
+            failed.append(Unreadable(folder, _reason(error), isinstance(error, UnjudgeableLog)))
     if not found and not any(each.path.startswith(path) for each in failed):
         raise no_log
     return found
@@ -198,8 +197,56 @@ def _read_directory(
 
     Without a log in the directory, the log in the newest checkpoint of the Hugging Face Trainer is
     read, which is complete up to that step. Returns the logs, and whether all logs are one run, and
-    adds logs without a verdict to `failed`. Raises TraceError if no file is a usable log.
+    adds logs that are not judged to `failed`. Raises TraceError if no file is a usable log.
     """
+    files = _find_files(path)
+    by_format = files.by_format
+    if not by_format:
+        if not files.states:
+            raise _no_log_error(path, files)
+        by_format = {_DOCUMENT.name: [max(files.states)[1]]}
+    unusable = files.unusable
+    is_log = False
+    for form in FORMATS:
+        if form.name not in by_format:
+            continue
+        logs: list[RawLog] = []
+        for file in by_format[form.name]:
+            try:
+                logs += _read_file(file, columns)[0]
+            except UnjudgeableLog as error:
+                if form.is_one_run:
+                    raise
+                failed.append(Unreadable(file, str(error), not_judged=True))
+            except (TraceError, OSError) as error:
+                unusable.append(f"{file}: {_reason(error)}")
+                # Text of any kind looks like a table at first.
+                is_log = is_log or form is not _TABLE or file.endswith((".csv", ".tsv"))
+        if logs:
+            logs[0].notes.extend(unusable)
+            return logs, form.is_one_run
+    if any(os.path.dirname(each.path) == path.rstrip(os.sep) for each in failed):
+        return [], False
+    if is_log:
+        raise TraceError("; ".join(unusable))
+    raise _NoLogError("; ".join(unusable))
+
+
+class _Files(NamedTuple):
+    """The files of a directory that may be logs."""
+
+    by_format: dict[str, list[str]]
+    """Name of a format -> the paths of its files, in natural order."""
+    states: list[tuple[int, str]]
+    """Step and path of each `trainer_state.json` in a checkpoint."""
+    unusable: list[str]
+    """A sentence for each file that cannot be opened."""
+    has_events: bool
+    """Whether the directory has a file with a Healer's events, which is no log."""
+
+
+def _find_files(path: str) -> _Files:
+    """Finds the files of a directory that may be logs, and detects their formats."""
     by_format: dict[str, list[str]] = {}
     states: list[tuple[int, str]] = []
     unusable: list[str] = []
@@ -219,43 +266,22 @@ def _read_directory(
             unusable.append(f"{file}: {_reason(error)}")
         except TraceError:
             continue  # often weights and configurations
-    if not by_format and not states and has_events:
-        raise TraceError(
+    return _Files(by_format, states, unusable, has_events)
+
+
+def _no_log_error(path: str, files: _Files) -> TraceError:
+    """Builds the error for a directory without a file that may be a log."""
+    if files.has_events:
+        return TraceError(
             "it has healcore's events without its metrics (*.metrics.jsonl), which have the loss "
             "and the norm of each step. `healcore report` shows the events"
         )
-    if not by_format and not states:
-        reasons = "; ".join(unusable)
-        if not reasons:
-            reasons = "it is a directory without a file of a known format"
-            if any(_SAVED_WEIGHTS.search(name) for name in os.listdir(path)):
-                reasons += f"; it holds checkpoints: write healcore probe checkpoint {path}"
-        raise _NoLogError(reasons)
-    by_format = by_format or {_DOCUMENT.name: [max(states)[1]]}
-    is_log = False
-    for form in FORMATS:
-        if form.name not in by_format:
-            continue
-        logs: list[RawLog] = []
-        for file in by_format[form.name]:
-            try:
-                logs += _read_file(file, columns)[0]
-            except NotJudgedError as error:
-                if form.is_one_run:
-                    raise
-                failed.append(Unreadable(file, str(error), not_judged=True))
-            except (TraceError, OSError) as error:
-                unusable.append(f"{file}: {_reason(error)}")
-                # Text of any kind looks like a table at first.
-                is_log = is_log or form is not _TABLE or file.endswith((".csv", ".tsv"))
-        if logs:
-            logs[0].notes.extend(unusable)
-            return logs, form.is_one_run
-    if any(os.path.dirname(each.path) == path.rstrip(os.sep) for each in failed):
-        return [], False
-    if is_log:
-        raise TraceError("; ".join(unusable))
-    raise _NoLogError("; ".join(unusable))
+    reasons = "; ".join(files.unusable)
+    if not reasons:
+        reasons = "it is a directory without a file of a known format"
+        if any(_SAVED_WEIGHTS.search(name) for name in os.listdir(path)):
+            reasons += f"; it holds checkpoints: write healcore probe checkpoint {path}"
+    return _NoLogError(reasons)
 
 
 def _natural(name: str) -> list[str | int]:

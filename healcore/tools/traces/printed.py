@@ -140,7 +140,7 @@ class _Printed(NamedTuple):
     record: Fields
     place: Place
     before: Place | None
-    """The last place that the lines between the record before and this one name, or None."""
+    """The last place that the lines between the previous and this record name, or None."""
     after: Place | None
     """The first place that the lines after this record name, or None."""
     is_summary: bool
@@ -239,6 +239,7 @@ def _split_lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def _has_step(record: Fields) -> bool:
+    """Whether a record names its step."""
     return any(map(is_step, record))
 
 

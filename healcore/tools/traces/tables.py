@@ -46,7 +46,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
 
     Raises:
         TraceError: the file is not a table, or no run has a column with a known name.
-        NotJudgedError: the rows are runs, or too many of them are damaged.
+        UnjudgeableLog: the rows are runs, or too many of them are damaged.
     """
     names, begin = _read_header(path)
     if len(names) == 1 and names[0] not in columns.values():

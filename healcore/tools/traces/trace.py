@@ -69,7 +69,7 @@ class Rows(NamedTuple):
         return Rows(self.step[where], self.attempt[where], values, logged)
 
 
-class Attempt(NamedTuple):
+class TraceAttempt(NamedTuple):
     """The part of a run from one start or resume to the next.
 
     A replay restores the engine's state at each attempt, as the recorded run restored its own.
@@ -92,7 +92,7 @@ class Unreadable(NamedTuple):
     path: str
     problem: str
     not_judged: bool = False
-    """Whether the path has a log, of which too little can be used for a verdict."""
+    """Whether the path has a log, of which too little can be used to judge the run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class Trace:
     rows: Rows
     """All rows in the order of the files, including stale tails; at least one. Records of one
     step that log different signals are one row."""
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[TraceAttempt, ...]
     replaced: np.ndarray
     """bool (n,): rows that a later attempt replaced, because it began at their step or earlier."""
     problems: tuple[str, ...]
@@ -138,7 +138,7 @@ class Trace:
 def lineage(trace: Trace) -> Rows:
     """Selects the rows of the final run: without stale tails and repeated steps.
 
-    A probe judges these rows, because the final weights do not come from the others.
+    A probe judges these rows, because the final weights come from no other rows.
 
     Args:
         trace: the trace, with the rows of all attempts.
@@ -208,10 +208,10 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
                 values[signal][row[mask]] = numbers[signal][mask]
             logged[signal][row[mask]] = True
     resumed, replaced = _find_resumed_rows(step, starts)
-    attempts: list[Attempt] = []
+    attempts: list[TraceAttempt] = []
     for start, resumes_after in zip(starts, resumed, strict=True):
         source = logs[bisect.bisect(begins, first[start]) - 1].path
-        attempts.append(Attempt(source, float(step[start]), resumes_after))
+        attempts.append(TraceAttempt(source, float(step[start]), resumes_after))
     for number, attempt in enumerate(attempts[1:], 1):
         notes.append(
             f"{attempt.source}: the run went back (a resume or a rollback): attempt {number} "
@@ -303,7 +303,7 @@ def _count_over_epochs(step: np.ndarray, epoch: np.ndarray, length: np.ndarray) 
             epoch = np.cumsum([1, *ends.astype(int)]).astype(float)
         later = np.diff(epoch) > 0
         if (epoch % 1).any() or (later & (rise > 0)).any():
-            return 0.0  # the count goes on over the epochs
+            return 0.0  # the steps are counted over all epochs already
         first = _first_epoch(step, epoch)
         if epoch.max() <= first:
             return 0.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healcore.tools.probe.loss_curve import Event, find_events
+from healcore.tools.probe.loss_curve import InstabilityEvent, find_events
 from tests.tools.probe.curves import falling, probe, probe_values, write
 from tests.tools.probe.trained_networks import verdicts
 from tests.tools.recorded_runs import FOLDER, needed
@@ -161,7 +161,7 @@ NOISES = {
 }
 
 
-def events(values: np.ndarray, sigmas: float = 5.0) -> tuple[list[Event], int, bool]:
+def events(values: np.ndarray, sigmas: float = 5.0) -> tuple[list[InstabilityEvent], int, bool]:
     return find_events(np.arange(len(values), dtype=float), values, sigmas, 36)
 
 

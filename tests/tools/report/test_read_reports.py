@@ -24,7 +24,9 @@ from healcore.history.counts import count_incidents
 from healcore.history.run_history import RunAttempt
 from healcore.policy import load
 from healcore.tools.cli import app
-from healcore.tools.report.page import WIDTHS, draw, plot, rate_changes, render, response_text
+from healcore.tools.report.figure import WIDTHS, draw, plot
+from healcore.tools.report.incident_text import rate_changes, response_text
+from healcore.tools.report.page import render
 from healcore.tools.report.run_report import PageReport, ReportError, read_reports
 from tests.healer import training_loops
 from tests.healer.run_directory import events_of, postmortems

@@ -30,7 +30,7 @@ def parsed(rows: list[list[Any]], problems: list[columns.Problem]) -> Any:
 
     try:
         log = columns.parse_rows("p", None, labels, lines(), problems, [])
-    except columns.NotJudgedError as error:
+    except columns.UnjudgeableLog as error:
         return str(error), problems
     found = [
         (name, column.tobytes()) for name, column in [*log.numbers.items(), *log.logged.items()]
