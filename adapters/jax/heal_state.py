@@ -115,6 +115,21 @@ class HealState(NamedTuple):
         return fields
 
 
+class ProtectState(NamedTuple):
+    """The state of `protect`: the healing state, and the state of the protected optimizer.
+
+    `without_heal_state` takes the inner state out, and `with_heal_state` puts one in.
+    """
+
+    heal: HealState
+    """What the engine knows of the run, and the decision of the last step."""
+    heal_reset_moments: Any
+    """bool 0-d: whether the last step that was not skipped cut the learning rate. The next step
+    then resets the moments to zero. None if the policy does not reset moments."""
+    inner_state: PyTree
+    """The state of the optimizer, bit-identical after a skipped step."""
+
+
 class ScaleByHealLrState(NamedTuple):
     """The state of `scale_by_heal_lr`.
 
@@ -178,7 +193,7 @@ def step(
         state: the state before the step.
         signals: the signals of the step, 0-d.
         leaf_norms: norm of each gradient, float32 (n,), for reports, or None to keep the last
-        norms.
+            norms.
 
     Returns:
         The new state, and the decision to enforce. It also skips an externally skipped step, in

@@ -22,12 +22,12 @@ from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
     HealStateError,
+    ProtectState,
     ScaleByHealLrState,
     engine_state,
     find,
     with_engine_state,
 )
-from healcore.jax.transform import ProtectState
 from healcore.jax.tree_nodes import map_nodes
 from healcore.policy import PolicyLike, engine_of
 

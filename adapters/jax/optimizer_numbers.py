@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.core.numerics import shortest_decimal
 from healcore.jax.array_leaves import Leaf, PyTree
@@ -62,6 +62,38 @@ def injected_leaves(tree: PyTree) -> dict[Path, Leaf]:
         if is_injected and jnp.shape(leaf) == ():
             found[path] = leaf
     return found
+
+
+def injected_hyperparameters(tree: PyTree) -> dict[str, jax.Array]:
+    """Finds the hyperparameters in the states of `optax.inject_hyperparams`.
+
+    Args:
+        tree: an optimizer state, or any tree that contains some.
+
+    Returns:
+        Path -> hyperparameter, floating and 0-d, such as a learning rate or a weight decay.
+    """
+    found = {}
+    for path, leaf in injected_leaves(tree).items():
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            found[keystr(path)] = leaf
+    return found
+
+
+def injected_rates(tree: PyTree) -> list[jax.Array]:
+    """Finds the learning rates in the states of `optax.inject_hyperparams`.
+
+    Args:
+        tree: an optimizer state, or any tree that contains some.
+
+    Returns:
+        The rates, floating and 0-d. More than one if the tree has several such states.
+    """
+    rates = []
+    for path, leaf in injected_hyperparameters(tree).items():
+        if path.endswith(".hyperparams['learning_rate']"):
+            rates.append(leaf)
+    return rates
 
 
 def number_leaves(tree: PyTree) -> dict[Path, Leaf]:

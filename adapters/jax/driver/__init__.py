@@ -9,6 +9,8 @@ weights           the weights in the state: copies, losses with earlier ones
 engines           the engines in the state
 engine_tensors    the tensors that an engine judges, and their names
 held_numbers      numbers of the optimizers that are kept in a range
-step_reader       the records of the steps, read after each dispatch
+step_reader       the records of the steps, made some dispatches after each step
+engine_readings   what the host reads of the engines, copied after each dispatch
+summed_gradients  a batch that the program has divided, because memory ran out
 blocks            the compiled blocks of `Healer.scan`
 """

@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 
 from healcore.jax.array_leaves import Leaf, PyTree, is_array, is_number
+from healcore.jax.driver.engine_readings import BlockRecords, block_records
 from healcore.jax.driver.engine_tensors import Path
-from healcore.jax.driver.step_reader import BlockRecords, block_records
 from healcore.jax.tree_nodes import node_at
 
 Update = Callable[[Any, Any], tuple[Any, Any]]

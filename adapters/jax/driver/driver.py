@@ -19,22 +19,17 @@ from healcore.jax.driver import engines as engine_states
 from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
 from healcore.jax.driver.edits import Edits
+from healcore.jax.driver.engine_readings import BlockRecords
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.processes import Processes
-from healcore.jax.driver.program_state import array_of, program_state_of
-from healcore.jax.driver.step_reader import (
-    LINE,
-    BlockRecords,
-    Dispatch,
-    StepReader,
-    SummedGradients,
-    differ,
-)
+from healcore.jax.driver.program_state import program_state_of
+from healcore.jax.driver.step_reader import LINE, Dispatch, StepReader, counters_of, differ
+from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
-from healcore.jax.heal_state import HealState, HealStateError, with_change_expected
+from healcore.jax.heal_state import HealState, HealStateError, ProtectState, with_change_expected
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
-from healcore.jax.transform import ProtectState, injected_hyperparameters, injected_rates
+from healcore.jax.optimizer_numbers import injected_hyperparameters, injected_rates
 from healcore.jax.tree_nodes import node_at, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, json_setting
@@ -68,7 +63,7 @@ class JaxDriver(Driver):
         self._live = program_state_of(state)
         tree = self._live.read()
         self._engines = engine_states.find_engines(tree, self._live.trained, self._engine)
-        self._set_weights()
+        self._weights = self._make_weights()
         self._changes: list[str] = []
         """Changes of the structure of the state that `structure_changes` has not returned yet."""
         self._not_finite = set(self.nonfinite_weights())
@@ -86,12 +81,11 @@ class JaxDriver(Driver):
             reads_rate=self._engine.scales_lr,
         )
         self._processes = Processes()
-        self._block: BlockRecords | None = None
-        """The records of a block that `take_dispatch` has not returned."""
         self._scans = _ScanPrograms(jax.tree.leaves(state))
         self.window = SummedGradients(self._counters)
-        self._remember_step()
-        self._edits = Edits(self._states())
+        states = self._states()
+        self._reader.restart(states)
+        self._edits = Edits(states)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -168,17 +162,15 @@ class JaxDriver(Driver):
                 return False
         self._live = live
         self._engines = engines
-        self._set_weights()
+        self._weights = self._make_weights()
         states = self._states()
         self._reader = self._reader.continues(engines, states)
         self._edits = Edits(states)
         return True
 
-    def _set_weights(self) -> None:
-        """Sets the part of the state that comparisons replace, and the methods that use it."""
-        self._weights = JaxWeights(self._live, [entry.candidates for entry in self._engines])
-        self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
-        self.nonfinite_weights = self._weights.nonfinite
+    def _make_weights(self) -> JaxWeights:
+        """The part of the state that comparisons replace."""
+        return JaxWeights(self._live, [entry.candidates for entry in self._engines])
 
     def structure_changes(self) -> list[str]:
         """Returns what has changed in the structure of the state since the last call, as texts.
@@ -200,15 +192,7 @@ class JaxDriver(Driver):
         Returns:
             The dispatch, or None if the program has not taken a step since the last call.
         """
-        states = self._states()
-        counters = _counters_in(states)
-        if not differ(counters, self._last_counters):
-            return None
-        self._last_counters = counters
-        votes = self._processes.begin_dispatch()
-        block = self._block
-        self._block = None
-        return self._reader.dispatch(states, votes, block)
+        return self._reader.dispatch(self._states(), self._processes.begin_dispatch)
 
     def begin_scan(self, update: Update, state: PyTree, *, donate: bool) -> Scan:
         """Begins a loop of compiled blocks, see `Healer.scan`.
@@ -226,7 +210,7 @@ class JaxDriver(Driver):
         """
         if state is not self._live.state and not self._scans.is_first(state):
             self._set_state(state)
-            self._last_counters = self._counters()  # this is no step
+            self._reader.skip_to(self._states())  # the program has taken no step
         structure = jax.tree.structure(self._live.state)
         paths = [entry.path for entry in self._engines]
         return Scan(self, self._scans.compiled(update, structure, paths, donate=donate))
@@ -242,7 +226,7 @@ class JaxDriver(Driver):
             HealStateError: as in `update`.
         """
         self.update(state)
-        self._block = records
+        self._reader.add_block(records)
 
     def request_vote(self) -> None:
         """Requests a vote after one of the next dispatches, the same one in all processes.
@@ -326,7 +310,7 @@ class JaxDriver(Driver):
         if reset_moments:
             tree = reset_moments_of(tree, _zeros_of)
         self._edit_state(engine_states.with_engines(self._engine, self._engines, tree, engines))
-        self._remember_step()
+        self._reader.restart(self._states())
 
     def moments_obstacle(self) -> str:
         """Returns the reason why moments cannot be reset, or an empty string.
@@ -354,6 +338,43 @@ class JaxDriver(Driver):
         return "the exception occurred within an accumulation"
 
     # -- weights and numbers ----------------------------------------------------------------------
+
+    def copy_weights(self) -> dict[str, Any]:
+        """A copy of the weights in host memory, see `JaxWeights.copy`.
+
+        Returns:
+            Path -> copy of each array. The copies stay valid when a step donates the state.
+        """
+        return self._weights.copy()
+
+    def losses_of(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        weights: Mapping[str, Any] | None = None,
+        *,
+        redraw: bool = False,
+    ) -> list[Any]:
+        """The results of `loss_fn` with the current or with earlier weights.
+
+        Args:
+            loss_fn: the program's function.
+            batches: the batches to evaluate.
+            weights: a result of `copy_weights`, or None for the current weights.
+            redraw: whether other random keys are used, to see by how much the loss varies.
+
+        Returns:
+            The results in host memory, one for each batch.
+
+        Raises:
+            WeightsChanged: the parameters have other names or shapes than `weights`.
+            DataError: a step has donated a batch.
+        """
+        return self._weights.losses_of(loss_fn, batches, weights, redraw=redraw)
+
+    def nonfinite_weights(self) -> list[str]:
+        """The paths of the parameters with a NaN or Inf, averages included. One sync."""
+        return self._weights.nonfinite()
 
     def has_finite_weights(self) -> bool:
         """Whether all parameters are finite that were finite at the start. One sync.
@@ -519,27 +540,17 @@ class JaxDriver(Driver):
         return [entry.state_in(roots) for entry in self._engines]
 
     def _counters(self) -> list[Any]:
-        """See `_counters_in`, of the live state."""
-        return _counters_in(self._states())
-
-    def _all_taken(self) -> bool:
-        """Whether `take_dispatch` has returned every step."""
-        return not differ(self._counters(), self._last_counters)
+        """See `counters_of`, of the live state."""
+        return counters_of(self._states())
 
     def _edit_state(self, tree: PyTree) -> None:
         """Makes `tree` the live state, from which the next step has to start. It counts no step."""
-        all_taken = self._all_taken()
+        has_read = self._reader.has_read(self._states())
         if not self._live.in_place:
             tree = self._edits.mark(tree)
         self._live.write(tree)
-        if all_taken:  # otherwise `take_dispatch` still has to return the step before the edit
-            self._last_counters = self._counters()
-
-    def _remember_step(self) -> None:
-        """Drops a step that `take_dispatch` has not returned."""
-        self._block = None
-        self._reader.restart(self._states())
-        self._last_counters = self._counters()
+        if has_read:  # otherwise `take_dispatch` still has to return the step before the edit
+            self._reader.skip_to(self._states())
 
 
 class _ScanPrograms:
@@ -583,11 +594,6 @@ def _bytes_on_one_device(leaves: Iterable[Any]) -> int:
             shape = leaf.sharding.shard_shape(leaf.shape)
             size += leaf.dtype.itemsize * math.prod(shape)
     return size
-
-
-def _counters_in(states: Iterable[HealState]) -> list[Any]:
-    """The array with each engine's counters. Each step replaces these arrays."""
-    return [array_of(state.heal_engine) for state in states]
 
 
 _STALE = (
