@@ -100,12 +100,12 @@ def _is_listed(table: Mapping[str, Any], node: PyTree) -> bool:
     return kind.__module__.startswith("optax.") and kind.__name__ in table
 
 
-def check_second_iterates(opt_state: PyTree, cut: str) -> None:
+def check_second_iterates(opt_state: PyTree, feature: str) -> None:
     """Raises HealStateError if scaling the update differs from lowering the learning rate.
 
     Args:
         opt_state: the state of an optimizer.
-        cut: name of the feature that scales the update, for the message.
+        feature: what scales the update, for the message.
 
     Raises:
         HealStateError: the optimizer keeps a second iterate that would still move at the full rate.
@@ -120,7 +120,7 @@ def check_second_iterates(opt_state: PyTree, cut: str) -> None:
             continue
         kind = type(node).__name__
         raise HealStateError(
-            f"{cut} scales the update, and the optimizer at {keystr(place) or 'top'} ({kind}) "
+            f"{feature} scales the update, and the optimizer at {keystr(place) or 'top'} ({kind}) "
             f"keeps a second iterate ({_SECOND_ITERATES[kind]}) that would still move at the full "
             "rate: give schedule_free, lookahead and sam the base optimizer "
             "optax.chain(base, scale_by_heal_lr()), or sam opaque_mode=True, or use a policy "

@@ -173,10 +173,10 @@ class JaxDriver(Driver):
         return JaxWeights(self._live, [entry.candidates for entry in self._engines])
 
     def structure_changes(self) -> list[str]:
-        """Returns what has changed in the structure of the state since the last call, as texts.
+        """The changes of the state's structure since the last call, as texts.
 
-        The Healer then saves a checkpoint, because earlier checkpoints do not fit the state any
-        more.
+        After a change the Healer saves a checkpoint, because earlier checkpoints no longer fit the
+        state.
         """
         changes = self._changes
         self._changes = []
@@ -240,7 +240,7 @@ class JaxDriver(Driver):
     def expect_change(self) -> None:
         """Opens every engine's grace window, because the program will change the data or the rate.
 
-        This edits the state: the next step has to start from `live`.
+        The call edits the state, so the next step has to start from `live`.
         """
         self._edit_state(engine_states.map_states(with_change_expected, self._live.read()))
 
@@ -248,9 +248,10 @@ class JaxDriver(Driver):
 
     @transferring
     def state(self) -> dict[str, Any]:
-        """Returns the live state to save, without healing states. Copies nothing.
+        """The live state to save, without healing states. Copies nothing.
 
-        Warns of texts in the state that the program has changed, see `ProgramState.changed_texts`.
+        Adds a warning for texts in the state that the program has changed, see
+        `ProgramState.changed_texts`.
 
         Returns:
             Name of an item -> tree, see `ProgramState.items`.
@@ -313,7 +314,7 @@ class JaxDriver(Driver):
         self._reader.restart(self._states())
 
     def moments_obstacle(self) -> str:
-        """Returns the reason why moments cannot be reset, or an empty string.
+        """Reason why moments cannot be reset, or an empty string.
 
         The Healer asks at the start, because a policy may ask for this reset at a rollback.
         """
@@ -328,7 +329,7 @@ class JaxDriver(Driver):
         return self._live.between_steps()
 
     def undo_window(self) -> str:
-        """Returns the reason why the window cannot be undone, or an empty string.
+        """Reason why the window cannot be undone, or an empty string.
 
         After an exception in a step, the program repeats the batch from the live state. Within an
         accumulation this state has gradients of other batches in it.
@@ -384,7 +385,7 @@ class JaxDriver(Driver):
         return set(self.nonfinite_weights()) <= self._not_finite
 
     def memory(self) -> dict[str, int]:
-        """Returns what the memory of the first device is used for, after an error for its lack.
+        """Use of the first device's memory, for the message after it has run out.
 
         Returns:
             Bytes by name, see `Driver.memory`. Activations are of the peak so far. A failed step
@@ -397,7 +398,7 @@ class JaxDriver(Driver):
         return {"parameters": params, "optimizer state": whole - params, "activations": used}
 
     def memory_profiles(self) -> dict[str, bytes]:
-        """Returns the arrays of the devices by the lines that made them.
+        """The arrays of the devices by the lines of the program that made them.
 
         Returns:
             Suffix of a file -> its content, for the tool `pprof`.
@@ -405,7 +406,7 @@ class JaxDriver(Driver):
         return {".prof": jax.profiler.device_memory_profile()}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the run that a later start is compared with.
+        """The settings of the run that a later start is compared with.
 
         Returns:
             Name -> value that JSON can hold: the hyperparameters of optax.inject_hyperparams, the
@@ -445,7 +446,7 @@ class JaxDriver(Driver):
         return found
 
     def learning_rates(self) -> dict[str, float | None]:
-        """Returns the learning rate of each optimizer, to limit it after a rollback. One sync.
+        """The learning rate of each optimizer, to limit it after a rollback. One sync.
 
         Other rates in the state may have another unit than the engine's.
 
@@ -473,7 +474,7 @@ class JaxDriver(Driver):
 
     @transferring
     def numbers(self) -> dict[str, NumberRange]:
-        """Returns the ranges of the numbers of the optimizers, see `Driver.numbers`. One sync.
+        """The ranges of the numbers of the optimizers, see `Driver.numbers`. One sync.
 
         These are the numbers of `optax.inject_hyperparams` within `protect`, for example ``b2``, or
         the path in the state if several optimizers have a ``b2``. Without numbers that
@@ -520,10 +521,10 @@ class JaxDriver(Driver):
         return OrbaxStore(where, in_memory=IN_MEMORY)
 
     def ranks(self) -> Ranks:
-        """Returns the exchange between the processes of the run, or `Alone` for one process.
+        """The exchange between the processes of the run, or `Alone` for one process.
 
-        All processes make the first call together, at the same position in the program: each call
-        of it makes new keys for the exchange.
+        All processes make the first call together, at the same position in the program, because it
+        makes numbered keys for the exchange.
         """
         return self._processes.ranks()
 
@@ -573,7 +574,7 @@ class _ScanPrograms:
     def compiled(
         self, update: Update, structure: Any, paths: list[Any], *, donate: bool
     ) -> CompiledBlocks:
-        """Returns the blocks of an update, which are compiled when they are first called."""
+        """The blocks of an update, which are compiled when they are first called."""
         key = id(update), structure, donate
         if key not in self.programs:
             # Keeps `update`, and so its id.

@@ -51,7 +51,7 @@ class EngineReading(NamedTuple):
     """float32 (n,): norm of each gradient leaf at the last step."""
 
     def record(self, step: int) -> np.ndarray:
-        """Returns the record of one step from the ring.
+        """The record of one step in the ring.
 
         Args:
             step: number of the step, from 1. It has to be one of the last ``len(ring)`` steps,
@@ -171,7 +171,7 @@ BlockRecords = list[EngineRecords]
 
 
 def block_records(states: Sequence[HealState]) -> BlockRecords:
-    """Returns the arrays that the host reads of the states after one update of a block.
+    """The arrays that the host reads of the states after one update of a block.
 
     Called while a block is traced, once in the body of its `lax.scan`.
 

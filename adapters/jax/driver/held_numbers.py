@@ -41,7 +41,7 @@ def numbers_of(engines: Sequence[EngineEntry], tree: PyTree) -> dict[str, Number
     arrays = [node_at(tree, path).heal_numbers for path in names_of]
     ranges = {}
     for names, array in zip(names_of.values(), jax.device_get(arrays), strict=True):
-        for name, seen in zip(names, optimizer_numbers.seen(array), strict=True):
+        for name, seen in zip(names, optimizer_numbers.read_ranges(array), strict=True):
             if seen is not None:
                 ranges[name] = NumberRange(*seen)
     return ranges
@@ -97,7 +97,7 @@ def with_held_numbers(
     """
     new = {}
     for path, names in _number_names(engines, tree).items():
-        new[path] = optimizer_numbers.held([ranges.get(name) for name in names])
+        new[path] = optimizer_numbers.make_numbers([ranges.get(name) for name in names])
     old = jax.device_get([node_at(tree, path).heal_numbers for path in new])
     is_same = True
     for before, after in zip(old, new.values(), strict=True):

@@ -63,7 +63,7 @@ class Dispatch(NamedTuple):
     count: int
     """Expected number of steps, which `read` may correct."""
     votes: Callable[[], bool]
-    """Returns `vote_requested`. Known once all processes have begun this dispatch."""
+    """The value of `vote_requested`, which is known once all processes have begun this dispatch."""
 
     @property
     def vote_requested(self) -> bool:

@@ -51,10 +51,10 @@ class SummedGradients:
         gc.collect()  # an exception and its frames refer to each other
 
     def between_ranks(self, ranks: Ranks) -> str:
-        """Returns the reason why several processes cannot repeat a step together.
+        """Reason why several processes cannot repeat a step together.
 
         Args:
-            ranks: the exchange between the processes, which cannot help here.
+            ranks: the exchange between the processes. Not used.
         """
         del ranks
         return (

@@ -1,8 +1,15 @@
-"""`JaxWeights`: the weights of a state: copies, losses with earlier weights, averages among them.
+"""`JaxWeights`: copies the weights of a state, and evaluates the loss with earlier weights.
 
-An EMA, a target network and a teacher have the structure of the parameters, and an optimizer state
-does not name the part that it trains. The movement of the parts shows it: an average moves towards
-the parameters, which move ahead of it, and a frozen copy does not move.
+A comparison replaces the weights that are trained, and only these. But an EMA, a target network and
+a teacher have the structure of the parameters too, and an optimizer state does not name the part of
+the state that it trains. The movement between two copies shows it (`untrained`). An average moves
+towards the parameters, the parameters move ahead of it, and a frozen copy does not move:
+
+    frozen       f
+    average         a ---> a'                 nearer to the parameters: share close to 1
+    parameters              p ----------> p'  away from the average: share below 0
+
+The share is the part of a movement that has brought the tensors nearer to other tensors.
 """
 
 from __future__ import annotations
@@ -28,23 +35,24 @@ from healcore.runtime.driver import DIGESTED, WeightsChanged
 
 Part = tuple[str, ...]
 """Paths of the tensors of a part of the state."""
-_CLEAR = 1e-3
-"""Smallest difference of two shares by which an average differs from the parameters."""
+_MIN_DIFFERENCE = 1e-3
+"""Smallest difference of two shares that separates an average from the parameters."""
 
 
 transferring = jax.transfer_guard("allow")
-"""Decorator of methods that transfer arrays also where the program's transfer guard forbids it."""
+"""Decorator of methods that transfer arrays even if the program's transfer guard forbids it."""
 
 
 class JaxWeights:
     """The weights of a state by path: the arrays that one comparison replaces together.
 
     These are the parameters that the optimizers train, and the batch statistics that belong to
-    them, which a layer in evaluation mode reads: damage in them would be on both sides. Everything
-    else stays as it is now, see `healcore.torch.driver.weights.TorchWeights`.
+    them, which a layer in evaluation mode reads. With the current statistics, damage in them would
+    spoil the loss of the earlier weights too, and the comparison would not show it. Everything else
+    stays as it is now, see `healcore.torch.driver.weights.TorchWeights`.
 
     Args:
-        live: the state.
+        live: the state of the run, in which the weights are found, and replaced for an evaluation.
         candidates: the parts that may be the parameters of each engine. If they are unknown for an
             engine, all floating arrays count as parameters.
     """
@@ -75,7 +83,7 @@ class JaxWeights:
         return {path: _copy(leaf) for path, leaf in self._weights().items()}
 
     def digest(self) -> str:
-        """Returns a digest of some values of each parameter, see `Driver.settings`.
+        """A digest of some values of each parameter, see `Driver.settings`.
 
         It shows after a crash whether the program has started with other initial weights. One sync
         per parameter.
@@ -191,7 +199,10 @@ class JaxWeights:
         return self._owners.get(path, frozenset({path})) <= self._averages
 
     def _without_averages(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """The trained part of a copy. Empty while it is unknown: the current weights stay."""
+        """The trained part of a copy, or nothing while it is unknown which part is trained.
+
+        The first copy whose movement shows it settles this for the rest of the run.
+        """
         if weights and self._mixed:
             before = self.arrays(_with(self._live.read(), weights))
             found = untrained(self._mixed, before, self.arrays())
@@ -285,18 +296,20 @@ class PartGroup(NamedTuple):
     """Number of trained parts: as many as optimizers have parameters of these shapes."""
 
 
-def mixed_groups(fitting: Iterable[Iterable[Part]], tensors: Mapping[str, Any]) -> list[PartGroup]:
+def mixed_groups(
+    candidates: Iterable[Iterable[Part]], tensors: Mapping[str, Any]
+) -> list[PartGroup]:
     """Groups the parts by their shapes, and returns the groups of which not all parts are trained.
 
     Args:
-        fitting: for each optimizer, the parts that may be its parameters.
+        candidates: for each optimizer, the parts that may be its parameters.
         tensors: path -> tensor, of all these parts.
 
     Returns:
         The groups for `untrained`. Empty if each part is trained, as in most runs.
     """
     groups: dict[Any, Counter[Part]] = {}
-    for parts in fitting:
+    for parts in candidates:
         for part in parts:
             shapes = tuple(jnp.shape(tensors[name]) for name in part)
             groups.setdefault(shapes, Counter())[part] += 1
@@ -309,7 +322,7 @@ def mixed_groups(fitting: Iterable[Iterable[Part]], tensors: Mapping[str, Any]) 
 
 
 def untrained(
-    among: Sequence[PartGroup], before: Mapping[str, Any], now: Mapping[str, Any]
+    groups: Sequence[PartGroup], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> frozenset[str] | None:
     """Finds the tensors that are not trained, by the movement of the parts.
 
@@ -317,7 +330,7 @@ def untrained(
     movement. The parameters move ahead of it. A frozen copy does not move.
 
     Args:
-        among: result of `mixed_groups`.
+        groups: result of `mixed_groups`.
         before: path -> earlier tensor.
         now: path -> current tensor, several steps later.
 
@@ -325,13 +338,14 @@ def untrained(
         Paths of these tensors, or None if the movement does not show them clearly.
     """
     found: list[str] = []
-    for parts, trained in among:
+    for parts, trained in groups:
         shares = {part: _share_towards_others(part, parts, before, now) for part in parts}
-        last, first = sorted(shares.values())[trained - 1 : trained + 1]
-        if not first - last > _CLEAR:  # also if NaN
+        # The parts with the smallest shares are trained.
+        last_trained, first_average = sorted(shares.values())[trained - 1 : trained + 1]
+        if not first_average - last_trained > _MIN_DIFFERENCE:  # also if NaN
             return None
         for part in parts:
-            if shares[part] >= first:
+            if shares[part] >= first_average:
                 found += part
     return frozenset(found)
 
@@ -339,7 +353,10 @@ def untrained(
 def _share_towards_others(
     part: Part, parts: Sequence[Part], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> float:
-    """Largest share of a part's movement that has brought it nearer to another, or Inf at rest."""
+    """Largest share of a part's movement that has brought it nearer to another part.
+
+    Infinite for a part that has not moved.
+    """
 
     def distance(tensors: Mapping[str, Any], other: Part) -> jax.Array:
         squares: Any = 0

@@ -1,4 +1,26 @@
-"""JAX states in host memory, and on disk in Orbax's format."""
+"""`OrbaxStore` and `MemoryStore`: JAX states on disk in Orbax's format, and in host memory.
+
+`CheckpointStore` (`healcore/runtime/store`) does what does not depend on the framework: manifests,
+digests, the copies in memory. `JaxFormat` is its part for JAX. A save passes these methods:
+
+    state      {"params": {"w": array on 4 devices}, "step": 7}
+      | JaxFormat.add            each array becomes a Leaf, with this process's shards as its parts
+    FlatState  entries           structure and Python values, as JSON
+               leaves            "params.w" -> Leaf(parts, layout)
+      | JaxFormat.copy_parts     shards -> host memory; the step may then reuse donated memory
+    HostCopy
+      | JaxFormat.write          in the background; Orbax writes each array under its name
+
+    checkpoints/step-0000000050.1/
+        data/state/              the arrays, as Orbax's own checkpoint of a flat dictionary
+        state.json               the entries
+        manifest.json            sizes and digests of all files
+
+Orbax stores arrays only, and under flat names, so that an Orbax program can read them without
+healcore. Everything else of a state is in the entries. A small state of one process is one file
+instead, see `healcore/runtime/store/single_file.py`. A restore goes the other way: `JaxFormat.read`
+reads the arrays with the shardings of the live state, and `decode_array` makes what was saved.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +60,8 @@ _PINNED = "pinned_host"
 """Name of the memory of the host that an accelerator copies to without waiting."""
 _ITEM = "state"
 """Name of the only checkpointable. Its tree is flat: array name -> array."""
-_thread = threading.local()
-"""`saves`: whether the thread writes arrays for an `OrbaxStore`."""
+_this_thread = threading.local()
+"""Its attribute `saves` is True while the thread writes arrays for an `OrbaxStore`."""
 
 
 class _JaxStore(CheckpointStore):
@@ -49,9 +71,9 @@ class _JaxStore(CheckpointStore):
         """Verifies a checkpoint and reads it, from memory if possible.
 
         A checkpoint of a Healer holds the state without its healing parts, nnx objects as trees,
-        and Python numbers apart. `like` is then the state as the Healer was given it, or some of
-        its names, and the result has the same form: new nnx objects for nnx objects, and the
-        healing parts of `like`.
+        and Python numbers in an item of their own. For such a checkpoint, `like` is the state as
+        the Healer was given it, or some of its names. The result has the same form: new nnx objects
+        for nnx objects, and the healing parts of `like`.
 
         Args:
             step: step of the checkpoint.
@@ -139,7 +161,7 @@ class OrbaxStore(_JaxStore):
 
 
 class _Layout(NamedTuple):
-    """How the shards of a leaf make an array."""
+    """How the shards of a leaf form an array."""
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding | None
@@ -302,17 +324,17 @@ class JaxFormat(ArrayFormat):
 
     @functools.cached_property
     def _handler(self) -> ocp.PyTreeCheckpointHandler:
-        """Orbax's handler.
+        """Orbax's handler, which writes arrays without compression.
 
-        Not Orbax's checkpointers: these number their operations in a variable of the process
-        without a lock, and the program's own manager may run in another thread. Not compressed:
-        trained weights would shrink by about 8 %, and a save would take two to three times as long.
+        Orbax's checkpointers cannot be used: they number their operations in a variable of the
+        process without a lock, and the program's own manager may run in another thread. Compression
+        would make trained weights about 8 % smaller, and a save two to three times as long.
         """
         _wait_for_no_signals()
         return ocp.PyTreeCheckpointHandler(use_compression=False)
 
     def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray] | None:
-        """Returns the type and the bytes of an array, for a small checkpoint in one file.
+        """The type and the bytes of an array, for a small checkpoint in one file.
 
         Args:
             leaf: the copy of an array. None is returned if it has several shards.
@@ -348,11 +370,11 @@ class JaxFormat(ArrayFormat):
         def save() -> None:
             item.mkdir(parents=True, exist_ok=True)
             arrays = {_escaped(leaf.name): _to_write(leaf) for leaf in saved}
-            _thread.saves = True
+            _this_thread.saves = True
             try:
                 self._handler.save(item, args=ocp.args.PyTreeSave(arrays))
             finally:
-                _thread.saves = False
+                _this_thread.saves = False
 
         if saved:
             run_on_each(self._ranks, save)
@@ -383,7 +405,8 @@ class JaxFormat(ArrayFormat):
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
         """Reads arrays with the live shardings: each process reads its own shards.
 
-        An array that is not committed to a device is read as NumPy's, and put there afterwards.
+        An array that is not committed to a device is read into NumPy's memory, and then put on the
+        default device.
 
         Args:
             checkpoint: the checkpoint on disk.
@@ -430,14 +453,14 @@ class JaxFormat(ArrayFormat):
 
 
 def _form(array: np.ndarray) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of an array, by which its memory can be used again."""
+    """Shape and dtype of an array. Memory of the same form is used for the next copy."""
     return array.shape, array.dtype
 
 
 def _restore_args(
     names: Iterable[str], shardings: Mapping[str, jax.sharding.Sharding | None]
 ) -> ocp.args.PyTreeRestore:
-    """What Orbax reads: arrays with a sharding as JAX's, all others as NumPy's."""
+    """The arguments for Orbax: arrays with a sharding become JAX's, all other arrays NumPy's."""
     args = {}
     for name in names:
         sharding = shardings.get(name)
@@ -466,7 +489,7 @@ def _read_only_file(path: Path, nodes: Mapping[str, Any]) -> dict[str, np.ndarra
 
 
 def _placed(array: np.ndarray, sharding: Any) -> jax.Array:
-    """An array of NumPy with a sharding, or on the default device."""
+    """Puts an array of NumPy on the devices of a sharding, or on the default device."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, lambda slices: array[slices])
@@ -474,11 +497,12 @@ def _placed(array: np.ndarray, sharding: Any) -> jax.Array:
 
 @functools.cache
 def _wait_for_no_signals() -> None:
-    """Makes saves of this module wait for no signal of Orbax.
+    """Replaces a function of Orbax, so that saves of this module wait for no signal.
 
-    A handler waits until the directory of its save exists: for the signals of the newest save of
-    the process, which may be a save of the program's own manager in another thread. A save of this
-    module then waited for 5 minutes, and failed, in 1 of some 40 runs (orbax-checkpoint 0.12.8).
+    A handler of Orbax waits until the directory of its save exists. It waits for the signals of the
+    newest save of the process, which may be a save of the program's own manager in another thread.
+    Without this function, a save of this module waited for 5 minutes and failed in 1 of some 40
+    runs (orbax-checkpoint 0.12.8).
     """
     try:
         from orbax.checkpoint._src.futures.future import AwaitableSignalsContract as Contract
@@ -487,7 +511,7 @@ def _wait_for_no_signals() -> None:
     original = Contract.get_awaitable_signals_from_contract
 
     def signals(operation_id: str | None = None) -> Any:
-        if getattr(_thread, "saves", False):
+        if getattr(_this_thread, "saves", False):
             return []
         return original(operation_id)
 
@@ -525,13 +549,13 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
 
 
 def _to_write(leaf: Leaf) -> Any:
-    """The copy of an array: of NumPy if it is whole, else of JAX in the host's memory."""
+    """The array that Orbax writes: NumPy's if this process has the whole, else a sharded one."""
     shape = leaf.layout.shape
     sharding = leaf.layout.sharding
     first: Any = next(iter(leaf.parts.values()), None)  # None: other processes hold all shards
     if not leaf.layout.spans and first.shape == shape:
         return np.asarray(first)
-    if isinstance(first, jax.Array):  # of an accelerator: stays in host memory
+    if isinstance(first, jax.Array):  # a pinned copy, which stays in host memory
         sharding = sharding.with_memory_kind(_PINNED)
 
     def shard(slices: Any) -> np.ndarray:
