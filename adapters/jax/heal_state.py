@@ -72,9 +72,9 @@ class HealState(NamedTuple):
     """
 
     heal_engine: jax.Array
-    """int32 (1 + records, n): the numbers of the core's EngineState and the last decision, and the
-    same of the last steps, see `engine_rows`. A dispatch (`lax.scan` over steps) has at most
-    `records` steps."""
+    """int32 (1 + records, n): a row with the numbers of the core's EngineState and of the last
+    decision, and the rows of the last steps, see `engine_rows`. A dispatch (`lax.scan` over steps)
+    has at most `records` steps."""
     heal_windows: tuple[jax.Array, ...]
     """The arrays of the EngineState, such as the last norms of a rule. Empty for `default`."""
     heal_leaf_norms: jax.Array
@@ -553,7 +553,7 @@ def find(opt_state: PyTree) -> HealState:
 def is_optax_state(node: PyTree) -> bool:
     """Whether a node is the state of a transformation of optax.
 
-    `optax.LookaheadParams` is not: it holds two copies of the parameters.
+    False for `optax.LookaheadParams`, which holds two copies of the parameters.
     """
     kind = type(node)
     return kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams

@@ -8,11 +8,9 @@ One step, from top to bottom. The host takes no part: each arrow is in the compi
           |     the optimizer are held, would it make NaN           |
     make_signals -- Signals --> heal_state.step -- Decision         |
           |                                            |            |
-    _enforce    clip the gradients <-------------------+            |
-                zeros instead of them on a skip <------+            |
-                step_or_keep: optimizer's step <-------+------------+
-                scale the update by the LR multiplier  |            |
-                -0.0 instead of it on a skip <---------+            |
+    _enforce    clip the gradients; zeros on a skip <--+            |
+                step_or_keep: the optimizer's step <---+------------+
+                scale the updates; -0.0 on a skip <----+            |
           |                                                         |
     updates for optax.apply_updates             new state, or the old one on a skip
 """

@@ -35,6 +35,7 @@ from jax import lax
 from healcore.jax.array_leaves import Leaf, PyTree, is_array, is_number
 from healcore.jax.driver.engine_readings import BlockRecords, block_records
 from healcore.jax.driver.engine_tensors import Path
+from healcore.jax.driver.step_reader import differ
 from healcore.jax.tree_nodes import node_at
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
@@ -231,6 +232,45 @@ class CompiledBlocks:
         return changed
 
 
+class ScanPrograms:
+    """The compiled loops of `Healer.scan`, to compile each update once.
+
+    Args:
+        given: the leaves of the state that the program has passed to the Healer.
+    """
+
+    def __init__(self, given: list[Any]) -> None:
+        self._given = given
+        self.programs: dict[Any, CompiledBlocks] = {}
+        """Identity of an update, structure of its state, and `donate` -> its blocks."""
+
+    def is_first(self, state: PyTree) -> bool:
+        """Whether a state is the one that the program has passed to the Healer.
+
+        Args:
+            state: the state with which a loop begins.
+        """
+        leaves = jax.tree.leaves(state)
+        return len(leaves) == len(self._given) and not differ(leaves, self._given)
+
+    def compiled(
+        self, update: Update, structure: Any, paths: list[Any], *, donate: bool
+    ) -> CompiledBlocks:
+        """The blocks of an update, which are compiled when they are first called.
+
+        Args:
+            update: the program's function.
+            structure: the structure of its state.
+            paths: path of each HealState in the state.
+            donate: whether a block reuses the memory of the state that it begins with.
+        """
+        key = id(update), structure, donate
+        if key not in self.programs:
+            # Keeps `update`, and so its id.
+            self.programs[key] = CompiledBlocks(update, paths, donate=donate)
+        return self.programs[key]
+
+
 class _Driver(Protocol):
     """The part of `JaxDriver` that a scan uses."""
 
@@ -245,7 +285,7 @@ class Scan:
 
     The device need not wait while the Healer works between two blocks: the next block is dispatched
     before this work. If the work changes the state, as a rollback does, the block that was computed
-    ahead is dropped. So the run has the same bits as one that computes no block ahead:
+    ahead is dropped. So a run has the same bits whether or not blocks are computed ahead:
 
         device   block 0 | block 1 | block 2 | ...
         host               work 0  | work 1  | ...

@@ -17,13 +17,13 @@ from healcore.jax import heal_state, optimizer_constants
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver import engines as engine_states
 from healcore.jax.driver import held_numbers
-from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
+from healcore.jax.driver.blocks import Scan, ScanPrograms, Update
 from healcore.jax.driver.edits import Edits
 from healcore.jax.driver.engine_readings import BlockRecords
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.processes import Processes
 from healcore.jax.driver.program_state import program_state_of
-from healcore.jax.driver.step_reader import LINE, Dispatch, StepReader, counters_of, differ
+from healcore.jax.driver.step_reader import LINE, Dispatch, StepReader, counters_of
 from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, ProtectState, with_change_expected
@@ -44,7 +44,7 @@ class JaxDriver(Driver):
     The Healer decides, and this class reads and replaces the state for it. A compiled step returns
     a new state, so the driver has to know which state is the live one: the program passes it by
     `update`, and takes it from `live`. An edit, such as a rollback, replaces the live state. The
-    next step has to start from it, and `update` raises an error for a step that has not.
+    next step has to start from it. `update` raises an error for any other step.
 
     Args:
         state: a pytree that contains the state of `protect`, `heal` or `heal_zclip` (one for each
@@ -61,6 +61,7 @@ class JaxDriver(Driver):
     def __init__(self, state: PyTree, policy: PolicyLike = "default") -> None:
         self._engine: Engine = engine_of(policy)
         self._live = program_state_of(state)
+        """The state of the program. `ProgramState` hides its form."""
         tree = self._live.read()
         self._engines = engine_states.find_engines(tree, self._live.trained, self._engine)
         self._weights = self._make_weights()
@@ -81,7 +82,7 @@ class JaxDriver(Driver):
             reads_rate=self._engine.scales_lr,
         )
         self._processes = Processes()
-        self._scans = _ScanPrograms(jax.tree.leaves(state))
+        self._scans = ScanPrograms(jax.tree.leaves(state))
         self.window = SummedGradients(self._counters)
         states = self._states()
         self._reader.restart(states)
@@ -136,7 +137,7 @@ class JaxDriver(Driver):
 
         A program may widen a layer between two calls: it makes new parameters, and a new state of
         the optimizer for them. A whole state has every engine, and moments with the shapes of its
-        parameters. It becomes the state of the run; it brings its own detectors and budgets.
+        parameters. It becomes the state of the run, with its own detectors and budgets.
         """
         try:
             self._live.check_if_new()
@@ -552,34 +553,6 @@ class JaxDriver(Driver):
         self._live.write(tree)
         if has_read:  # otherwise `take_dispatch` still has to return the step before the edit
             self._reader.skip_to(self._states())
-
-
-class _ScanPrograms:
-    """The compiled loops of `Healer.scan`, to compile each update once.
-
-    Args:
-        given: the leaves of the state that the program has passed to the Healer.
-    """
-
-    def __init__(self, given: list[Any]) -> None:
-        self._given = given
-        self.programs: dict[Any, CompiledBlocks] = {}
-        """Identity of an update, structure of its state, and `donate` -> its blocks."""
-
-    def is_first(self, state: PyTree) -> bool:
-        """Whether a state is the one that the program has passed to the Healer."""
-        leaves = jax.tree.leaves(state)
-        return len(leaves) == len(self._given) and not differ(leaves, self._given)
-
-    def compiled(
-        self, update: Update, structure: Any, paths: list[Any], *, donate: bool
-    ) -> CompiledBlocks:
-        """The blocks of an update, which are compiled when they are first called."""
-        key = id(update), structure, donate
-        if key not in self.programs:
-            # Keeps `update`, and so its id.
-            self.programs[key] = CompiledBlocks(update, paths, donate=donate)
-        return self.programs[key]
 
 
 def _zeros_of(leaf: jax.Array) -> Any:

@@ -136,7 +136,7 @@ def start_read(states: Sequence[HealState]) -> Readings:
 
 
 def _are_ready(arrays: list[tuple[Any, Any]]) -> bool:
-    """Whether all arrays were computed, and none is divided or copied among devices."""
+    """Whether each array was computed, and is on one device only."""
     for pair in arrays:
         for array in pair:
             if not array.is_ready():

@@ -405,7 +405,7 @@ class NnxProgramState(ProgramState):
         return found
 
     def _variables(self, kind: Any) -> dict[str, PyTree]:
-        """Name of each module -> arrays of its Variables of a kind. Optimizers are no modules."""
+        """Name of each module -> arrays of its Variables of a kind. Without optimizers."""
         from flax import nnx
 
         found = {}
