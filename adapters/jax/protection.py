@@ -75,6 +75,8 @@ class _Measured(NamedTuple):
     """Whether the optimizer ignores each gradient, as the gradient of a frozen parameter."""
     read: PyTree
     """The gradients that the optimizer does not ignore."""
+    given: dict[str, Any]
+    """`_Call.given`, with the learning rate if the engine needs it and the state has it."""
     numbers: Any
     """`HealState.heal_numbers` after this step."""
     held: optimizer_numbers.HeldNumbers | None
@@ -142,7 +144,7 @@ class Protection:
         measured = self._measure(call)
         # Called here, because its warning names the line that called `update`.
         signals, leaf_norms = make_signals(
-            self.engine, measured.read, call.given, self.axes, measured.bad_update
+            self.engine, measured.read, measured.given, self.axes, measured.bad_update
         )
         before = state.heal._replace(heal_numbers=None)
         healing, decision = heal_state.step(self.engine, before, signals, leaf_norms)
@@ -170,24 +172,20 @@ class Protection:
         return _Call(step, updates, state, arrays, params is not arrays, given, keywords)
 
     def _measure(self, call: _Call) -> _Measured:
-        """Finds the gradients that the optimizer reads, and what its numbers would do with them.
-
-        Adds the learning rate to `call.given` if the engine needs it and the state has it.
-        """
+        """Finds the gradients that the optimizer reads, and what its numbers would do with them."""
         unread = gradients.find_unread(self.unread_if_eager, call.step, *call.inputs)
-        if self.engine.limits_lr and "learning_rate" not in call.given:
-            call.given.update(_injected_rate(call.step, *call.inputs))
+        given = call.given
+        if self.engine.limits_lr and "learning_rate" not in given:
+            given = given | _injected_rate(call.step, *call.inputs)
         read = gradients.without_unread(call.updates, unread)
         numbers = call.state.heal.heal_numbers
         held = None
         if numbers is not None:
             numbers, held = optimizer_numbers.step(numbers, call.state.inner_state)
-        bad_update = None
-        if self.heals:
-            bad_update = self._makes_nonfinite(call, held)
-        else:
-            held = None
-        return _Measured(unread, read, numbers, held, bad_update)
+        if not self.heals:  # observe mode records the ranges of the numbers, and replaces none
+            return _Measured(unread, read, given, numbers, held=None, bad_update=None)
+        bad_update = self._makes_nonfinite(call, held)
+        return _Measured(unread, read, given, numbers, held, bad_update)
 
     def _makes_nonfinite(self, call: _Call, held: optimizer_numbers.HeldNumbers | None) -> Any:
         """Whether the optimizer would make NaN of finite gradients, see `update_check`."""
