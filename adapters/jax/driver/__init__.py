@@ -6,6 +6,7 @@ edits             edits of the state by the Healer, from which the next step has
 processes         the processes of a run, and their votes
 leaf_forms        a leaf in the live state, and in a checkpoint
 weights           the weights in the state: copies, losses with earlier weights
+averages          which of several equal parts of the state are trained
 engines           the engines in the state
 engine_tensors    the tensors that an engine judges, and their names
 held_numbers      numbers of the optimizers that are kept in a range

@@ -1,24 +1,14 @@
 """`JaxWeights`: copies the weights of a state, and evaluates the loss with earlier weights.
 
-A comparison replaces the weights that are trained, and only these. But an EMA, a target network and
-a teacher have the structure of the parameters too, and an optimizer state does not name the part of
-the state that it trains. The movement between two copies shows it (`untrained`). An average moves
-towards the parameters, the parameters move ahead of it, and a frozen copy does not move:
-
-    frozen       f
-    average         a ---> a'                 nearer to the parameters: share close to 1
-    parameters              p ----------> p'  away from the average: share below 0
-
-The share is the part of a movement that has brought the tensors nearer to other tensors.
+A comparison replaces the weights that are trained, and only these weights. An average of the
+weights has the same structure, so `averages` finds out which part of the state is trained.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +16,13 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.jax.array_leaves import Leaf, PyTree
+from healcore.jax.driver.averages import Part, mixed_groups, untrained
 from healcore.jax.driver.program_state import ProgramState
 from healcore.jax.heal_state import ProtectState, is_optax_state
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.tree_nodes import Path, nodes
 from healcore.runtime.data.positions import DataError
 from healcore.runtime.driver import DIGESTED, WeightsChanged
-
-Part = tuple[str, ...]
-"""Paths of the tensors of a part of the state."""
-_MIN_DIFFERENCE = 1e-3
-"""Smallest difference of two shares that separates an average from the parameters."""
-
 
 transferring = jax.transfer_guard("allow")
 """Decorator of methods that transfer arrays even if the program's transfer guard forbids it."""
@@ -80,7 +65,7 @@ class JaxWeights:
         Returns:
             Path -> copy of each array. The copies stay valid when a step donates the state.
         """
-        return {path: _copy(leaf) for path, leaf in self._weights().items()}
+        return {path: _copy(leaf) for path, leaf in self._compared().items()}
 
     def digest(self) -> str:
         """A digest of some values of each parameter, see `Driver.settings`.
@@ -136,7 +121,7 @@ class JaxWeights:
         """
         weights = weights or {}
         if weights:
-            for path, leaf in self._weights().items():
+            for path, leaf in self._compared().items():
                 if getattr(weights.get(path), "shape", None) != leaf.shape:
                     raise WeightsChanged
         for leaf in jax.tree.leaves(batches):
@@ -148,7 +133,7 @@ class JaxWeights:
         if redraw:
             for path, leaf in tree_leaves_with_path(live):
                 replaced[keystr(path)] = _other_key(leaf)
-        state = _with(live, replaced)
+        state = _with_weights(live, replaced)
         try:
             if in_place and replaced:
                 self._live.write(state)
@@ -184,8 +169,8 @@ class JaxWeights:
                 found[name] = leaf
         return found
 
-    def _weights(self) -> dict[str, Any]:
-        """Path -> parameter that may be trained, or array of batch statistics."""
+    def _compared(self) -> dict[str, Any]:
+        """Path -> array that a comparison replaces: a parameter, or batch statistics."""
         found = self.arrays()
         if self._owners:
             for path, leaf in tree_leaves_with_path(self._live.read()):
@@ -204,7 +189,7 @@ class JaxWeights:
         The first copy whose movement shows it settles this for the rest of the run.
         """
         if weights and self._mixed:
-            before = self.arrays(_with(self._live.read(), weights))
+            before = self.arrays(_with_weights(self._live.read(), weights))
             found = untrained(self._mixed, before, self.arrays())
             if found is None:
                 return {}
@@ -272,7 +257,7 @@ def _other_key(leaf: Leaf) -> Any:
     return leaf
 
 
-def _with(live: Any, weights: Mapping[str, Any]) -> Any:
+def _with_weights(live: Any, weights: Mapping[str, Any]) -> Any:
     """Replaces leaves of a state by `weights`."""
 
     def replaced(path: Path, leaf: Leaf) -> Any:
@@ -282,95 +267,3 @@ def _with(live: Any, weights: Mapping[str, Any]) -> Any:
         return saved
 
     return tree_map_with_path(replaced, live)
-
-
-class PartGroup(NamedTuple):
-    """Parts with tensors of the same shapes, and how many of these parts are trained.
-
-    For example the parameters, and an average of them in the same state: two parts, one trained.
-    """
-
-    parts: Sequence[Part]
-    """The parts, of which the movement has to show which are trained."""
-    trained: int
-    """Number of trained parts: as many as optimizers have parameters of these shapes."""
-
-
-def mixed_groups(
-    candidates: Iterable[Iterable[Part]], tensors: Mapping[str, Any]
-) -> list[PartGroup]:
-    """Groups the parts by their shapes, and returns the groups of which not all parts are trained.
-
-    Args:
-        candidates: for each optimizer, the parts that may be its parameters.
-        tensors: path -> tensor, of all these parts.
-
-    Returns:
-        The groups for `untrained`. Empty if each part is trained, as in most runs.
-    """
-    groups: dict[Any, Counter[Part]] = {}
-    for parts in candidates:
-        for part in parts:
-            shapes = tuple(jnp.shape(tensors[name]) for name in part)
-            groups.setdefault(shapes, Counter())[part] += 1
-    mixed = []
-    for counts in groups.values():
-        group = PartGroup(list(counts), max(counts.values()))
-        if len(group.parts) > group.trained:
-            mixed.append(group)
-    return mixed
-
-
-def untrained(
-    groups: Sequence[PartGroup], before: Mapping[str, Any], now: Mapping[str, Any]
-) -> frozenset[str] | None:
-    """Finds the tensors that are not trained, by the movement of the parts.
-
-    An average moves towards the parameters, so it comes nearer to another part by most of its
-    movement. The parameters move ahead of it. A frozen copy does not move.
-
-    Args:
-        groups: result of `mixed_groups`.
-        before: path -> earlier tensor.
-        now: path -> current tensor, several steps later.
-
-    Returns:
-        Paths of these tensors, or None if the movement does not show them clearly.
-    """
-    found: list[str] = []
-    for parts, trained in groups:
-        shares = {part: _share_towards_others(part, parts, before, now) for part in parts}
-        # The parts with the smallest shares are trained.
-        last_trained, first_average = sorted(shares.values())[trained - 1 : trained + 1]
-        if not first_average - last_trained > _MIN_DIFFERENCE:  # also if NaN
-            return None
-        for part in parts:
-            if shares[part] >= first_average:
-                found += part
-    return frozenset(found)
-
-
-def _share_towards_others(
-    part: Part, parts: Sequence[Part], before: Mapping[str, Any], now: Mapping[str, Any]
-) -> float:
-    """Largest share of a part's movement that has brought it nearer to another part.
-
-    Infinite for a part that has not moved.
-    """
-
-    def distance(tensors: Mapping[str, Any], other: Part) -> jax.Array:
-        squares: Any = 0
-        for name, other_name in zip(part, other, strict=True):
-            gap = jnp.asarray(tensors[name], jnp.float32) - now[other_name]
-            squares += jnp.square(gap).sum()
-        return jnp.sqrt(squares)
-
-    approaches = []
-    for other in parts:
-        if other != part:
-            approaches.append(distance(before, other) - distance(now, other))
-    largest = jnp.stack(approaches).max()
-    moved, nearer = map(float, jax.device_get((distance(before, part), largest)))
-    if not moved:
-        return math.inf
-    return nearer / moved

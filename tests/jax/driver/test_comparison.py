@@ -13,8 +13,8 @@ from jax.core import Tracer
 
 from healcore import Action, Healer, Hooks
 from healcore.jax import from_dict, protect, to_dict
+from healcore.jax.driver.averages import mixed_groups, untrained
 from healcore.jax.driver.driver import JaxDriver
-from healcore.jax.driver.weights import mixed_groups, untrained
 from healcore.jax.engine_rows import steps_judged
 from healcore.jax.heal_state import find
 from healcore.policy import engine_of
