@@ -25,9 +25,9 @@ from healcore.jax.heal_state import (
     ProtectState,
     ScaleByHealLrState,
     engine_state,
-    find,
     with_engine_state,
 )
+from healcore.jax.nested_states import find
 from healcore.jax.tree_nodes import map_nodes
 from healcore.policy import PolicyLike, engine_of
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -48,6 +49,15 @@ _SECOND_ITERATES = {
 """State with a second iterate -> name of the iterate. Scaling the update would slow down only the
 parameters. (Mechanic, D-Adaptation, DoG and Prodigy derive their iterate from the parameters; the
 rate of COCOB scales its update.)"""
+
+
+def is_optax_state(node: PyTree) -> bool:
+    """Whether a node is the state of a transformation of optax.
+
+    False for `optax.LookaheadParams`, which holds two copies of the parameters.
+    """
+    kind = type(node)
+    return kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams
 
 
 def replicate_over_mesh(params: PyTree, state: State) -> State:

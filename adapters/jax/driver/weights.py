@@ -18,8 +18,9 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from healcore.jax.array_leaves import Leaf, PyTree
 from healcore.jax.driver.averages import Part, mixed_groups, untrained
 from healcore.jax.driver.program_state import ProgramState
-from healcore.jax.heal_state import ProtectState, is_optax_state
+from healcore.jax.heal_state import ProtectState
 from healcore.jax.opt_state import without_heal_state
+from healcore.jax.optax_states import is_optax_state
 from healcore.jax.tree_nodes import Path, nodes
 from healcore.runtime.data.positions import DataError
 from healcore.runtime.driver import DIGESTED, WeightsChanged
