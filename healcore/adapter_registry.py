@@ -19,7 +19,7 @@ PROVIDED = {
     },
     "plain_values": {
         "torch": "healcore.torch.store.state",
-        "jax": "healcore.jax.store.orbax",
+        "jax": "healcore.jax.store.plain_values",
     },
     "demo_training": {
         "torch": "healcore.torch.demo:train",

@@ -1,8 +1,9 @@
-"""The leaves of a tree that are arrays or numbers, and the others: functions, names, objects.
+"""Separates the arrays and numbers of a tree from its static leaves: functions, names, objects.
 
 The fields of an Equinox module are leaves, and its activation functions are among them. `jit`
-refuses such a tree, a checkpoint cannot hold a function, and optax has no moment for it. So a tree
-is split: its arrays go through JAX, and everything else stays as the program has written it.
+raises an error for such a tree, a checkpoint cannot hold a function, and optax has no moment for
+it. So a tree is split: its arrays go through JAX, and everything else stays as the program has
+written it.
 
     arrays = arrays_of(model)  # as equinox.filter(model, equinox.is_inexact_array_like)
     model = with_arrays(model, new_arrays)  # as equinox.combine(new_arrays, model)

@@ -7,19 +7,24 @@ NaN is NaN, and ``old + 0 * (new - old)`` turns -0.0 into 0.0. For the parameter
 program updates, the caller makes the updates -0.0: ``x + -0.0`` is `x` for each `x`, and
 ``-0.0 + 0.0`` would be 0.0.
 
-The naive selection costs memory. With ``new = update(old); state = where(skip, old, new)`` two
-versions of every moment are alive, because the updates read `new` and the output is `state`. XLA
-then copies donated moments instead of writing them in place. `step_or_keep` traces the optimizer's
-step to a jaxpr, evaluates its equations one by one, and selects at the equation that defines each
-new leaf. The updates then read the selected value too, and one version is enough:
+The naive selection costs memory. A program donates its state, so that XLA writes the new moments
+into the memory of the old moments. With ``new = update(old); state = where(skip, old, new)`` two
+versions of every moment are alive at once, because the updates read `new` and the output is
+`state`. So XLA copies the donated moments instead of writing them in place.
 
-    naive                                  step_or_keep
-    mu' = b1 * mu + (1 - b1) * g           mu' = b1 * mu + (1 - b1) * g
-    update = f(mu')                        mu' = where(skip, mu, mu')
-    mu' = where(skip, mu, mu')             update = f(mu')
+`step_or_keep` traces the optimizer's step to a jaxpr, evaluates its equations one by one, and
+selects at the equation that defines each new leaf. The updates then read the selected value too,
+and one version is enough:
 
-The values are equal without a skip. On a skip the updates are meaningless, and the caller
-overwrites them.
+    naive                           in memory      step_or_keep                    in memory
+    ------------------------------  -------------  ------------------------------  -------------
+    new = b1 * mu + (1 - b1) * g    mu, new        new = where(skip, mu,
+    update = f(new)                 mu, new              b1 * mu + (1 - b1) * g)   new, over mu
+    state = where(skip, mu, new)    state          update = f(new)                 new
+
+On the right, XLA fuses the selection with the sum into one kernel, which reads each element of `mu`
+before it writes the element. The values are equal without a skip. On a skip the updates are
+meaningless, and the caller overwrites them.
 
 One step of adamw, 25 M float32 parameters in 24 leaves, jitted and donated, medians of 15
 interleaved runs on 2 CPU cores (jax 0.10.2). The slower variants have simpler code:
@@ -52,6 +57,7 @@ State = TypeVar("State")
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 _RULE_OF_PROTECT = "protect() needs an optimizer that makes every field of its state in init(), got"
 _SMALL_FLOATS = {8: jnp.uint8, 16: jnp.uint16}
+"""Bits of a float that `_select` selects as an integer -> the integer's dtype."""
 
 
 def commit(skip: jax.Array, old: State, new: State) -> State:
@@ -97,10 +103,18 @@ def commit(skip: jax.Array, old: State, new: State) -> State:
 def step_or_keep(
     step: Step, skip: jax.Array, updates: PyTree, state: PyTree, params: PyTree
 ) -> tuple[Any, Any]:
-    """Runs one optimizer step, and keeps the old state bit-identical where `skip` (bool, 0-d).
+    """Runs one optimizer step, and keeps the old state bit-identical on a skip.
 
-    `step` is a pure function ``(updates, state, params) -> (updates, state)``. On a skip the
-    returned updates are meaningless and must not be used.
+    Args:
+        step: a pure function ``(updates, state, params) -> (updates, state)``.
+        skip: bool 0-d.
+        updates: the gradients.
+        state: the state of the optimizer before the step.
+        params: the parameters.
+
+    Returns:
+        The updates and the state after the step. On a skip the updates are meaningless and must not
+        be used.
 
     Raises:
         CommitError: the step changes the structure or a shape of its state, or narrows a dtype.

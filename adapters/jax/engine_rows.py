@@ -25,9 +25,17 @@ The decision stands in the row twice: the record has the decision that the polic
 also a part of the EngineState. The columns 4 to 7, -10 and -9 have the decision to enforce, which
 is neutral in observe mode.
 
-The array has ``1 + records`` rows. Row 0 is the current state. The others are a ring of the last
-steps, which a Healer reads after a dispatch of several steps: row ``1 + (i - 1) % records`` is the
-row after step i. An edit of the Healer (a limit, an announced change) changes row 0 only.
+The array has ``1 + records`` rows. Row 0 is the current state. The other rows are a ring of the
+last steps, which a Healer reads after a dispatch of several steps: row ``1 + (i - 1) % records`` is
+the row after step i. With `records` of 4, after 6 steps:
+
+    row 0     step 6    the current state, which the next step reads and replaces
+    row 1     step 5
+    row 2     step 6    the same row as row 0, until the Healer edits row 0
+    row 3     step 3    the next step writes here
+    row 4     step 4
+
+An edit of the Healer (a limit, an announced change) changes row 0 only.
 
 Windows and numbers per tensor are arrays of their own, `HealState.heal_windows`.
 """
@@ -98,19 +106,22 @@ class RowLayout(NamedTuple):
         leaves, structure = jax.tree.flatten(engine.init(groups=groups or 0))
         places: EngineState = structure.unflatten(range(len(leaves)))
         record = record_numbers(places)
-        ints = [*record[:RECORD_INTS], *places.tally, places.change_expected]
-        floats = [*record[RECORD_INTS:]]
-        numbers = [
-            i for i, leaf in enumerate(leaves) if not leaf.ndim and i not in (*ints, *floats)
-        ]
-        is_float = [leaves[i].dtype == np.float32 for i in numbers]
-        return cls(
-            structure,
-            leaves,
-            ints + [i for i, real in zip(numbers, is_float, strict=True) if not real],
-            [i for i, real in zip(numbers, is_float, strict=True) if real] + floats,
-            [i for i, leaf in enumerate(leaves) if leaf.ndim and leaf.size],
-        )
+        first_ints = [*record[:RECORD_INTS], *places.tally, places.change_expected]
+        last_floats = [*record[RECORD_INTS:]]
+        other_ints = []
+        other_floats = []
+        windows = []
+        for i, leaf in enumerate(leaves):
+            if leaf.ndim:
+                if leaf.size:
+                    windows.append(i)
+            elif i in first_ints or i in last_floats:
+                continue
+            elif leaf.dtype == np.float32:
+                other_floats.append(i)
+            else:
+                other_ints.append(i)
+        return cls(structure, leaves, first_ints + other_ints, other_floats + last_floats, windows)
 
     @property
     def width(self) -> int:

@@ -15,7 +15,8 @@ from healcore.jax.commit import commit
 from healcore.jax.opt_state import last_decision
 from healcore.jax.signals import split_keywords
 
-_RAW_KEYS = ((2,), (4,))  # last axis of a raw key: threefry, and rbg or unsafe_rbg
+_RAW_KEYS = ((2,), (4,))
+"""Last axis of a raw key: of threefry, and of rbg or unsafe_rbg."""
 
 
 class HealTrainState(train_state.TrainState):

@@ -1,4 +1,4 @@
-"""Defines `HealState`, the healing part of an optimizer state, and finds it in nested states.
+"""Defines `HealState`, the healing part of an optimizer state, and what a step does with it.
 
 The engine works on an `EngineState`, a tree of some fifty numbers. An optimizer state holds a
 `HealState` instead, which packs these numbers into the first row of one array, because each array
@@ -23,10 +23,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.core import Tracer
-from jax.tree_util import SequenceKey
 
 from healcore.console import first_of
 from healcore.core import numerics
@@ -38,10 +36,9 @@ from healcore.core.signals import Signals
 from healcore.jax import engine_rows
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.engine_rows import RowLayout
-from healcore.jax.gradients import compiled, is_gradient
+from healcore.jax.gradients import compiled
 from healcore.jax.namespace import JAX
 from healcore.jax.one_kernel import is_one_kernel, one_kernel
-from healcore.jax.tree_nodes import Path, node_at, nodes
 from healcore.policy.loader import engine_of, name_of
 
 RECORDS = 64
@@ -72,9 +69,9 @@ class HealState(NamedTuple):
     """
 
     heal_engine: jax.Array
-    """int32 (1 + records, n): the numbers of the core's EngineState and the last decision, and the
-    same of the last steps, see `engine_rows`. A dispatch (`lax.scan` over steps) has at most
-    `records` steps."""
+    """int32 (1 + records, n): a row with the numbers of the core's EngineState and of the last
+    decision, and the rows of the last steps, see `engine_rows`. A dispatch (`lax.scan` over steps)
+    has at most `records` steps."""
     heal_windows: tuple[jax.Array, ...]
     """The arrays of the EngineState, such as the last norms of a rule. Empty for `default`."""
     heal_leaf_norms: jax.Array
@@ -113,6 +110,21 @@ class HealState(NamedTuple):
             if value is not None:
                 fields[f"heal_{name}"] = value
         return fields
+
+
+class ProtectState(NamedTuple):
+    """The state of `protect`: the healing state, and the state of the protected optimizer.
+
+    `without_heal_state` takes the inner state out, and `with_heal_state` puts one in.
+    """
+
+    heal: HealState
+    """What the engine knows of the run, and the decision of the last step."""
+    heal_reset_moments: Any
+    """bool 0-d: whether the last step that was not skipped cut the learning rate. The next step
+    then resets the moments to zero. None if the policy does not reset moments."""
+    inner_state: PyTree
+    """The state of the optimizer, bit-identical after a skipped step."""
 
 
 class ScaleByHealLrState(NamedTuple):
@@ -178,7 +190,7 @@ def step(
         state: the state before the step.
         signals: the signals of the step, 0-d.
         leaf_norms: norm of each gradient, float32 (n,), for reports, or None to keep the last
-        norms.
+            norms.
 
     Returns:
         The new state, and the decision to enforce. It also skips an externally skipped step, in
@@ -502,77 +514,3 @@ def _groups(state: HealState) -> int | None:
 def _halves(fingerprint: str | None) -> np.ndarray:
     """A fingerprint as int32 (2,)."""
     return np.frombuffer(bytes.fromhex(fingerprint or _NO_FINGERPRINT), ">i4").astype(np.int32)
-
-
-# -- nested states ------------------------------------------------------------------------------
-
-
-def find(opt_state: PyTree) -> HealState:
-    """Finds the HealState in an optimizer state.
-
-    Warns if an optimizer precedes it in a chain, see `warn_if_after_optimizer`.
-
-    Args:
-        opt_state: any nesting of optax states.
-
-    Raises:
-        HealStateError: `opt_state` has no HealState, or several.
-    """
-    found = nodes(HealState, opt_state)
-    if len(found) == 1:
-        warn_if_after_optimizer(opt_state, found[0][0])
-        return found[0][1]
-    if found:
-        places = [f"opt_state{jax.tree_util.keystr(path)}" for path, _ in found]
-        raise HealStateError(
-            f"this optimizer state contains {len(found)} healing states, at {', '.join(places)}: "
-            "pass a part with only one of them"
-        )
-    raise HealStateError(
-        f"no healing state in this {type(opt_state).__name__}: pass the opt_state of a "
-        "transformation that contains heal(), heal_zclip() or protect() (a TrainState has it at "
-        ".opt_state; for an nnx.Optimizer use healcore.jax.flax_nnx.last_decision)"
-    )
-
-
-def is_optax_state(node: PyTree) -> bool:
-    """Whether a node is the state of a transformation of optax.
-
-    `optax.LookaheadParams` is not: it holds two copies of the parameters.
-    """
-    kind = type(node)
-    return kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams
-
-
-def warn_if_after_optimizer(root: PyTree, path: Path) -> None:
-    """Warns if an optimizer's state precedes the healing state at `path` in a chain.
-
-    Detects only optimizers with a state (SGD without momentum has no state), and not in
-    `optax.named_chain`, whose states are unordered. This is not an error, because the order may be
-    intended, or the tuple may be a user's own.
-
-    Args:
-        root: any tree with the healing state, such as a TrainState.
-        path: path of a HealState in it.
-    """
-    index = None
-    for i, key in enumerate(path):
-        if isinstance(key, SequenceKey):
-            index = i  # the last one: the innermost chain around the healing state
-    if index is None:
-        return
-    chain = node_at(root, path[:index])
-    # Every member of a chain's state is a tuple, unlike the members of a tree of parameters.
-    if type(chain) is not tuple or not all(isinstance(member, tuple) for member in chain):
-        return
-    before = chain[: path[index].idx]
-    if nodes(HealState, before):
-        return  # a user's tuple with the states of several optimizers
-    states = [state for _, state in nodes(is_optax_state, before)]
-    if any(map(is_gradient, jax.tree.leaves(states))):
-        warnings.warn(
-            "heal, heal_zclip and protect have to judge gradients, but an optimizer precedes them "
-            "in this chain: they judge its updates, after a NaN has reached its moments. Put "
-            "healing first: optax.chain(heal_zclip(), optax.adamw(1e-3))",
-            stacklevel=4,
-        )

@@ -76,7 +76,7 @@ class JaxNamespace(ArrayNamespace):
         return jnp.asarray(x)
 
     def reciprocal(self, count: Int, /) -> Float:
-        """1 / count by a division; `jnp.reciprocal` may multiply by a power."""
+        """1 / count by a division. `jnp.reciprocal` is the power with exponent -1 instead."""
         number = jnp.astype(count, jnp.float32)
         return lax.div(lax.full_like(number, 1), number)
 

@@ -22,18 +22,19 @@ from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
     HealStateError,
+    ProtectState,
     ScaleByHealLrState,
     engine_state,
-    find,
     with_engine_state,
 )
-from healcore.jax.transform import ProtectState
+from healcore.jax.nested_states import find
 from healcore.jax.tree_nodes import map_nodes
 from healcore.policy import PolicyLike, engine_of
 
 State = TypeVar("State")
 """Any nesting of optax states."""
 _HEALING = (HealState, ProtectState, ScaleByHealLrState)
+"""The states of healcore. A state of `protect` contains the other two kinds."""
 
 for _type in (*_HEALING, Decision):  # for `jax.export` of a step that takes or returns them
     jax.export.register_namedtuple_serialization(
@@ -255,11 +256,13 @@ def with_heal_state(bare: PyTree, like: State) -> State:
             f"{first_of(sorted(there - here)) or 'nothing'}. Pass a state of the same model and "
             "optimizer; a checkpoint restored without a target has dicts instead of optax's states"
         )
+    # Both trees have their other leaves in the same order.
     leaves = iter(jax.tree.leaves(bare))
 
     def filled(node: PyTree) -> PyTree:
+        """A healing state of `like`, or the next leaf of `bare`."""
         if isinstance(node, ProtectState):
-            return node._replace(inner_state=walk(node.inner_state))
+            return node._replace(inner_state=fill(node.inner_state))
         if isinstance(node, _HEALING):
             return node
         return next(leaves)
@@ -267,10 +270,10 @@ def with_heal_state(bare: PyTree, like: State) -> State:
     def is_healing(node: PyTree) -> bool:
         return isinstance(node, _HEALING)
 
-    def walk(tree: PyTree) -> PyTree:
+    def fill(tree: PyTree) -> PyTree:
         return jax.tree.map(filled, tree, is_leaf=is_healing)
 
-    return walk(like)
+    return fill(like)
 
 
 def _paths_in(tree: PyTree) -> set[str]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -48,6 +49,15 @@ _SECOND_ITERATES = {
 """State with a second iterate -> name of the iterate. Scaling the update would slow down only the
 parameters. (Mechanic, D-Adaptation, DoG and Prodigy derive their iterate from the parameters; the
 rate of COCOB scales its update.)"""
+
+
+def is_optax_state(node: PyTree) -> bool:
+    """Whether a node is the state of a transformation of optax.
+
+    False for `optax.LookaheadParams`, which holds two copies of the parameters.
+    """
+    kind = type(node)
+    return kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams
 
 
 def replicate_over_mesh(params: PyTree, state: State) -> State:
@@ -100,12 +110,12 @@ def _is_listed(table: Mapping[str, Any], node: PyTree) -> bool:
     return kind.__module__.startswith("optax.") and kind.__name__ in table
 
 
-def check_second_iterates(opt_state: PyTree, cut: str) -> None:
+def check_second_iterates(opt_state: PyTree, feature: str) -> None:
     """Raises HealStateError if scaling the update differs from lowering the learning rate.
 
     Args:
         opt_state: the state of an optimizer.
-        cut: name of the feature that scales the update, for the message.
+        feature: what scales the update, for the message.
 
     Raises:
         HealStateError: the optimizer keeps a second iterate that would still move at the full rate.
@@ -120,7 +130,7 @@ def check_second_iterates(opt_state: PyTree, cut: str) -> None:
             continue
         kind = type(node).__name__
         raise HealStateError(
-            f"{cut} scales the update, and the optimizer at {keystr(place) or 'top'} ({kind}) "
+            f"{feature} scales the update, and the optimizer at {keystr(place) or 'top'} ({kind}) "
             f"keeps a second iterate ({_SECOND_ITERATES[kind]}) that would still move at the full "
             "rate: give schedule_free, lookahead and sam the base optimizer "
             "optax.chain(base, scale_by_heal_lr()), or sam opaque_mode=True, or use a policy "

@@ -2,8 +2,8 @@
 
 `optax.adamw(1e-3)` keeps its numbers in Python functions, so an optimizer state does not hold them,
 and a checkpoint does not restore them. A restart compares them with the constants at the run's
-first start, to say that the program has changed. `protect` has the optimizer and the Healer has the
-state, so the optimizers are kept here, by the form of their states.
+first start, to say that the program has changed. `protect` knows the optimizer and the Healer knows
+the state. So this file keeps the optimizers by the form of their states.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _is_jaxpr(node: Any) -> bool:
 
 
 def _floats(value: Any) -> Iterator[float]:
-    """The elements of a floating constant. None of an integer or a key."""
+    """The elements of a floating constant. Nothing for an integer or a random key."""
     if jnp.issubdtype(jnp.result_type(value), jnp.floating):
         yield from np.asarray(jax.device_get(value), np.float32).ravel().tolist()
 

@@ -2,7 +2,19 @@
 
 The program's numbers are in the optimizer state, on the device. Reading them at every step would
 wait for the device, so the compiled step of `protect` extends their ranges itself, in a small array
-of its healing state (`HealState.heal_numbers`).
+of its healing state (`HealState.heal_numbers`), which has one column for each number:
+
+    row           b2      weight_decay
+    ------------  ------  ------------
+    0  low        -inf    0.01          a number is held between low and high;
+    1  high       inf     0.01          outside of this range the step uses value
+    2  value      0       0.01
+    3  seen low   0.99    0.01          the program's own values since the last edit
+    4  seen high  0.99    0.5
+    5  last       0.99    0.5           so this step uses 0.01 instead of 0.5
+
+The Healer reads the ranges while the run is healthy, and holds numbers after a rollback
+(`driver/held_numbers.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.core.numerics import shortest_decimal
 from healcore.jax.array_leaves import Leaf, PyTree
@@ -30,7 +42,7 @@ _LOW, _HIGH, _VALUE, _SEEN_LOW, _SEEN_HIGH, _LAST = range(6)
 """Rows of `HealState.heal_numbers`. A number outside of `_LOW` to `_HIGH` is replaced by `_VALUE`.
 
 These limits are infinite for a number that is not held. The other rows are the program's values
-since `held`.
+since `make_numbers`.
 """
 
 
@@ -62,6 +74,38 @@ def injected_leaves(tree: PyTree) -> dict[Path, Leaf]:
         if is_injected and jnp.shape(leaf) == ():
             found[path] = leaf
     return found
+
+
+def injected_hyperparameters(tree: PyTree) -> dict[str, jax.Array]:
+    """Finds the hyperparameters in the states of `optax.inject_hyperparams`.
+
+    Args:
+        tree: an optimizer state, or any tree that contains some.
+
+    Returns:
+        Path -> hyperparameter, floating and 0-d, such as a learning rate or a weight decay.
+    """
+    found = {}
+    for path, leaf in injected_leaves(tree).items():
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            found[keystr(path)] = leaf
+    return found
+
+
+def injected_rates(tree: PyTree) -> list[jax.Array]:
+    """Finds the learning rates in the states of `optax.inject_hyperparams`.
+
+    Args:
+        tree: an optimizer state, or any tree that contains some.
+
+    Returns:
+        The rates, floating and 0-d. More than one if the tree has several such states.
+    """
+    rates = []
+    for path, leaf in injected_hyperparameters(tree).items():
+        if path.endswith(".hyperparams['learning_rate']"):
+            rates.append(leaf)
+    return rates
 
 
 def number_leaves(tree: PyTree) -> dict[Path, Leaf]:
@@ -152,10 +196,10 @@ def init(inner_state: PyTree) -> jax.Array | None:
     count = len(number_leaves(inner_state))
     if not count:
         return None
-    return jnp.asarray(held([None] * count))
+    return jnp.asarray(make_numbers([None] * count))
 
 
-def held(ranges: Sequence[Range | None]) -> np.ndarray:
+def make_numbers(ranges: Sequence[Range | None]) -> np.ndarray:
     """Makes a `HealState.heal_numbers`, float32 (6, n), whose numbers have not been seen yet.
 
     Args:
@@ -176,8 +220,8 @@ def held(ranges: Sequence[Range | None]) -> np.ndarray:
     return np.array(columns, np.float32).T
 
 
-def seen(numbers: np.ndarray) -> list[Range | None]:
-    """Reads the range of each number since `held` or `init`.
+def read_ranges(numbers: np.ndarray) -> list[Range | None]:
+    """Reads the range of each number since `make_numbers` or `init`.
 
     Args:
         numbers: `HealState.heal_numbers` in host memory, float32 (6, n).

@@ -60,8 +60,8 @@ def make_signals(
         given: the signals that the caller passes, by the keywords of `NAMES`.
         axes: the mesh axes over which signals are reduced.
         bad_update: whether the optimizer would make NaN or Inf of the gradients, bool 0-d or None.
-            The step is then as bad as one whose gradient is not finite: the norm is NaN, but the
-            norms of the leaves are the gradients' norms.
+            If it is True, the global norm is NaN, so that the policy treats the step as a step
+            with a NaN in its gradients. The norms of the leaves stay the gradients' norms.
 
     Returns:
         The signals; and the norm of each gradient leaf, float32 (n,), or None if `given` has the
@@ -100,7 +100,7 @@ def make_signals(
     if engine.per_tensor:
         group_norms = leaf_norms
     signals = Signals(loss=found.pop("value"), group_norms=group_norms, **found)
-    signals, leaf_norms = axes.signals(signals, leaf_norms, norm_reported="grad_norm" in given)
+    signals, leaf_norms = axes.reduce(signals, leaf_norms, norm_reported="grad_norm" in given)
     if bad_update is not None:
         bad_update = axes.any(bad_update)
         norm = JAX.where(bad_update, jnp.nan, signals.grad_norm)
@@ -155,7 +155,7 @@ class Axes(NamedTuple):
             )
         return axes
 
-    def signals(
+    def reduce(
         self, own: Signals, leaf_norms: jax.Array | None, *, norm_reported: bool
     ) -> tuple[Signals, jax.Array | None]:
         """Reduces this device's signals and leaf norms over all devices, by one all-reduce.

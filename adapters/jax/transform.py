@@ -1,34 +1,32 @@
-"""The optax transformations: `protect` wraps an optimizer; `heal` and `heal_zclip` precede it."""
+"""The optax transformations: `protect` wraps an optimizer; `heal` and `heal_zclip` precede it.
+
+    protect(adamw)              gradients -> [ judge, clip | adamw | scale, skip ] -> updates
+    chain(heal(), adamw)        gradients -> [ judge, clip ] -> adamw -> updates
+    chain(heal(), adamw,
+          scale_by_heal_lr())   gradients -> [ judge, clip ] -> adamw -> [ scale ] -> updates
+
+Only `protect` can skip a step exactly, because only it decides whether the optimizer's new state is
+kept. `protection.py` is what it does in each step.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path
 
-from healcore.core import numerics
-from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
-from healcore.jax import (
-    gradients,
-    heal_state,
-    optimizer_constants,
-    optimizer_numbers,
-    update_check,
-)
-from healcore.jax.array_leaves import PyTree, arrays_of, with_arrays
-from healcore.jax.commit import Step, step_or_keep
+from healcore.jax import gradients, heal_state
+from healcore.jax.array_leaves import PyTree
+from healcore.jax.clipping import clip
 from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState
-from healcore.jax.optax_states import check_second_iterates, replicate_over_mesh, reset_moments
+from healcore.jax.heal_state import ProtectState as ProtectState  # its place in healcore 0.3.0
+from healcore.jax.optax_states import replicate_over_mesh
+from healcore.jax.protection import Protection, keywords_of
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
-from healcore.jax.tree_nodes import map_nodes, nodes
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.overrides import check_spelling
 
@@ -155,21 +153,6 @@ def heal_zclip(
     return _transformation(engine, Axes.of(axis_name, shard_axis_name))
 
 
-class ProtectState(NamedTuple):
-    """The state of `protect`: the healing state, and the state of the protected optimizer.
-
-    `without_heal_state` takes the inner state out, and `with_heal_state` puts one in.
-    """
-
-    heal: HealState
-    """What the engine knows of the run, and the decision of the last step."""
-    heal_reset_moments: Any
-    """bool 0-d: whether the last step that was not skipped cut the learning rate. The next step
-    then resets the moments to zero. None if the policy does not reset moments."""
-    inner_state: PyTree
-    """The state of the optimizer, bit-identical after a skipped step."""
-
-
 def protect(
     inner: optax.GradientTransformation,
     policy: PolicyLike = "default",
@@ -246,191 +229,8 @@ def protect(
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
     inner = optax.with_extra_args_support(inner)
-    protection = _Protection(inner, engine, axes, records, _keywords_of(inner.update))
+    protection = Protection(inner, engine, axes, records, keywords_of(inner.update))
     return optax.GradientTransformationExtraArgs(protection.init, protection.update)
-
-
-class _Call(NamedTuple):
-    """The arguments of one call of `update`, as the optimizer and the engine need them."""
-
-    step: Step
-    """The optimizer's own step, with the keywords of the call."""
-    updates: PyTree
-    """The gradients."""
-    state: ProtectState
-    params: PyTree
-    """The arrays of the parameters, without functions and other static leaves."""
-    has_static: bool
-    """Whether the program's parameters have static leaves, as an Equinox module has."""
-    given: dict[str, Any]
-    """The keywords for healcore, such as `value`."""
-    keywords: dict[str, Any]
-    """The keywords for the optimizer."""
-
-    @property
-    def inputs(self) -> tuple[PyTree, PyTree, PyTree]:
-        """The arguments of `step`."""
-        return self.updates, self.state.inner_state, self.params
-
-
-class _Measured(NamedTuple):
-    """What `_Protection` measures before the engine judges a step."""
-
-    unread: list[bool]
-    """Whether the optimizer ignores each gradient, as the gradient of a frozen parameter."""
-    read: PyTree
-    """The gradients that the optimizer does not ignore."""
-    numbers: Any
-    """`HealState.heal_numbers` after this step."""
-    held: optimizer_numbers.HeldNumbers | None
-    """The numbers of the optimizer that this step replaces, or None for no replacement."""
-    bad_update: Any
-    """Whether the optimizer would make NaN of finite gradients, bool 0-d, or None if unknown."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Protection:
-    """The transformation that `protect` returns: an optimizer with an engine.
-
-    `update` measures, judges and enforces. All of this is traced into the program's step.
-    """
-
-    inner: optax.GradientTransformationExtraArgs
-    engine: Engine
-    axes: Axes
-    records: int
-    accepted_keywords: frozenset[str] | None
-    """The keywords that the optimizer takes, or None for any keyword."""
-    unread_if_eager: dict[Any, list[bool]] = field(default_factory=dict)
-    """See `gradients.find_unread`."""
-
-    @property
-    def heals(self) -> bool:
-        """Whether decisions are enforced. Observe mode only records them."""
-        return self.engine.mode != "observe"
-
-    @property
-    def scales_lr(self) -> bool:
-        """Whether the updates are multiplied by the policy's learning-rate multiplier."""
-        return self.heals and self.engine.scales_lr
-
-    def init(self, params: optax.Params) -> ProtectState:
-        """Makes the state of the optimizer and the healing state."""
-        inner_state = self.inner.init(params)
-        optimizer_numbers.warn_if_rounded(self.inner.init, params, inner_state)
-        optimizer_constants.remember(self.inner.update, arrays_of(params), inner_state)
-        if self.scales_lr:
-            check_second_iterates(inner_state, "a cut of the learning rate")
-        healing = heal_state.init(self.engine, count_leaves(params), self.records)
-        healing = healing._replace(heal_numbers=optimizer_numbers.init(inner_state))
-        resets = None
-        if self.engine.resets_moments:
-            resets = jnp.zeros((), jnp.bool_)
-        return replicate_over_mesh(params, ProtectState(healing, resets, inner_state))
-
-    def update(
-        self,
-        updates: optax.Updates,
-        state: PyTree,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ProtectState]:
-        """Judges a step, and takes or skips it."""
-        if not isinstance(state, ProtectState):
-            raise heal_state.no_heal_state_error(state)
-        call = self._call(updates, state, params, extra_args)
-        measured = self._measure(call)
-        # Called here, because its warning names the line that called `update`.
-        signals, leaf_norms = make_signals(
-            self.engine, measured.read, call.given, self.axes, measured.bad_update
-        )
-        before = state.heal._replace(heal_numbers=None)
-        healing, decision = heal_state.step(self.engine, before, signals, leaf_norms)
-        updates, inner_state = self._enforce(call, measured, healing, decision)
-        resets = state.heal_reset_moments
-        if resets is not None:
-            resets = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
-        healing = healing._replace(heal_numbers=measured.numbers)
-        return updates, ProtectState(healing, resets, inner_state)
-
-    def _call(
-        self, updates: PyTree, state: ProtectState, params: PyTree, extra_args: dict[str, Any]
-    ) -> _Call:
-        """Separates the keywords, and the arrays of the parameters from their static leaves."""
-        given, others = split_keywords(extra_args)
-        keywords = given | others
-        accepted = self.accepted_keywords
-        if accepted is not None:
-            keywords = {name: value for name, value in keywords.items() if name in accepted}
-        arrays = arrays_of(params)
-
-        def step(updates: PyTree, state: PyTree, arrays: PyTree) -> tuple[Any, Any]:
-            return self.inner.update(updates, state, with_arrays(params, arrays), **keywords)
-
-        return _Call(step, updates, state, arrays, params is not arrays, given, keywords)
-
-    def _measure(self, call: _Call) -> _Measured:
-        """Finds the gradients that the optimizer reads, and what its numbers would do with them.
-
-        Adds the learning rate to `call.given` if the engine needs it and the state has it.
-        """
-        unread = gradients.find_unread(self.unread_if_eager, call.step, *call.inputs)
-        if self.engine.limits_lr and "learning_rate" not in call.given:
-            call.given.update(_injected_rate(call.step, *call.inputs))
-        read = gradients.without_unread(call.updates, unread)
-        numbers = call.state.heal.heal_numbers
-        held = None
-        if numbers is not None:
-            numbers, held = optimizer_numbers.step(numbers, call.state.inner_state)
-        bad_update = None
-        if self.heals:
-            bad_update = self._makes_nonfinite(call, held)
-        else:
-            held = None
-        return _Measured(unread, read, numbers, held, bad_update)
-
-    def _makes_nonfinite(self, call: _Call, held: optimizer_numbers.HeldNumbers | None) -> Any:
-        """Whether the optimizer would make NaN of finite gradients, see `update_check`."""
-        state = call.state.inner_state
-        if held is not None:
-            state = optimizer_numbers.with_held(state, held)
-        if call.has_static:
-            return update_check.makes_nonfinite(call.step, {}, call.updates, state, call.params)
-        # `inner.update` is the same function at every call, so that eager code compiles it once.
-        return update_check.makes_nonfinite(
-            self.inner.update, call.keywords, call.updates, state, call.params
-        )
-
-    def _enforce(
-        self, call: _Call, measured: _Measured, healing: HealState, decision: Decision
-    ) -> tuple[Any, Any]:
-        """Clips the gradients, then takes the optimizer's step or keeps its state.
-
-        Returns:
-            The updates and the new state of the optimizer.
-        """
-        scales_inside = self.scales_lr and bool(nodes(ScaleByHealLrState, call.state.inner_state))
-        inside_scale = None
-        if scales_inside:
-            inside_scale = decision.lr_scale
-        resets = call.state.heal_reset_moments
-        step = _changed_step(call.step, resets, inside_scale, measured.held)
-        if not self.heals and "externally_skipped" not in call.given:
-            return step(*call.inputs)
-        finite = gradients.finite_unread(call.updates, measured.unread)
-        if _is_optax_clip(self.engine, call.given, self.axes):
-            updates = _clip_as_optax(self.engine, decision, healing, finite, measured.read)
-        else:
-            updates = _clip(self.engine, decision, finite)
-        return _step_or_skip(
-            step,
-            decision,
-            updates,
-            call.state.inner_state,
-            call.params,
-            scales_lr=self.scales_lr and not scales_inside,
-            keeps_bad=self.heals,
-        )
 
 
 def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
@@ -467,113 +267,6 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _step_or_skip(
-    step: Step,
-    decision: Decision,
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree,
-    *,
-    scales_lr: bool,
-    keeps_bad: bool,
-) -> tuple[Any, Any]:
-    """Takes or skips the optimizer's step. Returns the updates, scaled if asked, and the state.
-
-    With `keeps_bad`, an element whose update is not finite keeps its parameter.
-    """
-    # Replaces bad gradients by zeros, so that a loop in the optimizer (line search, Newton-Schulz)
-    # terminates. XLA fuses this with the scaling, at no cost.
-    updates = gradients.fill_where(updates, decision.skip, 0.0)
-    updates, state = step_or_keep(step, decision.skip, updates, state, params)
-    if scales_lr:
-        updates = gradients.scale(updates, decision.lr_scale)
-    if keeps_bad:
-        return gradients.fill_bad(updates, decision.skip), state
-    return gradients.fill_where(updates, decision.skip, -0.0), state
-
-
-def _changed_step(
-    update: Step, resets: Any, lr_scale: Any, held: optimizer_numbers.HeldNumbers | None
-) -> Step:
-    """The optimizer's step after changes of its state, each unless it is None.
-
-    Args:
-        update: the optimizer's own step.
-        resets: whether the moments are reset, bool 0-d.
-        lr_scale: the multiplier for `scale_by_heal_lr`, 0-d.
-        held: the numbers to replace for this step. The new state has the program's own numbers.
-    """
-
-    def zeroed_if_reset(leaf: jax.Array) -> jax.Array:
-        return jnp.where(resets, jnp.zeros_like(leaf), leaf)
-
-    def step(updates: PyTree, state: PyTree, params: PyTree) -> tuple[Any, Any]:
-        if resets is not None:
-            # At the start of the step after the cut, XLA fuses the reset into the optimizer's
-            # kernel. At the end of the step that cuts, it would be a second pass over all moments.
-            state = reset_moments(state, zeroed_if_reset)
-        if lr_scale is not None:
-            scale = ScaleByHealLrState(lr_scale.astype(jnp.float32))
-            state = map_nodes(ScaleByHealLrState, lambda _: scale, state)
-        if held is None:
-            return update(updates, state, params)
-        given = optimizer_numbers.with_held(state, held)
-        updates, new = update(updates, given, params)
-        return updates, optimizer_numbers.with_own(new, given, state, held)
-
-    return step
-
-
-def _injected_rate(
-    update: Any, updates: PyTree, inner_state: PyTree, params: PyTree
-) -> dict[str, Any]:
-    """The step's learning rate in a state of `optax.inject_hyperparams`, unless it has several."""
-    rates = injected_rates(inner_state)
-    is_scheduled = False
-    for path, _ in tree_leaves_with_path(inner_state):
-        if ".hyperparams_states['learning_rate']" in keystr(path):
-            is_scheduled = True
-    if len(rates) == 1 and is_scheduled:
-        # The state has the last step's rate. XLA keeps only the schedule of this call.
-        zeros = gradients.fill_where(updates, jnp.array(True), 0.0)
-        rates = injected_rates(update(zeros, inner_state, params)[1])
-    if len(rates) != 1:
-        return {}
-    return {"learning_rate": rates[0]}
-
-
-def injected_hyperparameters(tree: PyTree) -> dict[str, jax.Array]:
-    """Finds the hyperparameters in the states of `optax.inject_hyperparams`.
-
-    Args:
-        tree: an optimizer state, or any tree that contains some.
-
-    Returns:
-        Path -> hyperparameter, floating and 0-d, such as a learning rate or a weight decay.
-    """
-    found = {}
-    for path, leaf in optimizer_numbers.injected_leaves(tree).items():
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            found[keystr(path)] = leaf
-    return found
-
-
-def injected_rates(tree: PyTree) -> list[jax.Array]:
-    """Finds the learning rates in the states of `optax.inject_hyperparams`.
-
-    Args:
-        tree: an optimizer state, or any tree that contains some.
-
-    Returns:
-        The rates, floating and 0-d. More than one if the tree has several such states.
-    """
-    rates = []
-    for path, leaf in injected_hyperparameters(tree).items():
-        if path.endswith(".hyperparams['learning_rate']"):
-            rates.append(leaf)
-    return rates
-
-
 def _transformation(
     engine: Engine, axes: Axes, records: int = RECORDS
 ) -> optax.GradientTransformationExtraArgs:
@@ -591,10 +284,7 @@ def _transformation(
         state, decision = heal_state.step(engine, state, signals, norms)
         if engine.mode == "observe" and "externally_skipped" not in given:
             return updates, state
-        if _is_optax_clip(engine, given, axes):
-            updates = _clip_as_optax(engine, decision, state, updates, updates)
-        else:
-            updates = _clip(engine, decision, updates)
+        updates = clip(engine, decision, state, updates, measured=updates, given=given, axes=axes)
         return gradients.fill_where(updates, decision.skip, 0.0), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -604,64 +294,6 @@ def _check_records(records: int) -> None:
     """Raises ValueError unless `records` is a number of steps."""
     if not isinstance(records, int | np.integer) or records < 1:
         raise ValueError(f"records is a number of steps >= 1, as records=64, not {records!r}")
-
-
-def _is_optax_clip(engine: Engine, given: Mapping[str, Any], axes: Axes) -> bool:
-    """Whether the policy clips at a fixed norm, and optax would compute it from these gradients.
-
-    False with a norm that the caller has reduced over devices, and for parts of gradients.
-    """
-    if not engine.clips_at_fixed_norm or engine.mode == "observe":
-        return False
-    return "grad_norm" not in given and not axes.split
-
-
-def _clip_as_optax(
-    engine: Engine, decision: Decision, state: HealState, updates: PyTree, measured: PyTree
-) -> Any:
-    """See `gradients.clip_as_optax`."""
-    assert engine.config.clip is not None
-    max_norm = engine.config.clip[1].max_norm
-    if isinstance(max_norm, int | float):
-        max_norm = numerics.shortest_decimal(np.float32(max_norm))
-    is_limited = None
-    if engine.limits_norm:
-        is_limited = heal_state.has_norm_limit(engine, state)
-    return gradients.clip_as_optax(updates, measured, max_norm, decision.grad_scale, is_limited)
-
-
-def _clip(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:
-    """Scales the gradients by the decision. Returns them unchanged in observe mode.
-
-    Without clipping the factor is 1 until a limit of the norm is set in the state, whose value is
-    not known while tracing. The optimizer then receives the same gradients. Measured on a CPU in
-    float32: `heal` keeps every bit of SGD with and without momentum, and `protect` every bit that
-    it has without the limit. A moving average (Adam, Lion) is a sum of two products, of which LLVM
-    contracts one, so its last bits differ from a run without healcore, with or without the limit.
-
-    Rejected: `lax.cond`, which keeps more bits, but writes all gradients once more (16 MB of
-    gradients with adamw: 14.2 ms a step against 13.0 ms).
-    """
-    if engine.mode == "observe":
-        return updates
-    if decision.group_scale is not None:
-        return gradients.scale_each(updates, decision.group_scale * decision.grad_scale)
-    if not engine.scales_grads:
-        return updates
-    if engine.config.clip is None:  # only a limit of the norm scales
-        return gradients.scale_to_limit(updates, decision.grad_scale)
-    return gradients.scale(updates, decision.grad_scale)
-
-
-def _keywords_of(update: Any) -> frozenset[str] | None:
-    """The keywords that an `update` names, or None if it takes any keyword."""
-    names = []
-    for parameter in inspect.signature(update).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            return None
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            names.append(parameter.name)
-    return frozenset(names)
 
 
 def _check_optimizer(inner: Any) -> None:

@@ -71,7 +71,7 @@ def _matching(kind: Kind) -> Callable[[PyTree], bool]:
 
 
 def node_at(root: PyTree, path: Path) -> PyTree:
-    """Returns the node at a path.
+    """The node at a path.
 
     Args:
         root: the tree.
@@ -86,7 +86,7 @@ def node_at(root: PyTree, path: Path) -> PyTree:
 def node_getter(path: Path) -> Callable[[PyTree], PyTree]:
     """Makes a function that returns the node at a path, for a node that every step reads.
 
-    `node_at` finds out the kind of each key at each call. The function here has done it once.
+    `node_at` finds out the kind of each key at each call. This function does it only once.
 
     Args:
         path: keys of `jax.tree_util`, as `nodes` returns them.

@@ -5,12 +5,13 @@ The usual reason is a number that all tensors share: a learning rate of NaN, or 
 spoils the update of every tensor, so it is enough to look at the smallest tensor. Its update is
 computed a second time, before the decision, by the operations on which it depends.
 
-Rejected: a look at the updates of all tensors. The decision selects between the old and the new
+Rejected: to check the updates of all tensors. The decision selects between the old and the new
 moments, so every update would be computed twice: 2 M float32 parameters with adamw on 2 CPU cores
-take 14.3 ms a step instead of 6.4 ms. `gradients.fill_bad` keeps a parameter whose update is not
-finite, so an element of a large tensor that divides 0 by 0 does no harm either. Rejected: to keep
-the old moments of such an element too. Its test of each moment makes a step of 25 M parameters a
-quarter slower, and the next save finds moments that are NaN.
+take 14.3 ms a step instead of 6.4 ms. An element of a large tensor that divides 0 by 0 does no harm
+either, because `gradients.fill_bad` keeps a parameter whose update is not finite.
+
+Rejected: to keep the old moments of such an element too. The test of each moment makes a step of 25
+M parameters a quarter slower, and the next save finds moments that are NaN anyway.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from healcore.jax.gradients import compiled, is_gradient, is_traced
 
-MOST_ELEMENTS = 1 << 16
+MAX_ELEMENTS = 1 << 16
 """Elements of all arrays that the check of one tensor may read. A larger check is skipped."""
-MOST_LOOKED_AT = 8
-"""Tensors to look at, smallest first: partitions of an optimizer have numbers of their own."""
+MAX_TENSORS = 8
+"""Number of tensors to check, smallest first. One is not enough, because each partition of an
+optimizer has numbers of its own."""
 _LOOPS = {"while", "scan"}
+"""Operations that may take any time, so a check that contains one is not cheap."""
 
 
 def makes_nonfinite(step: Callable[..., Any], keywords: dict[str, Any], *args: Any) -> Any:
@@ -60,7 +63,7 @@ def makes_nonfinite(step: Callable[..., Any], keywords: dict[str, Any], *args: A
 
 
 def _check(step: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """`makes_nonfinite`, by a trace of the step of which only the cheap parts are evaluated."""
+    """Traces the step, and evaluates only the operations for the updates of small tensors."""
 
     def step_of(*given: Any) -> Any:
         return step(*given, **keywords)
@@ -96,7 +99,7 @@ def _cheap_parts(jaxpr: Any, updates: list[Any], args: tuple[Any, ...]) -> Itera
         if is_gradient(update) and update.size:
             places.append(place)
     seen = set()
-    for place in sorted(places, key=size_of)[:MOST_LOOKED_AT]:
+    for place in sorted(places, key=size_of)[:MAX_TENSORS]:
         wanted = [False] * len(jaxpr.outvars)
         wanted[place] = True
         part, used = dce_jaxpr(jaxpr, wanted)
@@ -111,7 +114,7 @@ def _cheap_parts(jaxpr: Any, updates: list[Any], args: tuple[Any, ...]) -> Itera
         reads_gradient = any(used[:gradients])
         if not reads_gradient or (shared, updates[place].dtype) in seen:
             continue
-        if size > MOST_ELEMENTS or _LOOPS & _primitives(part.eqns):
+        if size > MAX_ELEMENTS or _LOOPS & _primitives(part.eqns):
             continue
         seen.add((shared, updates[place].dtype))
         yield part, used

@@ -16,7 +16,7 @@ import pytest
 import healcore
 from healcore.core.engine import Engine
 from healcore.jax import heal, heal_zclip, last_decision, protect, scale_by_heal_lr
-from healcore.jax.driver import step_reader as reading
+from healcore.jax.driver import engine_readings as reading
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 

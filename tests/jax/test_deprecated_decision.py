@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from healcore.jax import heal, last_decision
-from healcore.jax.heal_state import HealState, find
+from healcore.jax.heal_state import HealState
+from healcore.jax.nested_states import find
 
 KEYS = {
     "heal_skip", "heal_grad_scale", "heal_lr_scale", "heal_action", "heal_cause",

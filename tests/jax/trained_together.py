@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import healcore
 from healcore.core.decision import unpack_record
 from healcore.jax import engine_rows, protect
-from healcore.jax.heal_state import find
+from healcore.jax.nested_states import find
 from healcore.jax.store import MemoryStore, OrbaxStore
 from healcore.runtime.store.checkpoints import Keep
 from tests.open_run import run_of

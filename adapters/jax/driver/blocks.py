@@ -3,8 +3,23 @@
     state, outputs = lax.scan(update, state, steps)            # the program's own loop
     state, (outputs, records) = lax.scan(body, state, steps)   # one block
 
-The ring of records in a state holds the steps of one update only. So the body returns it after each
-update, and a block may have any number of updates.
+The host does not see the updates within a block, so the block has to return what the Healer reads
+of each of them. The ring of records in a state has room for the steps of one update only, and the
+next update overwrites it. So the body returns the ring after each update, and `lax.scan` stacks it:
+
+    healer.scan(update, state, 120, every=50)
+
+    updates     0 ... 49        50 ... 99        100 ... 119
+    device      [ block 0 ]     [ block 1 ]      [ block 2 ]
+                  |    |          |     |          |     |
+    host      records  state  records   state  records   state
+              of 50    50     of 50     100    of 20     120
+
+Between two blocks the Healer reads the records, and may save, compare and roll back. `Scan` says
+how the device avoids waiting for this work.
+
+Not every leaf of a state can be traced. `_Split` says which leaves are constants of the compiled
+program, such as the functions of an Equinox module.
 """
 
 from __future__ import annotations
@@ -18,13 +33,15 @@ import numpy as np
 from jax import lax
 
 from healcore.jax.array_leaves import Leaf, PyTree, is_array, is_number
+from healcore.jax.driver.engine_readings import BlockRecords, block_records
 from healcore.jax.driver.engine_tensors import Path
-from healcore.jax.driver.step_reader import BlockRecords, block_records
+from healcore.jax.driver.step_reader import differ
 from healcore.jax.tree_nodes import node_at
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
 """(state, number of the update) -> (state, outputs), as for `lax.scan`."""
 _FIRST = np.int32(0)
+"""Number of the update with which `_changed_numbers` traces the program's function."""
 
 
 class _Traced:
@@ -32,10 +49,10 @@ class _Traced:
 
 
 class _Split(NamedTuple):
-    """Which leaves of a state a block traces. All others are constants of the program.
+    """Which leaves of a state a block traces. All others are constants of the compiled program.
 
-    These are functions and texts, and the Python numbers that the update returns unchanged, such as
-    `inference` of an Equinox module, by which it branches.
+    Constants are functions and texts, and the Python numbers that the update returns unchanged. An
+    example is `inference` of an Equinox module: the update branches by it, so it may not be traced.
     """
 
     structure: Any
@@ -56,7 +73,7 @@ class _Split(NamedTuple):
         return structure.unflatten(traced)
 
     def whole(self, traced: PyTree) -> Any:
-        """The state of a result of `traced`."""
+        """The state with its constants, from a result of `traced`."""
         new = iter(jax.tree.leaves(traced))
         leaves = []
         for kind in self.leaves:
@@ -130,7 +147,7 @@ class CompiledBlocks:
         return Block(state, first, count, split.whole(traced), outputs, records)
 
     def no_outputs(self, state: PyTree) -> Any:
-        """Returns the outputs of zero updates, as `lax.scan` does: the first axis has length 0.
+        """The outputs of zero updates, whose first axis has length 0, as of `lax.scan`.
 
         Args:
             state: a state of the run, for the shapes.
@@ -144,7 +161,7 @@ class CompiledBlocks:
         return jax.tree.map(empty, outputs)
 
     def _block(self, traced: PyTree, steps: Any) -> tuple[Any, Any, Any]:
-        """The function that is compiled: state after the updates, their outputs, their records."""
+        """The function that is compiled: returns the state after the block, outputs and records."""
         split = self._split
         assert split is not None
 
@@ -157,10 +174,10 @@ class CompiledBlocks:
         return traced, outputs, records
 
     def _with_types_of_outputs(self, traced: PyTree, steps: np.ndarray) -> Any:
-        """A state without the weak types that a block does not return, as of `jnp.full(3, 0.1)`.
+        """The state with the types that a block returns. `jnp.full(3, 0.1)` has a weak type.
 
-        `lax.scan` would convert them within the first block. The second block would then have other
-        types, and be compiled again.
+        `lax.scan` converts weak types within the first block. Without this method the second block
+        would begin with other types than the first one, and be compiled again.
         """
         if not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(traced)):
             return traced
@@ -204,7 +221,7 @@ class CompiledBlocks:
 
         try:
             jax.eval_shape(probe, split.traced(state))
-        except Exception:  # the update needs arrays, or the block raises it again
+        except Exception:  # the update needs arrays, or the block will raise the same error
             return set(numbers)
         if len(found) != len(split.leaves):
             return set(numbers)
@@ -213,6 +230,45 @@ class CompiledBlocks:
             if type(found[i]) is not type(number) or found[i] != number:
                 changed.add(i)
         return changed
+
+
+class ScanPrograms:
+    """The compiled loops of `Healer.scan`, to compile each update once.
+
+    Args:
+        given: the leaves of the state that the program has passed to the Healer.
+    """
+
+    def __init__(self, given: list[Any]) -> None:
+        self._given = given
+        self.programs: dict[Any, CompiledBlocks] = {}
+        """Identity of an update, structure of its state, and `donate` -> its blocks."""
+
+    def is_first(self, state: PyTree) -> bool:
+        """Whether a state is the one that the program has passed to the Healer.
+
+        Args:
+            state: the state with which a loop begins.
+        """
+        leaves = jax.tree.leaves(state)
+        return len(leaves) == len(self._given) and not differ(leaves, self._given)
+
+    def compiled(
+        self, update: Update, structure: Any, paths: list[Any], *, donate: bool
+    ) -> CompiledBlocks:
+        """The blocks of an update, which are compiled when they are first called.
+
+        Args:
+            update: the program's function.
+            structure: the structure of its state.
+            paths: path of each HealState in the state.
+            donate: whether a block reuses the memory of the state that it begins with.
+        """
+        key = id(update), structure, donate
+        if key not in self.programs:
+            # Keeps `update`, and so its id.
+            self.programs[key] = CompiledBlocks(update, paths, donate=donate)
+        return self.programs[key]
 
 
 class _Driver(Protocol):
@@ -229,7 +285,7 @@ class Scan:
 
     The device need not wait while the Healer works between two blocks: the next block is dispatched
     before this work. If the work changes the state, as a rollback does, the block that was computed
-    ahead is dropped. So the run is the same as without it:
+    ahead is dropped. So a run has the same bits whether or not blocks are computed ahead:
 
         device   block 0 | block 1 | block 2 | ...
         host               work 0  | work 1  | ...
@@ -287,7 +343,7 @@ class Scan:
             return None
 
     def outputs(self) -> Any:
-        """Returns the outputs of all blocks, stacked, as the program's own `lax.scan` would."""
+        """The outputs of all blocks, stacked, as from the program's own `lax.scan`."""
         parts = [outputs for _, outputs in self._outputs]
         if not parts:
             return self._blocks.no_outputs(self._driver.live)
@@ -302,7 +358,10 @@ def _joined(*parts: jax.Array) -> jax.Array:
 
 
 def _each_buffer_once(traced: PyTree) -> Any:
-    """The arrays of a state for a donation: a second use of an array is a copy."""
+    """The arrays of a state for a donation, which fails for an array that occurs twice.
+
+    The second occurrence becomes a copy.
+    """
     seen: set[int] = set()
 
     def owned(leaf: Leaf) -> Any:

@@ -17,24 +17,19 @@ from healcore.jax import heal_state, optimizer_constants
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver import engines as engine_states
 from healcore.jax.driver import held_numbers
-from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
+from healcore.jax.driver.blocks import Scan, ScanPrograms, Update
 from healcore.jax.driver.edits import Edits
+from healcore.jax.driver.engine_readings import BlockRecords
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.processes import Processes
-from healcore.jax.driver.program_state import array_of, program_state_of
-from healcore.jax.driver.step_reader import (
-    LINE,
-    BlockRecords,
-    Dispatch,
-    StepReader,
-    SummedGradients,
-    differ,
-)
+from healcore.jax.driver.program_state import program_state_of
+from healcore.jax.driver.step_reader import LINE, Dispatch, StepReader, counters_of
+from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
-from healcore.jax.heal_state import HealState, HealStateError, with_change_expected
+from healcore.jax.heal_state import HealState, HealStateError, ProtectState, with_change_expected
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
-from healcore.jax.transform import ProtectState, injected_hyperparameters, injected_rates
+from healcore.jax.optimizer_numbers import injected_hyperparameters, injected_rates
 from healcore.jax.tree_nodes import node_at, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, json_setting
@@ -49,7 +44,7 @@ class JaxDriver(Driver):
     The Healer decides, and this class reads and replaces the state for it. A compiled step returns
     a new state, so the driver has to know which state is the live one: the program passes it by
     `update`, and takes it from `live`. An edit, such as a rollback, replaces the live state. The
-    next step has to start from it, and `update` raises an error for a step that has not.
+    next step has to start from it. `update` raises an error for any other step.
 
     Args:
         state: a pytree that contains the state of `protect`, `heal` or `heal_zclip` (one for each
@@ -66,9 +61,10 @@ class JaxDriver(Driver):
     def __init__(self, state: PyTree, policy: PolicyLike = "default") -> None:
         self._engine: Engine = engine_of(policy)
         self._live = program_state_of(state)
+        """The state of the program. `ProgramState` hides its form."""
         tree = self._live.read()
         self._engines = engine_states.find_engines(tree, self._live.trained, self._engine)
-        self._set_weights()
+        self._weights = self._make_weights()
         self._changes: list[str] = []
         """Changes of the structure of the state that `structure_changes` has not returned yet."""
         self._not_finite = set(self.nonfinite_weights())
@@ -86,12 +82,11 @@ class JaxDriver(Driver):
             reads_rate=self._engine.scales_lr,
         )
         self._processes = Processes()
-        self._block: BlockRecords | None = None
-        """The records of a block that `take_dispatch` has not returned."""
-        self._scans = _ScanPrograms(jax.tree.leaves(state))
+        self._scans = ScanPrograms(jax.tree.leaves(state))
         self.window = SummedGradients(self._counters)
-        self._remember_step()
-        self._edits = Edits(self._states())
+        states = self._states()
+        self._reader.restart(states)
+        self._edits = Edits(states)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -142,7 +137,7 @@ class JaxDriver(Driver):
 
         A program may widen a layer between two calls: it makes new parameters, and a new state of
         the optimizer for them. A whole state has every engine, and moments with the shapes of its
-        parameters. It becomes the state of the run; it brings its own detectors and budgets.
+        parameters. It becomes the state of the run, with its own detectors and budgets.
         """
         try:
             self._live.check_if_new()
@@ -168,23 +163,21 @@ class JaxDriver(Driver):
                 return False
         self._live = live
         self._engines = engines
-        self._set_weights()
+        self._weights = self._make_weights()
         states = self._states()
         self._reader = self._reader.continues(engines, states)
         self._edits = Edits(states)
         return True
 
-    def _set_weights(self) -> None:
-        """Sets the part of the state that comparisons replace, and the methods that use it."""
-        self._weights = JaxWeights(self._live, [entry.candidates for entry in self._engines])
-        self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
-        self.nonfinite_weights = self._weights.nonfinite
+    def _make_weights(self) -> JaxWeights:
+        """The part of the state that comparisons replace."""
+        return JaxWeights(self._live, [entry.candidates for entry in self._engines])
 
     def structure_changes(self) -> list[str]:
-        """Returns what has changed in the structure of the state since the last call, as texts.
+        """The changes of the state's structure since the last call, as texts.
 
-        The Healer then saves a checkpoint, because earlier checkpoints do not fit the state any
-        more.
+        After a change the Healer saves a checkpoint, because earlier checkpoints no longer fit the
+        state.
         """
         changes = self._changes
         self._changes = []
@@ -200,15 +193,7 @@ class JaxDriver(Driver):
         Returns:
             The dispatch, or None if the program has not taken a step since the last call.
         """
-        states = self._states()
-        counters = _counters_in(states)
-        if not differ(counters, self._last_counters):
-            return None
-        self._last_counters = counters
-        votes = self._processes.begin_dispatch()
-        block = self._block
-        self._block = None
-        return self._reader.dispatch(states, votes, block)
+        return self._reader.dispatch(self._states(), self._processes.begin_dispatch)
 
     def begin_scan(self, update: Update, state: PyTree, *, donate: bool) -> Scan:
         """Begins a loop of compiled blocks, see `Healer.scan`.
@@ -226,7 +211,7 @@ class JaxDriver(Driver):
         """
         if state is not self._live.state and not self._scans.is_first(state):
             self._set_state(state)
-            self._last_counters = self._counters()  # this is no step
+            self._reader.skip_to(self._states())  # the program has taken no step
         structure = jax.tree.structure(self._live.state)
         paths = [entry.path for entry in self._engines]
         return Scan(self, self._scans.compiled(update, structure, paths, donate=donate))
@@ -242,7 +227,7 @@ class JaxDriver(Driver):
             HealStateError: as in `update`.
         """
         self.update(state)
-        self._block = records
+        self._reader.add_block(records)
 
     def request_vote(self) -> None:
         """Requests a vote after one of the next dispatches, the same one in all processes.
@@ -256,7 +241,7 @@ class JaxDriver(Driver):
     def expect_change(self) -> None:
         """Opens every engine's grace window, because the program will change the data or the rate.
 
-        This edits the state: the next step has to start from `live`.
+        The call edits the state, so the next step has to start from `live`.
         """
         self._edit_state(engine_states.map_states(with_change_expected, self._live.read()))
 
@@ -264,9 +249,10 @@ class JaxDriver(Driver):
 
     @transferring
     def state(self) -> dict[str, Any]:
-        """Returns the live state to save, without healing states. Copies nothing.
+        """The live state to save, without healing states. Copies nothing.
 
-        Warns of texts in the state that the program has changed, see `ProgramState.changed_texts`.
+        Adds a warning for texts in the state that the program has changed, see
+        `ProgramState.changed_texts`.
 
         Returns:
             Name of an item -> tree, see `ProgramState.items`.
@@ -326,10 +312,10 @@ class JaxDriver(Driver):
         if reset_moments:
             tree = reset_moments_of(tree, _zeros_of)
         self._edit_state(engine_states.with_engines(self._engine, self._engines, tree, engines))
-        self._remember_step()
+        self._reader.restart(self._states())
 
     def moments_obstacle(self) -> str:
-        """Returns the reason why moments cannot be reset, or an empty string.
+        """Reason why moments cannot be reset, or an empty string.
 
         The Healer asks at the start, because a policy may ask for this reset at a rollback.
         """
@@ -344,7 +330,7 @@ class JaxDriver(Driver):
         return self._live.between_steps()
 
     def undo_window(self) -> str:
-        """Returns the reason why the window cannot be undone, or an empty string.
+        """Reason why the window cannot be undone, or an empty string.
 
         After an exception in a step, the program repeats the batch from the live state. Within an
         accumulation this state has gradients of other batches in it.
@@ -355,6 +341,43 @@ class JaxDriver(Driver):
 
     # -- weights and numbers ----------------------------------------------------------------------
 
+    def copy_weights(self) -> dict[str, Any]:
+        """A copy of the weights in host memory, see `JaxWeights.copy`.
+
+        Returns:
+            Path -> copy of each array. The copies stay valid when a step donates the state.
+        """
+        return self._weights.copy()
+
+    def losses_of(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        weights: Mapping[str, Any] | None = None,
+        *,
+        redraw: bool = False,
+    ) -> list[Any]:
+        """The results of `loss_fn` with the current or with earlier weights.
+
+        Args:
+            loss_fn: the program's function.
+            batches: the batches to evaluate.
+            weights: a result of `copy_weights`, or None for the current weights.
+            redraw: whether other random keys are used, to see by how much the loss varies.
+
+        Returns:
+            The results in host memory, one for each batch.
+
+        Raises:
+            WeightsChanged: the parameters have other names or shapes than `weights`.
+            DataError: a step has donated a batch.
+        """
+        return self._weights.losses_of(loss_fn, batches, weights, redraw=redraw)
+
+    def nonfinite_weights(self) -> list[str]:
+        """The paths of the parameters with a NaN or Inf, averages included. One sync."""
+        return self._weights.nonfinite()
+
     def has_finite_weights(self) -> bool:
         """Whether all parameters are finite that were finite at the start. One sync.
 
@@ -363,7 +386,7 @@ class JaxDriver(Driver):
         return set(self.nonfinite_weights()) <= self._not_finite
 
     def memory(self) -> dict[str, int]:
-        """Returns what the memory of the first device is used for, after an error for its lack.
+        """Use of the first device's memory, for the message after it has run out.
 
         Returns:
             Bytes by name, see `Driver.memory`. Activations are of the peak so far. A failed step
@@ -376,7 +399,7 @@ class JaxDriver(Driver):
         return {"parameters": params, "optimizer state": whole - params, "activations": used}
 
     def memory_profiles(self) -> dict[str, bytes]:
-        """Returns the arrays of the devices by the lines that made them.
+        """The arrays of the devices by the lines of the program that made them.
 
         Returns:
             Suffix of a file -> its content, for the tool `pprof`.
@@ -384,7 +407,7 @@ class JaxDriver(Driver):
         return {".prof": jax.profiler.device_memory_profile()}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the run that a later start is compared with.
+        """The settings of the run that a later start is compared with.
 
         Returns:
             Name -> value that JSON can hold: the hyperparameters of optax.inject_hyperparams, the
@@ -424,7 +447,7 @@ class JaxDriver(Driver):
         return found
 
     def learning_rates(self) -> dict[str, float | None]:
-        """Returns the learning rate of each optimizer, to limit it after a rollback. One sync.
+        """The learning rate of each optimizer, to limit it after a rollback. One sync.
 
         Other rates in the state may have another unit than the engine's.
 
@@ -452,7 +475,7 @@ class JaxDriver(Driver):
 
     @transferring
     def numbers(self) -> dict[str, NumberRange]:
-        """Returns the ranges of the numbers of the optimizers, see `Driver.numbers`. One sync.
+        """The ranges of the numbers of the optimizers, see `Driver.numbers`. One sync.
 
         These are the numbers of `optax.inject_hyperparams` within `protect`, for example ``b2``, or
         the path in the state if several optimizers have a ``b2``. Without numbers that
@@ -499,10 +522,10 @@ class JaxDriver(Driver):
         return OrbaxStore(where, in_memory=IN_MEMORY)
 
     def ranks(self) -> Ranks:
-        """Returns the exchange between the processes of the run, or `Alone` for one process.
+        """The exchange between the processes of the run, or `Alone` for one process.
 
-        All processes make the first call together, at the same position in the program: each call
-        of it makes new keys for the exchange.
+        All processes make the first call together, at the same position in the program, because it
+        makes numbered keys for the exchange.
         """
         return self._processes.ranks()
 
@@ -519,55 +542,17 @@ class JaxDriver(Driver):
         return [entry.state_in(roots) for entry in self._engines]
 
     def _counters(self) -> list[Any]:
-        """See `_counters_in`, of the live state."""
-        return _counters_in(self._states())
-
-    def _all_taken(self) -> bool:
-        """Whether `take_dispatch` has returned every step."""
-        return not differ(self._counters(), self._last_counters)
+        """See `counters_of`, of the live state."""
+        return counters_of(self._states())
 
     def _edit_state(self, tree: PyTree) -> None:
         """Makes `tree` the live state, from which the next step has to start. It counts no step."""
-        all_taken = self._all_taken()
+        has_read = self._reader.has_read(self._states())
         if not self._live.in_place:
             tree = self._edits.mark(tree)
         self._live.write(tree)
-        if all_taken:  # otherwise `take_dispatch` still has to return the step before the edit
-            self._last_counters = self._counters()
-
-    def _remember_step(self) -> None:
-        """Drops a step that `take_dispatch` has not returned."""
-        self._block = None
-        self._reader.restart(self._states())
-        self._last_counters = self._counters()
-
-
-class _ScanPrograms:
-    """The compiled loops of `Healer.scan`, to compile each update once.
-
-    Args:
-        given: the leaves of the state that the program has passed to the Healer.
-    """
-
-    def __init__(self, given: list[Any]) -> None:
-        self._given = given
-        self.programs: dict[Any, CompiledBlocks] = {}
-        """Identity of an update, structure of its state, and `donate` -> its blocks."""
-
-    def is_first(self, state: PyTree) -> bool:
-        """Whether a state is the one that the program has passed to the Healer."""
-        leaves = jax.tree.leaves(state)
-        return len(leaves) == len(self._given) and not differ(leaves, self._given)
-
-    def compiled(
-        self, update: Update, structure: Any, paths: list[Any], *, donate: bool
-    ) -> CompiledBlocks:
-        """Returns the blocks of an update, which are compiled when they are first called."""
-        key = id(update), structure, donate
-        if key not in self.programs:
-            # Keeps `update`, and so its id.
-            self.programs[key] = CompiledBlocks(update, paths, donate=donate)
-        return self.programs[key]
+        if has_read:  # otherwise `take_dispatch` still has to return the step before the edit
+            self._reader.skip_to(self._states())
 
 
 def _zeros_of(leaf: jax.Array) -> Any:
@@ -583,11 +568,6 @@ def _bytes_on_one_device(leaves: Iterable[Any]) -> int:
             shape = leaf.sharding.shard_shape(leaf.shape)
             size += leaf.dtype.itemsize * math.prod(shape)
     return size
-
-
-def _counters_in(states: Iterable[HealState]) -> list[Any]:
-    """The array with each engine's counters. Each step replaces these arrays."""
-    return [array_of(state.heal_engine) for state in states]
 
 
 _STALE = (

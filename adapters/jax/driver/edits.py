@@ -1,4 +1,12 @@
-"""`Edits`: recognizes a step that did not start from the state that the Healer has edited."""
+"""`Edits`: recognizes a step that did not start from the state that the Healer has edited.
+
+    program   state of step 7 -- step --> state of step 8            (number of the edit: 0)
+    Healer                                rolls back: state of step 5             (edit: 1)
+    program                               state of step 8 -- step --> stale       (edit: 0)
+                                          or, from `healer.state`: state of step 6 (edit: 1)
+
+Without this check the program would continue as if there had been no rollback.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +20,9 @@ from healcore.jax.heal_state import HealState, with_edit
 class Edits:
     """The edits of the state by the Healer: a rollback, `expect_change`, held numbers.
 
-    A program passes states of its own. One that it has computed from a state before the edit would
-    undo the edit. So each edit writes its number into the healing states. A step keeps the number,
-    and the next state of the program has to have it.
+    The program passes the states that its steps return. A state that was computed from a state
+    before the edit would undo the edit. So each edit writes its number into the healing states. A
+    step keeps the number, and the next state of the program has to have it.
 
     Args:
         states: the HealState of each engine.
@@ -27,17 +35,20 @@ class Edits:
         """Whether no state of the program has continued from the last edit yet."""
 
     def mark(self, tree: PyTree) -> PyTree:
-        """Returns an edited state with the number of a new edit.
+        """Counts an edit, and writes its number into the edited state.
 
         Args:
             tree: the edited state.
+
+        Returns:
+            The state from which the next step has to start.
         """
         self._number += 1
         self._is_new = True
         return engine_states.map_states(lambda state: with_edit(state, self._number), tree)
 
     def is_stale(self, states: Callable[[], Sequence[HealState]]) -> bool:
-        """Whether a state of the program is from before the last edit.
+        """Whether a state of the program was computed from a state before the last edit.
 
         One sync in the first call after an edit, and none in later calls.
 

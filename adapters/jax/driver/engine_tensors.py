@@ -100,7 +100,8 @@ def tensor_names(
         `count` names, in the order of the gradients.
     """
 
-    def unlikely(path: Path) -> tuple[bool, bool, int]:
+    def rank_of(path: Path) -> tuple[bool, bool, int]:
+        """Lower for a more likely candidate."""
         is_named = bool(path) and key_name(path[-1]) in ("params", "model")
         alike = 0
         for key, other in zip(path, engine, strict=False):
@@ -108,8 +109,8 @@ def tensor_names(
                 alike += 1
         return not is_named, is_within(path, optimizers), -alike
 
-    best = min(map(unlikely, candidates), default=None)
-    likeliest = [path for path in candidates if unlikely(path) == best]
+    best = min(map(rank_of, candidates), default=None)
+    likeliest = [path for path in candidates if rank_of(path) == best]
     if len(likeliest) == 1:
         return tuple(map(jax.tree_util.keystr, candidates[likeliest[0]]))
     inner_paths = set()

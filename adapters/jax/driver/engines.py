@@ -31,8 +31,9 @@ from healcore.jax.driver.engine_tensors import (
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.program_state import array_of
 from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
+from healcore.jax.nested_states import warn_if_after_optimizer
 from healcore.jax.opt_state import without_heal_state
-from healcore.jax.optax_states import check_second_iterates
+from healcore.jax.optax_states import check_second_iterates, is_optax_state
 from healcore.jax.tree_nodes import map_nodes, node_at, node_getter, nodes
 from healcore.runtime.driver import check_engines
 
@@ -98,7 +99,7 @@ def find_engines(
     for item, (path, state) in zip(items, states.items(), strict=True):
         _check_is_one_run(path, state)
         heal_state.engine_state(engine, state)  # raises for another policy
-        heal_state.warn_if_after_optimizer(tree, path)
+        warn_if_after_optimizer(tree, path)
         name = item
         if items.count(item) > 1:
             name = jax.tree_util.keystr(path)
@@ -246,4 +247,4 @@ def edit_numbers(states: Sequence[HealState]) -> list[int]:
 
 def _has_no_engine(node: PyTree) -> bool:
     """Whether a node is the state of an optimizer and contains no engine."""
-    return heal_state.is_optax_state(node) and not nodes(HealState, node)
+    return is_optax_state(node) and not nodes(HealState, node)

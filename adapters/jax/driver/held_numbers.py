@@ -19,8 +19,7 @@ from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver.engine_tensors import Path, key_name
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.leaf_forms import to_live_leaf
-from healcore.jax.heal_state import HealState
-from healcore.jax.transform import ProtectState
+from healcore.jax.heal_state import HealState, ProtectState
 from healcore.jax.tree_nodes import node_at
 from healcore.runtime.driver import NumberRange
 
@@ -42,7 +41,7 @@ def numbers_of(engines: Sequence[EngineEntry], tree: PyTree) -> dict[str, Number
     arrays = [node_at(tree, path).heal_numbers for path in names_of]
     ranges = {}
     for names, array in zip(names_of.values(), jax.device_get(arrays), strict=True):
-        for name, seen in zip(names, optimizer_numbers.seen(array), strict=True):
+        for name, seen in zip(names, optimizer_numbers.read_ranges(array), strict=True):
             if seen is not None:
                 ranges[name] = NumberRange(*seen)
     return ranges
@@ -98,7 +97,7 @@ def with_held_numbers(
     """
     new = {}
     for path, names in _number_names(engines, tree).items():
-        new[path] = optimizer_numbers.held([ranges.get(name) for name in names])
+        new[path] = optimizer_numbers.make_numbers([ranges.get(name) for name in names])
     old = jax.device_get([node_at(tree, path).heal_numbers for path in new])
     is_same = True
     for before, after in zip(old, new.values(), strict=True):

@@ -16,9 +16,9 @@ from healcore.jax.array_leaves import Leaf, is_number
 def to_live_leaf(new: Leaf, live: Leaf) -> Leaf:
     """Converts a restored leaf to the form of the live leaf: a number, or a donatable array.
 
-    An array of another weak type or placement would compile the step again, and one that is not
-    committed to the live devices would be moved at each step. Keeps the saved dtype. It differs
-    from the live one if a step between them has widened it.
+    An array of another weak type or placement would compile the step again. An array that is not
+    committed to the live devices would be moved at each step. The saved dtype is kept. It differs
+    from the live dtype if a step after the save has widened the leaf.
 
     Args:
         new: the restored leaf.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Processes:
-    """The processes of a run. `ranks` connects them, and a run of one process has none to connect.
+    """The processes of a run, of which there may be only one. `ranks` connects them.
 
     A process that has received a signal to end may not end alone: the other processes would wait
     for it in the next collective. So they vote after the same dispatch.
@@ -26,10 +26,10 @@ class Processes:
         """The votes, or None before `ranks` and for one process."""
 
     def ranks(self) -> Ranks:
-        """Returns the exchange between the processes, or `Alone` for one process.
+        """The exchange between the processes, or `Alone` for one process.
 
-        All processes make the first call together, at the same position in the program: each call
-        of it makes new keys for the exchange.
+        All processes make the first call together, at the same position in the program, because it
+        makes numbered keys for the exchange.
         """
         if self._ranks is None:
             self._ranks = Alone()
@@ -43,7 +43,12 @@ class Processes:
         return self._ranks
 
     def begin_dispatch(self) -> Callable[[], bool]:
-        """Notes a dispatch. Returns a function that says whether the processes vote after it."""
+        """Counts a dispatch.
+
+        Returns:
+            A function that tells whether the processes vote after this dispatch. Always False for a
+            run of one process.
+        """
         if self._marks is None:
             return _no_vote
         return self._marks.begin_dispatch()
@@ -60,5 +65,5 @@ class Processes:
 
 
 def _no_vote() -> bool:
-    """The votes on a dispatch of one process, which asks nobody."""
+    """False, because one process ends without a vote."""
     return False

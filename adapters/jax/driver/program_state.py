@@ -1,6 +1,14 @@
 """Converts the live state of a run to a pytree of arrays, and to the items of a checkpoint.
 
-`leaf_forms.py` converts single leaves.
+    state of the program      dict, TrainState, Equinox module, or nnx objects by name
+        | read    ^ write
+    tree of arrays            with the healing states
+        | items   ^ restored
+    items of a checkpoint     {"state": tree without healing states, as of a run without healcore,
+                               "healcore.side_state": what the tree cannot hold, see `ExactLeaves`}
+
+A dictionary has one item for each of its names instead of "state". `leaf_forms.py` converts single
+leaves.
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ from healcore.jax.tree_nodes import Path, map_nodes, nodes
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""
 SIDE_STATE = "healcore.side_state"
+"""Name of the item with `ExactLeaves`. Only checkpoints of a Healer have this item."""
 BATCH_STATS = "batch_stats"
 """flax's name of the collection with the statistics of batch normalization."""
 _RESETS = "heal_reset_moments"
@@ -65,7 +74,7 @@ class ProgramState:
         """Structure and abstract values of the last state that passed `check_if_new`, or None."""
 
     def read(self) -> PyTree:
-        """Returns the state as a pytree of arrays, with optax's own state types. Copies nothing.
+        """The state as a pytree of arrays, with optax's own state types. Copies nothing.
 
         Static leaves, such as the functions of an Equinox module, are None, see `array_leaves`.
         """
@@ -106,7 +115,7 @@ class ProgramState:
         return self.whole(tree)
 
     def roots(self) -> PyTree:
-        """Returns a cheap tree with each optimizer state at its path in `read`.
+        """A cheap tree with each optimizer state at its path in `read`.
 
         Each step reads the engines' states from it, and `read` would copy a tree of nnx objects.
         The leaves may be nnx Variables, so pass a leaf to `array_of`.
@@ -114,7 +123,7 @@ class ProgramState:
         return self.state
 
     def trained(self, optimizer: str) -> PyTree:
-        """Returns a tree that contains the parameters of an optimizer, to find their names.
+        """A tree that contains the parameters of an optimizer, to find their names.
 
         Args:
             optimizer: name of the item of the state that contains the optimizer.
@@ -187,7 +196,7 @@ class ProgramState:
             )
 
     def items(self) -> dict[str, Any]:
-        """Returns the items of a checkpoint, without healing states. Copies nothing.
+        """The items of a checkpoint, without healing states. Copies nothing.
 
         Returns:
             Name of an item -> tree, and `SIDE_STATE` -> `ExactLeaves`.
@@ -259,8 +268,8 @@ class ProgramState:
     def changed_texts(self) -> list[str]:
         """Finds the texts in the state that the program has changed.
 
-        A restart does not know the new text, because a checkpoint holds no static leaves. So the
-        driver warns of it.
+        A checkpoint holds no static leaves, so a restart does not know the new text. The driver
+        warns of such a text.
 
         Returns:
             The paths of these texts. Empty after a call that has found some.
@@ -297,7 +306,7 @@ class NnxProgramState(ProgramState):
     in_place = True
 
     def read(self) -> Any:
-        """Returns the state as a pytree of the Variables' current arrays.
+        """The state as a pytree of the Variables' current arrays.
 
         Optimizer states keep optax's own types, and sown values (`nnx.Intermediate`) are not saved,
         because their structure changes from call to call.
@@ -354,14 +363,13 @@ class NnxProgramState(ProgramState):
         """
         from flax import nnx
 
-        copy = NnxProgramState(
-            nnx.clone(self.state)
-        )  # together, because objects may share Variables
+        # All objects in one call, because they may share Variables.
+        copy = NnxProgramState(nnx.clone(self.state))
         copy.write(tree)
         return copy.state
 
     def roots(self) -> Any:
-        """Returns the optimizer states with Variables as leaves, without a copy of the model."""
+        """The optimizer states with Variables as leaves, without a copy of the model."""
         from flax import nnx
 
         roots = {}
@@ -373,7 +381,7 @@ class NnxProgramState(ProgramState):
         return roots
 
     def trained(self, optimizer: str) -> Any:
-        """Returns the Variables of each module that the optimizer of this name trains.
+        """The Variables of each module that the optimizer of this name trains.
 
         Args:
             optimizer: name of an item of the state. The optimizer's `wrt` says which Variables.
@@ -397,7 +405,7 @@ class NnxProgramState(ProgramState):
         return found
 
     def _variables(self, kind: Any) -> dict[str, PyTree]:
-        """Name of each module -> arrays of its Variables of a kind. Optimizers are no modules."""
+        """Name of each module -> arrays of its Variables of a kind. Without optimizers."""
         from flax import nnx
 
         found = {}
@@ -434,12 +442,13 @@ def program_state_of(state: PyTree) -> ProgramState:
 
 
 def array_of(leaf: Leaf) -> Any:
-    """Returns the array of a leaf of `ProgramState.roots`, which may be an nnx.Variable.
+    """The array of a leaf of `ProgramState.roots`, which may be an nnx.Variable.
 
     Args:
         leaf: an array or a Variable.
     """
-    nnx = sys.modules.get("flax.nnx")  # as in `_is_variable`, without a call: each step asks
+    # Repeats `_is_variable` instead of calling it, because each step calls this function.
+    nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(leaf, nnx.Variable):
         return leaf[...]
     return leaf
@@ -475,7 +484,7 @@ class ExactLeaves:
         self._kept = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns path in the state -> value; the store calls it, as for any object."""
+        """Path in the state -> value. The store calls this method, as for any object."""
         return self._kept
 
 

@@ -1,32 +1,29 @@
-"""Reads on the host what the engines of a run have decided: the records of the steps.
+"""Finds out on the host which steps a run has taken, and makes their records.
 
 A compiled step leaves its records on the device. Reading them at once would make the host wait for
-each step. So each dispatch starts a copy and returns, and the Healer reads the copy some dispatches
-later, when the numbers have long arrived:
+each step. So each dispatch begins a copy and returns (`engine_readings`), and the Healer reads the
+copy some dispatches later, when the numbers have long arrived:
 
     device   step 1 | step 2 | step 3 | ...
     copy            | rows 1 | rows 2 | ...
     host                              read 1 | read 2 | ...
 
-The copy begins right after the dispatch, because the next dispatch may donate the state. All arrays
-are copied as one vector, because each copy has a fixed cost.
+The device does not say how many steps a dispatch has had. The reader compares the counter of each
+engine with the counter after the dispatch before. Here `lax.scan` runs 3 steps in one call, and the
+ring of the state holds the rows of the last 64 steps:
 
-The device does not say how many steps a dispatch has had. The reader finds it out: it compares the
-counter of each engine with the counter after the dispatch before (`StepReader`). A program that
-sums gradients itself may be in the middle of a window: `SummedGradients` knows whether it is
-complete.
+    after dispatch 6     step 18     ring: ... 16 17 18
+    after dispatch 7     step 21     ring: ... 16 17 18 19 20 21
+                                                        --------
+                                                        3 steps, so 3 records
 """
 
 from __future__ import annotations
 
-import gc
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_not
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from healcore.core.decision import (
@@ -36,202 +33,22 @@ from healcore.core.decision import (
     suspect_gradients,
     unpack_record,
 )
-from healcore.jax import engine_rows
+from healcore.jax.driver.engine_readings import (
+    BlockRecords,
+    CachedResult,
+    EngineReading,
+    Readings,
+    start_read,
+    start_read_of_block,
+)
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.program_state import array_of
 from healcore.jax.heal_state import HealState, HealStateError
-from healcore.runtime.store.ranks import Ranks
-
-Result = TypeVar("Result")
 
 LINE = "state = healer.update(step(healer.state, batch))"
 """The line of a training loop that starts each step from the current state, for messages."""
 _SEEN = [RECORD_FIELDS.index("loss"), RECORD_FIELDS.index("grad_norm")]
 """Indices in a record that no edit of the Healer changes."""
-
-
-class EngineReading(NamedTuple):
-    """The part of one engine's state that the host reads.
-
-    Two readings, before and after a dispatch, show which steps the dispatch has had.
-    """
-
-    step: int
-    """Number of steps judged."""
-    ring: np.ndarray
-    """The rows of the last steps: records of a block, or rows of `HealState.heal_engine`."""
-    norms: np.ndarray
-    """float32 (n,): norm of each gradient leaf at the last step."""
-
-    def record(self, step: int) -> np.ndarray:
-        """Returns the record of one step from the ring.
-
-        Args:
-            step: number of the step, from 1. It has to be one of the last ``len(ring)`` steps,
-                because a later step overwrites an older row.
-
-        Returns:
-            int32 (``len(RECORD_FIELDS)``,), floats by their bits, see `engine_rows.records`.
-        """
-        row = self.ring[(step - 1) % len(self.ring)]
-        if len(row) == len(RECORD_FIELDS):
-            return row
-        return engine_rows.record(row)
-
-
-Readings = Callable[[], list[list[EngineReading]]]
-"""Waits for the copy, and returns each engine's `EngineReading` after each update of a dispatch."""
-
-
-class _CachedResult(Generic[Result]):
-    """A function without arguments that is computed at the first call.
-
-    `functools.cache` would copy the names of each function, in every step.
-    """
-
-    def __init__(self, compute: Callable[[], Result]) -> None:
-        self._compute: Callable[[], Result] | None = compute
-        self._result: Any = None
-
-    def __call__(self) -> Result:
-        if self._compute is not None:
-            self._result = self._compute()
-            self._compute = None
-        return self._result
-
-
-def start_read(states: Sequence[HealState]) -> Readings:
-    """Begins to copy each engine's `EngineReading` after one update.
-
-    The driver calls this function after each dispatch. The next dispatch may then donate the
-    states: the copy no longer needs their arrays.
-
-    A program that has waited for its loss has waited for these arrays too. They are then copied at
-    once, which takes a quarter of the time of one more compiled function.
-
-    Args:
-        states: the HealState of each engine. Leaves may be nnx Variables.
-
-    Returns:
-        A function that waits for the copy and returns a list with one entry, because a dispatch
-        without a block is one update: the `EngineReading` of each engine.
-    """
-    arrays = []
-    for state in states:
-        arrays.append((array_of(state.heal_engine), array_of(state.heal_leaf_norms)))
-    if _are_ready(arrays):
-        engines = []
-        for rows, norms in arrays:
-            engines.append(_reading_of(np.array(rows), np.array(norms)))
-        return lambda: [engines]
-    shapes = []
-    for rows, norms in arrays:
-        shapes.append((rows.shape, norms.size))
-    copied = _pack(arrays)
-    copied.copy_to_host_async()
-
-    def read() -> list[list[EngineReading]]:
-        packed = np.asarray(copied)
-        results = []
-        for shape, tensors in shapes:
-            end = math.prod(shape)
-            rows = packed[:end].reshape(shape)
-            norms = packed[end : end + tensors].view(np.float32)
-            results.append(_reading_of(rows, norms))
-            packed = packed[end + tensors :]
-        return [results]
-
-    return _CachedResult(read)
-
-
-def _are_ready(arrays: list[tuple[Any, Any]]) -> bool:
-    """Whether all arrays were computed, and none is divided or copied among devices."""
-    for pair in arrays:
-        for array in pair:
-            if not array.is_ready():
-                return False
-            if not isinstance(array.sharding, jax.sharding.SingleDeviceSharding):
-                return False
-    return True
-
-
-def _reading_of(rows: np.ndarray, norms: np.ndarray) -> EngineReading:
-    """The reading of a `HealState.heal_engine` and of the norms of its tensors."""
-    return EngineReading(int(engine_rows.steps_judged(rows)), rows[1:], norms)
-
-
-class EngineRecords(NamedTuple):
-    """The arrays of one engine's `EngineReading`, with a first axis over the updates of a block.
-
-    The ring of a state holds the records of one update only. A block has any number of updates, so
-    the compiled block returns these arrays for each of its updates.
-    """
-
-    step: Any
-    """int32 (updates,): number of steps judged after each update."""
-    rows: Any
-    """int32 (updates, records, n): the ring after each update, see `engine_rows.records`."""
-    norms: Any
-    """float32 (updates, leaves): norm of each gradient at the last step of each update."""
-
-
-BlockRecords = list[EngineRecords]
-"""The records of each engine, on the device."""
-
-
-def block_records(states: Sequence[HealState]) -> BlockRecords:
-    """Returns the arrays that the host reads of the states after one update of a block.
-
-    Called while a block is traced, once in the body of its `lax.scan`.
-
-    Args:
-        states: the HealState of each engine after the update, traced.
-
-    Returns:
-        The records of each engine, without the axis over updates, which `lax.scan` adds.
-    """
-    found = []
-    for state in states:
-        rows = state.heal_engine
-        step = engine_rows.steps_judged(rows)
-        ring = engine_rows.records(rows)
-        found.append(EngineRecords(step, ring, state.heal_leaf_norms))
-    return found
-
-
-def start_read_of_block(records: BlockRecords) -> Readings:
-    """Begins to copy each engine's `EngineReading` after each update of a block.
-
-    Args:
-        records: what the compiled block has returned.
-
-    Returns:
-        A function that waits for the copies and returns the readings, oldest update first.
-    """
-    for array in jax.tree.leaves(records):
-        array.copy_to_host_async()
-
-    def read() -> list[list[EngineReading]]:
-        engines = [EngineRecords(*map(np.asarray, engine)) for engine in records]
-        readings = []
-        for i in range(len(engines[0].step)):
-            of_update = []
-            for engine in engines:
-                step = int(engine.step[i])
-                of_update.append(EngineReading(step, engine.rows[i], engine.norms[i]))
-            readings.append(of_update)
-        return readings
-
-    return _CachedResult(read)
-
-
-@jax.jit
-def _pack(states: list[tuple[Any, ...]]) -> jax.Array:
-    """Packs the arrays into one int32 vector. Floats keep their bits."""
-    parts = []
-    for rows, norms in states:
-        parts += [rows.ravel(), jax.lax.bitcast_convert_type(norms, jnp.int32)]
-    return jnp.concatenate(parts)
 
 
 class Dispatch(NamedTuple):
@@ -246,7 +63,7 @@ class Dispatch(NamedTuple):
     count: int
     """Expected number of steps, which `read` may correct."""
     votes: Callable[[], bool]
-    """Returns `vote_requested`. Known once all processes have begun this dispatch."""
+    """The value of `vote_requested`, which is known once all processes have begun this dispatch."""
 
     @property
     def vote_requested(self) -> bool:
@@ -291,6 +108,10 @@ class StepReader:
         self._reads_rate = reads_rate
         self._has_warned = False
         self._last: Readings
+        self._last_counters: list[Any]
+        """The arrays of `counters_of` at the last dispatch."""
+        self._block: BlockRecords | None = None
+        """The records of a block that `dispatch` has not returned."""
         self._stride: float | None = None
         """Number of steps of one update, or None if unknown."""
         self._usual_norms: dict[str, np.ndarray] = {}
@@ -301,7 +122,7 @@ class StepReader:
         """What `_untaken` was before the previous change. It is the same in every accumulation."""
 
     def restart(self, states: Sequence[HealState]) -> None:
-        """Sets the states from which the next dispatch starts.
+        """Sets the states from which the next dispatch starts. Drops steps not dispatched yet.
 
         Called at the start of a run and after each rollback. Without it, the counters before the
         rollback would be compared with lower counters, as if the program had called `tx.init`.
@@ -309,7 +130,33 @@ class StepReader:
         Args:
             states: the HealState of each engine.
         """
+        self._block = None
         self._last = start_read(states)
+        self.skip_to(states)
+
+    def has_read(self, states: Sequence[HealState]) -> bool:
+        """Whether `dispatch` has returned every step. Does not wait for the device.
+
+        Args:
+            states: the HealState of each engine now.
+        """
+        return not differ(counters_of(states), self._last_counters)
+
+    def skip_to(self, states: Sequence[HealState]) -> None:
+        """Counts a change of the states, such as an edit of the Healer, as no step.
+
+        Args:
+            states: the HealState of each engine after the change.
+        """
+        self._last_counters = counters_of(states)
+
+    def add_block(self, records: BlockRecords) -> None:
+        """Sets the records of a block of `Healer.scan`, which the next `dispatch` returns.
+
+        Args:
+            records: what the compiled block has returned.
+        """
+        self._block = records
 
     def continues(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> StepReader:
         """Makes a reader for a state of another structure, after its first step. Waits for it.
@@ -326,6 +173,7 @@ class StepReader:
         """
         reader = StepReader(engines, self._accumulates, self._warn, reads_rate=self._reads_rate)
         reader._stride = self._stride
+        reader._last_counters, reader._block = self._last_counters, self._block
         steps = max(1, round(self._stride or 1))  # a mean of a block may be a fraction
         [after] = start_read(states)()
         before = []
@@ -335,12 +183,9 @@ class StepReader:
         return reader
 
     def dispatch(
-        self,
-        states: Sequence[HealState],
-        votes: Callable[[], bool],
-        block: BlockRecords | None = None,
-    ) -> Dispatch:
-        """Begins to copy a dispatch to the host.
+        self, states: Sequence[HealState], begin_vote: Callable[[], Callable[[], bool]]
+    ) -> Dispatch | None:
+        """Begins to copy the dispatch since the last call to the host.
 
         The first call waits for the device, to learn the number of steps. Later dispatches are
         assumed to have as many. `read` of the result corrects a wrong number: the last dispatch of
@@ -348,23 +193,31 @@ class StepReader:
 
         Args:
             states: the HealState of each engine after the dispatch.
-            votes: returns whether the processes of the run vote after this dispatch.
-            block: the records of a block of `Healer.scan`, or None for a dispatch of one update.
+            begin_vote: counts a dispatch, and returns a function that says whether the processes
+                of the run vote after it.
 
         Returns:
-            The dispatch. Its `read` raises HealStateError as `_steps_of_update` says.
+            The dispatch, or None if there was no step. Its `read` raises HealStateError as
+            `_steps_of_update` says.
         """
+        counters = counters_of(states)
+        if not differ(counters, self._last_counters):
+            return None
+        self._last_counters = counters
+        votes = begin_vote()
         before = self._last
+        block = self._block
         if block is None:
             after = start_read(states)
             updates = 1
             steps = self._steps
         else:
+            self._block = None
             after = start_read_of_block(block)
             updates = len(block[0].rows)
             steps = self._steps_of_block
         self._last = after
-        read = _CachedResult(lambda: steps(before()[-1], after()))
+        read = CachedResult(lambda: steps(before()[-1], after()))
         if self._stride is None:
             self._stride = len(read()) / updates
         return Dispatch(read, max(1, round(self._stride * updates)), votes)
@@ -514,59 +367,6 @@ def _has_changed(old: EngineReading, new: EngineReading) -> bool:
     return before.tobytes() != after.tobytes()
 
 
-class SummedGradients:
-    """Implements `healcore.runtime.faults.microbatches.Gradients`: the loop sums the gradients.
-
-    If a batch does not fit the memory, the Healer's loop repeats it in smaller parts. In JAX the
-    program sums their gradients itself, so this class only knows whether a step has been taken.
-
-    Args:
-        counters: returns arrays that every optimizer step replaces by other objects.
-    """
-
-    def __init__(self, counters: Callable[[], list[Any]]) -> None:
-        self._counters = counters
-        self._begin: list[Any] | None = None
-
-    def is_accumulating(self) -> bool:
-        """Whether a window has begun without a step since.
-
-        A part of a batch is then pending, and the loop may not repeat the batch as a whole.
-        """
-        return self._begin is not None and not self.has_stepped()
-
-    def begin_window(self) -> None:
-        """Records the counters of the current state, before the first part of a batch."""
-        self._begin = self._counters()
-
-    def has_stepped(self) -> bool:
-        """Whether the state has been replaced since `begin_window`."""
-        return self._begin is not None and differ(self._counters(), self._begin)
-
-    def redo_window(self, kept_alive: list[Any], *, clear_cache: bool) -> None:
-        """Frees unreferenced arrays before a batch is repeated in smaller parts.
-
-        Args:
-            kept_alive: objects that the loop has kept, such as the batch. Emptied.
-            clear_cache: ignored, because XLA caches no memory of the device.
-        """
-        del clear_cache
-        kept_alive.clear()
-        gc.collect()  # an exception and its frames refer to each other
-
-    def between_ranks(self, ranks: Ranks) -> str:
-        """Returns the reason why several processes cannot repeat a step together.
-
-        Args:
-            ranks: the exchange between the processes, which cannot help here.
-        """
-        del ranks
-        return (
-            "the other processes wait in collectives of the compiled step, which this process has "
-            "left"
-        )
-
-
 def differ(arrays: list[Any], others: list[Any]) -> bool:
     """Whether any array was replaced by another object, as each step does. Reads no values.
 
@@ -575,3 +375,12 @@ def differ(arrays: list[Any], others: list[Any]) -> bool:
         others: as many arrays of an earlier state.
     """
     return any(map(is_not, arrays, others))
+
+
+def counters_of(states: Iterable[HealState]) -> list[Any]:
+    """The array with each engine's counter of steps. Each step replaces these arrays.
+
+    Args:
+        states: the HealState of each engine. Leaves may be nnx Variables.
+    """
+    return [array_of(state.heal_engine) for state in states]

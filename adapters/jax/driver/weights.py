@@ -1,17 +1,14 @@
-"""`JaxWeights`: the weights of a state: copies, losses with earlier weights, averages among them.
+"""`JaxWeights`: copies the weights of a state, and evaluates the loss with earlier weights.
 
-An EMA, a target network and a teacher have the structure of the parameters, and an optimizer state
-does not name the part that it trains. The movement of the parts shows it: an average moves towards
-the parameters, which move ahead of it, and a frozen copy does not move.
+A comparison replaces the weights that are trained, and only these weights. An average of the
+weights has the same structure, so `averages` finds out which part of the state is trained.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,33 +16,29 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.jax.array_leaves import Leaf, PyTree
+from healcore.jax.driver.averages import Part, mixed_groups, untrained
 from healcore.jax.driver.program_state import ProgramState
-from healcore.jax.heal_state import is_optax_state
+from healcore.jax.heal_state import ProtectState
 from healcore.jax.opt_state import without_heal_state
-from healcore.jax.transform import ProtectState
+from healcore.jax.optax_states import is_optax_state
 from healcore.jax.tree_nodes import Path, nodes
 from healcore.runtime.data.positions import DataError
 from healcore.runtime.driver import DIGESTED, WeightsChanged
 
-Part = tuple[str, ...]
-"""Paths of the tensors of a part of the state."""
-_CLEAR = 1e-3
-"""Smallest difference of two shares by which an average differs from the parameters."""
-
-
 transferring = jax.transfer_guard("allow")
-"""Decorator of methods that transfer arrays also where the program's transfer guard forbids it."""
+"""Decorator of methods that transfer arrays even if the program's transfer guard forbids it."""
 
 
 class JaxWeights:
     """The weights of a state by path: the arrays that one comparison replaces together.
 
     These are the parameters that the optimizers train, and the batch statistics that belong to
-    them, which a layer in evaluation mode reads: damage in them would be on both sides. Everything
-    else stays as it is now, see `healcore.torch.driver.weights.TorchWeights`.
+    them, which a layer in evaluation mode reads. With the current statistics, damage in them would
+    spoil the loss of the earlier weights too, and the comparison would not show it. Everything else
+    stays as it is now, see `healcore.torch.driver.weights.TorchWeights`.
 
     Args:
-        live: the state.
+        live: the state of the run, in which the weights are found, and replaced for an evaluation.
         candidates: the parts that may be the parameters of each engine. If they are unknown for an
             engine, all floating arrays count as parameters.
     """
@@ -73,10 +66,10 @@ class JaxWeights:
         Returns:
             Path -> copy of each array. The copies stay valid when a step donates the state.
         """
-        return {path: _copy(leaf) for path, leaf in self._weights().items()}
+        return {path: _copy(leaf) for path, leaf in self._compared().items()}
 
     def digest(self) -> str:
-        """Returns a digest of some values of each parameter, see `Driver.settings`.
+        """A digest of some values of each parameter, see `Driver.settings`.
 
         It shows after a crash whether the program has started with other initial weights. One sync
         per parameter.
@@ -129,7 +122,7 @@ class JaxWeights:
         """
         weights = weights or {}
         if weights:
-            for path, leaf in self._weights().items():
+            for path, leaf in self._compared().items():
                 if getattr(weights.get(path), "shape", None) != leaf.shape:
                     raise WeightsChanged
         for leaf in jax.tree.leaves(batches):
@@ -141,7 +134,7 @@ class JaxWeights:
         if redraw:
             for path, leaf in tree_leaves_with_path(live):
                 replaced[keystr(path)] = _other_key(leaf)
-        state = _with(live, replaced)
+        state = _with_weights(live, replaced)
         try:
             if in_place and replaced:
                 self._live.write(state)
@@ -177,8 +170,8 @@ class JaxWeights:
                 found[name] = leaf
         return found
 
-    def _weights(self) -> dict[str, Any]:
-        """Path -> parameter that may be trained, or array of batch statistics."""
+    def _compared(self) -> dict[str, Any]:
+        """Path -> array that a comparison replaces: a parameter, or batch statistics."""
         found = self.arrays()
         if self._owners:
             for path, leaf in tree_leaves_with_path(self._live.read()):
@@ -192,9 +185,12 @@ class JaxWeights:
         return self._owners.get(path, frozenset({path})) <= self._averages
 
     def _without_averages(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """The trained part of a copy. Empty while it is unknown: the current weights stay."""
+        """The trained part of a copy, or nothing while it is unknown which part is trained.
+
+        The first copy whose movement shows it settles this for the rest of the run.
+        """
         if weights and self._mixed:
-            before = self.arrays(_with(self._live.read(), weights))
+            before = self.arrays(_with_weights(self._live.read(), weights))
             found = untrained(self._mixed, before, self.arrays())
             if found is None:
                 return {}
@@ -262,7 +258,7 @@ def _other_key(leaf: Leaf) -> Any:
     return leaf
 
 
-def _with(live: Any, weights: Mapping[str, Any]) -> Any:
+def _with_weights(live: Any, weights: Mapping[str, Any]) -> Any:
     """Replaces leaves of a state by `weights`."""
 
     def replaced(path: Path, leaf: Leaf) -> Any:
@@ -272,89 +268,3 @@ def _with(live: Any, weights: Mapping[str, Any]) -> Any:
         return saved
 
     return tree_map_with_path(replaced, live)
-
-
-class PartGroup(NamedTuple):
-    """Parts with tensors of the same shapes, and how many of these parts are trained.
-
-    For example the parameters, and an average of them in the same state: two parts, one trained.
-    """
-
-    parts: Sequence[Part]
-    """The parts, of which the movement has to show which are trained."""
-    trained: int
-    """Number of trained parts: as many as optimizers have parameters of these shapes."""
-
-
-def mixed_groups(fitting: Iterable[Iterable[Part]], tensors: Mapping[str, Any]) -> list[PartGroup]:
-    """Groups the parts by their shapes, and returns the groups of which not all parts are trained.
-
-    Args:
-        fitting: for each optimizer, the parts that may be its parameters.
-        tensors: path -> tensor, of all these parts.
-
-    Returns:
-        The groups for `untrained`. Empty if each part is trained, as in most runs.
-    """
-    groups: dict[Any, Counter[Part]] = {}
-    for parts in fitting:
-        for part in parts:
-            shapes = tuple(jnp.shape(tensors[name]) for name in part)
-            groups.setdefault(shapes, Counter())[part] += 1
-    mixed = []
-    for counts in groups.values():
-        group = PartGroup(list(counts), max(counts.values()))
-        if len(group.parts) > group.trained:
-            mixed.append(group)
-    return mixed
-
-
-def untrained(
-    among: Sequence[PartGroup], before: Mapping[str, Any], now: Mapping[str, Any]
-) -> frozenset[str] | None:
-    """Finds the tensors that are not trained, by the movement of the parts.
-
-    An average moves towards the parameters, so it comes nearer to another part by most of its
-    movement. The parameters move ahead of it. A frozen copy does not move.
-
-    Args:
-        among: result of `mixed_groups`.
-        before: path -> earlier tensor.
-        now: path -> current tensor, several steps later.
-
-    Returns:
-        Paths of these tensors, or None if the movement does not show them clearly.
-    """
-    found: list[str] = []
-    for parts, trained in among:
-        shares = {part: _share_towards_others(part, parts, before, now) for part in parts}
-        last, first = sorted(shares.values())[trained - 1 : trained + 1]
-        if not first - last > _CLEAR:  # also if NaN
-            return None
-        for part in parts:
-            if shares[part] >= first:
-                found += part
-    return frozenset(found)
-
-
-def _share_towards_others(
-    part: Part, parts: Sequence[Part], before: Mapping[str, Any], now: Mapping[str, Any]
-) -> float:
-    """Largest share of a part's movement that has brought it nearer to another, or Inf at rest."""
-
-    def distance(tensors: Mapping[str, Any], other: Part) -> jax.Array:
-        squares: Any = 0
-        for name, other_name in zip(part, other, strict=True):
-            gap = jnp.asarray(tensors[name], jnp.float32) - now[other_name]
-            squares += jnp.square(gap).sum()
-        return jnp.sqrt(squares)
-
-    approaches = []
-    for other in parts:
-        if other != part:
-            approaches.append(distance(before, other) - distance(now, other))
-    largest = jnp.stack(approaches).max()
-    moved, nearer = map(float, jax.device_get((distance(before, part), largest)))
-    if not moved:
-        return math.inf
-    return nearer / moved

@@ -1,12 +1,14 @@
-"""Exchanges between the processes of `jax.distributed`, for stores and the Healer, and its votes.
+"""Exchanges between the processes of `jax.distributed`, and votes on the end of a run.
 
-In torch, the mark of the step after which all ranks vote is a bit in the numbers that the ranks
-exchange at each step. Compiled steps of JAX exchange no data of the host. Therefore a process
-requests a vote in the key-value store of the coordination service, and a thread in each process
-reads the request there. The threads then exchange the number of dispatches that their process has
-begun, while no process begins another. The dispatch after the largest number is marked, because no
-process has begun it. (JAX's `multihost_utils.reached_preemption_sync_point` works like this, for
-SIGTERM only.)
+`CoordinatedRanks` exchanges small items, for stores and the Healer. `VoteMarks` finds the dispatch
+after which all processes vote whether to end.
+
+In torch, the ranks exchange numbers at each step, and a bit among them asks for a vote. Compiled
+steps of JAX exchange no data of the host. Therefore a process requests a vote in the key-value
+store of JAX's coordination service, and a thread in each process reads the request there. The
+threads then exchange the number of dispatches that their process has begun, while no process begins
+another. The dispatch after the largest number is marked, because no process has begun it. (JAX's
+`multihost_utils.reached_preemption_sync_point` works like this, for SIGTERM only.)
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ _TIMEOUT_S = 1800.0
 heartbeats detect an ended process earlier."""
 
 _numbers = itertools.count()
+"""Numbers of the objects of this process, which are a part of their keys."""
 
 
 class CoordinatedRanks:
@@ -58,7 +61,7 @@ class CoordinatedRanks:
         self._failure: RankFailed | None = None
 
     def gather(self, item: Any) -> list[Any]:
-        """Returns every rank's item, on every rank. All ranks have to call it, in the same order.
+        """Every rank's item, on every rank. All ranks have to call it, in the same order.
 
         Args:
             item: any value that pickle can store. The other ranks unpickle it.
@@ -71,7 +74,8 @@ class CoordinatedRanks:
         """
         if self._failure is not None:  # other processes may still wait in the failed exchange
             raise self._failure
-        number, self._exchanges = self._exchanges, self._exchanges + 1
+        number = self._exchanges
+        self._exchanges += 1
         keys = [f"{self._prefix}/{number}/{rank}" for rank in range(self.world)]
         last = f"{self._prefix}/{number - 1}/{self.rank}"
         self._client.key_value_set_bytes(keys[self.rank], pickle.dumps(item))
@@ -85,7 +89,7 @@ class CoordinatedRanks:
         """Requests the next exchange from all processes; see `called_together`.
 
         A process that needs an exchange cannot begin it alone, because the other processes would
-        not join it. It publishes a key, and each process looks for this key at times.
+        not join it. It publishes a key, for which each process looks from time to time.
         """
         self._client.key_value_set_bytes(self._request_key(), b"", allow_overwrite=True)
 
@@ -106,9 +110,11 @@ class CoordinatedRanks:
         return True
 
     def _request_key(self) -> str:
+        """The key by which a process requests the next exchange."""
         return f"{self._prefix}/call/{self._exchanges}"
 
     def _read(self, rank: int, key: str) -> bytes:
+        """Waits for the item of a process. Raises RankFailed if it does not come in time."""
         try:
             return self._client.blocking_key_value_get_bytes(key, round(self._timeout_s * 1000))
         except jax.errors.JaxRuntimeError as error:
@@ -121,7 +127,7 @@ class CoordinatedRanks:
 
 
 def coordination_client() -> Any:
-    """Returns JAX's client of its coordination service.
+    """JAX's client of its coordination service.
 
     Raises:
         StoreError: the program has not called `jax.distributed.initialize`.
@@ -151,8 +157,8 @@ class VoteMarks:
     """Marks the dispatches of one run after which all processes vote.
 
     Every process creates one object, at the same position in the program. If one process decides
-    to stop, for example at SIGTERM, the others have to hear of it at the same dispatch. Otherwise
-    they wait in a collective of the next step for a process that has left:
+    to stop, for example at SIGTERM, all other processes have to stop after the same dispatch.
+    Otherwise they wait in a collective of the next step for a process that has left:
 
         process 0   request()      thread: call_together()
         both        threads see the request, gather the numbers of begun dispatches: 7 and 8
@@ -206,7 +212,8 @@ class VoteMarks:
         """Publishes this process's request, and marks a dispatch if any process requests a vote."""
         try:
             while not self._stop.wait(_CHECK_INTERVAL_S):
-                if (now := time.monotonic()) > self._due:
+                now = time.monotonic()
+                if now > self._due:
                     self._due = now + _REPEAT_INTERVAL_S
                     self._ranks.call_together()
                 if self._ranks.called_together():

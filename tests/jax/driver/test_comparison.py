@@ -13,10 +13,10 @@ from jax.core import Tracer
 
 from healcore import Action, Healer, Hooks
 from healcore.jax import from_dict, protect, to_dict
+from healcore.jax.driver.averages import mixed_groups, untrained
 from healcore.jax.driver.driver import JaxDriver
-from healcore.jax.driver.weights import mixed_groups, untrained
 from healcore.jax.engine_rows import steps_judged
-from healcore.jax.heal_state import find
+from healcore.jax.nested_states import find
 from healcore.policy import engine_of
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.rollback.rate_limits import limit_rates

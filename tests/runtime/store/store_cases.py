@@ -20,7 +20,7 @@ import torch
 import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
 from healcore import CheckpointStore, Keep
-from healcore.jax.store.orbax import JaxFormat
+from healcore.jax.store.array_format import JaxFormat
 from healcore.runtime.store.flat_state import parts_of, raw
 from healcore.runtime.store.host_copy import HostCopy
 

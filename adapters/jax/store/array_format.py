@@ -1,0 +1,487 @@
+"""`JaxFormat`: copies JAX states to host memory, and writes them to disk in Orbax's format.
+
+A save passes these methods, of which `CheckpointStore` calls each:
+
+    state      {"params": {"w": array on 4 devices}, "step": 7}
+      | JaxFormat.add            each array becomes a Leaf, with this process's shards as its parts
+    FlatState  entries           structure and Python values, as JSON
+               leaves            "params.w" -> Leaf(parts, layout)
+      | JaxFormat.copy_parts     shards -> host memory; the step may then reuse donated memory
+    HostCopy
+      | JaxFormat.write          in the background; Orbax writes each array under its name
+
+    checkpoints/step-0000000050.1/
+        data/state/              the arrays, as Orbax's own checkpoint of a flat dictionary
+        state.json               the entries
+        manifest.json            sizes and digests of all files
+
+Orbax stores arrays only, and under flat names, so that an Orbax program can read them without
+healcore. Everything else of a state is in the entries. A small state of one process is one file
+instead, see `healcore/runtime/store/single_file.py`. A restore goes the other way: `JaxFormat.read`
+reads the arrays with the shardings of the live state, and `decode_array` makes what was saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from healcore.jax.store.coordination import CoordinatedRanks
+from healcore.runtime.store import files, manifest, single_file, values
+from healcore.runtime.store.array_format import ArrayFormat, Target
+from healcore.runtime.store.checkpoints import StoreError, UnsavableState
+from healcore.runtime.store.flat_state import FlatState, Leaf, raw
+from healcore.runtime.store.host_copy import HostCopy
+from healcore.runtime.store.host_memory import allocate
+from healcore.runtime.store.manifest import StoredCheckpoint
+from healcore.runtime.store.ranks import Alone, run_on_each
+from healcore.runtime.store.single_file import ArrayType
+
+_PINNED = "pinned_host"
+"""Name of the memory of the host that an accelerator copies to without waiting."""
+_ITEM = "state"
+"""Name of the only checkpointable. Its tree is flat: array name -> array."""
+_this_thread = threading.local()
+"""Its attribute `saves` is True while the thread writes arrays for an `OrbaxStore`."""
+
+
+class _Layout(NamedTuple):
+    """How the shards of a leaf form an array."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding | None
+    """Sharding, or None for a NumPy array."""
+    committed: bool
+    """Whether JAX may not move the array to another device. True for a NumPy array."""
+
+    @property
+    def spans(self) -> bool:
+        """Whether other processes hold shards of the array."""
+        return self.sharding is not None and not self.sharding.is_fully_addressable
+
+
+class JaxFormat(ArrayFormat):
+    """Copies JAX states for a store, and writes and reads their arrays with Orbax's handler.
+
+    The parts of a leaf are this process's distinct shards, by (start, stop) per axis. Shards on a
+    CPU are copied before `copy` returns, because the next step may reuse donated memory. JAX copies
+    shards on a GPU to pinned host memory asynchronously, and handles donation.
+    """
+
+    name = "orbax"
+
+    def __init__(self, ranks: CoordinatedRanks | None = None) -> None:
+        self._ranks = ranks or Alone()
+        self.arrays_by_rank = self._ranks.world == 1  # Orbax writes them from one process only
+
+    def add(self, flat: FlatState, name: str, value: Any) -> None:
+        """Adds the entry and the arrays of one item of the state. See `ArrayFormat.add`.
+
+        Args:
+            flat: the flat state to add to.
+            name: name of the item.
+            value: a pytree, or an object with `state_dict`.
+
+        Raises:
+            UnsavableState: the item is saved by each process separately and contains an array, and
+                the program has several processes.
+        """
+        encode = functools.partial(_encode_array, flat)
+        if not hasattr(value, "state_dict"):
+            paths, flat.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
+            leaves = []
+            flat.entries[name] = {"leaves": leaves}
+            for path, leaf in paths:
+                place: tuple[str, ...] = (name,)
+                if path:
+                    place = name, jax.tree_util.keystr(path, simple=True, separator=".")
+                node = values.encode(leaf, place, encode)
+                leaves.append([jax.tree_util.keystr(path), node])
+            return
+        flat.entries[name] = {"tree": values.encode(value.state_dict(), (name,), encode)}
+        if values.attribute(value, "per_rank"):
+            if not self.arrays_by_rank and any(values.arrays_of(flat.entries[name])):
+                raise UnsavableState(
+                    f'state["{name}"] is saved by each process separately and contains an array: '
+                    "Orbax writes such an array from one process only; make it a list of numbers"
+                )
+            flat.entries[name]["per_rank"] = True
+
+    def on_cpu(self, part: Any) -> bool:
+        """Whether a shard is in host memory. Empty shards count as such.
+
+        A shard in host memory is copied at once, because the next step may reuse donated memory.
+
+        Args:
+            part: a shard, of JAX or NumPy.
+        """
+        if not isinstance(part, jax.Array) or not part.size:
+            return True
+        device = next(iter(part.devices()))
+        return device.platform == "cpu"
+
+    def copy_parts(
+        self, parts: Sequence[Any], old: Sequence[Any]
+    ) -> tuple[Sequence[Any], Callable[[], object]]:
+        """Copies shards into host memory. See `ArrayFormat.copy_parts`.
+
+        Args:
+            parts: the shards, in host memory or on a device.
+            old: copies of an earlier save, whose memory is used again if it fits. A new allocation
+                of gigabytes would cost as much time as the copy.
+
+        Returns:
+            The copies in the order of `parts`, and a function that waits until the copies of shards
+            on a device are complete.
+        """
+        pinned: dict[int, jax.Array] = {}
+        sources: dict[int, np.ndarray] = {}
+        for index, part in enumerate(parts):
+            if self.on_cpu(part):
+                sources[index] = np.asarray(part)
+            else:
+                sharding = part.sharding.with_memory_kind(_PINNED)
+                pinned[index] = jax.device_put(part, sharding)
+        memory = [part for part in old if isinstance(part, np.ndarray)]
+        if list(map(_form, memory)) != list(map(_form, sources.values())):
+            memory = []
+            for source in sources.values():
+                new = allocate(source.nbytes).view(source.dtype).reshape(source.shape)
+                memory.append(new)
+
+        def copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
+            target, source = pair
+            np.copyto(target, source)
+
+        pairs = list(zip(memory, sources.values(), strict=True))
+        size = sum(array.nbytes for array in memory)
+        files.map_in_threads(copy, pairs, size)
+        copies: dict[int, Any] = dict(zip(sources, memory, strict=True))
+        copies.update(pinned)
+        ordered = [copies[index] for index in range(len(parts))]
+        return ordered, lambda: jax.block_until_ready([*pinned.values()])
+
+    def array(self, leaf: Leaf, live: Leaf | None) -> Any:
+        """Makes the array of a copy, placed like the live array or else like the saved array.
+
+        Args:
+            leaf: the copy, whose shards are in NumPy's memory.
+            live: the leaf of the state to restore into, or None if the state has no such leaf.
+
+        Raises:
+            ValueError: other processes hold shards that this process needs for the live sharding.
+        """
+        like: _Layout = leaf.layout
+        if live is not None:
+            like = live.layout
+        if like.sharding is None:
+            return _assembled(leaf)
+        if live is not None and not like.committed:
+            return jax.device_put(_assembled(leaf))
+        shape = leaf.layout.shape
+
+        def shard(slices: Any) -> np.ndarray:
+            saved = leaf.parts.get(_index_of(slices, shape))
+            if saved is None:  # the live sharding differs from the saved one
+                return _assembled(leaf)[slices]
+            return saved
+
+        # Replicas on a CPU share memory. This is safe with donation, because XLA never writes to
+        # memory that belongs to NumPy.
+        return jax.make_array_from_callback(shape, like.sharding, shard)
+
+    def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
+        """Makes what the program has saved from the array that the checkpoint holds.
+
+        Args:
+            node: entry of the array, with its `kind`: "jax", "numpy", "scalar" or "key".
+            array: the array; the data of a random key.
+            live: not needed here; stores of torch use it.
+
+        Returns:
+            An array, a NumPy scalar, or a random key.
+        """
+        if node["kind"] == "key":
+            return jax.random.wrap_key_data(array, impl=node["impl"])
+        if node["kind"] == "scalar" and isinstance(array, np.ndarray):
+            return array[()]
+        return array
+
+    @functools.cached_property
+    def _handler(self) -> ocp.PyTreeCheckpointHandler:
+        """Orbax's handler, which writes arrays without compression.
+
+        Orbax's checkpointers cannot be used: they number their operations in a variable of the
+        process without a lock, and the program's own manager may run in another thread. Compression
+        would make trained weights about 8 % smaller, and a save two to three times as long.
+        """
+        _wait_for_no_signals()
+        return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+    def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray] | None:
+        """The type and the bytes of an array, for a small checkpoint in one file.
+
+        Args:
+            leaf: the copy of an array. None is returned if it has several shards.
+        """
+        (first, *others) = leaf.parts.values()
+        shape = leaf.layout.shape
+        if others or first.shape != shape:
+            return None
+        dtype = np.dtype(leaf.dtype)
+        return ArrayType(leaf.dtype, shape, dtype.itemsize), raw(first)
+
+    def write(self, copy: HostCopy, folder: Path) -> None:
+        """Writes the shards of this process. All processes call this method together.
+
+        Empty arrays are not written, because Orbax cannot save them; `read` makes them from their
+        entries.
+
+        Args:
+            copy: the copy of a state in host memory.
+            folder: folder of the checkpoint's data, the same for all processes.
+
+        Raises:
+            StoreError: an array that does not span processes differs between them, or a process
+                failed to write.
+        """
+        self._check_equal(copy)
+        saved = []
+        for leaf in copy.flat.leaves.values():
+            if math.prod(leaf.layout.shape):
+                saved.append(leaf)
+        item = epath.Path(folder / _ITEM)
+
+        def save() -> None:
+            item.mkdir(parents=True, exist_ok=True)
+            arrays = {_escaped(leaf.name): _to_write(leaf) for leaf in saved}
+            _this_thread.saves = True
+            try:
+                self._handler.save(item, args=ocp.args.PyTreeSave(arrays))
+            finally:
+                _this_thread.saves = False
+
+        if saved:
+            run_on_each(self._ranks, save)
+            if self._ranks.rank == 0:  # after all processes have written
+                self._handler.finalize(item)
+                files.write_new(folder / "_CHECKPOINT_METADATA", b"{}")
+
+    def _check_equal(self, copy: HostCopy) -> None:
+        """Raises StoreError unless arrays that do not span processes are equal in all processes."""
+        own = {}
+        for leaf in copy.flat.leaves.values():
+            if not leaf.layout.spans:
+                own[leaf.name] = leaf.digests
+        gathered = self._ranks.gather(own)
+
+        def differs(name: str) -> bool:
+            return any(digests.get(name) != gathered[0].get(name) for digests in gathered)
+
+        for name in sorted(set().union(*gathered)):
+            if differs(name):
+                raise StoreError(
+                    f"{name} differs between the {self._ranks.world} processes, and does not "
+                    "span them: make it one array over the mesh of all processes, "
+                    "jax.make_array_from_process_local_data(NamedSharding(mesh, spec), part), or "
+                    "make it equal everywhere (for instance a key without the process index)"
+                )
+
+    def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
+        """Reads arrays with the live shardings: each process reads its own shards.
+
+        An array that is not committed to a device is read into NumPy's memory, and then put on the
+        default device.
+
+        Args:
+            checkpoint: the checkpoint on disk.
+            target: the arrays to read, and the live leaves into which they are restored.
+
+        Returns:
+            Name -> array.
+
+        Raises:
+            ValueError: a stored array has another shape or dtype than its entry says.
+        """
+        saved, live = target.arrays, target.flat.leaves
+        nodes = {}
+        for name, node in saved.items():
+            if math.prod(node["shape"]):  # an empty array is not stored
+                nodes[name] = node
+        shardings = {}
+        for name, leaf in live.items():
+            if name in saved and leaf.layout.committed:
+                shardings[name] = leaf.layout.sharding
+        stored = {}
+        if checkpoint.only_file is not None:
+            stored = _read_only_file(checkpoint.only_file, nodes)
+        elif nodes:
+            folder = epath.Path(checkpoint.folder / manifest.DATA / _ITEM)
+            stored = self._handler.restore(folder, args=_restore_args(nodes, shardings))
+        arrays = {}
+        for name, node in saved.items():
+            shape, dtype = tuple(node["shape"]), np.dtype(node["dtype"])
+            if name in nodes:
+                array = stored[_escaped(name)]
+            else:
+                array = np.empty(shape, dtype)
+            if (array.shape, array.dtype) != (shape, dtype):
+                actual = f"{array.dtype}{list(array.shape)}"
+                raise ValueError(f"{name} is stored as {actual}, not as {dtype}{list(shape)}")
+            is_numpy = node["kind"] in ("numpy", "scalar")
+            if name in live:
+                is_numpy = live[name].layout.sharding is None
+            if isinstance(array, np.ndarray) and not is_numpy:
+                array = _placed(array, shardings.get(name))
+            arrays[name] = array
+        return arrays
+
+
+def _form(array: np.ndarray) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of an array. Memory of the same form is used for the next copy."""
+    return array.shape, array.dtype
+
+
+def _restore_args(
+    names: Iterable[str], shardings: Mapping[str, jax.sharding.Sharding | None]
+) -> ocp.args.PyTreeRestore:
+    """The arguments for Orbax: arrays with a sharding become JAX's, all other arrays NumPy's."""
+    args = {}
+    for name in names:
+        sharding = shardings.get(name)
+        if sharding is None:
+            args[_escaped(name)] = ocp.RestoreArgs(restore_type=np.ndarray)
+        else:
+            args[_escaped(name)] = ocp.ArrayRestoreArgs(sharding=sharding)
+    item = dict.fromkeys(args, 0)
+    return ocp.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
+
+
+def _read_only_file(path: Path, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Reads arrays from the only file of a small checkpoint; escaped name -> array."""
+    dtypes = {}
+    types = {}
+    for name, node in nodes.items():
+        dtype = np.dtype(node["dtype"])
+        dtypes[name] = dtype
+        types[name] = ArrayType(dtype.name, node["shape"], dtype.itemsize)
+    arrays = {}
+    for name, stored in single_file.read_arrays(path, types).items():
+        memory = allocate(len(stored))
+        np.copyto(memory, stored)
+        arrays[_escaped(name)] = memory.view(dtypes[name]).reshape(nodes[name]["shape"])
+    return arrays
+
+
+def _placed(array: np.ndarray, sharding: Any) -> jax.Array:
+    """Puts an array of NumPy on the devices of a sharding, or on the default device."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda slices: array[slices])
+
+
+@functools.cache
+def _wait_for_no_signals() -> None:
+    """Replaces a function of Orbax, so that saves of this module wait for no signal.
+
+    A handler of Orbax waits until the directory of its save exists. It waits for the signals of the
+    newest save of the process, which may be a save of the program's own manager in another thread.
+    Without this function, a save of this module waited for 5 minutes and failed in 1 of some 40
+    runs (orbax-checkpoint 0.12.8).
+    """
+    try:
+        from orbax.checkpoint._src.futures.future import AwaitableSignalsContract as Contract
+    except ImportError:  # a later version, which may have no such wait
+        return
+    original = Contract.get_awaitable_signals_from_contract
+
+    def signals(operation_id: str | None = None) -> Any:
+        if getattr(_this_thread, "saves", False):
+            return []
+        return original(operation_id)
+
+    Contract.get_awaitable_signals_from_contract = staticmethod(signals)  # type: ignore[method-assign]
+
+
+def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node | None:
+    """Encodes an array, NumPy scalar or random key. Returns None for any other value."""
+    extra = {}
+    sharding = None
+    committed = True
+    if isinstance(value, jax.Array):
+        kind = "jax"
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
+            value = jax.random.key_data(value)
+        sharding, committed = value.sharding, value.committed
+        parts = {}
+        for piece in value.addressable_shards:
+            parts[_index_of(piece.index, value.shape)] = piece.data
+    elif type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic):
+        if value.dtype.hasobject or value.dtype.names is not None or value.dtype.kind in "SUMm":
+            return None
+        kind = "numpy"
+        if isinstance(value, np.generic):
+            kind = "scalar"
+        value = np.asarray(value, value.dtype.newbyteorder("="))
+        parts = {tuple((0, size) for size in value.shape): value}
+    else:
+        return None
+    dtype = np.dtype(value.dtype).name
+    name = flat.add(path, dtype, parts, _Layout(tuple(value.shape), sharding, committed))
+    node = {"name": name, "kind": kind, "dtype": dtype, "shape": list(value.shape)}
+    return {"array": node | extra}
+
+
+def _to_write(leaf: Leaf) -> Any:
+    """The array that Orbax writes: NumPy's if this process has the whole, else a sharded one."""
+    shape = leaf.layout.shape
+    sharding = leaf.layout.sharding
+    first: Any = next(iter(leaf.parts.values()), None)  # None: other processes hold all shards
+    if not leaf.layout.spans and first.shape == shape:
+        return np.asarray(first)
+    if isinstance(first, jax.Array):  # a pinned copy, which stays in host memory
+        sharding = sharding.with_memory_kind(_PINNED)
+
+    def shard(slices: Any) -> np.ndarray:
+        return np.asarray(leaf.parts[_index_of(slices, shape)])
+
+    return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(leaf.dtype))
+
+
+def _assembled(leaf: Leaf) -> np.ndarray:
+    """The whole array. Raises ValueError if other processes hold some of its shards."""
+    shape, shards = leaf.layout.shape, leaf.parts
+    first = next(iter(shards.values()))
+    if first.shape == shape:
+        return first
+    if sum(shard.size for shard in shards.values()) != math.prod(shape):
+        raise ValueError(
+            f"{leaf.name} spans several processes, and its live sharding differs: "
+            "restore the array into the sharding in which it was saved"
+        )
+    result = np.empty(shape, first.dtype)
+    for index, shard in shards.items():
+        result[tuple(slice(*bounds) for bounds in index)] = shard
+    return result
+
+
+def _index_of(slices: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The position of a shard in its array: (start, stop) per axis."""
+    return tuple(axis.indices(size)[:2] for axis, size in zip(slices, shape, strict=True))
+
+
+def _escaped(name: str) -> str:
+    """Escapes a name, so that it is one path component on any platform."""
+    return re.sub(r"[^A-Za-z0-9_.\-]", lambda match: f"%{ord(match[0]):02X}", name)
