@@ -302,11 +302,7 @@ class StepReader:
 
     def _record(self, engine: EngineEntry, view: EngineReading, step: int) -> StepRecord:
         """The record of one step of an engine."""
-        record = unpack_record(view.record(step), engine.name)
-        if not self._reads_rate:
-            # An older saved state then has a rate of 0.
-            record = record._replace(lr=None)
-        return record
+        return unpack_record(view.record(step), engine.name, reads_rate=self._reads_rate)
 
     def _was_taken(self, changed: bool) -> bool:
         """Whether an update was a step or part of an accumulation; see `_untaken`."""

@@ -13,11 +13,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from healcore.console import counted
-from healcore.core.decision import Cause
-from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.run.batch_reader import BatchReader
-from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.run_settings import change_of_batch_size
 
 if TYPE_CHECKING:
@@ -29,17 +26,10 @@ class RunBatches:
 
     Args:
         run: the parts of the run.
-
-    Attributes:
-        loaders: the loaders and their positions.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        retries = None
-        if "retry" in run.policy.answers(Cause.NETWORK):
-            retries = retries_of(run, "reading a batch")
-        self.loaders = LoaderRegistry(inform=run.log.info, retries=retries)
         self._reader = BatchReader(run)
         self._resumed_evaluation: RunLoader | None = None
         """The loader of an evaluation that the checkpoint has interrupted, or None."""
@@ -64,19 +54,19 @@ class RunBatches:
         """
         states = self.run.pass_states
         states.count_pass()
-        saved = self.loaders.saved_position(loader, epoch)
+        saved = self.run.loaders.saved_position(loader, epoch)
         states.restore()  # for an epoch that begins, and draws, after the checkpoint
-        begun = self.loaders.begin(loader, epochs, epoch, limit)
+        begun = self.run.loaders.begin(loader, epochs, epoch, limit)
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
             states.restore()  # a rewind has drawn; an epoch that begins keeps its draws
             self._resumed_evaluation = None
             if not begun.trains:
                 self._resumed_evaluation = begun
         self._log_settings(loader, begun)
-        for line in self.loaders.notices:
+        for line in self.run.loaders.notices:
             self.run.log.event("data", step=self.run.progress.step, outcome=line)
             self.run.log.info(f"data: {line}")
-        self.loaders.notices.clear()
+        self.run.loaders.notices.clear()
         return begun
 
     def _log_settings(self, loader: Any, begun: RunLoader) -> None:
@@ -136,10 +126,10 @@ class RunBatches:
                 data has not begun.
         """
         step_batches = self.run.step_batches
-        if evaluates and loader is self.loaders.last_trained:
-            self.loaders.last_trained = None  # a loop over `steps` has no loader
+        if evaluates and loader is self.run.loaders.last_trained:
+            self.run.loaders.last_trained = None  # a loop over `steps` has no loader
             step_batches.last_read = None
-        if loader is not self.loaders.last_trained:
+        if loader is not self.run.loaders.last_trained:
             step_batches.end_evaluation(loader)
         if not evaluates:
             self.run.pass_states.begin_pass(ended=True)

@@ -71,6 +71,8 @@ class Run:
 
     progress: RunProgress = field(default_factory=RunProgress, init=False)
     """Steps done, in the run and in this process."""
+    loaders: LoaderRegistry = field(init=False)
+    """The loaders of the program, with their positions."""
     batches: RunBatches = field(init=False)
     """Reads the batches of the program's loaders."""
     step_batches: StepBatches = field(init=False)
@@ -116,8 +118,3 @@ class Run:
     def ledger(self) -> Ledger:
         """The steps, incidents and rollbacks of the run."""
         return self.record.ledger
-
-    @property
-    def loaders(self) -> LoaderRegistry:
-        """The loaders of the program, with their positions."""
-        return self.batches.loaders

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from healcore.console import counted, first_of
+from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
 from healcore.history import RunHistory, RunState
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.hang_guard import HangGuard
@@ -34,6 +36,7 @@ from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings, start_log
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches import RunBatches
+from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
@@ -217,6 +220,10 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         claims=claims,
         batch_parts=BatchParts(record),
     )
+    retries = None
+    if "retry" in policy.answers(Cause.NETWORK):
+        retries = retries_of(run, "reading a batch")
+    run.loaders = LoaderRegistry(inform=log.info, retries=retries)
     run.batches = RunBatches(run)
     run.step_batches = StepBatches(run, keeps_contents=loss_fn is not None)
     run.host_state = HostState(run.loaders.position)

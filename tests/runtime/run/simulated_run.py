@@ -143,8 +143,7 @@ class Process:
         driver: Any = Nothing()
         self.run = bare_run(log, driver, policy=POLICY, store=store)
         self.ledger = self.run.ledger
-        batches: Any = SimpleNamespace(loaders=self.loaders)
-        self.run.batches = batches
+        self.run.loaders = self.loaders
         step_batches: Any = SimpleNamespace(steps_of=lambda batches: batches)
         self.run.step_batches = step_batches
         self.run.host_state = HostState(self.loaders.position)
