@@ -343,7 +343,11 @@ def main() -> int:
     status = 0
     for heading, walk in WALKS.items():
         trace = walk()
-        print(f"{heading}: {len(trace.files)} files, {len(trace.types)} types")
+        in_text = {file for file, _ in named(heading) if file}
+        print(
+            f"{heading}: {len(in_text)} files named, {len(trace.files)} files and "
+            f"{len(trace.types)} types called"
+        )
         if options.files:
             for file in trace.files:
                 called = [function for place, function in trace.functions if place == file]

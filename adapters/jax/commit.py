@@ -42,7 +42,7 @@ interleaved runs on 2 CPU cores (jax 0.10.2). The slower variants have simpler c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,10 @@ from healcore.jax.array_leaves import PyTree
 from healcore.jax.gradients import is_traced
 
 State = TypeVar("State")
+Leaf: TypeAlias = Any
+"""A leaf of a tree: an array, traced or not."""
+Atom: TypeAlias = Any
+"""A variable or a literal of a jaxpr."""
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 _RULE_OF_PROTECT = "protect() needs an optimizer that makes every field of its state in init(), got"
 _SMALL_FLOATS = {8: jnp.uint8, 16: jnp.uint16}
@@ -138,8 +142,8 @@ def step_or_keep(
 
 
 def _interpret(
-    closed: jex.ClosedJaxpr, args: Sequence[Any], skip: jax.Array, first: int, names: Sequence[str]
-) -> list[Any]:
+    closed: jex.ClosedJaxpr, args: Sequence[Leaf], skip: jax.Array, first: int, names: Sequence[str]
+) -> list[Leaf]:
     """Evaluates a jaxpr, selecting each new state leaf at the equation that defines it.
 
     The old state is ``args[first : first + len(names)]``, and the new state is the last outputs.
@@ -160,19 +164,19 @@ def _interpret(
     split = len(jaxpr.outvars) - len(names)
     outputs = jaxpr.outvars[split:]
 
-    def keep(i: int, new: Any) -> Any:
+    def keep(i: int, new: Leaf) -> Leaf:
         return _select_widened(skip, old[i], new, names[i])
 
-    state_index: dict[Any, int] = {}
+    state_index: dict[Atom, int] = {}
     for i, var in enumerate(outputs):
         if not isinstance(var, jex.Literal):
             state_index.setdefault(var, i)
 
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env: dict[Atom, Leaf] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     input_vars = set(env)
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Leaf:
         return atom.val if isinstance(atom, jex.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
@@ -192,7 +196,7 @@ def _interpret(
     return [read(var) for var in jaxpr.outvars[:split]] + kept
 
 
-def _evaluate(eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
+def _evaluate(eqn: jex.JaxprEqn, read: Callable[[Atom], Leaf]) -> Sequence[Leaf]:
     """Evaluates one equation, as in JAX's guide "Writing custom interpreters"."""
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # jax < 0.9: a pair
@@ -201,7 +205,7 @@ def _evaluate(eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _select_widened(skip: jax.Array, old: Any, new: Any, name: str) -> Any:
+def _select_widened(skip: jax.Array, old: Leaf, new: Leaf, name: str) -> Leaf:
     """Like `_select`, but the step may widen the dtype of a leaf, which keeps the old value exact.
 
     Prodigy and optimizers under inject_hyperparams widen bfloat16 moments in their first step if
@@ -221,7 +225,7 @@ def _check_structure(old: Any, new: Any, rule: str) -> None:
         raise CommitError(f"{rule}\n  before the step: {before}\n  after it: {after}")
 
 
-def _select(skip: jax.Array, old: Any, new: Any, name: str) -> Any:
+def _select(skip: jax.Array, old: Leaf, new: Leaf, name: str) -> Leaf:
     """Selects one leaf: array, PRNG key or number. Error messages use `name`."""
     if old is new or (isinstance(old, np.ndarray) and old.dtype == jax.dtypes.float0):
         return new
@@ -249,6 +253,6 @@ def _select(skip: jax.Array, old: Any, new: Any, name: str) -> Any:
     return as_bits(jnp.where(skip, as_bits(old, bits), as_bits(new, bits)), old.dtype)
 
 
-def _type(array: Any) -> str:
+def _type(array: Leaf) -> str:
     """Dtype and shape as JAX prints them, such as ``float32[2,3]``."""
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"

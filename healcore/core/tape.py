@@ -34,12 +34,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.numerics import leaves
+
+Tree: TypeAlias = Any
+"""A number, an array, or a named tuple or tuple of trees: the state of an engine, its signals."""
+Operand: TypeAlias = Any
+"""An operand of a recorded operation: a `RecordedValue`, or a number or array that is constant."""
+Function: TypeAlias = Callable[..., Any]
+"""A function of the core that is recorded, or the program that replaces it."""
 
 _MAX_DEPTH = 20
 """Limit of nested parentheses in the program; Python's parser has a limit of 200."""
@@ -55,7 +62,7 @@ class NotRecordable(TypeError):
     """
 
 
-def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
+def to_program(function: Function, *trees: Tree) -> Function:
     """Records ``function(*trees, xp=...)`` and returns a faster function with the same results.
 
     Args:
@@ -85,7 +92,7 @@ def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
     return tape.program([pattern for _, pattern in pairs], result)
 
 
-def to_loop(function: Callable[..., Any], state: Any, inputs: Any) -> Callable[..., Any]:
+def to_loop(function: Function, state: Tree, inputs: Tree) -> Function:
     """Records a loop over ``state, outputs = function(state, inputs, xp=...)``, as `to_program`.
 
     A replay judges a million steps. In a loop the numbers of the state stay in local variables, and
@@ -123,7 +130,7 @@ class RecordedValue:
     __slots__ = ("place", "sample", "tape")
     __array_ufunc__ = None  # an array as the left operand defers to this class
 
-    def __init__(self, tape: Tape, place: int, sample: Any) -> None:
+    def __init__(self, tape: Tape, place: int, sample: Tree) -> None:
         self.tape, self.place, self.sample = tape, place, sample
 
     shape = property(operator.attrgetter("sample.shape"))
@@ -151,10 +158,10 @@ class RecordedValue:
 def _binary(sign: str) -> tuple[Any, Any]:
     """Makes the methods of an operator: with the placeholder on its left, and on its right."""
 
-    def forward(self: RecordedValue, other: Any) -> RecordedValue:
+    def forward(self: RecordedValue, other: Operand) -> RecordedValue:
         return self.tape.binary(sign, self, other)
 
-    def backward(self: RecordedValue, other: Any) -> RecordedValue:
+    def backward(self: RecordedValue, other: Operand) -> RecordedValue:
         return self.tape.binary(sign, other, self)
 
     return forward, backward
@@ -215,7 +222,7 @@ class Tape(ArrayNamespace):
         """A conditional expression, or `numpy.maximum` if an operand is an array."""
         return self._extreme(">", np.maximum, x, y)
 
-    def _extreme(self, sign: str, function: Callable[..., Any], x: Array, y: Array) -> Array:
+    def _extreme(self, sign: str, function: Function, x: Array, y: Array) -> Array:
         """Records a minimum or maximum; the second comparison lets a NaN of `x` through."""
         left, right = _like(x, _sample(y)), _like(y, _sample(x))
         if any(isinstance(_sample(each), np.ndarray) for each in (left, right)):
@@ -256,7 +263,7 @@ class Tape(ArrayNamespace):
         """`numpy.arange`, a constant."""
         return np.arange(n)
 
-    def asarray(self, x: Any, /) -> Array:
+    def asarray(self, x: Operand, /) -> Array:
         """`numpy.asarray`, for constants."""
         if isinstance(x, RecordedValue):
             return x
@@ -276,7 +283,7 @@ class Tape(ArrayNamespace):
 
     # -- recording -----------------------------------------------------------------------------
 
-    def given(self, tree: Any) -> tuple[Any, str]:
+    def given(self, tree: Tree) -> tuple[Any, str]:
         """Replaces the leaves of an argument by values; returns the pattern that unpacks it too."""
         if tree is None:
             return None, "_"
@@ -290,7 +297,7 @@ class Tape(ArrayNamespace):
         value = self._new("", (), tree)
         return value, f"v{value.place}"
 
-    def binary(self, sign: str, a: Any, b: Any) -> Any:
+    def binary(self, sign: str, a: Operand, b: Operand) -> Any:
         """Records an operation on two operands.
 
         Args:
@@ -303,7 +310,7 @@ class Tape(ArrayNamespace):
             sign = _LOGICAL[sign]  # short-circuit evaluation
         return self.add(f"{{}} {sign} {{}}", a, b)
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, function: Function, *arguments: Operand) -> Operand:
         """Records a function call.
 
         Args:
@@ -313,7 +320,7 @@ class Tape(ArrayNamespace):
         placeholders = ", ".join(["{}"] * len(arguments))
         return self.add(f"{self._constant(function)}({placeholders})", *arguments)
 
-    def add(self, text: str, *arguments: Any) -> Any:
+    def add(self, text: str, *arguments: Operand) -> Operand:
         """Records an operation.
 
         Args:
@@ -334,7 +341,7 @@ class Tape(ArrayNamespace):
             recorded = self._known[text, names] = self._new(text, names, sample)
         return recorded
 
-    def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
+    def program(self, patterns: list[str], result: Tree) -> Function:
         """Compiles the operations on which the result depends.
 
         Args:
@@ -347,8 +354,8 @@ class Tape(ArrayNamespace):
         return self._compiled(arguments, [*unpacked, *body, f"return {answer}"])
 
     def loop(
-        self, first: Any, pattern: str, names: str, new: Any, outputs: tuple[Any, ...]
-    ) -> Callable[..., Any]:
+        self, first: Tree, pattern: str, names: str, new: Tree, outputs: tuple[Tree, ...]
+    ) -> Function:
         """Compiles a loop, whose state is in local variables; see `to_loop`."""
         pairs = zip(leaves(first), leaves(new), strict=True)
         changed = [(old, value) for old, value in pairs if old is not value]
@@ -360,7 +367,7 @@ class Tape(ArrayNamespace):
         lines += [f" {line}" for line in step]
         return self._compiled(["state", "inputs"], [*lines, f"return {last}, rows"])
 
-    def _operations(self, result: Any) -> tuple[list[str], str]:
+    def _operations(self, result: Tree) -> tuple[list[str], str]:
         """Writes the operations on which a result depends, and the result as an expression.
 
         A value that is used once is written where it is used, in parentheses, unless these would be
@@ -407,7 +414,7 @@ class Tape(ArrayNamespace):
                         uses[int(name[1:])] += max(1, text.count(f"{{{number}}}"))
         return uses
 
-    def _compiled(self, arguments: list[str], lines: list[str]) -> Callable[..., Any]:
+    def _compiled(self, arguments: list[str], lines: list[str]) -> Function:
         """Compiles a function of these parameters with these lines as its body."""
         parameters = list(arguments)
         if self._names:
@@ -419,7 +426,7 @@ class Tape(ArrayNamespace):
         exec(compile(source, "<the engine's step, recorded>", "exec"), scope)
         return scope["program"]
 
-    def _written(self, tree: Any) -> tuple[str, list[int]]:
+    def _written(self, tree: Tree) -> tuple[str, list[int]]:
         """Writes a tree as an expression with {} for its values; returns their places too."""
         if tree is None:
             return "None", []
@@ -438,18 +445,18 @@ class Tape(ArrayNamespace):
             inner = f"new({self._constant(type(tree))}, {inner})"
         return inner, all_places
 
-    def _new(self, text: str, names: tuple[str, ...], sample: Any) -> RecordedValue:
+    def _new(self, text: str, names: tuple[str, ...], sample: Tree) -> RecordedValue:
         """Adds a line, and returns the placeholder of its value."""
         self._lines.append((text, names))
         return RecordedValue(self, len(self._lines) - 1, sample)
 
-    def _name(self, value: Any) -> str:
+    def _name(self, value: Operand) -> str:
         """The name of a placeholder or constant in the program."""
         if isinstance(value, RecordedValue):
             return f"v{value.place}"
         return self._constant(value)
 
-    def _constant(self, value: Any) -> str:
+    def _constant(self, value: Operand) -> str:
         """The name of a constant. Equal numbers of one type have one name."""
         if isinstance(value, (int, float, np.generic)):
             key = (type(value), repr(value))  # as text: -0.0 equals 0.0, and NaN not itself
@@ -461,14 +468,14 @@ class Tape(ArrayNamespace):
         return self._names[key]
 
 
-def _sample(value: Any) -> Any:
+def _sample(value: Operand) -> Any:
     """The example of a placeholder, or the constant itself."""
     if isinstance(value, RecordedValue):
         return value.sample
     return value
 
 
-def _like(value: Any, other: Any) -> Any:
+def _like(value: Operand, other: Operand) -> Any:
     """Casts a Python number to the dtype that NumPy would use next to the other operand."""
     if not isinstance(value, int | float) or isinstance(value, np.generic):
         return value
@@ -483,7 +490,7 @@ def _like(value: Any, other: Any) -> Any:
     return value
 
 
-def _with_slot(values: Any, slot: Any, value: Any) -> Any:
+def _with_slot(values: Tree, slot: Operand, value: Operand) -> Any:
     """The `values` with `value` in a slot; `values` itself if the slot has it already."""
     if values[slot] != value:
         values = values.copy()
