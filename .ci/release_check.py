@@ -55,6 +55,9 @@ def extras() -> list[str]:
 def check_version() -> str:
     """Compares the version of the package with CITATION.cff and CHANGELOG.md.
 
+    Between two releases the version is that of the next release, with `.dev0`. CHANGELOG.md then
+    has an unreleased section of this version, and CITATION.cff names the last release.
+
     Returns:
         The version.
     """
@@ -70,6 +73,10 @@ def check_version() -> str:
     if not (cited and released and day):
         sys.exit("CITATION.cff or CHANGELOG.md has no version or no date")
     found = {"healcore": version, "CITATION.cff": cited[1], "CHANGELOG.md": released[1]}
+    if version.endswith(".dev0"):
+        heading = f"## [{version.removesuffix('.dev0')}] (unreleased)"
+        assert heading in (ROOT / "CHANGELOG.md").read_text(), f"CHANGELOG.md has no {heading}"
+        del found["healcore"]
     assert len(set(found.values())) == 1, f"different versions: {found}"
     assert day[1] == released[2], f"different dates: {day[1]} in CITATION.cff, {released[2]}"
     return version
