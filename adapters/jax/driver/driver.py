@@ -1,4 +1,4 @@
-"""Defines `JaxDriver`, which reads and replaces the state of a JAX run for the Healer."""
+"""`JaxDriver`: reads and replaces the state of a JAX run for the Healer."""
 
 from __future__ import annotations
 
