@@ -8,7 +8,7 @@
 Import the helpers for Flax by name (`healcore.jax.flax_nnx`, `healcore.jax.flax_linen`), so that a
 program without Flax does not load it.
 
-The files, in the order of a step:
+The files, for readers of the code, in the order of a step:
 
     transform            `protect`, `heal`, `heal_zclip`: the optax transformations
     protection           what `protect` does in each step, from top to bottom

@@ -9,7 +9,15 @@
 Clips and skips apply to the step that was judged, and a skip is an exact no-op. On an accelerator
 fused Adam, AdamW, SGD and Adagrad need no host sync, other optimizers one sync per step.
 
-The files:
+Which function heals what:
+
+    an optimizer of your own loop     `attach`, or `healcore.Healer`, which can also roll back
+    transformers and TRL              `heal_trainer`, or a `HealingCallback` among the callbacks
+    Lightning                         `LightningHealingCallback`
+    a DeepSpeed engine                `heal_engine`, or `healcore.Healer` with its `engine_state`
+    ArcticTraining                    `arctic_callbacks`
+
+The files, for readers of the code:
 
     attachment          `attach`, and the handle `Healing` that it returns
     healed_step         one step: measures, judges, enforces, restores; tells a listener
