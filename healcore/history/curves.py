@@ -14,7 +14,7 @@ from healcore.events.json_lines import parse_line, read_last_lines, read_lines
 from healcore.events.models import NONFINITE_TEXTS
 
 _MAX_ROWS = 9000
-"""At least 450 bins with all extremes."""
+"""Limit of the rows, enough for at least 450 bins with all extremes."""
 _CURVES = ("loss", "grad_norm", "threshold", "lr_scale", "lr")
 
 
