@@ -66,7 +66,7 @@ class Restorer:
     """Restores checkpoints, for rollbacks and after a start.
 
     It does not decide whether to roll back. An `Order` has the reason, the onset of the trouble and
-    what changes. For it this class chooses the checkpoint, and another one where the first choice
+    what changes. For an order this class chooses the checkpoint, and another one where the first
     cannot be read or no longer fits the model. It also decides whether the learning rates of the
     checkpoint count as healthy; `limit_rates` (`rollback/rate_limits.py`) then computes the rates
     that follow. At a start it resumes, and undoes trials that have failed. The restore is
