@@ -7,6 +7,34 @@
 
 Import the helpers for Flax by name (`healcore.jax.flax_nnx`, `healcore.jax.flax_linen`), so that a
 program without Flax does not load it.
+
+The files, for readers of the code, in the order of a step:
+
+    transform            `protect`, `heal`, `heal_zclip`: the optax transformations
+    protection           what `protect` does in each step, from top to bottom
+    gradients            measures, scales and replaces gradients or updates
+    optimizer_numbers    numbers in the state of the optimizer, such as `b2`
+    update_check         whether the optimizer makes NaN of finite gradients
+    signals              the signals of a step, reduced over the devices
+    heal_state           `HealState`, and the engine's step on it
+    engine_rows          the numbers of an engine as one row
+    one_kernel           compiles the engine as one kernel of a CPU
+    namespace            the array functions of the core in JAX
+    clipping             clips the gradients by the decision
+    commit               keeps the old state on a skip
+
+    opt_state            reads, saves and replaces the healing state in an optimizer state
+    nested_states        finds the healing state, however states are nested
+    tree_nodes           finds, reads and replaces the nodes of a tree
+    array_leaves         separates arrays from static leaves
+    optax_states         moments, second iterates and placement of the states of optax
+    optimizer_constants  numbers with which the program makes an optimizer
+    flax_nnx             helpers for Flax nnx
+    flax_linen           helpers for Flax linen
+
+    driver               what a Healer needs of a run in JAX
+    store                checkpoints
+    demo                 the training of `healcore demo`
 """
 
 from __future__ import annotations

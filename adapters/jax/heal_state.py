@@ -1,4 +1,4 @@
-"""Defines `HealState`, the healing part of an optimizer state, and what a step does with it.
+"""`HealState`: the healing part of an optimizer state, and what a step does with it.
 
 The engine works on an `EngineState`, a tree of some fifty numbers. An optimizer state holds a
 `HealState` instead, which packs these numbers into the first row of one array, because each array

@@ -1,26 +1,4 @@
 # The folder is adapters/torch. In a checkout healcore/torch is a link to it.
-#
-# attachment          `attach`, and the handle `Healing` that it returns
-# healed_step         one step: measures, judges, enforces, restores; tells a listener
-# step_replacement    replaces `optimizer.step`
-# measurement         the signals of a step, of which these are parts:
-# loss_mean             the mean of the reported losses
-# gradients             norms of gradients; scales gradients
-# clip_order            the norm with the bits of the program's own clip
-# grad_scaler           steps that a GradScaler drops, and overflows
-# ranks               the signals of all ranks
-# engines             the policy's engine, on the host or on a device
-# array_namespace       the array functions of the core in torch
-# enforcer            clips, skips, scales the rate, resets moments
-# optimizer_numbers   numbers of the optimizer that a rollback holds
-# incident_log        lines of `attach` without a Healer
-# driver              what a Healer needs of a run in torch
-# live_state          checks and names the user's state
-# store               checkpoints
-# expected_moments      the bytes that the moments will need
-# checkpoint_reader     checkpoints of other programs, for `healcore probe`
-# trainers            Lightning, transformers, DeepSpeed, ArcticTraining
-# demo                the training of `healcore demo`
 """healcore for torch: one line makes any `torch.optim` optimizer clip, skip and heal.
 
     heal = healcore.torch.attach(optimizer, policy="default")
@@ -30,6 +8,38 @@
 
 Clips and skips apply to the step that was judged, and a skip is an exact no-op. On an accelerator
 fused Adam, AdamW, SGD and Adagrad need no host sync, other optimizers one sync per step.
+
+Which function heals what:
+
+    an optimizer of your own loop     `attach`, or `healcore.Healer`, which can also roll back
+    transformers and TRL              `heal_trainer`, or a `HealingCallback` among the callbacks
+    Lightning                         `LightningHealingCallback`
+    a DeepSpeed engine                `heal_engine`, or `healcore.Healer` with its `engine_state`
+    ArcticTraining                    `arctic_callbacks`
+
+The files, for readers of the code:
+
+    attachment          `attach`, and the handle `Healing` that it returns
+    healed_step         one step: measures, judges, enforces, restores; tells a listener
+    step_replacement    replaces `optimizer.step`
+    measurement         the signals of a step, of which these are parts:
+    loss_mean             the mean of the reported losses
+    gradients             norms of gradients; scales gradients
+    clip_order            the norm with the bits of the program's own clip
+    grad_scaler           steps that a GradScaler drops, and overflows
+    ranks               the signals of all ranks
+    engines             the policy's engine, on the host or on a device
+    array_namespace       the array functions of the core in torch
+    enforcer            clips, skips, scales the rate, resets moments
+    optimizer_numbers   numbers of the optimizer that a rollback holds
+    incident_log        lines of `attach` without a Healer
+    driver              what a Healer needs of a run in torch
+    live_state          checks and names the user's state
+    store               checkpoints
+    expected_moments      the bytes that the moments will need
+    checkpoint_reader     checkpoints of other programs, for `healcore probe`
+    trainers            Lightning, transformers, DeepSpeed, ArcticTraining
+    demo                the training of `healcore demo`
 """
 
 from __future__ import annotations

@@ -133,7 +133,8 @@ class HealedStep:
             be replaced for the step. None until `watch_numbers`, because it costs time.
     """
 
-    may_reset_moments = True  # whether the tensors of the moments may be replaced
+    may_reset_moments = True
+    """Whether the tensors of the moments may be replaced."""
 
     def __init__(
         self,

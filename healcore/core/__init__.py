@@ -1,1 +1,14 @@
-"""State machines in pure functions; the array namespace is an argument, not a framework."""
+"""State machines in pure functions; the array namespace is an argument, not a framework.
+
+engine           judges a step: a new state and a `Decision`
+detectors        judge the signals of one step, and learn them
+clipping         the clipping rules
+signals          the signals of one step, raw and checked
+decision         the engine's answer for one step, and the flags of causes and actions
+baseline         averages that are robust to outliers
+ranges           which values a key of a policy may have
+numerics         float32 arithmetic, and states as trees
+array_namespace  the array functions with which the core computes
+tape             the engine's step as one straight Python function, for NumPy scalars
+errors           errors that several adapters raise, and texts that are safe for a terminal
+"""

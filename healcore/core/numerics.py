@@ -26,11 +26,14 @@ import numpy as np
 
 from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
 
-TINY = 1e-12  # smaller signals become 0, so that no square is subnormal
+TINY = 1e-12
+"""Smaller signals become 0, so that no square is subnormal."""
 
-FLUSH = 1e-30  # smaller state becomes 0; far above the subnormals that XLA flushes
+FLUSH = 1e-30
+"""Smaller state becomes 0; far above the subnormals that XLA flushes."""
 
-SIGNAL_LIMIT = 1e15  # limit of norms and losses for detectors, so that squares stay finite
+SIGNAL_LIMIT = 1e15
+"""Limit of norms and losses for detectors, so that squares stay finite."""
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 

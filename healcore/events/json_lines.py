@@ -117,8 +117,8 @@ def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: boo
     """Appends whole lines in one call, so that O_APPEND keeps them together.
 
     Opens the file for each call, so another program may rotate the file, and a process may fork. A
-    killed process may have left a torn line at the end of the file; the
-    new lines then begin with a newline, so that they are not lost with the torn line.
+    killed process may have left a torn line at the end of the file; the new lines then begin with a
+    newline, so that they are not lost with the torn line.
 
     Args:
         path: the file. Its directory is created if it does not exist.

@@ -1,4 +1,4 @@
-"""Defines the fields of an event, as pydantic models.
+"""`EventRecord` and its parts: the fields of an event, as pydantic models.
 
 The JSON Schema, the tables in docs/events.md and all readers use these models. The log does not
 validate the events that it writes, so that no event is lost because of a wrong type.

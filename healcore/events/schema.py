@@ -1,4 +1,4 @@
-"""Defines the kinds of events: when each is written, its required fields, and its sentence."""
+"""The kinds of events: when each is written, its required fields, and its sentence."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ ENVELOPE = ("schema", "seq", "run", "time", "mono", "kind", "step")
 """Fields that every event has."""
 MAX_ROWS = 64
 """Limit of the rows of a batch in an event."""
-_SHOWN_ROWS = 16  # limit of the rows of a batch in a sentence
-_FEW_ROWS = 4  # the limit in the sentence of an alarm that changes nothing
+_SHOWN_ROWS = 16
+"""Limit of the rows of a batch in a sentence."""
+_FEW_ROWS = 4
+"""The limit in the sentence of an alarm that changes nothing."""
 
 
 # -- sentences ------------------------------------------------------------------------------------

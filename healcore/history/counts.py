@@ -16,12 +16,18 @@ class Counts(NamedTuple):
     """
 
     incidents: int = 0
-    rollbacks: int = 0  # carried out; without healing, incidents that would be rolled back
-    skips: int = 0  # skipped steps, including undone steps
-    clips: int | None = None  # steps with clipped gradients, or None if unknown
-    alarms: int | None = None  # steps with a cause, or None if unknown
-    lr_cuts: int = 0  # cuts of the learning rate, which only a live run counts
-    dropped: int = 0  # steps that a GradScaler has not taken, which only a live run counts
+    rollbacks: int = 0
+    """Rollbacks that were carried out; without healing, incidents that would be rolled back."""
+    skips: int = 0
+    """Skipped steps, including undone steps."""
+    clips: int | None = None
+    """Steps with clipped gradients, or None if unknown."""
+    alarms: int | None = None
+    """Steps with a cause, or None if unknown."""
+    lr_cuts: int = 0
+    """Cuts of the learning rate, which only a live run counts."""
+    dropped: int = 0
+    """Steps that a GradScaler has not taken, which only a live run counts."""
 
 
 def name_changes(*, observes: bool, **counts: int) -> dict[str, int]:

@@ -13,7 +13,8 @@ import numpy as np
 from healcore.events.json_lines import parse_line, read_last_lines, read_lines
 from healcore.events.models import NONFINITE_TEXTS
 
-_MAX_ROWS = 9000  # at least 450 bins with all extremes
+_MAX_ROWS = 9000
+"""Limit of the rows, enough for at least 450 bins with all extremes."""
 _CURVES = ("loss", "grad_norm", "threshold", "lr_scale", "lr")
 
 
@@ -27,12 +28,18 @@ class Curves(NamedTuple):
     step: np.ndarray
     loss: np.ndarray
     grad_norm: np.ndarray | None = None
-    threshold: np.ndarray | None = None  # limit of the gradient norm
-    lr_scale: np.ndarray | None = None  # multiplier of the learning rate
-    lr: np.ndarray | None = None  # learning rate of the program, before the multiplier
-    attempt: np.ndarray | None = None  # number, or None if all rows are of attempt 0
-    nonfinite: np.ndarray | None = None  # bool: the logged loss or norm is not finite
-    rows: int | None = None  # rows before thinning, or None if no row was dropped
+    threshold: np.ndarray | None = None
+    """Limit of the gradient norm."""
+    lr_scale: np.ndarray | None = None
+    """Multiplier of the learning rate."""
+    lr: np.ndarray | None = None
+    """Learning rate of the program, before the multiplier."""
+    attempt: np.ndarray | None = None
+    """Number of the attempt, int, or None if all rows are of attempt 0."""
+    nonfinite: np.ndarray | None = None
+    """Whether the logged loss or norm is not finite, bool, or None without such marks."""
+    rows: int | None = None
+    """Number of rows before thinning, or None if no row was dropped."""
 
     def undone(self) -> np.ndarray:
         """Marks the rows that a later attempt has replaced, by starting at or before their step.

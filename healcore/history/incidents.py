@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from healcore.events.models import EventRecord, EvidenceRecord, ReadingsRecord
 
-MAX_ALARMS = 100  # limit of alarms with an event: per incident, and in total outside of incidents
+MAX_ALARMS = 100
+"""Limit of alarms with an event: per incident, and in total outside of incidents."""
 
 
 class Mode(enum.StrEnum):
@@ -18,9 +19,12 @@ class Mode(enum.StrEnum):
     other modes.
     """
 
-    HEAL = "heal"  # all orders were carried out
-    OBSERVE = "observe"  # no order was carried out during the run
-    REPLAY = "replay"  # the orders are from a later replay of recorded rows
+    HEAL = "heal"
+    """All orders were carried out."""
+    OBSERVE = "observe"
+    """No order was carried out during the run."""
+    REPLAY = "replay"
+    """The orders are from a later replay of recorded rows."""
 
 
 @dataclass
@@ -33,28 +37,46 @@ class Incident:
     for which no detector raised an alarm has an incident too, with number 0.
     """
 
-    number: int  # from 1, over the whole run; 0 for a rollback without an incident
+    number: int
+    """Number from 1, over the whole run; 0 for a rollback without an incident."""
     attempt: int
     onset_step: float
-    step: float  # step of the order, or of the last alarm
+    step: float
+    """Step of the order, or of the last alarm."""
     cause: tuple[str, ...] = ()
-    action: tuple[str, ...] = ()  # orders to the host, carried out only in mode HEAL
+    action: tuple[str, ...] = ()
+    """Orders to the host, which are carried out only in mode HEAL."""
     mode: Mode = Mode.HEAL
-    alarms: int = 0  # alarms with an event
-    skipped: int = 0  # skipped steps
-    clipped: int | None = None  # steps with clipped gradients, or None if not counted
-    declined: bool = False  # the last order was declined for lack of evidence or budget
-    responses: tuple[EventRecord, ...] = ()  # events: rollbacks, hooks, declined, stop
-    lr_path: tuple[float, ...] = ()  # learning-rate multipliers: the first, and after each cut
-    batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of the batches of the first step
-    rows: Sequence[list[int]] = ()  # for each of `batches` its first rows of the dataset, if known
-    skipped_batches: tuple[tuple[int, int], ...] = ()  # (epoch, index), skipped by a rollback
-    evidence: tuple[EvidenceRecord, ...] = ()  # tensors with unusual gradients, the worst first
-    readings: ReadingsRecord | None = None  # readings of the first alarm
-    diagnosis: str = ""  # explanation of the first alarm that has its own, or empty
-    last_step: float | None = None  # step of the last alarm, or None if equal to `step`
-    over: bool = False  # has an event `over`
-    undone: bool = False  # the run rolled back to before the onset
+    alarms: int = 0
+    """Alarms with an event."""
+    skipped: int = 0
+    """Skipped steps."""
+    clipped: int | None = None
+    """Steps with clipped gradients, or None if not counted."""
+    declined: bool = False
+    """Whether the last order was declined for lack of evidence or budget."""
+    responses: tuple[EventRecord, ...] = ()
+    """Events of what was done: rollbacks, hooks, declined orders, a stop."""
+    lr_path: tuple[float, ...] = ()
+    """Learning-rate multipliers: the first, and after each cut."""
+    batches: tuple[tuple[int, int], ...] = ()
+    """(epoch, index) of the batches of the first step."""
+    rows: Sequence[list[int]] = ()
+    """For each of `batches` its first rows of the dataset, if known."""
+    skipped_batches: tuple[tuple[int, int], ...] = ()
+    """(epoch, index) of the batches that a rollback has skipped."""
+    evidence: tuple[EvidenceRecord, ...] = ()
+    """Tensors with unusual gradients, the worst first."""
+    readings: ReadingsRecord | None = None
+    """Readings of the first alarm."""
+    diagnosis: str = ""
+    """Explanation of the first alarm that has its own, or empty."""
+    last_step: float | None = None
+    """Step of the last alarm, or None if equal to `step`."""
+    over: bool = False
+    """Whether the incident has an event `over`."""
+    undone: bool = False
+    """Whether the run rolled back to a step before the onset."""
 
     @property
     def capped(self) -> bool:

@@ -15,8 +15,10 @@ from healcore.events.schema import KINDS, Trait, has
 from healcore.history.counts import Counts, count_incidents
 from healcore.history.incidents import Incident, batch_ids
 
-_MAX_OUTSIDE = 1000  # limit of listed alarms outside of incidents
-_MAX_NEWEST = 20  # limit of kept events of a kind: the newest ones
+_MAX_OUTSIDE = 1000
+"""Limit of listed alarms outside of incidents."""
+_MAX_NEWEST = 20
+"""Limit of kept events of a kind: the newest ones."""
 
 
 class RunState(enum.StrEnum):
@@ -33,8 +35,10 @@ class RunState(enum.StrEnum):
     INTERRUPTED = Ending.INTERRUPTED
     REQUESTED = Ending.REQUESTED
     KILLED = Ending.KILLED
-    ENDED = "ended"  # the run ended in a way that this version of healcore does not know
-    GONE = "gone"  # the process no longer exists and has written no event `end`
+    ENDED = "ended"
+    """The run ended in a way that this version of healcore does not know."""
+    GONE = "gone"
+    """The process no longer exists and has written no event `end`."""
     RUNNING = "running"
     UNKNOWN = "unknown"
     """No event `end`, and whether the process exists is unknown, for example on another host."""
@@ -49,11 +53,14 @@ class RunProcess:
     """
 
     id: str
-    start: EventRecord | None = None  # None if the event is lost, for example in a torn line
+    start: EventRecord | None = None
+    """None if the event is lost, for example in a torn line."""
     end: EventRecord | None = None
     last: EventRecord | None = None
-    diagnosis: str = ""  # newest diagnosis in the events
-    began: float | None = None  # monotonic clock of its first event, in seconds
+    diagnosis: str = ""
+    """Newest diagnosis in the events."""
+    began: float | None = None
+    """Monotonic clock of its first event, in seconds."""
 
     def add(self, event: EventRecord) -> None:
         """Adds an event of the process, in file order.
@@ -126,8 +133,10 @@ class RunAttempt(NamedTuple):
     first_step: float
     origin: str
     """What began the attempt: "start", "process", "resume", "rollback", or the file of its rows."""
-    left: float | None = None  # steps done when the previous attempt ended, or None if unknown
-    skipped: int = 0  # batches that the rollback has skipped
+    left: float | None = None
+    """Steps done when the previous attempt ended, or None if unknown."""
+    skipped: int = 0
+    """Batches that the rollback has skipped."""
 
 
 @dataclass(eq=False, repr=False)
@@ -152,19 +161,30 @@ class RunHistory:
         default_factory=lambda: {kind: deque(maxlen=_MAX_NEWEST) for kind in KINDS}
     )
     """Kind -> its newest events."""
-    answers: Counter[str] = field(default_factory=Counter)  # response to faults -> faults
-    settings: dict[str, Any] = field(default_factory=dict)  # of the program, newest values
-    step: int | None = None  # steps done
-    lr_scale: float | None = None  # current multiplier of the learning rate
-    last_incident: Incident | None = None  # last incident that has an event or an alarm
+    answers: Counter[str] = field(default_factory=Counter)
+    """Response to faults -> number of faults."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the program, the newest values."""
+    step: int | None = None
+    """Steps done."""
+    lr_scale: float | None = None
+    """Current multiplier of the learning rate."""
+    last_incident: Incident | None = None
+    """Last incident that has an event or an alarm."""
     alarms_outside: dict[float, tuple[str, ...]] = field(default_factory=dict)
     """Step -> causes, of the first alarms outside of incidents."""
-    alerts: int = 0  # alerts outside of incidents, about which nothing was changed
-    declined: int = 0  # orders that were declined
-    incident_count: int = 0  # including incidents whose events were rotated away
-    skips: int = 0  # skipped steps, including undone steps
-    clips: int | None = None  # steps with clipped gradients, or None without a postmortem
-    lost: int = 0  # events that could not be written
+    alerts: int = 0
+    """Alerts outside of incidents, about which nothing was changed."""
+    declined: int = 0
+    """Orders that were declined."""
+    incident_count: int = 0
+    """Number of incidents, including incidents whose events were rotated away."""
+    skips: int = 0
+    """Skipped steps, including undone steps."""
+    clips: int | None = None
+    """Steps with clipped gradients, or None without a postmortem."""
+    lost: int = 0
+    """Events that could not be written."""
 
     def __post_init__(self) -> None:
         self._good_steps: set[int] = set()  # steps of the known-good checkpoints in the store

@@ -67,7 +67,12 @@ from healcore.runtime.store.store import CheckpointStore
 Engines = Mapping[str, Mapping[str, Any]]
 """Engine name -> `Engine.to_dict`."""
 Rates = Mapping[str, float | None]
-"""Engine name -> the schedule's learning rate, or None if it is unknown."""
+"""Engine name -> a learning rate, or None if it is unknown.
+
+The method that returns the rates says whether healcore's multiplier is part of each rate. The
+rates of `Driver.learning_rates` and `Driver.trained_rates` are without the multiplier, and the
+rates of `IncidentMonitor.rates_in_force` are with it.
+"""
 LossFn = Callable[..., Any]
 """The user's function of a batch, or of state and batch if the state is a value."""
 LiveState = Any

@@ -77,12 +77,6 @@ OTHER_NAMES = {
     "heal_rollback_depth", "heal_skip", "observed_skips", "v0", "v1", "zclip_z_threshold",
 }  # fmt: skip
 """Names in docstrings that are not of this code."""
-KNOWN_MISSING = {
-    "healcore/runtime/run/compare/comparisons.py: HeldNumber.before",
-    "healcore/runtime/run/compare/comparisons.py: anchors.best_on_average",
-    "healcore/runtime/run/compare/comparisons.py: anchors.to_compare",
-}
-"""Names that are wrong and wait for their correction."""
 
 
 class CodeBase:
@@ -218,7 +212,7 @@ def test_the_names_in_docstrings_exist(code: CodeBase):
         file = path.relative_to(ROOT)
         for line, text in docstrings(tree):
             for name in NAME.findall(text):
-                if not code.has(name) and f"{file}: {name}" not in KNOWN_MISSING:
+                if not code.has(name):
                     missing.append(f"{file}:{line}: {name}")
     assert missing == []
 

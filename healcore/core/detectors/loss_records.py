@@ -28,8 +28,10 @@ from healcore.core.numerics import zero_init
 from healcore.core.ranges import Fraction, NotNegative, Ratio, Steps, number, whole
 from healcore.core.signals import Observed
 
-_COUNTED = 1 << 22  # limit of the counts, exact as float32; `alpha` holds for 1e12 more steps
-_NORM = 0.03125  # smallest weight of a norm in the usual norm, which covers about 32 steps
+_COUNTED = 1 << 22
+"""Limit of the counts, exact as float32; `alpha` holds for 1e12 more steps."""
+_NORM = 0.03125
+"""Smallest weight of a norm in the usual norm, which covers about 32 steps."""
 
 
 class RecordHistory(NamedTuple):

@@ -19,11 +19,15 @@ from healcore.core.numerics import zero_init
 from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import Observed
 
-THRESHOLD_GAIN = 0.2  # increase of the threshold per full vote, as a share of the threshold
-TARGET_VOTE = 1.0 / 256.0  # mean vote at which the threshold settles
-ESCAPE_WINDOWS = 2  # windows after which the level of a sustained spike becomes the level
+THRESHOLD_GAIN = 0.2
+"""Increase of the threshold per full vote, as a share of the threshold."""
+TARGET_VOTE = 1.0 / 256.0
+"""Mean vote at which the threshold settles."""
+ESCAPE_WINDOWS = 2
+"""Windows after which the level of a sustained spike becomes the level."""
 _INFINITE = float("inf")
-MIN_THRESHOLD_SHARE = 0.5  # smallest threshold, as a share of `z_threshold`
+MIN_THRESHOLD_SHARE = 0.5
+"""Smallest threshold, as a share of `z_threshold`."""
 
 
 class SpikeState(NamedTuple):

@@ -36,8 +36,10 @@ from healcore.core.numerics import map_leaves, zero_init
 from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
 from healcore.core.signals import Observed
 
-HIGH = 0.5  # share of the highest excess from which the trend counts as elevated
-POSITIVE = 2.0  # multiple of the noise above which a trend has few losses below zero
+HIGH = 0.5
+"""Share of the highest excess from which the trend counts as elevated."""
+POSITIVE = 2.0
+"""Multiple of the noise above which a trend has few losses below zero."""
 
 
 class DivergenceState(NamedTuple):

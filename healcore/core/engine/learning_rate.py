@@ -15,8 +15,10 @@ from healcore.core.engine.config import LrConfig, may_limit_rate
 from healcore.core.engine.incidents import RecoveryOrders
 from healcore.core.engine.state import UNKNOWN_RATE, LrState
 
-_MAX_RATE = 1e12  # limit of `LrState.rate_at_cut`, above the rate of any schedule
-RESTART_RATIO = 0.5  # a rate below this share of the last step's rate begins another schedule
+_MAX_RATE = 1e12
+"""Limit of `LrState.rate_at_cut`, above the rate of any schedule."""
+RESTART_RATIO = 0.5
+"""A rate below this share of the last step's rate begins another schedule."""
 
 
 def update_rate(

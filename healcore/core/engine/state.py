@@ -60,9 +60,8 @@ class Tally(NamedTuple):
 class RuleState(NamedTuple):
     """Hits of one rule, and its last firing.
 
-    A rule with `consecutive` reads `run`, and a rule with `count` reads `window`. `age` prevents
-    that an alert, a save or a stop is ordered again at each step of a
-    fault.
+    A rule with `consecutive` reads `run`, and a rule with `count` reads `window`. `age` keeps
+    an alert, a save or a stop from being ordered again at each step of a fault.
     """
 
     run: Int

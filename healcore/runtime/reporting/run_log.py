@@ -32,9 +32,12 @@ class RunLog:
     events: Log
     metrics: MetricsLog = field(default_factory=lambda: MetricsLog(None, process_id=""))
     console: Console = "auto"
-    silent: bool = False  # whether to drop the lines
-    trackers: Trackers = field(default_factory=Trackers)  # receive events and metrics
-    hooks: Hooks = field(default_factory=Hooks)  # the user's functions for events
+    silent: bool = False
+    """Whether to drop the lines."""
+    trackers: Trackers = field(default_factory=Trackers)
+    """Receive events and metrics."""
+    hooks: Hooks = field(default_factory=Hooks)
+    """The user's functions for events."""
     history: RunHistory = field(default_factory=RunHistory)
     """What happened in the run. On rank 0 it includes the events of earlier processes."""
     _advised: set[str] = field(default_factory=set)

@@ -20,32 +20,45 @@ class RunOutcome(NamedTuple):
     may be unknown.
     """
 
-    history: RunHistory  # what happened in the run, from its events
-    ending: str  # one of `Ending`
-    step: int  # optimizer steps done
-    counts: Counts  # counts of the whole run; lower limits if the run was killed
-    why: str = ""  # reason of a stop, or name of the signal
-    exception: str | None = None  # the exception in one line, or None without an exception
-    fault: Cause = Cause(0)  # cause of the exception, or 0 without an exception
-    hint: str = ""  # `Fault.hint` of the exception
+    history: RunHistory
+    """What happened in the run, from its events."""
+    ending: str
+    """Kind of the end, one of `Ending`."""
+    step: int
+    """Optimizer steps done."""
+    counts: Counts
+    """Counts of the whole run; lower limits if the run was killed."""
+    why: str = ""
+    """Reason of a stop, or name of the signal."""
+    exception: str | None = None
+    """The exception in one line, or None without an exception."""
+    fault: Cause = Cause(0)
+    """Cause of the exception, or 0 without an exception."""
+    hint: str = ""
+    """`Fault.hint` of the exception."""
     open: bool | None = None
     """Whether the last incident was open or the last step unhealthy, or None if unknown."""
-    lasting: Cause = Cause(0)  # lasting causes of the last step, such as a plateau
+    lasting: Cause = Cause(0)
+    """Lasting causes of the last step, such as a plateau."""
     lr_scale: float = 1.0
-    last_good: int | None = None  # step of the newest known-good checkpoint, or None without one
-    last_good_path: str | None = None  # directory of the checkpoint `last_good`
+    last_good: int | None = None
+    """Step of the newest known-good checkpoint, or None without one."""
+    last_good_path: str | None = None
+    """Directory of the checkpoint `last_good`."""
     probation: int | None = None
     """Healthy steps after which a checkpoint is known-good, or None if unknown."""
     nonfinite_saves: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Step and array names of each checkpoint with disallowed NaN or Inf."""
-    metrics: Mapping[str, float] = MappingProxyType({})  # `Healer.metrics` at the end
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """`Healer.metrics` at the end."""
     steps_skipped: int = 0
     """Steps that the data had more: rollbacks have skipped their batches."""
     compares: bool | None = None
     """Whether weights are compared, or None if unknown."""
     steps_lost: int = 0
     """Steps that rollbacks have undone and that were not repeated: the data was not rewound."""
-    why_lost: str = ""  # why the data was not rewound, or empty if no step is lost
+    why_lost: str = ""
+    """Why the data was not rewound, or empty if no step is lost."""
 
     @property
     def cause(self) -> Cause:

@@ -240,8 +240,10 @@ class _Delivery(threading.Thread):
 class TrackedRun(NamedTuple):
     """The identity and the configuration of a run, for its trackers."""
 
-    id: str  # id of the run, the same in all processes and after a resume
-    config: dict[str, Any]  # fields of the event `start`, such as policy, mode and framework
+    id: str
+    """Id of the run, the same in all processes and after a resume."""
+    config: dict[str, Any]
+    """Fields of the event `start`, such as policy, mode and framework."""
 
 
 def event_text(event: Mapping[str, Any]) -> str:

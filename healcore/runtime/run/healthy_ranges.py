@@ -60,9 +60,9 @@ class HealthyNumber(NamedTuple):
 
         Args:
             intervals: checkpoint intervals since the newest healthy checkpoint, which may be a
-                fraction. A schedule with
-                constant acceleration moves 1, 3, 5, ... times as far in its first, second, third,
-                ... interval, so in n more intervals at most (n + 1)^2 - 1 times its last change.
+                fraction. A schedule with constant acceleration moves 1, 3, 5, ... times as far in
+                its first, second, third, ... interval, so in n more intervals at most
+                (n + 1)^2 - 1 times its last change.
 
         Returns:
             Lowest and highest value that is still healthy, and the last healthy value.
@@ -424,6 +424,7 @@ class HealthyRanges:
         Such a value is intended, as of a regulariser that is switched on late. It makes the
         training loss worse. So the run would look better as long as the number is held, and the
         number would never be released.
+
         Call this at a healthy checkpoint, after `release`.
 
         Args:

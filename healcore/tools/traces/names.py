@@ -1,4 +1,4 @@
-"""Defines the names that trainers and trackers use for the signals.
+"""The names that trainers and trackers use for the signals.
 
 Names in an earlier tier are preferred. Names are compared in lower case, with every sequence of
 other characters as one "_": "train/loss" equals "train_loss".

@@ -1,4 +1,4 @@
-"""Defines traces: the rows of a run, joined from its files.
+"""`Trace`: the rows of a run, joined from its files.
 
 Joining merges records of one step, and numbers the attempts. Steps increase within an attempt. A
 new attempt begins where a file begins at or before the last step, or where the step decreases

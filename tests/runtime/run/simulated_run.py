@@ -122,6 +122,8 @@ class Listed(CheckpointStore):
 
 
 class Nothing:
+    """A driver without engines, whose state is empty."""
+
     framework = "none"
     state = engines = staticmethod(dict)
     learning_rates = staticmethod(dict)

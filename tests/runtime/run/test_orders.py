@@ -94,7 +94,7 @@ FACTS = st.builds(
 
 
 def expected_trial(tried: list[Trial], facts: TroubleFacts) -> Trial:
-    """The issue's words: the first of these trials whose condition holds."""
+    """Written independently of `next_trial`: the first of these trials whose condition holds."""
     known = {"a": 0.0, "b": 0.0} | dict(facts.healthy_rates)
     above = any(
         rate > known[n] * RATE_TOLERANCE for rates in facts.rates for n, rate in rates.items()

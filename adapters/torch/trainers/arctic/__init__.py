@@ -1,4 +1,4 @@
-"""Defines `arctic_callbacks`, which heals an ArcticTraining trainer through its own callbacks.
+"""`arctic_callbacks`: heals an ArcticTraining trainer through its own callbacks.
 
 The callbacks use pre-events only: ArcticTraining checks the annotations of a post-event's method.
 It requires that the first argument of a callback is called `self`.

@@ -1,4 +1,4 @@
-"""Defines `HealingCallback` and `heal_trainer`, which heal any transformers or TRL Trainer."""
+"""`HealingCallback` and `heal_trainer`: heal any transformers or TRL Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines `LightningHealingCallback`, a callback that heals Lightning's `trainer.fit`."""
+"""`LightningHealingCallback`: a callback that heals Lightning's `trainer.fit`."""
 
 from __future__ import annotations
 

@@ -65,8 +65,11 @@ def _none_lost(target: int, obstacle: str) -> int:
 class Restorer:
     """Restores checkpoints, for rollbacks and after a start.
 
-    It decides nothing: an `Order` says which checkpoint is restored and what changes, and
-    `limit_rates` (`rollback/rate_limits.py`) which learning rates follow. The restore is
+    It does not decide whether to roll back. An `Order` has the reason, the onset of the trouble and
+    what changes. For an order this class chooses the checkpoint, and another one where the first
+    cannot be read or no longer fits the model. It also decides whether the learning rates of the
+    checkpoint count as healthy; `limit_rates` (`rollback/rate_limits.py`) then computes the rates
+    that follow. At a start it resumes, and undoes trials that have failed. The restore is
     collective: every rank loads the same checkpoint, or none does.
     """
 

@@ -11,7 +11,7 @@ All of them make an `Order`. `Recovery.roll_back` has it carried out, and the lo
 the step of the restored checkpoint:
 
     process(step)                      log and monitor the step; an order of the policy, or None
-    act(step, order)                   the other three reasons, then the order
+    act(step, order)                   the order, or one of the other reasons to roll back
         roll_back(order)               restorer.restore, events, the undone steps are forgotten
         stop(why)                      the diagnosis; raises RunStopped
 """
@@ -101,7 +101,18 @@ class Recovery:
         return order
 
     def act(self, step: StepResult, order: Order | None) -> RollbackRecord | None:
-        """Carries out the order of a step, or else an order for better earlier weights.
+        """Decides after a step whether the run rolls back, and carries out the rollback.
+
+        The order of the calls is part of the decision:
+
+        1. Without an order, weights with NaN or Inf make one (`NonfiniteState.order_for_damage`).
+        2. A run in which no step is finite any more rolls back (`DeadRun.revive`), and the order is
+           dropped.
+        3. A run that trains nothing stops (`NonfiniteState.stop_if_never_finite`).
+        4. The weights are compared with earlier weights (`BetterWeights.compare`).
+        5. The order is carried out, or without an order the verdict of the comparison.
+        6. Without both, values that the program has kept for long are accepted
+           (`BetterWeights.accept_intended`).
 
         Args:
             step: the step.
