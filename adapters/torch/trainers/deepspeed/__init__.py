@@ -80,10 +80,10 @@ def heal_engine(
     """
     check_spelling(overrides, heal_engine)
     printed = checked_console(console)
-    part = EngineOptimizer(engine)
+    part = DeepSpeedOptimizer(engine)
     core = engine_of(with_limit(resolve(policy, overrides), part.trainer_limit))
     healing = part.attach_with(core)
-    healing.healed_step.incident_log.console = printed
+    healing.healed_step.attach_log.console = printed
     return healing
 
 
@@ -111,13 +111,13 @@ def engine_state(engine: nn.Module) -> dict[str, Any]:
         AttachError: as for `heal_engine`.
     """
     deepspeed: Any = engine
-    parts = {"model": deepspeed.module, "optimizer": EngineOptimizer(engine)}
+    parts = {"model": deepspeed.module, "optimizer": DeepSpeedOptimizer(engine)}
     if deepspeed.lr_scheduler is not None:
         parts["scheduler"] = deepspeed.lr_scheduler
     return parts
 
 
-class EngineOptimizer(Optimizer):
+class DeepSpeedOptimizer(Optimizer):
     """The part of the state that DeepSpeed steps: moments, float32 weights, loss scale, counters.
 
     A rollback writes into the live tensors, because ZeRO's flat buffers are views of each other.
@@ -142,7 +142,7 @@ class EngineOptimizer(Optimizer):
         self.optimizer = engine.basic_optimizer
         self.per_rank = _is_sharded(engine) and engine.dp_world_size > 1
         healing = healing_of(self.optimizer)
-        if healing is not None and isinstance(healing.healed_step, EngineStep):
+        if healing is not None and isinstance(healing.healed_step, DeepSpeedStep):
             self.trainer_limit = healing.healed_step.adopted_limit
         else:
             self.trainer_limit = float(engine.gradient_clipping() or 0.0) or None
@@ -183,8 +183,8 @@ class EngineOptimizer(Optimizer):
             core,
             engine=where,
             process_group=process_group,
-            measurer=partial(EngineMeasurer, engine),
-            healed_step=partial(EngineStep, engine, limit),
+            measurer=partial(DeepSpeedMeasurer, engine),
+            healed_step=partial(DeepSpeedStep, engine, limit),
         )
         backward = engine.backward
 
@@ -319,7 +319,7 @@ class SkippedByDeepSpeed(DroppedSteps):
         return self._skipped > before
 
 
-class EngineMeasurer(Measurer):
+class DeepSpeedMeasurer(Measurer):
     """Measures a step of the engine. With ZeRO the norm is over all groups and ranks.
 
     A rank's optimizer has only a piece of each group then, and is called once for each group. No
@@ -366,7 +366,7 @@ class EngineMeasurer(Measurer):
         return measured._replace(signals=measured.signals._replace(grad_norm=norm))
 
 
-class EngineStep(HealedStep):
+class DeepSpeedStep(HealedStep):
     """Judges once per step of the engine, and enforces the decision in every parameter group.
 
     Args:
