@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
@@ -18,10 +18,10 @@ from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
-from healcore.runtime.healer_options import Options
+from healcore.runtime.healer_options import AttachOptions, Options
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.optional_driver import OptionalMethods
-from healcore.runtime.reporting.trackers import select
+from healcore.runtime.reporting.trackers import TrackersLike, select
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.credit import FORWARD_PASS
@@ -146,10 +146,10 @@ class Healer(Generic[State]):
         loss_fn_cost: float = FORWARD_PASS,
         checkpoints: Checkpoints = CHECKPOINTS,
         logging: Logging = LOGGING,
-        trackers: object = (),
+        trackers: TrackersLike = (),
         hooks: Hooks = NO_HOOKS,
         resume: bool | Literal["auto"] = "auto",
-        attach: Mapping[str, Any] | None = None,
+        attach: AttachOptions | None = None,
         stop_file: str | os.PathLike[str] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:

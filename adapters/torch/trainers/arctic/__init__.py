@@ -18,9 +18,10 @@ import torch.distributed as dist
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
 from healcore.runtime.healer import Healer, hooks_of
+from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.store.several import Places
-from healcore.torch.trainers import TrainerOptions, resolve_options
+from healcore.torch.trainers import resolve_options
 from healcore.torch.trainers.deepspeed import engine_state
 
 _END = object()

@@ -23,6 +23,7 @@ from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
 from healcore.policy.variants import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, hooks_of
+from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
 from healcore.runtime.store.several import Places, root_of
@@ -31,7 +32,6 @@ from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import (
     TrainerCheckpoints,
-    TrainerOptions,
     adopt_trainer_checkpoint,
     healings_of,
     newest_settings,

@@ -21,6 +21,7 @@ from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike
 from healcore.policy.variants import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, hooks_of
+from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.runtime.run_hooks import RunHooks
 from healcore.runtime.run_options import HostPolicy
@@ -29,7 +30,6 @@ from healcore.torch.attachment import Healing
 from healcore.torch.healed_step import StepListener
 from healcore.torch.measurement import StepNorms
 from healcore.torch.trainers import (
-    TrainerOptions,
     adopt_trainer_checkpoint,
     healings_of,
     newest_step,
