@@ -30,7 +30,6 @@ from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
-from healcore.runtime.run_hooks import RunHooks
 from healcore.runtime.run_options import (
     CHECKPOINTS,
     LOGGING,
@@ -41,6 +40,7 @@ from healcore.runtime.run_options import (
     Logging,
 )
 from healcore.runtime.store.several import Places, checked_places
+from healcore.runtime.trainer_access import TrainerAccess
 
 State = TypeVar("State")
 
@@ -738,7 +738,7 @@ class Healer(Generic[State]):
         return self._run
 
 
-def hooks_of(healer: Healer[Any]) -> RunHooks:
+def trainer_access_of(healer: Healer[Any]) -> TrainerAccess:
     """Returns what the integration of a trainer uses of an open Healer.
 
     It is not part of the public API, and may change in any release.
@@ -746,4 +746,4 @@ def hooks_of(healer: Healer[Any]) -> RunHooks:
     Args:
         healer: an open Healer.
     """
-    return RunHooks(healer._run)
+    return TrainerAccess(healer._run)

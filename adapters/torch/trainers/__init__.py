@@ -16,7 +16,7 @@ from healcore import console
 from healcore.core.engine import Engine, StateError
 from healcore.policy import Overrides, Policy, PolicyLike
 from healcore.policy.loader import resolve
-from healcore.runtime.healer import Healer, hooks_of
+from healcore.runtime.healer import Healer, trainer_access_of
 from healcore.runtime.store.manifest import scan
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.attachment import Healing
@@ -149,7 +149,7 @@ def healings_of(healer: Healer[Any] | None) -> Mapping[str, Healing]:
     """
     if healer is None:
         return {}
-    return cast(TorchDriver, hooks_of(healer).driver).healings
+    return cast(TorchDriver, trainer_access_of(healer).driver).healings
 
 
 def adopt_trainer_checkpoint(
@@ -172,7 +172,7 @@ def adopt_trainer_checkpoint(
     if not known:
         obstacle = "it has none"
     try:
-        hooks_of(healer).adopt_trainer_checkpoint(known, step=step)
+        trainer_access_of(healer).adopt_trainer_checkpoint(known, step=step)
     except StateError as error:
         obstacle = str(error)
     if obstacle:

@@ -22,7 +22,7 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
 from healcore.policy.variants import can_apply_limit, with_limit
-from healcore.runtime.healer import Healer, hooks_of
+from healcore.runtime.healer import Healer, trainer_access_of
 from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
@@ -191,7 +191,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         """
         engines: Mapping[str, Any] = {}
         if self.healer is not None:
-            engines = hooks_of(self.healer).driver.engines()
+            engines = trainer_access_of(self.healer).driver.engines()
         args: dict[str, Any] = {}
         if isinstance(self.policy, Policy):
             args["policy"] = to_dict(self.policy)
@@ -300,7 +300,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         if feed is not None:
             counters.begin()
             feed.healer = healer
-            completed = hooks_of(healer).had_completed
+            completed = trainer_access_of(healer).had_completed
             feed.nothing_to_do = completed and counters.saved_max_steps == state.max_steps
         elif state.global_step:
             self._load_state(healer, state)
