@@ -28,6 +28,15 @@
     loss.backward()
     optimizer.step()
 
+Each kind of loop has its own entry point:
+
+    a loop of your own               `healcore.Healer`, or `attach`, which only clips and skips
+    a loop with a DeepSpeed engine   `healcore.Healer` on `engine_state`, or `heal_engine`, which
+                                     only clips and skips
+    a Trainer of transformers, TRL   `heal_trainer`, or `HealingCallback` among its callbacks
+    a Trainer of Lightning           `LightningHealingCallback` among its callbacks
+    a trainer of ArcticTraining      `arctic_callbacks`
+
 Clips and skips apply to the step that was judged, and a skip is an exact no-op. On an accelerator
 fused Adam, AdamW, SGD and Adagrad need no host sync, other optimizers one sync per step.
 """
