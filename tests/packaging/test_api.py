@@ -189,6 +189,7 @@ def test_the_arguments_of_a_healer_are_the_same_in_its_three_lists():
 
 def test_a_healer_takes_the_options_of_attach():
     """By name: the types of torch are written as `Any`, so that only the names can be compared."""
+    pytest.importorskip("torch")
     signature = inspect.signature(healcore.torch.attach)
     assert set(AttachOptions.__annotations__) == set(signature.parameters) - {
         "optimizer",

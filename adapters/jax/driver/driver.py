@@ -174,16 +174,24 @@ class JaxDriver(Driver):
         return JaxWeights(self._live, [entry.candidates for entry in self._engines])
 
     def structure_changes(self) -> list[str]:
-        """See `Driver.structure_changes`."""
+        """The changes of the state's structure since the last call, as texts.
+
+        After a change the Healer saves a checkpoint, because earlier checkpoints no longer fit the
+        state.
+        """
         changes = self._changes
         self._changes = []
         return changes
 
     def take_dispatch(self) -> Dispatch | None:
-        """See `Driver.take_dispatch`. Every new state counts as a step.
+        """Begins to copy the step since the last call to the host.
 
-        If no engine has judged the step (optax.MultiSteps), which only the device knows,
-        `StepRecord.step` does not change.
+        The Healer calls this between two batches. Every new state counts as a step. If no engine
+        has judged the step (optax.MultiSteps), which only the device knows, `StepRecord.step` does
+        not change.
+
+        Returns:
+            The dispatch, or None if the program has not taken a step since the last call.
         """
         return self._reader.dispatch(self._states(), self._processes.begin_dispatch)
 
@@ -222,12 +230,16 @@ class JaxDriver(Driver):
         self._reader.add_block(records)
 
     def request_vote(self) -> None:
-        """See `Driver.request_vote`."""
+        """Requests a vote after one of the next dispatches, the same one in all processes.
+
+        A process that has received a signal to end may not end alone: the others would wait for it
+        in the next collective. Signal handlers call this method too.
+        """
         self._processes.request_vote()
 
     @transferring
     def expect_change(self) -> None:
-        """See `Driver.expect_change`.
+        """Opens every engine's grace window, because the program will change the data or the rate.
 
         The call edits the state, so the next step has to start from `live`.
         """
@@ -237,10 +249,13 @@ class JaxDriver(Driver):
 
     @transferring
     def state(self) -> dict[str, Any]:
-        """See `Driver.state`. Name of an item -> tree, see `ProgramState.items`.
+        """The live state to save, without healing states. Copies nothing.
 
         Adds a warning for texts in the state that the program has changed, see
         `ProgramState.changed_texts`.
+
+        Returns:
+            Name of an item -> tree, see `ProgramState.items`.
 
         Raises:
             StateMismatch: the program has changed the structure of nnx objects in place.
@@ -255,7 +270,11 @@ class JaxDriver(Driver):
 
     @transferring
     def engines(self) -> dict[str, dict[str, Any]]:
-        """See `Driver.engines`. One sync per engine."""
+        """Reads the states of the engines, for a checkpoint or a report. One sync per engine.
+
+        Returns:
+            Engine name -> `Engine.to_dict`.
+        """
         tree = self._live.read()
         states = {}
         for entry in self._engines:
@@ -272,12 +291,19 @@ class JaxDriver(Driver):
         *,
         reset_moments: bool = False,
     ) -> None:
-        """See `Driver.load`. The next step has to start from `live`.
+        """Replaces the live state, for a rollback or a resume, see `Driver.load`.
+
+        The next step has to start from `live`. Steps that `take_dispatch` has not returned are
+        dropped.
 
         Args:
             state: the items of a checkpoint, or None to keep the live state.
-            engines: engine name -> the state to load.
+            engines: engine name -> the state to load. Engines without an entry keep their state.
             reset_moments: whether moments and counts of the bias correction become zero.
+
+        Raises:
+            StateError: an engine state is of another policy, or the run has no such engine. The
+                live state is unchanged.
         """
         if state is None:
             tree = self._live.read()
@@ -289,11 +315,14 @@ class JaxDriver(Driver):
         self._reader.restart(self._states())
 
     def moments_obstacle(self) -> str:
-        """See `Driver.moments_obstacle`."""
+        """Reason why moments cannot be reset, or an empty string.
+
+        The Healer asks at the start, because a policy may ask for this reset at a rollback.
+        """
         return moments_obstacle(self._live.read(), [entry.path for entry in self._engines])
 
     def may_save(self, patience: int | None = None) -> bool:
-        """See `Driver.may_save`. One sync if the optimizer accumulates, by optax.MultiSteps.
+        """Whether optax.MultiSteps is not accumulating. One sync if the optimizer accumulates.
 
         Args:
             patience: not needed in JAX, where no accumulation is abandoned.
@@ -301,7 +330,7 @@ class JaxDriver(Driver):
         return self._live.between_steps()
 
     def undo_window(self) -> str:
-        """See `Driver.undo_window`. Changes nothing.
+        """Reason why the window cannot be undone, or an empty string.
 
         After an exception in a step, the program repeats the batch from the live state. Within an
         accumulation this state has gradients of other batches in it.
@@ -313,9 +342,10 @@ class JaxDriver(Driver):
     # -- weights and numbers ----------------------------------------------------------------------
 
     def copy_weights(self) -> dict[str, Any]:
-        """See `Driver.copy_weights`. Path -> copy of each array, see `JaxWeights.copy`.
+        """A copy of the weights in host memory, see `JaxWeights.copy`.
 
-        The copies stay valid when a step donates the state.
+        Returns:
+            Path -> copy of each array. The copies stay valid when a step donates the state.
         """
         return self._weights.copy()
 
@@ -327,24 +357,40 @@ class JaxDriver(Driver):
         *,
         redraw: bool = False,
     ) -> list[Any]:
-        """See `Driver.losses_of`."""
+        """The results of `loss_fn` with the current or with earlier weights.
+
+        Args:
+            loss_fn: the program's function.
+            batches: the batches to evaluate.
+            weights: a result of `copy_weights`, or None for the current weights.
+            redraw: whether other random keys are used, to see by how much the loss varies.
+
+        Returns:
+            The results in host memory, one for each batch.
+
+        Raises:
+            WeightsChanged: the parameters have other names or shapes than `weights`.
+            DataError: a step has donated a batch.
+        """
         return self._weights.losses_of(loss_fn, batches, weights, redraw=redraw)
 
     def nonfinite_weights(self) -> list[str]:
-        """See `Driver.nonfinite_weights`. Averages are included. One sync."""
+        """The paths of the parameters with a NaN or Inf, averages included. One sync."""
         return self._weights.nonfinite()
 
     def has_finite_weights(self) -> bool:
-        """See `Driver.has_finite_weights`. Ignores parameters that were not finite at the start.
+        """Whether all parameters are finite that were finite at the start. One sync.
 
-        A mask of -Inf among the parameters is not damage. One sync.
+        A mask of -Inf among the parameters is not damage.
         """
         return set(self.nonfinite_weights()) <= self._not_finite
 
     def memory(self) -> dict[str, int]:
-        """See `Driver.memory`. Of the first device; without gradients.
+        """Use of the first device's memory, for the message after it has run out.
 
-        Activations are of the peak so far. A failed step may have needed more.
+        Returns:
+            Bytes by name, see `Driver.memory`. Activations are of the peak so far. A failed step
+            may have needed more.
         """
         params = _bytes_on_one_device(self._weights.arrays().values())
         whole = _bytes_on_one_device(jax.tree.leaves(self._live.read()))
@@ -353,17 +399,19 @@ class JaxDriver(Driver):
         return {"parameters": params, "optimizer state": whole - params, "activations": used}
 
     def memory_profiles(self) -> dict[str, bytes]:
-        """See `Driver.memory_profiles`: the arrays of the devices, by the lines that made them.
+        """The arrays of the devices by the lines of the program that made them.
 
-        The suffix is ".prof", for the tool `pprof`.
+        Returns:
+            Suffix of a file -> its content, for the tool `pprof`.
         """
         return {".prof": jax.profiler.device_memory_profile()}
 
     def settings(self) -> dict[str, Any]:
-        """See `Driver.settings`.
+        """The settings of the run that a later start is compared with.
 
-        These are the hyperparameters of optax.inject_hyperparams, the constants of the optimizers,
-        the dtypes of the weights, and the digest.
+        Returns:
+            Name -> value that JSON can hold: the hyperparameters of optax.inject_hyperparams, the
+            constants of the optimizers, the dtypes of the weights, and a digest of the weights.
         """
         injected = jax.device_get(injected_hyperparameters(self._live.read()))
         names = [path.rpartition("['")[2].removesuffix("']") for path in injected]
@@ -399,10 +447,13 @@ class JaxDriver(Driver):
         return found
 
     def learning_rates(self) -> dict[str, float | None]:
-        """See `Driver.learning_rates`. One sync.
+        """The learning rate of each optimizer, to limit it after a rollback. One sync.
 
-        The rate that `protect` finds in its optimizer, or else the rate that the last update
-        received. Other rates in the state may have another unit than the engine's.
+        Other rates in the state may have another unit than the engine's.
+
+        Returns:
+            Engine name -> the rate that `protect` finds in its optimizer, or else the rate that the
+            last update received, or None if no rate is known.
         """
         tree = self._live.read()
         found = {}
@@ -424,22 +475,34 @@ class JaxDriver(Driver):
 
     @transferring
     def numbers(self) -> dict[str, NumberRange]:
-        """See `Driver.numbers`. One sync.
+        """The ranges of the numbers of the optimizers, see `Driver.numbers`. One sync.
 
         These are the numbers of `optax.inject_hyperparams` within `protect`, for example ``b2``, or
         the path in the state if several optimizers have a ``b2``. Without numbers that
         `optax.inject_hyperparams` schedules, because they cannot be held.
+
+        Returns:
+            Name -> lowest, highest and newest value since the last edit of the ranges.
         """
         return held_numbers.numbers_of(self._engines, self._live.read())
 
     @transferring
     def suspect_numbers(self) -> list[str]:
-        """See `Driver.suspect_numbers`. One sync."""
+        """Names the numbers that can make NaN of finite gradients. One sync.
+
+        The alarm of a step that the optimizer has spoiled names them, see `Driver.suspect_numbers`.
+        """
         return held_numbers.suspect_numbers(self._live.read())
 
     @transferring
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
-        """See `Driver.hold_numbers`. One sync; edits no state if nothing would change."""
+        """Holds numbers of the optimizers, and releases all others, see `Driver.hold_numbers`.
+
+        Does not edit the state if nothing would change. One sync.
+
+        Args:
+            ranges: name, as in `numbers` -> the range in which the number was healthy.
+        """
         tree = held_numbers.with_held_numbers(self._engines, self._live.read(), ranges)
         if tree is not None:
             self._edit_state(tree)
@@ -447,7 +510,11 @@ class JaxDriver(Driver):
     # -- the run ----------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:
-        """See `Driver.store`: an `OrbaxStore`, or a `MemoryStore` without a directory."""
+        """Makes the default store of a run.
+
+        Args:
+            where: directory for checkpoints, or None to keep copies in memory only.
+        """
         from healcore.jax.store import MemoryStore, OrbaxStore  # loads Orbax
 
         if where is None:
