@@ -19,7 +19,7 @@ The files, for readers of the code, in the order of a step:
     heal_state           `HealState`, and the engine's step on it
     engine_rows          the numbers of an engine as one row
     one_kernel           compiles the engine as one kernel of a CPU
-    namespace            the array functions of the core in JAX
+    array_namespace      the array functions of the core in JAX
     clipping             clips the gradients by the decision
     commit               keeps the old state on a skip
 

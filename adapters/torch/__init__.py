@@ -6,16 +6,17 @@
     loss.backward()
     optimizer.step()
 
+Each kind of loop has its own entry point:
+
+    a loop of your own               `healcore.Healer`, or `attach`, which only clips and skips
+    a loop with a DeepSpeed engine   `healcore.Healer` on `engine_state`, or `heal_engine`, which
+                                     only clips and skips
+    a Trainer of transformers, TRL   `heal_trainer`, or `HealingCallback` among its callbacks
+    a Trainer of Lightning           `LightningHealingCallback` among its callbacks
+    a trainer of ArcticTraining      `arctic_callbacks`
+
 Clips and skips apply to the step that was judged, and a skip is an exact no-op. On an accelerator
 fused Adam, AdamW, SGD and Adagrad need no host sync, other optimizers one sync per step.
-
-Which function heals what:
-
-    an optimizer of your own loop     `attach`, or `healcore.Healer`, which can also roll back
-    transformers and TRL              `heal_trainer`, or a `HealingCallback` among the callbacks
-    Lightning                         `LightningHealingCallback`
-    a DeepSpeed engine                `heal_engine`, or `healcore.Healer` with its `engine_state`
-    ArcticTraining                    `arctic_callbacks`
 
 The files, for readers of the code:
 
@@ -32,7 +33,7 @@ The files, for readers of the code:
     array_namespace       the array functions of the core in torch
     enforcer            clips, skips, scales the rate, resets moments
     optimizer_numbers   numbers of the optimizer that a rollback holds
-    incident_log        lines of `attach` without a Healer
+    attach_log          lines of `attach` without a Healer
     driver              what a Healer needs of a run in torch
     live_state          checks and names the user's state
     store               checkpoints

@@ -14,7 +14,7 @@ What a framework or a trainer is to the runtime:
     driver           `Driver`, the interface between the Healer and a framework
     optional_driver  methods that only some drivers have
     driver_choice    chooses the driver for a state
-    run_hooks        what the integration of a trainer uses of an open run
+    trainer_access   what the integration of a trainer uses of an open run
 
 What a run does:
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
@@ -18,10 +18,10 @@ from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
-from healcore.runtime.healer_options import Options
+from healcore.runtime.healer_options import AttachOptions, Options
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.optional_driver import OptionalMethods
-from healcore.runtime.reporting.trackers import select
+from healcore.runtime.reporting.trackers import TrackersLike, select
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.credit import FORWARD_PASS
@@ -30,7 +30,6 @@ from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
-from healcore.runtime.run_hooks import RunHooks
 from healcore.runtime.run_options import (
     CHECKPOINTS,
     LOGGING,
@@ -41,6 +40,7 @@ from healcore.runtime.run_options import (
     Logging,
 )
 from healcore.runtime.store.several import Places, checked_places
+from healcore.runtime.trainer_access import TrainerAccess
 
 State = TypeVar("State")
 
@@ -146,10 +146,10 @@ class Healer(Generic[State]):
         loss_fn_cost: float = FORWARD_PASS,
         checkpoints: Checkpoints = CHECKPOINTS,
         logging: Logging = LOGGING,
-        trackers: object = (),
+        trackers: TrackersLike = (),
         hooks: Hooks = NO_HOOKS,
         resume: bool | Literal["auto"] = "auto",
-        attach: Mapping[str, Any] | None = None,
+        attach: AttachOptions | None = None,
         stop_file: str | os.PathLike[str] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
@@ -738,7 +738,7 @@ class Healer(Generic[State]):
         return self._run
 
 
-def hooks_of(healer: Healer[Any]) -> RunHooks:
+def trainer_access_of(healer: Healer[Any]) -> TrainerAccess:
     """Returns what the integration of a trainer uses of an open Healer.
 
     It is not part of the public API, and may change in any release.
@@ -746,4 +746,4 @@ def hooks_of(healer: Healer[Any]) -> RunHooks:
     Args:
         healer: an open Healer.
     """
-    return RunHooks(healer._run)
+    return TrainerAccess(healer._run)

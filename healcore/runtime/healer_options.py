@@ -10,30 +10,57 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
+from healcore.console import Console
 from healcore.policy import Overrides
-from healcore.runtime.reporting.trackers import Selection
+from healcore.runtime.reporting.trackers import Selection, TrackersLike
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, check_path
 from healcore.runtime.store.several import Places, StorePlace
 
 
-class HealerOptions(Overrides, total=False):
+class AttachOptions(TypedDict, total=False):
+    """The options of `healcore.torch.attach`, which explains them, for the argument `attach`.
+
+    The types of torch are written as `Any`, because this module imports no framework.
+    """
+
+    scaler: Any
+    """A `torch.amp.GradScaler`, or None."""
+    engine: Literal["auto", "host", "device"]
+    compile: bool | Literal["auto"]
+    process_group: Any
+    """A `ProcessGroup`, a `DeviceMesh`, "auto" or None."""
+    pp_mesh: Any
+    """A `DeviceMesh`, or None."""
+    console: Console
+
+
+class TrainerOptions(Overrides, total=False):
+    """The keyword arguments of `Healer` that the callback of each trainer takes too.
+
+    An option is then written for a trainer as for a loop of your own. The docstring of `Healer`
+    explains each of them, and `Overrides` the values of the policy.
+    """
+
+    loss_fn_cost: float
+    checkpoints: Checkpoints
+    logging: Logging
+    trackers: TrackersLike
+    hooks: Hooks
+    resume: bool | Literal["auto"]
+    attach: AttachOptions | None
+    stop_file: str | os.PathLike[str] | None
+
+
+class HealerOptions(TrainerOptions, total=False):
     """The keyword arguments of `Healer` except `policy` and `state`, to pass them on.
 
-    The docstring of `Healer` explains each of them, and `Overrides` the values of the policy.
+    The callback of a trainer has `store` and `loss_fn` too, with further values of its own.
     """
 
     store: Places
     loss_fn: Callable[..., Any] | None
-    loss_fn_cost: float
-    checkpoints: Checkpoints
-    logging: Logging
-    trackers: object
-    hooks: Hooks
-    resume: bool | Literal["auto"]
-    attach: Mapping[str, Any] | None
-    stop_file: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)

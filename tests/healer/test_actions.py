@@ -374,7 +374,7 @@ def test_each_cause_that_begins_has_an_alert_while_another_lasts(losses, norms, 
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1e-9)
     tracked: list[Any] = []
-    tracker = SimpleNamespace(metrics=lambda step, values: None, event=tracked.append)
+    tracker: Any = SimpleNamespace(metrics=lambda step, values: None, event=tracked.append)
     state = {"model": torch.nn.ParameterList([weight]), "optimizer": optimizer}
     with Healer(WATCHES, state=state, store=tmp_path, trackers=[tracker]) as healer:
         for step, value in enumerate(healer.batches(losses)):

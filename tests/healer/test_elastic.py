@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from healcore import Healer
-from healcore.runtime.healer import hooks_of
+from healcore.runtime.healer import trainer_access_of
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer import killed_runs
@@ -96,7 +96,7 @@ def train(kind: str, root: Path, watched: Watched, *, any_world: bool = False) -
         for number in healer.batches(range(45)):
             assert any_world or own.step == healer.step, "a checkpoint is of different steps"
             tensors = [whole(t) if any_world else t for t in held(net, optimizer)]
-            engines = digest(hooks_of(healer).driver.engines())
+            engines = digest(trainer_access_of(healer).driver.engines())
             digests = digest(*tensors, scheduler.state_dict()), engines
             trace.write(json.dumps([healer.rollbacks, healer.step, number, *digests]) + "\n")
             watched.begin(STEP)

@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from healcore.jax.store import OrbaxStore
-from healcore.runtime.healer import hooks_of
+from healcore.runtime.healer import trainer_access_of
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer.killed_runs import STEP, Kind, Watched, digest
@@ -41,7 +41,7 @@ def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
         def before(healer: Any, number: int) -> None:
             watched.end(STEP)
             loop.state = healer.state
-            state = digest(*loop.weights()), digest(hooks_of(healer).driver.engines())
+            state = digest(*loop.weights()), digest(trainer_access_of(healer).driver.engines())
             file.write(json.dumps([healer.rollbacks, healer.step, number, *state]) + "\n")
             watched.begin(STEP)
 

@@ -23,7 +23,7 @@ from healcore.jax import protect
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.runtime.healer import hooks_of
+from healcore.runtime.healer import trainer_access_of
 from healcore.runtime.run.ending.exits import RunStopped, Terminated
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.ranks import RankFailed
@@ -121,7 +121,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         stopped = stop.why
     except Terminated as end:
         stopped = end.code
-    hooks_of(healer).driver.expect_change()
+    trainer_access_of(healer).driver.expect_change()
     multihost_utils.sync_global_devices("ended")  # process 0 writes the events of both
     votes = [] if kind == "memory" else [e for e in read(events).events if e["kind"] == "vote"]
     held = whole(mesh, without_heal_state(healer.state))

@@ -17,7 +17,7 @@ import yaml
 import healcore
 import mkdocs_hooks as hooks
 from healcore.policy import Overrides
-from healcore.runtime.healer_options import HealerOptions, Options
+from healcore.runtime.healer_options import AttachOptions, HealerOptions, Options
 
 DOCS = Path(__file__).parents[2] / "docs"
 SURFACE = {
@@ -185,3 +185,14 @@ def test_the_arguments_of_a_healer_are_the_same_in_its_three_lists():
     keywords = set(HealerOptions.__annotations__) - set(Overrides.__annotations__)
     options = {each.name for each in dataclasses.fields(Options)}
     assert arguments == options == keywords | {"policy", "state"}
+
+
+def test_a_healer_takes_the_options_of_attach():
+    """By name: the types of torch are written as `Any`, so that only the names can be compared."""
+    pytest.importorskip("torch")
+    signature = inspect.signature(healcore.torch.attach)
+    assert set(AttachOptions.__annotations__) == set(signature.parameters) - {
+        "optimizer",
+        "policy",
+        "overrides",
+    }

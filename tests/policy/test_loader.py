@@ -24,7 +24,7 @@ from healcore.policy import (
 )
 from healcore.policy.overrides import parse_overrides
 from healcore.policy.tables import keys_of
-from healcore.runtime.healer import hooks_of
+from healcore.runtime.healer import trainer_access_of
 from healcore.runtime.run_options import HostPolicy
 
 
@@ -161,7 +161,7 @@ def by_healer(policy, **overrides):
     state = {"model": model, "optimizer": optimizer}
     unused = contextlib.suppress(healcore.errors.IncompleteRun)  # it takes no step
     with unused, healcore.Healer(policy, state=state, **overrides) as healer:
-        (found,) = hooks_of(healer).driver.engines().values()
+        (found,) = trainer_access_of(healer).driver.engines().values()
     return found["policy"]
 
 

@@ -10,14 +10,13 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from healcore import console
 from healcore.core.engine import Engine, StateError
 from healcore.policy import Overrides, Policy, PolicyLike
 from healcore.policy.loader import resolve
-from healcore.runtime.healer import Healer, hooks_of
-from healcore.runtime.run_options import Checkpoints, Hooks, Logging
+from healcore.runtime.healer import Healer, trainer_access_of
 from healcore.runtime.store.manifest import scan
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.attachment import Healing
@@ -25,27 +24,10 @@ from healcore.torch.driver import TorchDriver
 from healcore.torch.store import MemoryStore
 
 
-class TrainerOptions(Overrides, total=False):
-    """Further arguments of `healcore.Healer`, and values to replace in the policy.
-
-    The constructors of all trainers' callbacks take these as keywords, so that an option is written
-    as in a loop of your own. Each key is described at the argument of `healcore.Healer` with its
-    name, and the values of the policy at `healcore.policy.load`.
-    """
-
-    checkpoints: Checkpoints
-    logging: Logging
-    trackers: object
-    hooks: Hooks
-    resume: bool | Literal["auto"]
-    attach: Mapping[str, object] | None
-    stop_file: str | os.PathLike[str] | None
-
-
 def resolve_options(
     policy: PolicyLike, options: Mapping[str, Any]
 ) -> tuple[Policy | Engine, dict[str, Any]]:
-    """Separates `TrainerOptions`: the policy with its replaced values, and Healer arguments.
+    """Separates `healer_options.TrainerOptions`: the policy with its overrides, and the rest.
 
     A wrong option raises where the program writes it, and not when the training begins.
 
@@ -167,7 +149,7 @@ def healings_of(healer: Healer[Any] | None) -> Mapping[str, Healing]:
     """
     if healer is None:
         return {}
-    return cast(TorchDriver, hooks_of(healer).driver).healings
+    return cast(TorchDriver, trainer_access_of(healer).driver).healings
 
 
 def adopt_trainer_checkpoint(
@@ -190,7 +172,7 @@ def adopt_trainer_checkpoint(
     if not known:
         obstacle = "it has none"
     try:
-        hooks_of(healer).adopt_trainer_checkpoint(known, step=step)
+        trainer_access_of(healer).adopt_trainer_checkpoint(known, step=step)
     except StateError as error:
         obstacle = str(error)
     if obstacle:

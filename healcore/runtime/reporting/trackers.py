@@ -8,8 +8,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from healcore.adapter_registry import MissingExtraError
 from healcore.core.decision import StepRecord
@@ -59,6 +59,8 @@ class Tracker(Protocol):
         ...
 
 
+TrackersLike: TypeAlias = str | Tracker | Sequence[str | Tracker] | None
+"""The `trackers` argument of a Healer: names such as "wandb:PROJECT", and objects, or None."""
 Selection = tuple[str, Callable[[], Tracker]]
 """Name of a requested tracker, and a function that imports its library and creates it."""
 

@@ -1,8 +1,8 @@
 """`Loop`: what happens between two steps of a run, for every kind of training loop.
 
 A program hands its loop over to the Healer (`batches`, `epochs`, `steps`, `scan`), or calls the
-Healer in a loop of its own (`after_step`, `update`). Trainers do the same through `RunHooks`. All
-of these calls end in `Loop._between_steps`, which has the order of the work:
+Healer in a loop of its own (`after_step`, `update`). Trainers do the same through `TrainerAccess`.
+All of these calls end in `Loop._between_steps`, which has the order of the work:
 
     the program's step            Loop                                   phase
     ------------------            ----                                   -----

@@ -13,7 +13,7 @@ from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver.blocks import Block, Scan
-from healcore.runtime.healer import HealerError, hooks_of
+from healcore.runtime.healer import HealerError, trainer_access_of
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.loop import Loop
@@ -93,7 +93,7 @@ def test_blocks_have_the_bits_of_one_scan_and_every_step_is_judged(tmp_path):
     expected, losses = one_scan(22)
     assert_same_bits((trained(state), outputs), (expected, losses))
     assert healer.step == 44
-    (blocks,) = hooks_of(healer).driver._scans.programs.values()
+    (blocks,) = trainer_access_of(healer).driver._scans.programs.values()
     assert blocks._compiled._cache_size() == 2, "of 5 and of 2 updates"
     steps = [each["step"] for each in events(tmp_path, "save")]
     assert steps == [0, 10, 20, 30, 40, 44]

@@ -5,7 +5,7 @@ import torch
 
 import healcore
 from healcore.errors import AlreadyCompleted
-from healcore.runtime.healer import hooks_of
+from healcore.runtime.healer import trainer_access_of
 from healcore.runtime.run.loop_phase import LoopPhase
 from tests.healer.run_directory import new_process
 from tests.open_run import run_of
@@ -48,14 +48,14 @@ def test_the_code_of_a_trainer_after_an_epoch_is_a_phase():
         for step in healer.steps(2):
             train(model, optimizer, healer)
             if step == 0:
-                hooks_of(healer).mark_step_unfinished()
+                trainer_access_of(healer).mark_step_unfinished()
                 assert loop.phase is LoopPhase.EPOCH_END
                 assert loop.has_unfinished_trainer_work
                 loop.queue_dispatch()
                 assert loop.phase is LoopPhase.AFTER_STEP
-                hooks_of(healer).mark_step_unfinished()
+                trainer_access_of(healer).mark_step_unfinished()
                 assert loop.phase is LoopPhase.AFTER_STEP, "a counted step is not forgotten"
-        hooks_of(healer).mark_step_unfinished()
+        trainer_access_of(healer).mark_step_unfinished()
         assert loop.phase is LoopPhase.EPOCH_END
         healer.after_step()
         assert loop.phase is LoopPhase.BEFORE_STEP

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from healcore import Checkpoints, Healer, Logging
-from healcore.runtime.healer import hooks_of
+from healcore.runtime.healer import trainer_access_of
 from healcore.runtime.run.compare import holding
 from healcore.tools.report.run_report import read_reports
 from tests.open_run import run_of
@@ -168,7 +168,8 @@ def test_what_is_held_is_released_when_the_fault_is_over(tmp_path):
     assert last["held"] == ["optimizer.weight_decay held at 0.01, the program sets 40"]
     ranges = run_of(program.healer).comparisons.state.ranges
     assert not ranges.held
-    assert hooks_of(program.healer).driver.engines()["optimizer"]["state"]["norm_limit"] == 0
+    engines = trainer_access_of(program.healer).driver.engines()
+    assert engines["optimizer"]["state"]["norm_limit"] == 0
 
 
 class Killed(BaseException):

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
-from healcore.runtime.healer import Healer, hooks_of
+from healcore.runtime.healer import Healer, trainer_access_of
+from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.store.several import Places
-from healcore.torch.trainers import TrainerOptions, resolve_options
+from healcore.torch.trainers import resolve_options
 from healcore.torch.trainers.deepspeed import engine_state
 
 _END = object()
@@ -158,7 +159,7 @@ class HealedEpochs:
             batch = self._pending[0]
             if batch is _END:
                 break
-            epoch = hooks_of(self._healer).read_position.pending[-1].epoch
+            epoch = trainer_access_of(self._healer).read_position.pending[-1].epoch
             if epoch > last:
                 break
             self.set_counts()

@@ -63,27 +63,27 @@ def heal_engine(
     Healer. It counts as non-finite, unless DeepSpeed is searching a dynamic loss scale.
 
     Args:
-        engine: the engine, first result of `deepspeed.initialize`.
+        engine: the DeepSpeed engine, first result of `deepspeed.initialize`.
         policy: as for `attach`.
         console: as for `attach`.
         **overrides: as for `attach`.
 
     Returns:
-        The same handle as from `attach`. `detach()` restores the engine.
+        The same handle as from `attach`. `detach()` restores the DeepSpeed engine.
 
     Raises:
         AttachError: a pipeline engine, ZeRO-3, offloading, experts, model parallelism, a policy
-            that cannot hold DeepSpeed's limit, or anything that `attach` refuses. The engine is
-            unchanged.
+            that cannot hold DeepSpeed's limit, or anything that `attach` refuses. The DeepSpeed
+            engine is unchanged.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
         TypeError: an unknown keyword resembles the name of an argument.
     """
     check_spelling(overrides, heal_engine)
     printed = checked_console(console)
-    part = EngineOptimizer(engine)
+    part = DeepSpeedOptimizer(engine)
     core = engine_of(with_limit(resolve(policy, overrides), part.trainer_limit))
     healing = part.attach_with(core)
-    healing.healed_step.incident_log.console = printed
+    healing.healed_step.attach_log.console = printed
     return healing
 
 
@@ -96,13 +96,13 @@ def engine_state(engine: nn.Module) -> dict[str, Any]:
                 engine.backward(loss)
                 engine.step()
 
-    The Healer also heals the engine, unless `heal_engine` was called before. Checkpoints hold the
+    The Healer also heals this engine, unless `heal_engine` was called before. Checkpoints hold the
     module, the basic optimizer, DeepSpeed's float32 copies of the weights, its loss scale and
     counters, and the scheduler. With ZeRO each rank saves its own pieces, so a resume needs the
     same number of ranks.
 
     Args:
-        engine: the engine, first result of `deepspeed.initialize`.
+        engine: the DeepSpeed engine, first result of `deepspeed.initialize`.
 
     Returns:
         Name -> part. Other parts can be added: `{**engine_state(engine), "ema": ema}`.
@@ -111,20 +111,20 @@ def engine_state(engine: nn.Module) -> dict[str, Any]:
         AttachError: as for `heal_engine`.
     """
     deepspeed: Any = engine
-    parts = {"model": deepspeed.module, "optimizer": EngineOptimizer(engine)}
+    parts = {"model": deepspeed.module, "optimizer": DeepSpeedOptimizer(engine)}
     if deepspeed.lr_scheduler is not None:
         parts["scheduler"] = deepspeed.lr_scheduler
     return parts
 
 
-class EngineOptimizer(Optimizer):
+class DeepSpeedOptimizer(Optimizer):
     """The part of the state that DeepSpeed steps: moments, float32 weights, loss scale, counters.
 
     A rollback writes into the live tensors, because ZeRO's flat buffers are views of each other.
-    DeepSpeed's own `load_checkpoint` reads from disk and rebuilds parts of the engine.
+    DeepSpeed's own `load_checkpoint` reads from disk and rebuilds parts of its engine.
 
     Args:
-        engine: the engine. AttachError if it cannot be healed.
+        engine: the DeepSpeed engine. AttachError if it cannot be healed.
 
     Attributes:
         optimizer: the basic optimizer.
@@ -142,13 +142,13 @@ class EngineOptimizer(Optimizer):
         self.optimizer = engine.basic_optimizer
         self.per_rank = _is_sharded(engine) and engine.dp_world_size > 1
         healing = healing_of(self.optimizer)
-        if healing is not None and isinstance(healing.healed_step, EngineStep):
+        if healing is not None and isinstance(healing.healed_step, DeepSpeedStep):
             self.trainer_limit = healing.healed_step.adopted_limit
         else:
             self.trainer_limit = float(engine.gradient_clipping() or 0.0) or None
 
     def attach_with(self, core: Engine, *, process_group: Any = "auto", **options: Any) -> Healing:
-        """Heals the engine. The Healer calls this method instead of `attach`.
+        """Heals the DeepSpeed engine. The Healer calls this method instead of `attach`.
 
         Args:
             core: the policy's engine.
@@ -183,8 +183,8 @@ class EngineOptimizer(Optimizer):
             core,
             engine=where,
             process_group=process_group,
-            measurer=partial(EngineMeasurer, engine),
-            healed_step=partial(EngineStep, engine, limit),
+            measurer=partial(DeepSpeedMeasurer, engine),
+            healed_step=partial(DeepSpeedStep, engine, limit),
         )
         backward = engine.backward
 
@@ -288,7 +288,7 @@ class EngineOptimizer(Optimizer):
             optimizer.clear_hp_grads()
 
 
-# -- one step of the engine ------------------------------------------------------------------------
+# -- one step of DeepSpeed -------------------------------------------------------------------------
 
 
 class SkippedByDeepSpeed(DroppedSteps):
@@ -319,8 +319,8 @@ class SkippedByDeepSpeed(DroppedSteps):
         return self._skipped > before
 
 
-class EngineMeasurer(Measurer):
-    """Measures a step of the engine. With ZeRO the norm is over all groups and ranks.
+class DeepSpeedMeasurer(Measurer):
+    """Measures a step of DeepSpeed. With ZeRO the norm is over all groups and ranks.
 
     A rank's optimizer has only a piece of each group then, and is called once for each group. No
     call sees the gradients of the step, so that DeepSpeed's own norm is taken.
@@ -366,11 +366,11 @@ class EngineMeasurer(Measurer):
         return measured._replace(signals=measured.signals._replace(grad_norm=norm))
 
 
-class EngineStep(HealedStep):
-    """Judges once per step of the engine, and enforces the decision in every parameter group.
+class DeepSpeedStep(HealedStep):
+    """Judges once per step of DeepSpeed, and enforces the decision in every parameter group.
 
     Args:
-        engine: the engine.
+        engine: the DeepSpeed engine.
         adopted_limit: DeepSpeed's max gradient norm, which the policy enforces instead, or None.
         *args: arguments of `HealedStep`.
     """

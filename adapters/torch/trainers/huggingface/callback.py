@@ -10,10 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from transformers import Trainer, TrainerCallback
-from transformers import TrainerControl as Control
-from transformers import TrainerState as State
-from transformers import TrainingArguments as Args
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
@@ -22,7 +25,8 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
 from healcore.policy.variants import can_apply_limit, with_limit
-from healcore.runtime.healer import Healer, hooks_of
+from healcore.runtime.healer import Healer, trainer_access_of
+from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
 from healcore.runtime.store.several import Places, root_of
@@ -31,7 +35,6 @@ from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import (
     TrainerCheckpoints,
-    TrainerOptions,
     adopt_trainer_checkpoint,
     healings_of,
     newest_settings,
@@ -191,7 +194,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         """
         engines: Mapping[str, Any] = {}
         if self.healer is not None:
-            engines = hooks_of(self.healer).driver.engines()
+            engines = trainer_access_of(self.healer).driver.engines()
         args: dict[str, Any] = {}
         if isinstance(self.policy, Policy):
             args["policy"] = to_dict(self.policy)
@@ -200,7 +203,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             args["store"] = store
         return {"args": args, "attributes": {"engines": engines}}
 
-    def _load_state(self, healer: Healer[Any], state: State) -> None:
+    def _load_state(self, healer: Healer[Any], state: TrainerState) -> None:
         """Loads the policy's state from the checkpoint that the Trainer has resumed from.
 
         The attribute `engines` cannot be used: the Trainer sets it only with the option
@@ -216,7 +219,9 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     # -- the Trainer's events -------------------------------------------------------------------
 
-    def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Opens the Healer, and inserts it into the training loop.
 
         The Trainer calls this when model, optimizer and loss sums exist, before the first epoch.
@@ -245,7 +250,9 @@ class HealingCallback(TrainerCallback, ExportableState):
             self.close(error)
             raise
 
-    def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Does the Healer's work between two steps, or corrects `state.epoch`.
 
         With a store the Healer works when the Trainer asks for the next batch, where a rollback can
@@ -256,7 +263,9 @@ class HealingCallback(TrainerCallback, ExportableState):
         elif self._open_healer is not None:
             self._open_healer.after_step()
 
-    def on_evaluate(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Reports the evaluation's loss to policies that read it.
 
         Does nothing outside of `train()`, and if the metrics have no `eval_loss`: with several
@@ -266,7 +275,9 @@ class HealingCallback(TrainerCallback, ExportableState):
         if self._open_healer is not None and "eval_loss" in metrics:
             self._open_healer.observe(eval_loss=metrics["eval_loss"])
 
-    def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Ends the Healer, and restores the Trainer.
 
         The Trainer calls this after the last step, before it returns from `train()`. It does not
@@ -288,7 +299,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             kind = type(error)
         changes.__exit__(kind, error, None)
 
-    def _begin(self, trainer: HfTrainer, state: State) -> None:
+    def _begin(self, trainer: HfTrainer, state: TrainerState) -> None:
         """Opens the Healer, and replaces methods of the Trainer until `close`."""
         stack, feed, policy = self._changes, self._feed, self.policy
         limit = max(float(trainer.args.max_grad_norm or 0.0), 0.0) or None
@@ -300,7 +311,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         if feed is not None:
             counters.begin()
             feed.healer = healer
-            completed = hooks_of(healer).had_completed
+            completed = trainer_access_of(healer).had_completed
             feed.nothing_to_do = completed and counters.saved_max_steps == state.max_steps
         elif state.global_step:
             self._load_state(healer, state)
@@ -352,7 +363,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             self.close(error)
             raise
 
-    def _check(self, trainer: HfTrainer, state: State, loader: Any) -> None:
+    def _check(self, trainer: HfTrainer, state: TrainerState, loader: Any) -> None:
         """Raises AttachError for a Trainer that cannot be healed."""
         distributed = str(getattr(trainer.accelerator.distributed_type, "value", ""))
         if distributed == "DEEPSPEED":

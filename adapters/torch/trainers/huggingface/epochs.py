@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 from healcore import console
 from healcore.runtime.data import BatchId, EmptyLoader
 from healcore.runtime.driver import json_setting
-from healcore.runtime.healer import hooks_of
+from healcore.runtime.healer import trainer_access_of
 from healcore.torch.trainers.huggingface import trainer_internals as internals
 from healcore.torch.trainers.huggingface.trainer_internals import Batch, HfTrainer, Metrics
 
@@ -95,7 +95,7 @@ class EpochFeed:
         """
         if self.healer is None:
             return 0
-        read = len(hooks_of(self.healer).read_position.pending)
+        read = len(trainer_access_of(self.healer).read_position.pending)
         return read - len(self._pending)
 
     def go_to(self, epoch: int, count: int) -> None:
@@ -154,7 +154,7 @@ class EpochFeed:
                     if self.healer.after_step(last=True):
                         continue  # the last steps have rolled the run back
                     if control.should_training_stop:
-                        hooks_of(self.healer).save_completed()  # not the best model
+                        trainer_access_of(self.healer).save_completed()  # not the best model
                         return
                     self._batches = None  # a callback drops the rest of the epoch
                     self._pending.clear()
@@ -190,7 +190,7 @@ class EpochFeed:
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments of `_run_epoch` for the rest of the epoch, whose first batch is pending."""
-        skipped_ids = hooks_of(self.healer).loaders.skipped_ids()
+        skipped_ids = trainer_access_of(self.healer).loaders.skipped_ids()
         self._announced = _Announced(None, len(skipped_ids))
         arguments: dict[str, Any] = {"epoch": self.epoch, "train_dataloader": self}
         try:
@@ -210,7 +210,7 @@ class EpochFeed:
 
     def _is_shorter(self) -> bool:
         """Whether batches were skipped since `_arguments` counted the rest of the epoch."""
-        skipped = len(hooks_of(self.healer).loaders.skipped_ids())
+        skipped = len(trainer_access_of(self.healer).loaders.skipped_ids())
         return self._announced.length is not None and skipped > self._announced.skipped
 
     def _has_batch(self) -> bool:
@@ -242,7 +242,7 @@ class EpochFeed:
         rollbacks = healer.rollbacks
         try:
             self._pending = [next(batches)]
-            self._data_epoch = hooks_of(healer).read_position.pending[-1].epoch
+            self._data_epoch = trainer_access_of(healer).read_position.pending[-1].epoch
         except StopIteration:
             self._batches = None
         except EmptyLoader as error:
@@ -255,7 +255,7 @@ class EpochFeed:
 
     def _next_id(self) -> BatchId:
         """The id of the next batch that the Healer reads."""
-        known = hooks_of(self.healer).loaders.find(self._loader)
+        known = trainer_access_of(self.healer).loaders.find(self._loader)
         if known is None:
             return BatchId(0, 0)
         return known.next_id

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from healcore.runtime.faults.microbatches import count_samples
-from healcore.runtime.healer import Healer, hooks_of
+from healcore.runtime.healer import Healer, trainer_access_of
 from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
@@ -61,8 +61,8 @@ class SplitSteps:
         self._counters = counters
         self._stack = stack
         self._first_step = trainer.state.global_step
-        self._hooks = hooks_of(healer)
-        self._hooks.is_trial = trainer.args.auto_find_batch_size
+        self._access = trainer_access_of(healer)
+        self._access.is_trial = trainer.args.auto_find_batch_size
         self._at_first_part = True
         """Whether the next micro-batch is the first of a step."""
         self._tokens = 0
@@ -93,9 +93,9 @@ class SplitSteps:
             self._counters.before = CountsBefore(self._trainer)
             self._tokens = 0
             if self._trainer.state.global_step != self._first_step:
-                self._hooks.is_trial = False
+                self._access.is_trial = False
         losses: list[Tensor] = []
-        parts = self._hooks.parts(
+        parts = self._access.parts(
             inputs,
             to_split=self._to_split,
             to_inputs=self._to_inputs,
@@ -162,7 +162,7 @@ class SplitSteps:
         """Whether the loss is divided by the items. An own `compute_loss` may ignore them."""
         loss_of = loss_fn_of(self._trainer)
         if self._divides_by_items is None and items is not None and loss_of is not None:
-            losses_of = self._hooks.driver.losses_of
+            losses_of = self._access.driver.losses_of
             once = functools.partial(loss_of, items=items)
             twice = functools.partial(loss_of, items=2 * items)
             self._divides_by_items = losses_of(once, [inputs]) != losses_of(twice, [inputs])
@@ -210,7 +210,7 @@ class SplitSteps:
     def _obstacle(self) -> str:
         """Reason why a batch cannot be split, or an empty string."""
         trainer = self._trainer
-        if self._hooks.is_trial:
+        if self._access.is_trial:
             return "the Trainer first tries a smaller batch (auto_find_batch_size)"
         name = type(trainer).__name__
         if trainer.accelerator.num_processes > 1:

@@ -20,16 +20,16 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike
 from healcore.policy.variants import can_apply_limit, with_limit
-from healcore.runtime.healer import Healer, hooks_of
+from healcore.runtime.healer import Healer, trainer_access_of
+from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.run.metrics import ChangedMetrics
-from healcore.runtime.run_hooks import RunHooks
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.several import Places
+from healcore.runtime.trainer_access import TrainerAccess
 from healcore.torch.attachment import Healing
 from healcore.torch.healed_step import StepListener
 from healcore.torch.measurement import StepNorms
 from healcore.torch.trainers import (
-    TrainerOptions,
     adopt_trainer_checkpoint,
     healings_of,
     newest_step,
@@ -205,9 +205,9 @@ class LightningHealingCallback(Callback):
     def _resume(self, trainer: LightningTrainer, fit: _Fit) -> None:
         """Opens the Healer of a run that continues, before the hooks of the first epoch."""
         loop = trainer.fit_loop
-        hooks = self._open(trainer, fit)
+        access = self._open(trainer, fit)
         internals.mark_resumed(loop)
-        if hooks.had_completed and fit.progress.saved_limits == fit.progress.limits():
+        if access.had_completed and fit.progress.saved_limits == fit.progress.limits():
             trainer.should_stop = True  # also a fit that another callback has stopped
         if internals.reloads_dataloaders_now(loop):
             epoch, every = trainer.current_epoch, trainer.reload_dataloaders_every_n_epochs
@@ -215,7 +215,7 @@ class LightningHealingCallback(Callback):
             count.completed -= epoch % every  # `train_dataloader` may read `current_epoch`
             loop.setup_data()
             count.completed = epoch
-            hooks.loaders.count_from(epoch // every)
+            access.loaders.count_from(epoch // every)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the run, which saves the last state.
@@ -322,7 +322,7 @@ class LightningHealingCallback(Callback):
         """
         if self._fit is None or self.healer is None or not trainer.received_sigterm:
             return
-        if hooks_of(self.healer).driver.window.is_accumulating():
+        if trainer_access_of(self.healer).driver.window.is_accumulating():
             internals.put_off_sigterm(trainer)
 
     def on_before_backward(
@@ -369,20 +369,20 @@ class LightningHealingCallback(Callback):
         if value is not None and self.healer is not None:
             self.healer.observe(eval_loss=value)
 
-    def _run_at_first_batch(self, trainer: LightningTrainer, fit: _Fit) -> RunHooks:
+    def _run_at_first_batch(self, trainer: LightningTrainer, fit: _Fit) -> TrainerAccess:
         """The open run, when Lightning requests the first batch.
 
         Every checkpoint is taken at this point of the loop, so a rollback can restore the loop's
         counters. Hooks have run since an earlier `_open`, so the checkpoint is loaded again.
         """
         if self.healer is None:
-            hooks = self._open(trainer, fit)
+            access = self._open(trainer, fit)
         else:
-            hooks = hooks_of(self.healer)
-        hooks.reload_before_first_batch()
-        return hooks
+            access = trainer_access_of(self.healer)
+        access.reload_before_first_batch()
+        return access
 
-    def _open(self, trainer: LightningTrainer, fit: _Fit) -> RunHooks:
+    def _open(self, trainer: LightningTrainer, fit: _Fit) -> TrainerAccess:
         """Opens the Healer, which resumes the run in its store."""
         options = dict(self._options)
         loss_fn = options["loss_fn"]
@@ -401,10 +401,10 @@ class LightningHealingCallback(Callback):
         self._metrics = ChangedMetrics(healer.metrics)
         if trainer.lightning_module.automatic_optimization:
             self._clip_after_measuring(trainer.precision_plugin)
-        hooks = hooks_of(healer)
+        access = trainer_access_of(healer)
         if fit.resumed_by_lightning:
             adopt_trainer_checkpoint(healer, self._loaded_engines)
-        return hooks
+        return access
 
     def _training_loss(self, trainer: LightningTrainer) -> StepLoss | None:
         """The loss by `training_step`, or None with a line if the call cannot be undone."""
@@ -489,7 +489,7 @@ class LightningHealingCallback(Callback):
             if self.healer is not None and loop.done:
                 self.healer.after_step(last=True)
                 # The hooks and schedulers of the epoch follow.
-                hooks_of(self.healer).mark_step_unfinished()
+                trainer_access_of(self.healer).mark_step_unfinished()
 
         self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
 

@@ -15,7 +15,7 @@ from healcore.runtime.data import EmptyLoader
 from healcore.runtime.data.torch_loader import BEGUN
 from healcore.runtime.data.unreadable_batch import UnreadableBatch, catch_unreadable
 from healcore.runtime.driver import json_setting
-from healcore.runtime.run_hooks import RunHooks
+from healcore.runtime.trainer_access import TrainerAccess
 from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.trainer_internals import (
     Batch,
@@ -103,16 +103,16 @@ class Feed:
         batch_progress = self._fit.epoch_loop.batch_progress
         if self._loader is None:
             self._open()
-        hooks = self._progress.hooks
-        assert hooks is not None
+        access = self._progress.access
+        assert access is not None
         if self._batches is None:
             # One iterator for all epochs, because a rollback may return to an earlier epoch.
             limit = None
             if self._length is not None:
                 limit = self._length_of
-            self._batches = hooks.batches(self._loader, limit)
+            self._batches = access.batches(self._loader, limit)
         batch = next(self._batches)
-        position = hooks.read_position
+        position = access.read_position
         if len(position.pending) == 1:
             self._progress.before = batch_progress.state_dict()
         self.fetched += 1
@@ -138,7 +138,7 @@ class Feed:
         if self._progress.saved_limits is None:  # no run of the store
             ready = self._fit.epoch_loop.batch_progress.current.ready
             self._progress.trained_before = ready
-        self._progress.hooks = self._progress.open()
+        self._progress.access = self._progress.open()
         if self._fit.max_batches != float("inf"):
             self._length = int(self._fit.max_batches)
         loaders = self.combined_loader.flattened
@@ -184,8 +184,8 @@ class Feed:
         Lightning calls this at the end of a fit, also after an exception, and before it makes its
         dataloaders again.
         """
-        if self._progress.hooks:
-            for loader in self._progress.hooks.loaders:
+        if self._progress.access:
+            for loader in self._progress.access.loaders:
                 loader.close()
         self.combined_loader.reset()
 
@@ -275,7 +275,7 @@ class Progress:
 
     Attributes:
         open: returns the run at the first batch. The callback sets this function.
-        hooks: the run, or None before its first batch.
+        access: the run, or None before its first batch.
         trained_before: number of batches of the first epoch that precede the Lightning checkpoint
             with which the run has begun.
         before: the counts before the first batch of a step.
@@ -284,8 +284,8 @@ class Progress:
 
     def __init__(self, trainer: LightningTrainer) -> None:
         self._fit = trainer.fit_loop
-        self.open: Callable[[], RunHooks]
-        self.hooks: RunHooks | None = None
+        self.open: Callable[[], TrainerAccess]
+        self.access: TrainerAccess | None = None
         self._accumulated = trainer.accumulate_grad_batches  # as given: a callback may change it
         self.trained_before = 0
         self.before: dict[str, Any] = {}
@@ -353,7 +353,7 @@ class Progress:
             Name of a counter -> its counts; the number of accumulated batches; the limits.
         """
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
-        if self.hooks is not None and self.hooks.read_position.pending:
+        if self.access is not None and self.access.read_position.pending:
             state["batch"] = dict(self.before)
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = internals.logged_step(self._fit)
@@ -373,7 +373,7 @@ class Progress:
         self.saved_limits = dict(state["limits"])
         self.trained_before = state.get("trained_before", 0)
         now, saved = self._fit.epoch_progress.current, state["epoch"]["current"]
-        rewinds = self.hooks is None or self.hooks.loaders.can_rewind
+        rewinds = self.access is None or self.access.loaders.can_rewind
         if rewinds and saved["processed"] < now.processed:
             self._fit.trainer.accumulate_grad_batches = state["window"]
         for name, counter in self._counters().items():

@@ -96,7 +96,8 @@ def test_the_end_by_an_exception_is_reported_and_nothing_stays(tmp_path: Path, l
     def received(step: int, values: Any) -> None:
         tracked.append(step)
 
-    callback = HealingCallback(trackers=SimpleNamespace(metrics=received, event=bool))
+    tracker: Any = SimpleNamespace(metrics=received, event=bool)
+    callback = HealingCallback(trackers=tracker)
     raises = calling("on_step_end", small_runs.raising(ZeroDivisionError("here")), at=9)
     own = [callback, raises]
     run = trainer(tmp_path, scaled={4: NAN}, callbacks=[] if late else own)

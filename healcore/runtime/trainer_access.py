@@ -1,4 +1,4 @@
-"""`RunHooks`: what the integration of a trainer uses of an open run."""
+"""`TrainerAccess`: what the integration of a trainer uses of an open run."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class ReadPosition:
         return self._loader is not None and self._loader.is_last()
 
 
-class RunHooks:
+class TrainerAccess:
     """What a trainer needs of an open run in addition to the public methods of `Healer`.
 
     A trainer owns its loop: it counts steps, saves and ends by itself, and calls user code after
     each step. The integrations for Hugging Face, Lightning and Arctic use a run only through this
     class and the public methods of `Healer`, so that the parts of a run can change without the
     integrations. With Accelerate, Fabric and DeepSpeed the program owns its loop, and needs none of
-    this class. `healcore.runtime.healer.hooks_of(healer)` returns the hooks of an open Healer.
+    this class. `healcore.runtime.healer.trainer_access_of` returns the access to an open Healer.
 
     The order of the calls, from left to right::
 
