@@ -10,7 +10,7 @@ inverse factor of one cut.
 from __future__ import annotations
 
 from healcore.core import numerics
-from healcore.core.array_namespace import PRODUCT_LIMIT, ArrayNamespace, Flag, Float
+from healcore.core.array_namespace import ArrayNamespace, Flag, Float
 from healcore.core.engine.config import LrConfig, may_limit_rate
 from healcore.core.engine.incidents import RecoveryOrders
 from healcore.core.engine.state import UNKNOWN_RATE, LrState
@@ -168,16 +168,14 @@ def limited_rate(
 def _stored_rate(rate: Float | None, state: LrState, *, xp: ArrayNamespace) -> Float:
     """The schedule's rate as a state has it: 0 for the smallest rates, or `UNKNOWN_RATE`.
 
-    A rate that is NaN, Inf or negative is of no use, so it counts as unknown. Every other rate
-    counts: a limit must hold at the rate of a broken schedule too. Rounding makes the last rates of
-    a schedule that ends with 0 a little larger or smaller than 0.
+    A rate that is NaN, negative or 1e12 and more is of no use, so it counts as unknown: a float32
+    multiplier cannot bring such a rate back to a usual one exactly. Rounding makes the last rates
+    of a schedule that ends with 0 a little larger or smaller than 0.
     """
     if rate is None:
         return numerics.zero_like(state.scale) + UNKNOWN_RATE
-    usable = (rate >= -numerics.TINY) & (rate <= numerics.FLOAT32_MAX)
-    # A multiplier for a rate above the limit of products is flushed to 0.
-    known = xp.minimum(xp.where(rate > numerics.TINY, rate, 0.0), PRODUCT_LIMIT)
-    return xp.where(usable, known, UNKNOWN_RATE)
+    usable = (rate >= -numerics.TINY) & (rate < _MAX_RATE)
+    return xp.where(usable, xp.where(rate > numerics.TINY, rate, 0.0), UNKNOWN_RATE)
 
 
 def _top_multiplier(

@@ -119,10 +119,10 @@ class Incident:
 
 
 def _known_rate(schedule: float | None) -> float:
-    """The schedule's rate, 0 up to 1e-12, and 1 for one that is unknown, negative, Inf or NaN."""
-    if schedule is None or not -1e-12 <= schedule <= 3.4028235e38:
+    """The schedule's rate, 0 up to 1e-12, and 1 for one that is unknown, negative or too large."""
+    if schedule is None or not -1e-12 <= schedule < 1e12:
         return 1.0
-    return min(schedule, 1e38) if schedule > 1e-12 else 0.0
+    return schedule if schedule > 1e-12 else 0.0
 
 
 class Multiplier:

@@ -57,7 +57,7 @@ def test_one_rank_fails_anywhere(of: Of):
         alike(found, of(f"from {step}"))
         ((at, problem),) = found[0]["faults"]
         assert at == step
-        assert problem.startswith(f"rank 1: {BATCH} of {BATCH} samples do not fit")
+        assert problem.startswith(f"rank 1: a part of {BATCH} samples (of {BATCH}) does not fit")
     assert steps == set(range(STEPS))
 
 
