@@ -75,36 +75,36 @@ class Recovery:
         """Says that a loop begins that asks for the number of each step, see `counts_steps`."""
         self.counts_steps = True
 
-    def process(self, step: StepResult) -> Order | None:
+    def process(self, result: StepResult) -> Order | None:
         """Processes a step that was read: logs it, and asks the policy's rules about it.
 
         Args:
-            step: the oldest step whose records have not been processed.
+            result: the oldest step whose records have not been processed.
 
         Returns:
             The order that the rules of the policy or a hook give, or None.
         """
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         self.run.progress.step += self.run.reader.take_count_correction()
-        records = [self._host_rules.with_rollback_order(each) for each in step.records]
-        step = step._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
+        records = [self._host_rules.with_rollback_order(each) for each in result.records]
+        result = result._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
         self.run.log.records(
-            step.index,
-            step.records,
+            result.index,
+            result.records,
             several=self.run.monitor.metrics.has_several_engines,
-            steps_at_once=step.steps_at_once,
+            steps_at_once=result.steps_at_once,
         )
-        self.run.dead_run.trained_rates.add(step.records)
-        order = self.run.monitor.process(step)
+        self.run.dead_run.trained_rates.add(result.records)
+        order = self.run.monitor.process(result)
         if self.run.monitor.state.nonfinite_streak == 1:
             self.run.dead_run.trained_rates.add_rates(self.run.monitor.rates_in_force())
         return order
 
-    def act(self, step: StepResult, order: Order | None) -> RollbackRecord | None:
+    def act(self, result: StepResult, order: Order | None) -> RollbackRecord | None:
         """Carries out the order of a step, or else an order for better earlier weights.
 
         Args:
-            step: the step.
+            result: the step.
             order: the result of `process` for the step.
 
         Returns:
@@ -114,17 +114,17 @@ class Recovery:
             RunStopped: the order stops the run, or the run trains nothing any more.
         """
         if order is None:
-            order = self.run.nonfinite.order_for_damage(step)
-        revived = self.run.dead_run.revive(step)
+            order = self.run.nonfinite.order_for_damage(result)
+        revived = self.run.dead_run.revive(result)
         if revived is not None:
             return revived
         self.run.nonfinite.stop_if_never_finite(order)
-        verdict = self.run.better_weights.compare(step)
+        verdict = self.run.better_weights.compare(result)
         if order is not None:
             return self.carry_out(order)
         if verdict is not None:
             return self.run.better_weights.carry_out(verdict)
-        return self.run.better_weights.accept_intended(step.index)
+        return self.run.better_weights.accept_intended(result.index)
 
     def carry_out(self, order: Order) -> RollbackRecord | None:
         """Carries out an order of the policy, of a hook, or because of NaN.
