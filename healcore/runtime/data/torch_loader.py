@@ -97,7 +97,7 @@ def _recorded(loader: AnyLoader) -> AnyLoader:
     ahead = base.num_workers * (base.prefetch_factor or 0) + 1
     reads_ahead = base is not loader and not base.num_workers
     generators = random_generators_of((loader, *samplers_of(loader)))
-    order = _Order(getattr(base, name), generators, ahead, reads_ahead)
+    order = _RecordedSampler(getattr(base, name), generators, ahead, reads_ahead)
     copied = _with(base, **{name: order}, **_FRESH)
     if base is loader:
         return copied
@@ -148,7 +148,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
             self._fabric = loader
         self._copy = _recorded(self._loader)
         self._base = base_of(self._copy)
-        self._order: _Order = getattr(self._base, _order_name(self._base))
+        self._order: _RecordedSampler = getattr(self._base, _order_name(self._base))
         self._accelerated = self._base is not self._copy
         self.draws = not self._base.num_workers
         self._reading: BatchIterator | None = None
@@ -335,7 +335,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
             vars(self._copy)["rng_types"] = exchanged
 
 
-class _Order:
+class _RecordedSampler:
     """The items of a sampler. Records the random states from which their order follows.
 
     The copied DataLoader has this object in place of its sampler or batch sampler, and iterates
