@@ -15,7 +15,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import is_logged, passes_power_of_ten
-from healcore.core.decision import Action, Cause, StepRecord, names
+from healcore.core.decision import Action, Cause, StepRecord, names_of
 from healcore.core.engine.config import RuleConfig
 from healcore.events.schema import sentence
 from healcore.history.incidents import MAX_ALARMS
@@ -128,7 +128,7 @@ class Alerts:
         index = judged.result.index
         last_alarms = self.run.ledger.last_alarms
         begins = Cause(0)
-        for name in names(record.cause):
+        for name in names_of(record.cause):
             key = f"{record.engine}/{name}"
             last = last_alarms.get(key)
             if last is None or index - last > self._steps_without:
@@ -164,7 +164,7 @@ class Alerts:
                 records.append(each.record)
         if not records:
             return False
-        new = names(reduce(or_, causes))
+        new = names_of(reduce(or_, causes))
         self._faults.update(new)
         highest = self._highest
         has_line = self._has_own_steps or any(is_logged(self._faults[name]) for name in new)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names
+from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names_of
 from healcore.core.engine.incidents import incident_causes
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
@@ -326,7 +326,7 @@ class IncidentMonitor:
         if self.run.policy.observes or not action & _ORDERS:
             return None
         firsts: list[int] = []  # first steps of the causes in this incident
-        for name in names(record.cause):
+        for name in names_of(record.cause):
             if name in first_of_cause:
                 firsts.append(first_of_cause[name])
         first = max(min(firsts, default=onset), onset)
@@ -359,14 +359,19 @@ class IncidentMonitor:
             record.evidence,
             batches,
         )
-        action, hook, problems = self.hooks.run(context)
-        for problem in problems:
+        answer = self.hooks.run(context)
+        for problem in answer.problems:
             self.run.log.event("hook", step=result.index, hook="", problem=problem)
-        if action is None or self.run.policy.observes:
+        if answer.action is None or self.run.policy.observes:
             return record.action
-        ordered = record.action
-        self.run.log.event("hook", step=result.index, hook=hook, ordered=ordered, action=action)
-        return action
+        self.run.log.event(
+            "hook",
+            step=result.index,
+            hook=answer.hook,
+            ordered=record.action,
+            action=answer.action,
+        )
+        return answer.action
 
 
 def _merge(one: Order | None, other: Order | None) -> Order | None:

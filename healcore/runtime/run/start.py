@@ -312,7 +312,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         saved_settings = newest.settings
     changes = broadcast(ranks, run_settings.changes_since(saved_settings, settings))
     if saves and options.resume is not True:
-        newest_step = max((each.step for each in saves if each.status != "abandoned"), default=0)
+        newest_step = max((each.step for each in saves if not each.is_abandoned), default=0)
         _check_resume(run, options.resume, newest, newest_step, changes)
         # A trainer decides itself when its run is complete.
         if not run.loop.has_trainer:
@@ -460,7 +460,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     wrong: dict[int, str] = {}  # step -> status, or what is wrong
     for saved in saves:
         wrong[saved.step] = saved.status if saved.finite else "not finite"
-        if saved.finite and saved.status != "abandoned":
+        if saved.is_usable:
             usable.append(saved.step)
     try:
         step, random_states = run.restorer.resume(newest, usable[::-1])
@@ -476,7 +476,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         _report_undone(run, len(run.ledger.rollbacks) - trials.first, step)
     run.recovery.report_before_kill(step)
     for saved in saves:
-        if saved.status == "abandoned" or trials is not None:
+        if saved.is_abandoned or trials is not None:
             wrong.pop(saved.step, None)
     wrong |= _damage(run)
     lost = {at: wrong[at] for at in sorted(wrong) if at > step}

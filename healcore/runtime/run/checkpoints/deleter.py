@@ -159,5 +159,5 @@ def _choose(
     good = [saved.step for saved in saves if saved.status == "good"]
     older = [at for at in good if at < target][-1:]
     surplus = superfluous(saves, keep, stay={*stay, target, *older})
-    abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+    abandoned = {saved.step for saved in saves if saved.is_abandoned}
     return _Chosen(surplus, {*surplus} - abandoned, max(good, default=None))

@@ -573,7 +573,7 @@ class Shutdown:
         ending = self.ending
         newest = None  # the newest checkpoint on disk
         for saved in self.run.recovery.listed():
-            if saved.path and saved.status != "abandoned":
+            if saved.path and not saved.is_abandoned:
                 newest = saved.step if newest is None else max(newest, saved.step)
         progress = self.run.progress
         if ending == Ending.COMPLETED and progress.had_completed and progress.resumed_here:

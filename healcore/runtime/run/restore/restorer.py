@@ -178,7 +178,7 @@ class Restorer:
         ledger = self.run.ledger
         steps: list[int] = []
         for saved in listed:
-            if saved.step < before and saved.finite and saved.status != "abandoned":
+            if saved.step < before and saved.is_usable:
                 steps.append(saved.step)
         if not steps:
             return None
@@ -235,7 +235,7 @@ class Restorer:
         tried = {each.checkpoint for each in past}
         before, after = [], []
         for each in self.run.stored.listed():
-            if not each.finite or each.status == "abandoned":
+            if not each.is_usable:
                 continue
             if each.step <= change or each.step in tried:
                 continue

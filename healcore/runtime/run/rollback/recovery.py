@@ -23,9 +23,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from healcore.console import counted, first_of, passes_power_of_ten
-from healcore.core.decision import NONFINITE, Action, Cause, names
+from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.events.models import Ending
-from healcore.events.schema import flag_names
+from healcore.events.schema import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.reporting.diagnosis import explain
 from healcore.runtime.reporting.run_outcome import RunOutcome
@@ -259,7 +259,7 @@ class Recovery:
         self.run.log.assessment(order.index, order.onset, "unknown", by, cause=cause)
         times = self._times_to_log(why)
         if times:
-            cause_names = flag_names(names(cause))
+            cause_names = flags_text(names_of(cause))
             line = f"step {order.index}: no rollback for {cause_names}, because {why}"
             if times > 1:
                 line += f" ({times} times so far)"
