@@ -35,9 +35,9 @@ from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.jax import engine_rows
 from healcore.jax.array_leaves import PyTree
+from healcore.jax.array_namespace import JAX
 from healcore.jax.engine_rows import RowLayout
 from healcore.jax.gradients import compiled
-from healcore.jax.namespace import JAX
 from healcore.jax.one_kernel import is_one_kernel, one_kernel
 from healcore.policy.loader import engine_of, name_of
 

@@ -67,6 +67,6 @@ def is_one_kernel() -> bool:
     """Whether functions of `one_kernel` are compiled as one kernel: the only device is a CPU.
 
     Otherwise the caller has to protect values that many operations read, see
-    `healcore.jax.namespace.JaxNamespace.shared`.
+    `healcore.jax.array_namespace.JaxNamespace.shared`.
     """
     return jax.default_backend() == "cpu" and jax.device_count() == 1

@@ -18,8 +18,8 @@ import numpy as np
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
 from healcore.jax.array_leaves import PyTree
+from healcore.jax.array_namespace import JAX
 from healcore.jax.gradients import both_norms, gradient_leaves
-from healcore.jax.namespace import JAX
 
 AxisName = str | tuple[str, ...] | None
 

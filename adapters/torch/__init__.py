@@ -13,7 +13,7 @@
 # array_namespace       the array functions of the core in torch
 # enforcer            clips, skips, scales the rate, resets moments
 # optimizer_numbers   numbers of the optimizer that a rollback holds
-# incident_log        lines of `attach` without a Healer
+# attach_log          lines of `attach` without a Healer
 # driver              what a Healer needs of a run in torch
 # live_state          checks and names the user's state
 # store               checkpoints

@@ -1,4 +1,4 @@
-"""`IncidentLog`: the listener of `attach` without a Healer, which logs a line per incident."""
+"""`AttachLog`: the listener of `attach` without a Healer, which logs a line per incident."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANSWERS = {
 """Order -> what a loop without a Healer has to do."""
 
 
-class IncidentLog:
+class AttachLog:
     """Logs one line per incident, with the optimizer's class; on the first rank only.
 
     Without a Healer nothing rolls back or stops the run, so a line also says what the loop has to

@@ -108,7 +108,7 @@ def attach(
         wrapper: Any = optimizer
         wrapper.__setstate__({})
         healing.healed_step.replacement.undo_stack.callback(wrapper.__setstate__, {})
-    healing.healed_step.incident_log.console = checked
+    healing.healed_step.attach_log.console = checked
     return healing
 
 

@@ -1,6 +1,6 @@
 """`HealedStep`: heals each step of one optimizer; measures, judges, enforces, restores.
 
-A `StepListener` hears of each step. It is the `IncidentLog` of `attach`, or the driver of a Healer.
+A `StepListener` hears of each step. It is the `AttachLog` of `attach`, or the driver of a Healer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from healcore.core.errors import ParametersChangedError
 from healcore.core.signals import Signals
 from healcore.torch import gradients
+from healcore.torch.attach_log import AttachLog
 from healcore.torch.enforcer import Enforcer, MomentReset, moments_obstacle
 from healcore.torch.engines import LiveEngine, StepOrder
-from healcore.torch.incident_log import IncidentLog
 from healcore.torch.loss_mean import one_number
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.optimizer_numbers import OptimizerNumbers
@@ -31,7 +31,7 @@ class StepListener(Protocol):
 
     A healed step has one listener at a time, which decides what becomes of the step's record:
 
-        attach alone    `IncidentLog`, which writes a line for each incident
+        attach alone    `AttachLog`, which writes a line for each incident
         with a Healer   `FollowedOptimizer` of the driver, which keeps the step for the run
         Lightning       passes every call on to the `FollowedOptimizer`, and clips
 
@@ -126,7 +126,7 @@ class HealedStep:
         all_reduce: reduces the signals over the ranks, and knows these ranks.
 
     Attributes:
-        incident_log: the listener until `set_listener`; it also logs steps that were not judged.
+        attach_log: the listener until `set_listener`; it also logs steps that were not judged.
         listener: hears of each step.
         replacement: the replacement of the optimizer's `step`.
         numbers: reads the numbers of the optimizer at every judged step, and names the numbers to
@@ -157,14 +157,14 @@ class HealedStep:
         """None unless a cut of the learning rate resets the moments."""
         if engine.resets_moments and self.may_reset_moments and not moments_obstacle(optimizer):
             self._moment_reset = MomentReset(optimizer, live_engine)
-        self.incident_log = IncidentLog(
+        self.attach_log = AttachLog(
             optimizer,
             live_engine,
             measurer,
             all_reduce.ranks,
             resets_moments=self._moment_reset is not None,
         )
-        self.listener: StepListener = self.incident_log
+        self.listener: StepListener = self.attach_log
         self.numbers: OptimizerNumbers | None = None
         self.replacement = StepReplacement(optimizer, self._begin, self._end, self._check_running)
 
@@ -282,7 +282,7 @@ class HealedStep:
             return
         self.measurer.losses.clear()
         self.measurer.dropped.stepped = True
-        self.incident_log.write_once(
+        self.attach_log.write_once(
             "step() was stored before attach(), so its steps are not judged: attach before the "
             "code that stores it (accelerate with fp16: pass accelerate's optimizer to attach)",
         )
@@ -304,7 +304,7 @@ class HealedStep:
     @property
     def has_listener(self) -> bool:
         """Whether `set_listener` has set a listener, so that the optimizer belongs to a Healer."""
-        return self.listener is not self.incident_log
+        return self.listener is not self.attach_log
 
     def set_listener(self, listener: StepListener) -> None:
         """Sets what hears of each step, in place of the listener before.
@@ -316,12 +316,12 @@ class HealedStep:
             listener: hears of each step from now on. To keep the current `listener` too, pass a
                 listener that passes each call on to it.
         """
-        self.incident_log.drop_unread()
+        self.attach_log.drop_unread()
         self.listener = listener
 
     def remove_listener(self) -> None:
         """Ends what a Healer has begun: the log hears of the steps again, and no number is held."""
-        self.listener = self.incident_log
+        self.listener = self.attach_log
         self.numbers = None
 
     def watch_numbers(self) -> OptimizerNumbers:
@@ -365,8 +365,8 @@ class HealedStep:
         """
         if not keeps_signals:
             self.measurer.clear()
-        self.incident_log.log_unread()
-        self.incident_log.restart()
+        self.attach_log.log_unread()
+        self.attach_log.restart()
         if self._moment_reset is not None:
             self._moment_reset.forget()
 

@@ -14,7 +14,7 @@ bits, or where the default would not give the bits of NumPy (docs/parity.md).
     ====================================  ================================  ======================
     `NUMPY`                               NumPy arrays                      no default
     `healcore.core.tape.Tape`             placeholders, which are recorded  `product`, `with_slot`
-    `healcore.jax.namespace.JAX`          JAX arrays, traced or not         `flag`, `shared`
+    `healcore.jax.array_namespace.JAX`    JAX arrays, traced or not         `flag`, `shared`
     `healcore.torch.array_namespace`      tensors of one device             all except `shared`
     (`Namespace`)                                                           and `with_slot`
     ====================================  ================================  ======================
@@ -208,7 +208,7 @@ class ArrayNamespace(abc.ABC):
         """Marks a value on which many results depend: a bool, or an int32 from 0 to a million.
 
         The value stays as it is. Some compilers would otherwise compute it once for each result
-        (`healcore.jax.namespace`).
+        (`healcore.jax.array_namespace`).
 
         Args:
             x: the value.
@@ -220,7 +220,7 @@ class LibraryNamespace(ArrayNamespace):
     """The functions of a library that has NumPy's names, such as NumPy itself.
 
     This is enough for right results, if the library rounds each operation by itself. A library that
-    compiles has faster forms: compare `healcore.jax.namespace`.
+    compiles has faster forms: compare `healcore.jax.array_namespace`.
 
     Args:
         library: a module with the functions of NumPy 2.

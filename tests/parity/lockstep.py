@@ -18,7 +18,7 @@ from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.engine.state import WITHHELD
 from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
-from healcore.jax.namespace import JAX
+from healcore.jax.array_namespace import JAX
 from healcore.jax.one_kernel import one_kernel
 from healcore.torch.array_namespace import Namespace
 from tests.core import fuzz

@@ -13,7 +13,7 @@ from healcore.core.engine import Engine
 from healcore.core.numerics import leaves, map_leaves
 from healcore.core.signals import Signals
 from healcore.core.tape import to_program
-from healcore.jax.namespace import JAX
+from healcore.jax.array_namespace import JAX
 from healcore.torch.array_namespace import Namespace
 from tests.core import policies
 

@@ -16,7 +16,7 @@ import torch
 from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
 from healcore.jax import protect
-from healcore.jax.namespace import JAX
+from healcore.jax.array_namespace import JAX
 from healcore.policy import engine_of
 from healcore.torch import attach
 from tests.torch.sync_counter import CountSyncs

@@ -15,9 +15,9 @@ import numpy as np
 
 from healcore.core.decision import StepRecord, SuspectGradient, is_by_optimizer, suspect_gradients
 from healcore.torch import live_state
+from healcore.torch.attach_log import MissingLoss
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import AsyncCopy, PendingRecord
-from healcore.torch.incident_log import MissingLoss
 from healcore.torch.live_state import State
 from healcore.torch.measurement import StepNorms
 

@@ -83,7 +83,7 @@ def heal_engine(
     part = EngineOptimizer(engine)
     core = engine_of(with_limit(resolve(policy, overrides), part.trainer_limit))
     healing = part.attach_with(core)
-    healing.healed_step.incident_log.console = printed
+    healing.healed_step.attach_log.console = printed
     return healing
 
 
