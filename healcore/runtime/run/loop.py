@@ -481,7 +481,7 @@ class Loop:
             loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
             run.record.monitor.loader_start = first.index
-        run.reader.push(pending, first)
+        run.step_reader.push(pending, first)
         run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()
 
@@ -505,7 +505,7 @@ class Loop:
             return False  # one rank may evaluate alone, and reading steps is collective
         if self.read_and_act(every=True):
             return True
-        nonfinite = self.run.nonfinite
+        nonfinite = self.run.nonfinite_state
         verdict = None
         if of_training and not self.run.loaders.epoch_loop.has_more_epochs:
             newest = self.run.progress.step - 1
@@ -537,10 +537,10 @@ class Loop:
     def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Order | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
         run = self.run
-        while run.reader.has_due(every=every):
+        while run.step_reader.has_due(every=every):
             run.hang_guard.watch()  # reading waits for the device
             try:
-                result = run.reader.read_next()
+                result = run.step_reader.read_next()
             except HealcoreError as error:
                 self.reading_error = error
                 raise
@@ -574,7 +574,7 @@ class Loop:
 
         Orders of the steps before come first.
         """
-        nonfinite = self.run.nonfinite
+        nonfinite = self.run.nonfinite_state
         arrays = nonfinite.came_back()
         if not arrays:
             return False
@@ -596,7 +596,7 @@ class Loop:
         if self.read_and_act(every=True):
             return True
         if not self.run.schedule.delayed:
-            if self._note_rollback(self.run.nonfinite.roll_back_if_saved()):
+            if self._note_rollback(self.run.nonfinite_state.roll_back_if_saved()):
                 return True
             self.run.saver.save(SaveReason.REGULAR)
         return False

@@ -182,7 +182,7 @@ class Shutdown:
         self._save_last_state(together=together, may_save=may_save)
         if together:
             self._collect("checkpoints on probation", saver.poll)
-            self._collect("the last saves", self.run.known.read_nonfinite)
+            self._collect("the last saves", self.run.known_checkpoints.read_nonfinite)
         if self.ending == Ending.COMPLETED and not self.run.loop.is_complete:
             self.run.record.completed = True
             step = self.run.progress.step

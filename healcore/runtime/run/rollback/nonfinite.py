@@ -171,7 +171,7 @@ class NonfiniteState:
         policy = self.run.policy
         if at_end:
             self.run.saver.save_if_not_finite()
-        nonfinite = self.run.known.read_nonfinite()
+        nonfinite = self.run.known_checkpoints.read_nonfinite()
         new = len(nonfinite) - self._answered_saves
         self._answered_saves = len(nonfinite)
         if not new:
@@ -279,7 +279,7 @@ class NonfiniteState:
         """
         state = self.run.monitor.state
         sound = 0  # step of the newest earlier save without NaN
-        for each in self.run.known.restorable:
+        for each in self.run.known_checkpoints.restorable:
             if each < first:
                 sound = max(sound, each)
         bad = self.run.ledger.unhealthy_between(sound, first)

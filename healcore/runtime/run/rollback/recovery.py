@@ -85,7 +85,7 @@ class Recovery:
             The order that the rules of the policy or a hook give, or None.
         """
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
-        self.run.progress.step += self.run.reader.take_count_correction()
+        self.run.progress.step += self.run.step_reader.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in result.records]
         result = result._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
         self.run.log.records(
@@ -114,11 +114,11 @@ class Recovery:
             RunStopped: the order stops the run, or the run trains nothing any more.
         """
         if order is None:
-            order = self.run.nonfinite.order_for_damage(result)
+            order = self.run.nonfinite_state.order_for_damage(result)
         revived = self.run.dead_run.revive(result)
         if revived is not None:
             return revived
-        self.run.nonfinite.stop_if_never_finite(order)
+        self.run.nonfinite_state.stop_if_never_finite(order)
         verdict = self.run.better_weights.compare(result)
         if order is not None:
             return self.carry_out(order)
@@ -144,12 +144,12 @@ class Recovery:
         Raises:
             RunStopped: the order stops the run, or its budget of rollbacks is exhausted.
         """
-        is_damaged = self.run.nonfinite.is_damaged(order)
+        is_damaged = self.run.nonfinite_state.is_damaged(order)
         needs_evidence = self._needs_evidence(order)
         if is_damaged:
             order = self._from_damaging_step(order)
         if needs_evidence and is_damaged:
-            by = "state" if self.run.nonfinite.weights_are_finite() else "weights"
+            by = "state" if self.run.nonfinite_state.weights_are_finite() else "weights"
             cause = Cause(order.cause)
             self.run.log.assessment(order.index, order.onset, "damage", by, cause=cause)
         elif needs_evidence:
@@ -214,7 +214,7 @@ class Recovery:
         if order.is_harmless:
             self._report_impossible(order, NoGoodCheckpoint("the budget of rollbacks is exhausted"))
             return None
-        if not needs_evidence or not self.run.nonfinite.weights_are_finite():
+        if not needs_evidence or not self.run.nonfinite_state.weights_are_finite():
             rollbacks = counted(count, "rollback has", "rollbacks have")
             why = f"{rollbacks} been made within {counted(reach, 'step')} of the run"
             self.stop(why, onset=order.onset)
@@ -317,8 +317,8 @@ class Recovery:
             RunStopped: no checkpoint is usable, and the weights are damaged.
         """
         # Unread steps belong to the trouble up to their last alarm.
-        unread = list(self.run.reader.read_all())
-        self.run.progress.step += self.run.reader.take_count_correction()
+        unread = list(self.run.step_reader.read_all())
+        self.run.progress.step += self.run.step_reader.take_count_correction()
         skips = 0
         for late in unread:
             if any(each.skip for each in late.records):
@@ -339,8 +339,8 @@ class Recovery:
             return None
         report_rollback(self.run, done)
         self.run.batches.on_rollback(done.continues_at)
-        self.run.reader.forget_accumulation()
-        self.run.nonfinite.on_rollback()
+        self.run.step_reader.forget_accumulation()
+        self.run.nonfinite_state.on_rollback()
         self.run.monitor.read_engines()
         return done
 
@@ -376,8 +376,8 @@ class Recovery:
         Called for the postmortem, whose counts include all steps. After an exception the ranks have
         left their loop at different places, so no call may wait for another rank.
         """
-        for step in self.run.reader.read_all():
-            self.run.progress.step += self.run.reader.take_count_correction()
+        for step in self.run.step_reader.read_all():
+            self.run.progress.step += self.run.step_reader.take_count_correction()
             several = self.run.monitor.metrics.has_several_engines
             self.run.log.records(step.index, step.records, several=several)
             self.run.monitor.metrics.add(step.records)
@@ -449,7 +449,7 @@ class Recovery:
                 trials = self.run.restorer.no_trials(self.listed(), before=first_skip + 1)
             if trials is None:
                 return
-            self.run.stored.mark_failed(trials)
+            self.run.stored_checkpoints.mark_failed(trials)
             if self.run.store.durable:
                 self.run.log.info(
                     f"the next start resumes from the checkpoint of step {trials.oldest}: mend the "
@@ -476,7 +476,7 @@ class Recovery:
         if trials is None:
             return None
         try:
-            self.run.stored.mark_failed(trials)
+            self.run.stored_checkpoints.mark_failed(trials)
         except (StoreError, OSError):
             return None
         return trials.oldest
@@ -490,7 +490,7 @@ class Recovery:
             **fields: more fields of `RunOutcome`, such as the exception.
         """
         monitor = self.run.monitor
-        good = self.run.known.last_good_step
+        good = self.run.known_checkpoints.last_good_step
         path = None
         for saved in self.listed():
             if saved.step == good:
@@ -512,7 +512,7 @@ class Recovery:
             last_good=good,
             last_good_path=path,
             probation=probation,
-            nonfinite_saves=tuple(self.run.known.nonfinite),
+            nonfinite_saves=tuple(self.run.known_checkpoints.nonfinite),
             metrics=monitor.metrics.values(),
             steps_lost=sum(each.lost for each in lost),
             why_lost=lost[-1].why_lost if lost else "",
@@ -527,7 +527,7 @@ class Recovery:
         For texts about the run's end, which must not fail because of the store.
         """
         try:
-            return self.run.known.listed()
+            return self.run.known_checkpoints.listed()
         except StoreError:
             return []
 
