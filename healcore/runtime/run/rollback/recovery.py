@@ -376,12 +376,12 @@ class Recovery:
         Called for the postmortem, whose counts include all steps. After an exception the ranks have
         left their loop at different places, so no call may wait for another rank.
         """
-        for step in self.run.step_reader.read_all():
+        for result in self.run.step_reader.read_all():
             self.run.progress.step += self.run.step_reader.take_count_correction()
             several = self.run.monitor.metrics.has_several_engines
-            self.run.log.records(step.index, step.records, several=several)
-            self.run.monitor.metrics.add(step.records)
-            if any(each.skip for each in step.records):
+            self.run.log.records(result.index, result.records, several=several)
+            self.run.monitor.metrics.add(result.records)
+            if any(each.skip for each in result.records):
                 self.run.ledger.skips += 1
 
     def report_before_kill(self, resumed: int) -> None:
