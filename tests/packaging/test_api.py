@@ -185,3 +185,13 @@ def test_the_arguments_of_a_healer_are_the_same_in_its_three_lists():
     keywords = set(HealerOptions.__annotations__) - set(Overrides.__annotations__)
     options = {each.name for each in dataclasses.fields(Options)}
     assert arguments == options == keywords | {"policy", "state"}
+
+
+def test_a_trainer_takes_the_arguments_of_a_healer():
+    """Except the store and the loss, which the trainer has itself."""
+    pytest.importorskip("torch")
+    keywords = set(
+        importlib.import_module("healcore.torch.trainers").TrainerOptions.__annotations__
+    )
+    assert set(HealerOptions.__annotations__) - keywords == {"store", "loss_fn", "loss_fn_cost"}
+    assert keywords < set(HealerOptions.__annotations__)
