@@ -53,6 +53,10 @@ class HealStateError(HealcoreError, ValueError):
     says which, and what to write instead.
     """
 
+    differences: str = ""
+    """What differs between a new state and the first state, for the run's line about a changed
+    model. Empty if something else is wrong."""
+
 
 class HealState(NamedTuple):
     """The state of `heal`, `heal_zclip` and `protect`, within the state of your optimizer.

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from healcore import console
 from healcore.console import is_logged, passes_power_of_ten
-from healcore.core.decision import NONFINITE, Action, StepRecord, names
+from healcore.core.decision import NONFINITE, Action, StepRecord, names_of
 from healcore.core.engine import Engine
 from healcore.events.schema import alarm_text
 from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_streak_text
@@ -162,15 +162,15 @@ class AttachLog:
         for order, answer in _ANSWERS.items():
             if record.action & order:
                 self.write_once(
-                    f"the policy orders {names(order)[0]}, but attach() alone cannot roll back or "
-                    "stop: use healcore.Healer or healcore.torch.heal_trainer, or "
+                    f"the policy orders {names_of(order)[0]}, but attach() alone cannot roll back "
+                    "or stop: use healcore.Healer or healcore.torch.heal_trainer, or "
                     f"{answer} if heal.last_decision().action contains it"
                 )
 
     def _incident_line(self, record: StepRecord) -> str:
         """The line for a new incident."""
         alarm = SimpleNamespace(
-            cause=names(record.cause),
+            cause=names_of(record.cause),
             readings=record.readings,
             lr=None,
             observed=self._engine.mode == "observe",
@@ -186,7 +186,7 @@ class AttachLog:
         # What was done at an earlier onset is unknown: this is the record of a later step.
         if record.onset == record.step - 1:
             alarm.skip = record.skip
-            alarm.action = names(record.action)
+            alarm.action = names_of(record.action)
             if not self._engine.per_tensor:
                 alarm.grad_scale = record.grad_scale
         return f"step {record.onset}: incident {record.incident}: {alarm_text(alarm)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,19 @@ from healcore.torch import gradients
 from healcore.torch.engines import LiveEngine, StepOrder, UnreadRecords, is_cut
 
 _ABSENT = object()
+
+
+class _Replaced(NamedTuple):
+    """A value of a dictionary that is replaced for one step."""
+
+    values: dict[str, Any]
+    """The dictionary: a parameter group, or the attributes of the optimizer."""
+    name: str
+    """The key."""
+    value: Any
+    """The value for one step."""
+    before: Any
+    """The value before, or `_ABSENT`."""
 
 
 class Enforcer:
@@ -38,8 +51,8 @@ class Enforcer:
         self.has_kernel = _has_kernel(optimizer)
         self._optimizer = optimizer
         self._home = gradients.parameters(optimizer)[0].device
-        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
-        """For each replaced value: dictionary, name, value for one step, value before."""
+        self._replaced: list[_Replaced] = []
+        """The values that are replaced for the step, the oldest first."""
 
     def amp_flags(self) -> tuple[Tensor | None, Tensor | None]:
         """The attributes that a GradScaler sets on a fused optimizer for one step.
@@ -148,7 +161,7 @@ class Enforcer:
             name: the key. It need not be there.
             value: the value for this step.
         """
-        self._replaced.append((values, name, value, values.get(name, _ABSENT)))
+        self._replaced.append(_Replaced(values, name, value, values.get(name, _ABSENT)))
         values[name] = value
 
     def restore(self) -> None:
@@ -160,13 +173,13 @@ class Enforcer:
         Also `grad_scale` and `found_inf`: `GradScaler.step` multiplies its scale by an existing
         `grad_scale`, or after `unscale_` keeps that value, and deletes both after the step.
         """
-        for values, name, value, before in reversed(self._replaced):
-            if values.get(name) is not value:
+        for each in reversed(self._replaced):
+            if each.values.get(each.name) is not each.value:
                 continue
-            if before is _ABSENT:
-                del values[name]
+            if each.before is _ABSENT:
+                del each.values[each.name]
             else:
-                values[name] = before
+                each.values[each.name] = each.before
         self._replaced.clear()
 
     def _uses_kernel(self) -> bool:

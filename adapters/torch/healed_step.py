@@ -210,7 +210,7 @@ class HealedStep:
         self._current.in_original = True
         order = self._current.order
         skipped = order is not None and order.skip
-        return skipped, loss, args, kwargs
+        return Begun(skipped, loss, args, kwargs)
 
     def _creates_state(self, kwargs: Any) -> bool:
         """Whether torch.distributed.checkpoint creates the state of a fresh optimizer.

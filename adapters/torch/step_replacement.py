@@ -6,14 +6,23 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-Begun: TypeAlias = tuple[bool, Any, tuple[Any, ...], dict[str, Any]]
-"""Whether to skip the original `step`, the result of a skipped `step`, and the arguments and the
-keywords for the original `step`."""
+
+class Begun(NamedTuple):
+    """What the replacement does next: it calls the original `step`, or skips it."""
+
+    skipped: bool
+    """Whether to skip the original `step`."""
+    result: Any
+    """The result of a skipped `step`."""
+    args: tuple[Any, ...]
+    """Arguments for the original `step`."""
+    kwargs: dict[str, Any]
+    """Keywords for the original `step`."""
 
 
 class StepReplacement:
@@ -94,9 +103,10 @@ class StepReplacement:
             finished = False
             skipped = False
             try:
-                skipped, result, args, kwargs = begin(args, kwargs)
+                begun = begin(args, kwargs)
+                skipped, result = begun.skipped, begun.result
                 if not skipped:
-                    result = original(*args, **kwargs)
+                    result = original(*begun.args, **begun.kwargs)
                 finished = True
             finally:
                 end(finished, skipped)

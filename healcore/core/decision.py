@@ -62,7 +62,7 @@ class Action(enum.IntFlag):
     """The LR multiplier was cut at this step; `Decision.lr_scale` includes the cut."""
 
 
-def names(flags: enum.Flag) -> list[str]:
+def names_of(flags: enum.Flag) -> list[str]:
     """Lists the names of the set flags.
 
     Args:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from healcore import console, regular_file
-from healcore.core.decision import names
+from healcore.core.decision import names_of
 
 MAX_LINE_BYTES = 1 << 24
 """Length limit of a line. Readers treat a longer line as damaged and do not buffer it."""
@@ -55,7 +55,7 @@ def to_json(value: object) -> JsonValue:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, enum.Flag):
-        return [*names(value)]
+        return [*names_of(value)]
     if isinstance(value, enum.Enum):
         return to_json(value.value)
     if isinstance(value, int):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from healcore.core.decision import Cause, StepRecord, names
+from healcore.core.decision import Cause, StepRecord, names_of
 from healcore.events.json_lines import append, warn_of_loss
 
 _METRICS_SCHEMA = 1
@@ -144,8 +144,8 @@ class MetricsLog:
         fields["skip"] = record.skip
         if record.dropped:
             fields["scaler_skip"] = True
-        fields["cause"] = names(record.cause)
-        fields["action"] = names(record.action)
+        fields["cause"] = names_of(record.cause)
+        fields["action"] = names_of(record.action)
         return fields
 
     def _add_signal(

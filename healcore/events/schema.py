@@ -29,7 +29,7 @@ _FEW_ROWS = 4
 # -- sentences ------------------------------------------------------------------------------------
 
 
-def flag_names(flags: Sequence[str]) -> str:
+def flags_text(flags: Sequence[str]) -> str:
     """Names of causes or actions as text: "grad spike and loss spike"."""
     return " and ".join(name.lower().replace("_", " ") for name in flags)
 
@@ -80,7 +80,7 @@ class _Words:
     def __getitem__(self, name: str) -> Any:
         value = getattr(self._event, name)
         if isinstance(value, list):
-            return flag_names(value)
+            return flags_text(value)
         if value is None:
             return "?"
         return value
@@ -109,13 +109,18 @@ def alarm_text(alarm: Any) -> str:
     Returns:
         The sentence, for example "grad spike; loss 2.31, gradient norm 41; gradients × 0.024".
     """
+    return _alarm_sentence(alarm, _responses(alarm))
+
+
+def _alarm_sentence(alarm: Any, responses: _Responses) -> str:
+    """The sentence of `alarm_text`."""
     causes = alarm.cause or ()
     numbers = []
     if alarm.readings:
         numbers.append(readings_text(alarm.readings, causes))
     if alarm.lr is not None:
         numbers.append(_alarm_rate(alarm))
-    return _join([flag_names(causes), _join(numbers), *_responses(alarm)], "; ")
+    return _join([flags_text(causes), _join(numbers), *responses.clauses], "; ")
 
 
 def _alarm_rate(alarm: Any) -> str:
@@ -126,16 +131,26 @@ def _alarm_rate(alarm: Any) -> str:
     return f"learning rate {in_force:.4g} (the schedule's rate was {alarm.lr:.4g})"
 
 
-def _responses(alarm: Any) -> list[str]:
+class _Responses(NamedTuple):
     """What was done about an alarm, or would be done if the policy only observes."""
+
+    clauses: list[str]
+    """The clauses of the sentence; empty if the alarm does not say."""
+    changes_nothing: bool
+    """Whether a clause says that nothing is changed."""
+
+
+def _responses(alarm: Any) -> _Responses:
+    """Finds out what was done about an alarm."""
     actions = alarm.action or ()
     orders = [name for name in ("ROLLBACK", "STOP", "CUT_LR") if name in actions]
     responses = []
+    changes_nothing = False
     if alarm.observed:
         if orders:
             responses.append(f"{' and '.join(orders)} ordered")
         responses.append("nothing is changed, the policy observes")
-        return responses
+        return _Responses(responses, changes_nothing=True)
     if alarm.skip:
         if alarm.skips is not None and alarm.skips > 1:
             responses.append(f"skipped ({alarm.skips:,} so far)")
@@ -145,9 +160,10 @@ def _responses(alarm: Any) -> list[str]:
         responses.append(f"gradients × {alarm.grad_scale:.3g}")
     elif alarm.grad_scale is not None and not orders:
         responses.append("nothing is changed")
+        changes_nothing = True
     if "CUT_LR" in orders and alarm.lr_scale is not None:
         responses.append(f"learning rate × {alarm.lr_scale:g}")
-    return responses
+    return _Responses(responses, changes_nothing)
 
 
 def batch_names(
@@ -194,17 +210,18 @@ def rows_text(rows: Sequence[int], most: int = _SHOWN_ROWS) -> str:
 
 
 def _alarm(event: EventRecord) -> str:
-    parts = [alarm_text(event)]
+    responses = _responses(event)
+    parts = [_alarm_sentence(event, responses)]
     if event.rows:
         most = _SHOWN_ROWS
-        if "nothing is changed" in parts[0]:
+        if responses.changes_nothing:
             most = _FEW_ROWS
         parts += batch_names(event.batches or (), event.rows, most)
     return "; ".join(parts)
 
 
 def _over(event: EventRecord) -> str:
-    causes = flag_names(event.cause or ())
+    causes = flags_text(event.cause or ())
     steps = f"steps {event.onset} to {event.last}"
     if event.onset == event.last:
         steps = f"step {event.onset}"
@@ -218,10 +235,10 @@ def _order(event: EventRecord) -> str:
     verb = "ordered"
     if event.observed:
         verb = "would order"
-    actions = ", ".join(flag_names([action]) for action in event.action or ())
+    actions = ", ".join(flags_text([action]) for action in event.action or ())
     text = f"{verb}: {actions}"
     if event.cause:
-        text += f" ({flag_names(event.cause)})"
+        text += f" ({flags_text(event.cause)})"
     return text
 
 
@@ -328,8 +345,8 @@ def _assessment(event: EventRecord) -> str:
 def _hook(event: EventRecord) -> str:
     if event.problem is not None:
         return f"a hook failed: {event.problem}"
-    replaced = flag_names(event.ordered or ())
-    replacement = flag_names(event.action or ()) or "nothing"
+    replaced = flags_text(event.ordered or ())
+    replacement = flags_text(event.action or ()) or "nothing"
     return f"the hook {event.hook or ''} changed {replaced} to {replacement}"
 
 
@@ -343,7 +360,7 @@ _ANSWERS = {
 
 
 def _fault(event: EventRecord) -> str:
-    text = f"fault: {flag_names(event.cause or ()) or 'unknown'}"
+    text = f"fault: {flags_text(event.cause or ()) or 'unknown'}"
     if event.severity:
         text += f" ({event.severity})"
     text += f": {event.problem}"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from healcore import console
-from healcore.core.decision import Cause, names
+from healcore.core.decision import Cause, names_of
 from healcore.events.models import Ending
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.diagnosis import explain
@@ -209,7 +209,7 @@ class HangGuard:
         self._log.event(
             "fault",
             step=step,
-            cause=names(Cause.HANG),
+            cause=names_of(Cause.HANG),
             sign="no step within the time-out",
             problem=why,
             answer=answer,

@@ -664,7 +664,11 @@ class Healer(Generic[State]):
         A rollback decreases the number. A loop that reads it before its first step continues the
         run: after a restart, this restores the random states of the checkpoint.
         """
-        self._run.loop.begin()
+        # The first read after a restart has an effect. A loop with data of its own has no loader
+        # that could restore the random states of the checkpoint, and reads the number of the step
+        # to choose its first batch. So the random states are restored before the loop chooses. Each
+        # read also shows that the loop has not lost count of the steps after a rollback.
+        self._run.loop.continue_by_step_number()
         return self._run.progress.step + bool(self._run.driver.pending_steps())
 
     @property

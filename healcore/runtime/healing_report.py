@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from healcore.core.decision import Cause, names
+from healcore.core.decision import Cause, names_of
 from healcore.events.json_lines import to_json
 from healcore.events.models import Ending
 from healcore.history.counts import name_changes
@@ -77,7 +77,7 @@ class HealingReport:
         ledger = run.ledger
         causes: Counter[str] = Counter()
         for incident in ledger.incidents:
-            causes.update(names(Cause(incident.cause)))
+            causes.update(names_of(Cause(incident.cause)))
         # The engines count clips and cuts too, and have counted steps that the host has not read.
         tallies = [engine["state"]["tally"] for engine in run.driver.engines().values()]
         changes = name_changes(

@@ -191,6 +191,17 @@ EventHook = Callable[[Mapping[str, Any]], object]
 _KNOWN = sum(int(action) for action in Action)
 
 
+class HookAnswer(NamedTuple):
+    """What the `on_incident` hooks have answered about one incident: the result of `Hooks.run`."""
+
+    action: Action | None
+    """The actions that replace the ordered actions, or None to keep the ordered actions."""
+    hook: str
+    """Name of the hook that has returned `action`, or an empty string."""
+    problems: list[str]
+    """A message for each hook that raised or returned another value."""
+
+
 class Hooks:
     """Functions to call at incidents, saves and rollbacks, in the given order.
 
@@ -227,17 +238,17 @@ class Hooks:
     def __len__(self) -> int:
         return len(self._hooks)
 
-    def run(self, incident: IncidentContext) -> tuple[Action | None, str, list[str]]:
+    def run(self, incident: IncidentContext) -> HookAnswer:
         """Calls every `on_incident` hook. A hook that raises has no effect on the actions.
 
         Args:
             incident: the incident, with the ordered actions.
 
         Returns:
-            The actions that replace the ordered actions, or None; the name of the hook that has
-            returned them, or ""; and a message for each hook that raised or returned another value.
+            The actions that the hooks want, and what went wrong.
         """
-        action, name, problems = None, "", []
+        action, name = None, ""
+        problems: list[str] = []
         for hook in self._hooks:
             try:
                 returned = hook(incident)
@@ -255,7 +266,7 @@ class Hooks:
                 continue
             action, name = returned, _name(hook)
             incident = incident._replace(decision=incident.decision._replace(action=returned))
-        return action, name, problems
+        return HookAnswer(action, name, problems)
 
     def on_event(self, event: Mapping[str, Any]) -> list[str]:
         """Calls the hooks of an event.

@@ -144,7 +144,7 @@ class JaxDriver(Driver):
         except HealStateError as error:
             if not self._continue_with_new_structure():
                 raise
-            self._changes.append(str(error).partition(": ")[2].partition(". Nothing was saved")[0])
+            self._changes.append(error.differences)
 
     def _continue_with_new_structure(self) -> bool:
         """Makes a state of another structure the state of the run, if it is a whole state."""

@@ -187,13 +187,16 @@ class ProgramState:
             if form != known_form:
                 differences.append(f"state{path} is {form}, and was {known_form}")
         if differences:
-            raise HealStateError(
+            listed = first_of(differences, separator="; ")
+            error = HealStateError(
                 "update takes the state with the structure, shapes and dtypes of the first state: "
-                f"{first_of(differences, separator='; ')}. Nothing was saved or replaced. Return "
+                f"{listed}. Nothing was saved or replaced. Return "
                 "the whole state, and nothing else, from the step, and cast changed arrays, "
                 "x.astype(old.dtype). For NumPy arrays write "
                 "`state = jax.tree.map(jnp.asarray, state)` before the Healer"
             )
+            error.differences = listed
+            raise error
 
     def items(self) -> dict[str, Any]:
         """The items of a checkpoint, without healing states. Copies nothing.

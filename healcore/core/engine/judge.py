@@ -25,10 +25,15 @@ ORDERED_ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 """Flags of the actions that a rule orders once, not at each step of the same trouble."""
 
 
-Scales = tuple[Float, Norms | None, Flag | None]
-"""(grad_scale, group_scale, clipped): the fields of `Decision`, and whether the step is clipped.
+class Scales(NamedTuple):
+    """The factors on the gradients of one step."""
 
-`group_scale` is None unless the policy clips per tensor. `clipped` is None if nothing can clip."""
+    grad_scale: Float
+    """`Decision.grad_scale`: the factor on all gradients."""
+    group_scale: Norms | None
+    """`Decision.group_scale`: one factor per tensor, or None unless the policy clips per tensor."""
+    clipped: Flag | None
+    """Whether the step is clipped, or None if nothing can clip."""
 
 
 class Firing(NamedTuple):
@@ -100,17 +105,17 @@ def judge(
         # No rule rolls back: the depth of the last step, which is 0.
         rollback_depth = state.last.decision.rollback_depth
     norm_to_limit = signals.grad_norm if limits_norm else None
-    grad_scale, group_scale, clipped = _scales(config, state, skip, clip, norm_to_limit, xp=xp)
+    scales = _scales(config, state, skip, clip, norm_to_limit, xp=xp)
     ordered = Decision(
-        grad_scale=grad_scale,
+        grad_scale=scales.grad_scale,
         skip=skip,
         lr_scale=lr_state.scale,
         action=action,
         cause=cause,
         rollback_depth=rollback_depth,
-        group_scale=group_scale,
+        group_scale=scales.group_scale,
     )
-    tally = _counted(state.tally, skip, cause, clipped, orders.cut)
+    tally = _counted(state.tally, skip, cause, scales.clipped, orders.cut)
     return EngineState(
         step=state.step + 1,
         change_expected=no_flag,
@@ -349,11 +354,11 @@ def _scales(
 def _clip_scales(clip: Clip | None, skip: Flag, one: Float, *, xp: ArrayNamespace) -> Scales:
     """The factors of the clipping rule; a skipped step is not clipped. `one` is a factor of 1."""
     if clip is None:
-        return one, None, None
+        return Scales(one, None, None)
     if clip.scale.ndim == skip.ndim:
-        return xp.where(skip, 1.0, clip.scale), None, clip.clipped & ~skip
+        return Scales(xp.where(skip, 1.0, clip.scale), None, clip.clipped & ~skip)
     clipped = xp.sum(xp.astype(clip.clipped, xp.int32), axis=-1) > 0
-    return one, xp.where(skip[..., None], 1.0, clip.scale), clipped & ~skip
+    return Scales(one, xp.where(skip[..., None], 1.0, clip.scale), clipped & ~skip)
 
 
 def _limit_norm(
@@ -373,10 +378,10 @@ def _limit_norm(
     grad_scale, group_scale, clipped = scales
     clipped = over if clipped is None else clipped | over
     if group_scale is not None:
-        return grad_scale, xp.minimum(group_scale, factor[..., None]), clipped
+        return Scales(grad_scale, xp.minimum(group_scale, factor[..., None]), clipped)
     if clip is None:
-        return factor, None, clipped
-    return xp.minimum(grad_scale, factor), None, clipped
+        return Scales(factor, None, clipped)
+    return Scales(xp.minimum(grad_scale, factor), None, clipped)
 
 
 def _counted(tally: Tally, skip: Flag, cause: Int, clipped: Flag | None, cut: Flag | None) -> Tally:

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from healcore.console import counted, first_of
-from healcore.core.decision import Cause, names
+from healcore.core.decision import Cause, names_of
 from healcore.events.models import Ending
-from healcore.events.schema import batch_names, flag_names, readings_text
+from healcore.events.schema import batch_names, flags_text, readings_text
 from healcore.history import RunState
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.reporting.faults_found import faults_found, joined
@@ -178,7 +178,7 @@ def _seen(outcome: RunOutcome) -> Iterator[str]:
         if outcome.counts.incidents:
             yield f"{total}, all resolved."
         return
-    text = f"{flag_names(last.cause)} from step {last.onset_step:.0f} on"
+    text = f"{flags_text(last.cause)} from step {last.onset_step:.0f} on"
     if last.over or outcome.open is False:
         text += ", resolved by the end"
     yield f"{text}."
@@ -206,8 +206,8 @@ def lasting_text(outcome: RunOutcome) -> str:
     Returns:
         A clause, for example "plateau at the end, since its first alarm at step 800".
     """
-    lasting = names(outcome.lasting)
-    text = f"{flag_names(lasting)} at the end"
+    lasting = names_of(outcome.lasting)
+    text = f"{flags_text(lasting)} at the end"
     steps = []
     for step, causes in outcome.history.alarms_outside.items():
         if not set(causes).isdisjoint(lasting):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from healcore.console import counted
-from healcore.events.schema import flag_names, sentence
+from healcore.events.schema import flags_text, sentence
 from healcore.history import Incident, Mode, RunHistory
 
 _QUIET_STEPS = 10  # alarms of one cause with fewer steps between them are one fault
@@ -49,7 +49,7 @@ def faults_found(history: RunHistory) -> list[FaultFound]:
         faults.append(FaultFound(incident.onset_step, bool(remedies), text))
     for first, last, causes in _alarms_outside(history):
         remedy = _undone_by(history, first) or "No remedy: an alarm alone changes nothing"
-        text = f"{_steps_text(first, last)}: {flag_names(causes)}. {remedy}."
+        text = f"{_steps_text(first, last)}: {flags_text(causes)}. {remedy}."
         faults.append(FaultFound(first, False, text))
     for event in history.newest["fault"]:
         if event.answer in (None, "save"):  # the exception ended the run, as the headline says
@@ -130,7 +130,7 @@ def incident_cause_text(incident: Incident) -> str:
         Its causes, such as "nonfinite loss". Without an alarm, why the run was rolled back.
     """
     if incident.cause:
-        return flag_names(incident.cause)
+        return flags_text(incident.cause)
     if incident.number:
         return "unknown cause"
     by = ""

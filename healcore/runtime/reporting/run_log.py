@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from healcore import console
 from healcore.console import Console
-from healcore.core.decision import Cause, StepRecord, names
+from healcore.core.decision import Cause, StepRecord, names_of
 from healcore.events import Log
 from healcore.events.metrics import MetricsLog
 from healcore.events.models import EventRecord
@@ -103,7 +103,7 @@ class RunLog:
         self.event(
             "fault",
             step=step,
-            cause=names(fault.cause),
+            cause=names_of(fault.cause),
             sign=fault.sign,
             problem=problem,
             severity=fault.failure.severity,

@@ -16,7 +16,7 @@ from healcore.core.decision import StepRecord
 from healcore.events.metrics import COMPARED, NUMBERS
 from healcore.events.models import validate
 from healcore.events.process import Process
-from healcore.events.schema import ENVELOPE, Trait, flag_names, has, sentence
+from healcore.events.schema import ENVELOPE, Trait, flags_text, has, sentence
 
 MAX_WAIT = 10.0  # seconds for which the end of a run waits for its trackers
 MAX_PENDING = 10_000  # limit of pending records of a slow tracker, which then loses the oldest
@@ -310,7 +310,7 @@ class _Wandb:
         if not has(kind, Trait.SEVERE):
             return
         title = f"healcore: {kind}"
-        causes = flag_names(event.get("cause", ()))
+        causes = flags_text(event.get("cause", ()))
         if causes:
             title += f": {causes}"
         warning, error = self.levels

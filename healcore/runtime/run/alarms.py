@@ -15,7 +15,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import is_logged, passes_power_of_ten
-from healcore.core.decision import Action, Cause, StepRecord, names
+from healcore.core.decision import Action, Cause, StepRecord, names_of
 from healcore.core.engine.config import RuleConfig
 from healcore.events.schema import sentence
 from healcore.history.incidents import MAX_ALARMS
@@ -39,7 +39,7 @@ class JudgedRecord(NamedTuple):
     the incident that it belongs to.
     """
 
-    step: StepResult
+    result: StepResult
     """The step, with the records of all optimizers."""
     record: StepRecord
     """The record of one optimizer."""
@@ -70,15 +70,15 @@ class JudgedRecord(NamedTuple):
         return cuts, bool(self.record.skip), alerts, self.record.cause != 0
 
 
-def batch_fields(step: StepResult) -> dict[str, Any]:
+def batch_fields(result: StepResult) -> dict[str, Any]:
     """The fields of an event about the batches of a step.
 
     Args:
-        step: the step. Its loaders may give the row numbers of a batch; most give none.
+        result: the step. Its loaders may give the row numbers of a batch; most give none.
     """
     batches: list[list[Any]] = []
     rows: list[Any] = []
-    for batch in step.batches:
+    for batch in result.batches:
         batches.append(list(batch))
         if batch.rows:
             rows.append(batch.rows)
@@ -125,10 +125,10 @@ class Alerts:
             The record, with `alert` and the action ALERT if there is an alert.
         """
         record = judged.record
-        index = judged.step.index
+        index = judged.result.index
         last_alarms = self.run.ledger.last_alarms
         begins = Cause(0)
-        for name in names(record.cause):
+        for name in names_of(record.cause):
             key = f"{record.engine}/{name}"
             last = last_alarms.get(key)
             if last is None or index - last > self._steps_without:
@@ -164,7 +164,7 @@ class Alerts:
                 records.append(each.record)
         if not records:
             return False
-        new = names(reduce(or_, causes))
+        new = names_of(reduce(or_, causes))
         self._faults.update(new)
         highest = self._highest
         has_line = self._has_own_steps or any(is_logged(self._faults[name]) for name in new)
@@ -199,7 +199,7 @@ class Alerts:
             references |= dict.fromkeys(row.references)
         self.run.log.event(
             "alert",
-            step=judged.step.index,
+            step=judged.result.index,
             incident=judged.number,
             engine=judged.record.engine,
             cause=cause,
@@ -262,7 +262,7 @@ class AlarmLog:
             return True
         alarms = 0
         has_skip = False
-        for record in lead.step.records:
+        for record in lead.result.records:
             alarms += record.cause != 0
             has_skip = has_skip or bool(record.skip)
         skips = self.run.ledger.skips
@@ -279,16 +279,16 @@ class AlarmLog:
             judged: a record with a cause.
             has_line: whether the record has the line of its step.
         """
-        step, record, incident = judged.step, judged.record, judged.incident
+        result, record, incident = judged.result, judged.record, judged.incident
         policy = self.run.policy
         if incident is None:
             self._outside += 1
             number = self._outside
             if number == MAX_ALARMS + 1:
                 self.run.log.info(
-                    f"step {step.index}: more than {MAX_ALARMS} alarms outside of incidents: from "
-                    "now on only those with an alert or a line have an event; the metrics file has "
-                    "them all"
+                    f"step {result.index}: more than {MAX_ALARMS} alarms outside of incidents: "
+                    "from now on only those with an alert or a line have an event; the metrics "
+                    "file has them all"
                 )
         else:
             number = incident.alarms
@@ -313,7 +313,7 @@ class AlarmLog:
             grad_scale = record.grad_scale
         event = self.run.log.event(
             "alarm",
-            step=step.index,
+            step=result.index,
             engine=record.engine,
             incident=judged.number,
             cause=record.cause,
@@ -327,14 +327,14 @@ class AlarmLog:
             evidence=record.evidence,
             diagnosis=by_optimizer,
             observed=policy.observes,
-            **batch_fields(step),
+            **batch_fields(result),
         )
         if not has_line:
             return
         which = ""
         if incident is not None:
             which = f"incident {incident.number}: "
-        line = f"step {step.index}: {which}{sentence(event)}"
+        line = f"step {result.index}: {which}{sentence(event)}"
         if failures_of(record.cause)[0].severity is not Severity.ERROR:
             self.run.log.warning(line)
             return

@@ -43,15 +43,15 @@ class IncidentLog:
         incidents = self.run.ledger.incidents
         self._unclosed = [each for each in incidents if not each.reported_over]
 
-    def begin(self, incident: IncidentRecord, step: StepResult) -> None:
+    def begin(self, incident: IncidentRecord, result: StepResult) -> None:
         """Writes the event of a new incident, with the signals of each rank. Collective.
 
         Args:
             incident: the incident.
-            step: its first step.
+            result: its first step.
         """
         self._unclosed.append(incident)
-        first = max(step.records, key=lambda record: record.cause != 0)
+        first = max(result.records, key=lambda record: record.cause != 0)
         of_ranks = None
         if first.rank_signals is not None and self.run.ranks.world > 1:
             of_ranks = []
@@ -59,23 +59,23 @@ class IncidentLog:
                 of_ranks.append({"rank": rank, "loss": loss, "grad_norm": norm})
         self.run.log.event(
             "incident",
-            step=step.index,
+            step=result.index,
             incident=incident.number,
             onset=incident.onset,
             cause=Cause(incident.cause),
             of_ranks=of_ranks,
-            **batch_fields(step),
+            **batch_fields(result),
         )
 
-    def report_over(self, step: StepResult) -> None:
+    def report_over(self, result: StepResult) -> None:
         """Writes an event for each incident after which the run was quiet for long enough.
 
         Args:
-            step: the newest step.
+            result: the newest step.
         """
         if not self._unclosed:
             return
-        newest = step.index - self._quiet_steps
+        newest = result.index - self._quiet_steps
         for incident in self._unclosed:
             if not incident.over or incident.last > newest:
                 return
@@ -84,10 +84,10 @@ class IncidentLog:
         for incident in quiet:
             incident.reported_over = True
             # The optimizer of the incident may have taken no step now.
-            record = self._metrics.newest(incident.engine) or step.records[0]
+            record = self._metrics.newest(incident.engine) or result.records[0]
             event = self.run.log.event(
                 "over",
-                step=step.index,
+                step=result.index,
                 incident=incident.number,
                 onset=incident.onset,
                 last=incident.last,
@@ -96,4 +96,4 @@ class IncidentLog:
                 readings=record.readings,
             )
             if is_logged(incident.number):
-                self.run.log.info(f"step {step.index}: {sentence(event)}")
+                self.run.log.info(f"step {result.index}: {sentence(event)}")

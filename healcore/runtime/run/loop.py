@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from healcore.core.decision import Action, names
+from healcore.core.decision import Action, names_of
 from healcore.core.errors import HealcoreError
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
@@ -80,7 +80,7 @@ class Loop:
         self.run.hang_guard.on_step()
         self.run.saver.keep_weight_sample()
 
-    def begin(self) -> None:
+    def continue_by_step_number(self) -> None:
         """Begins or continues a loop that has data of its own and knows the number of the step.
 
         A restart restores random states here, because the loop has no loader that does so. A loop
@@ -389,7 +389,7 @@ class Loop:
         self.use.was_used = True
         self.queue_dispatch()
         if self.use.own_count_obstacle or not self._has_random_states:
-            self.begin()
+            self.continue_by_step_number()
         has_stepped = self.phase is LoopPhase.AFTER_STEP
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()
@@ -481,7 +481,7 @@ class Loop:
             loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
             run.record.monitor.loader_start = first.index
-        run.reader.push(pending, first)
+        run.step_reader.push(pending, first)
         run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()
 
@@ -505,7 +505,7 @@ class Loop:
             return False  # one rank may evaluate alone, and reading steps is collective
         if self.read_and_act(every=True):
             return True
-        nonfinite = self.run.nonfinite
+        nonfinite = self.run.nonfinite_state
         verdict = None
         if of_training and not self.run.loaders.epoch_loop.has_more_epochs:
             newest = self.run.progress.step - 1
@@ -527,8 +527,8 @@ class Loop:
             Whether the run was rolled back. The rollback undoes the steps after the order, so they
             are not read.
         """
-        for step, order in self._process_due(every=every):
-            if self._note_rollback(self.run.recovery.act(step, order)):
+        for result, order in self._process_due(every=every):
+            if self._note_rollback(self.run.recovery.act(result, order)):
                 return True
             if order is not None and order.action & Action.SAVE:
                 self.run.saver.save(SaveReason.ORDERED)
@@ -537,17 +537,17 @@ class Loop:
     def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Order | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
         run = self.run
-        while run.reader.has_due(every=every):
+        while run.step_reader.has_due(every=every):
             run.hang_guard.watch()  # reading waits for the device
             try:
-                step = run.reader.read_next()
+                result = run.step_reader.read_next()
             except HealcoreError as error:
                 self.reading_error = error
                 raise
             run.hang_guard.pause()
-            order = run.recovery.process(step)
-            run.end_requests.note_mark(step)
-            yield step, order
+            order = run.recovery.process(result)
+            run.end_requests.note_mark(result)
+            yield result, order
         run.hang_guard.pause()
 
     def _note_rollback(self, done: RollbackRecord | None) -> bool:
@@ -574,7 +574,7 @@ class Loop:
 
         Orders of the steps before come first.
         """
-        nonfinite = self.run.nonfinite
+        nonfinite = self.run.nonfinite_state
         arrays = nonfinite.came_back()
         if not arrays:
             return False
@@ -596,7 +596,7 @@ class Loop:
         if self.read_and_act(every=True):
             return True
         if not self.run.schedule.delayed:
-            if self._note_rollback(self.run.nonfinite.roll_back_if_saved()):
+            if self._note_rollback(self.run.nonfinite_state.roll_back_if_saved()):
                 return True
             self.run.saver.save(SaveReason.REGULAR)
         return False
@@ -617,11 +617,11 @@ class Loop:
         """
         self.queue_dispatch()
         self.log_warnings()
-        for step, order in self._process_due(every=True):
+        for result, order in self._process_due(every=True):
             if order is not None:
-                what = ", ".join(names(Action(order.action)))
+                what = ", ".join(names_of(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
-                self.run.log.problem(step.index, problem)
+                self.run.log.problem(result.index, problem)
 
     def warn(self, problem: str) -> None:
         """Reports a problem of the current step, as an event and a line of the log.

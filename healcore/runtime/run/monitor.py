@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names
+from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names_of
 from healcore.core.engine.incidents import incident_causes
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
@@ -76,54 +76,54 @@ class IncidentMonitor:
         """Continues the incidents of an earlier process. Called after its ledger was read."""
         self._incident_log.continue_incidents()
 
-    def process(self, step: StepResult) -> Order | None:
+    def process(self, result: StepResult) -> Order | None:
         """Processes one step: counts it, writes its events, and asks for an action.
 
         Most steps have neither a cause nor an action. Such a step is only kept.
 
         Args:
-            step: the step, with the records of all optimizers. Steps come in order.
+            result: the step, with the records of all optimizers. Steps come in order.
 
         Returns:
             An order if the host has to save, roll back or stop, or None.
         """
-        flags = StepFlags.of(step.records)
-        incident = self._keep(step, flags)
+        flags = StepFlags.of(result.records)
+        incident = self._keep(result, flags)
         if not flags.is_quiet:
-            return self._report(step, flags, incident)
-        for record in step.records:
-            self._log_lr_change(step.index, record)
+            return self._report(result, flags, incident)
+        for record in result.records:
+            self._log_lr_change(result.index, record)
         return None
 
-    def _keep(self, step: StepResult, flags: StepFlags) -> IncidentRecord | None:
+    def _keep(self, result: StepResult, flags: StepFlags) -> IncidentRecord | None:
         """Adds a step to the state, the ledger and the metrics. Returns its incident, or None."""
-        self.state.add_batches(step.index, step.batches, kept=self._kept)
-        self._count_nonfinite(step)
-        incident = self.run.ledger.add_step(step.index, step.records, self._causes)
-        for record in step.records:
+        self.state.add_batches(result.index, result.batches, kept=self._kept)
+        self._count_nonfinite(result)
+        incident = self.run.ledger.add_step(result.index, result.records, self._causes)
+        for record in result.records:
             self.state.dropped += record.dropped
         if flags.has_trained:
-            self.state.last_trained = step.index
+            self.state.last_trained = result.index
         if not flags.is_judged:
             self.state.has_micro_steps = True
         if incident is not None and incident.alarms == 1:
-            self._incident_log.begin(incident, step)
-        self.metrics.add(step.records)
+            self._incident_log.begin(incident, result)
+        self.metrics.add(result.records)
         self.metrics.dropped = self.state.dropped
-        self._incident_log.report_over(step)
-        for record in step.records:
+        self._incident_log.report_over(result)
+        for record in result.records:
             if record.judged and not record.skip:
                 line = self._program_clips[record.engine].add(record.grad_norm)
                 if line:
-                    self.run.log.warning(f"step {step.index}: {line}")
+                    self.run.log.warning(f"step {result.index}: {line}")
         self._newest_causes = flags.causes
         return incident
 
     def _report(
-        self, step: StepResult, flags: StepFlags, incident: IncidentRecord | None
+        self, result: StepResult, flags: StepFlags, incident: IncidentRecord | None
     ) -> Order | None:
         """Writes the events of a step with a cause or an action. Returns its order, or None."""
-        judged = [JudgedRecord(step, record, incident) for record in step.records]
+        judged = [JudgedRecord(result, record, incident) for record in result.records]
         if flags.causes:
             judged = [self._alarm_log.alerts.with_alert(each) for each in judged]
         lead = max(judged, key=JudgedRecord.priority)
@@ -131,12 +131,12 @@ class IncidentMonitor:
         if lead.record.cause:  # alerts come with a cause
             has_line = self._alarm_log.has_line(judged, lead)
         order = None
-        for result in judged:
-            if result.record.cause:
-                self._alarm_log.write(result, has_line=has_line and result is lead)
-            self._log_lr_change(step.index, result.record)
-            if result.record.action:
-                order = _merge(order, self._order(result, has_line=has_line))
+        for each in judged:
+            if each.record.cause:
+                self._alarm_log.write(each, has_line=has_line and each is lead)
+            self._log_lr_change(result.index, each.record)
+            if each.record.action:
+                order = _merge(order, self._order(each, has_line=has_line))
         return order
 
     def counts(self) -> Counts:
@@ -265,16 +265,16 @@ class IncidentMonitor:
 
     # -- steps that are not finite --------------------------------------------------------------
 
-    def _count_nonfinite(self, step: StepResult) -> None:
+    def _count_nonfinite(self, result: StepResult) -> None:
         """Counts a step at which every optimizer had NaN or Inf, or which was not taken."""
         state = self.state
         if state.nonfinite_streak < 0:  # also of a checkpoint that another program has saved
-            state.never_finite = self.run.ledger.untrained >= step.index
+            state.never_finite = self.run.ledger.untrained >= result.index
             state.nonfinite_streak = 0
             if state.never_finite:
-                state.nonfinite_streak = step.index
+                state.nonfinite_streak = result.index
         last_counted = None
-        for record in step.records:
+        for record in result.records:
             if record.judged and not (record.cause and record.cause & NONFINITE):
                 state.nonfinite_streak = 0
                 state.never_finite = False
@@ -292,15 +292,15 @@ class IncidentMonitor:
 
         Returns None if the policy only observes, or if the host has nothing to do.
         """
-        step, record, incident = judged.step, judged.record, judged.incident
-        onset = step.index
+        result, record, incident = judged.result, judged.record, judged.incident
+        onset = result.index
         first_of_cause: dict[str, int] = {}
         if incident is not None:
             onset = incident.onset
             first_of_cause = incident.first
             if incident.only_skips:
                 # A finite step within the incident shows that the weights were finite at this step.
-                onset = self.run.ledger.first_consecutive(step.index)
+                onset = self.run.ledger.first_consecutive(result.index)
         action = record.action
         if len(self.hooks):
             action = self._ask_hooks(judged, onset)
@@ -316,7 +316,7 @@ class IncidentMonitor:
         if self.run.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
             self.run.log.event(
                 "order",
-                step=step.index,
+                step=result.index,
                 incident=judged.number,
                 cause=record.cause,
                 action=action,
@@ -326,7 +326,7 @@ class IncidentMonitor:
         if self.run.policy.observes or not action & _ORDERS:
             return None
         firsts: list[int] = []  # first steps of the causes in this incident
-        for name in names(record.cause):
+        for name in names_of(record.cause):
             if name in first_of_cause:
                 firsts.append(first_of_cause[name])
         first = max(min(firsts, default=onset), onset)
@@ -334,23 +334,23 @@ class IncidentMonitor:
         if action & ~record.action & (Action.ROLLBACK | Action.STOP):
             reason = OrderReason.HOOK
         return Order(
-            index=step.index,
+            index=result.index,
             onset=onset,
             first_alarm_of_cause=first,
             reason=reason,
             action=int(action),
             cause=int(record.cause),
             depth=max(depth, 1),
-            batches=tuple(self.state.batches_between(first, step.index)),
+            batches=tuple(self.state.batches_between(first, result.index)),
         )
 
     def _ask_hooks(self, judged: JudgedRecord, onset: int) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
-        step, record = judged.step, judged.record
-        batches = tuple((batch.epoch, batch.index) for batch in step.batches)
+        result, record = judged.result, judged.record
+        batches = tuple((batch.epoch, batch.index) for batch in result.batches)
         context = IncidentContext(
             judged.number,
-            step.index,
+            result.index,
             onset,
             record.cause,
             record.decision,
@@ -359,14 +359,19 @@ class IncidentMonitor:
             record.evidence,
             batches,
         )
-        action, hook, problems = self.hooks.run(context)
-        for problem in problems:
-            self.run.log.event("hook", step=step.index, hook="", problem=problem)
-        if action is None or self.run.policy.observes:
+        answer = self.hooks.run(context)
+        for problem in answer.problems:
+            self.run.log.event("hook", step=result.index, hook="", problem=problem)
+        if answer.action is None or self.run.policy.observes:
             return record.action
-        ordered = record.action
-        self.run.log.event("hook", step=step.index, hook=hook, ordered=ordered, action=action)
-        return action
+        self.run.log.event(
+            "hook",
+            step=result.index,
+            hook=answer.hook,
+            ordered=record.action,
+            action=answer.action,
+        )
+        return answer.action
 
 
 def _merge(one: Order | None, other: Order | None) -> Order | None:

@@ -93,21 +93,21 @@ class Run:
     """Compares the weights with earlier weights."""
     holding: Holding = field(init=False)
     """Learns in which ranges the run is healthy, and holds what has left its range."""
-    known: KnownCheckpoints = field(init=False)
+    known_checkpoints: KnownCheckpoints = field(init=False)
     """Which checkpoints are finite, damaged or known-good."""
     saver: Saver = field(init=False)
     """Saves checkpoints, and deletes checkpoints that are not needed any more."""
-    stored: StoredCheckpoints = field(init=False)
+    stored_checkpoints: StoredCheckpoints = field(init=False)
     """Reads the checkpoints that all ranks can load."""
     restorer: Restorer = field(init=False)
     """Restores a checkpoint, for a rollback and at a start."""
-    reader: DelayedReader = field(init=False)
+    step_reader: DelayedReader = field(init=False)
     """Steps that the host has not read yet."""
     better_weights: BetterWeights = field(init=False)
     """What to try where earlier weights are better."""
     dead_run: DeadRun = field(init=False)
     """What to try where no step is finite any more."""
-    nonfinite: NonfiniteState = field(init=False)
+    nonfinite_state: NonfiniteState = field(init=False)
     """What to do about NaN and Inf in the weights or in a save."""
     recovery: Recovery = field(init=False)
     """Answers the records of steps with rollbacks and stops."""

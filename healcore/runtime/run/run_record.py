@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
-from healcore.core.decision import NONFINITE, Cause, StepRecord, names
+from healcore.core.decision import NONFINITE, Cause, StepRecord, names_of
 from healcore.runtime.run.batch_parts import PartGrowth
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
@@ -82,7 +82,7 @@ class IncidentRecord:
         self.last = index
         self.alarms += 1
         self.cause |= causes
-        for name in names(Cause(causes)):
+        for name in names_of(Cause(causes)):
             self.first.setdefault(name, index)
 
 

@@ -232,14 +232,14 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.monitor = IncidentMonitor(run, options.hooks)
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
     run.holding = Holding(run)
-    run.known = KnownCheckpoints(run)
+    run.known_checkpoints = KnownCheckpoints(run)
     run.saver = Saver(run, options.checkpoints.keep)
-    run.stored = StoredCheckpoints(run)
+    run.stored_checkpoints = StoredCheckpoints(run)
     run.restorer = Restorer(run)
-    run.reader = DelayedReader()
+    run.step_reader = DelayedReader()
     run.better_weights = BetterWeights(run)
     run.dead_run = DeadRun(run)
-    run.nonfinite = NonfiniteState(run)
+    run.nonfinite_state = NonfiniteState(run)
     of_trainer = run_settings.trainer_settings(options.state)
     run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
     run.hang_guard = HangGuard(policy, ranks, log)
@@ -305,14 +305,14 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     if any(ranks.gather(stop_file.found)):
         log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
         raise EndRequested(stop_file.why)
-    saves, newest = run.stored.listed(), run.stored.newest_record()
+    saves, newest = run.stored_checkpoints.listed(), run.stored_checkpoints.newest_record()
     settings = run_settings.settings_of(run.driver, policy, options.state, ranks.world)
     saved_settings: Mapping[str, Any] = {}
     if newest is not None:
         saved_settings = newest.settings
     changes = broadcast(ranks, run_settings.changes_since(saved_settings, settings))
     if saves and options.resume is not True:
-        newest_step = max((each.step for each in saves if each.status != "abandoned"), default=0)
+        newest_step = max((each.step for each in saves if not each.is_abandoned), default=0)
         _check_resume(run, options.resume, newest, newest_step, changes)
         # A trainer decides itself when its run is complete.
         if not run.loop.has_trainer:
@@ -422,12 +422,12 @@ def _spent_before(run: Run) -> int:
 def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
     """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
     saver, progress, record = run.saver, run.progress, run.record
-    run.stored.find_damage()
+    run.stored_checkpoints.find_damage()
     if resume:
         _resume(run, newest)
         run.monitor.continue_incidents()
     else:
-        if run.known.damage:
+        if run.known_checkpoints.damage:
             raise _no_usable_checkpoint(run, {})
         record.run = broadcast(run.ranks, run.log.events.process_id)
         record.first_step = progress.step
@@ -455,12 +455,12 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     """Resumes from the newest usable checkpoint; `newest` is the newest record in the store."""
     if newest is not None:
         run.store.allow_nonfinite(newest.nonfinite_ok)
-    saves = (newest or RunRecord()).attempt_history.with_status(run.stored.listed())
+    saves = (newest or RunRecord()).attempt_history.with_status(run.stored_checkpoints.listed())
     usable = []
     wrong: dict[int, str] = {}  # step -> status, or what is wrong
     for saved in saves:
         wrong[saved.step] = saved.status if saved.finite else "not finite"
-        if saved.finite and saved.status != "abandoned":
+        if saved.is_usable:
             usable.append(saved.step)
     try:
         step, random_states = run.restorer.resume(newest, usable[::-1])
@@ -476,7 +476,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         _report_undone(run, len(run.ledger.rollbacks) - trials.first, step)
     run.recovery.report_before_kill(step)
     for saved in saves:
-        if saved.status == "abandoned" or trials is not None:
+        if saved.is_abandoned or trials is not None:
             wrong.pop(saved.step, None)
     wrong |= _damage(run)
     lost = {at: wrong[at] for at in sorted(wrong) if at > step}
@@ -517,7 +517,10 @@ def _report_undone(run: Run, count: int, step: int) -> None:
 
 def _damage(run: Run) -> dict[int, str]:
     """Step of each damaged checkpoint -> the damage."""
-    return {each.step: f"damaged: {each.file} {each.difference}" for each in run.known.damage}
+    return {
+        each.step: f"damaged: {each.file} {each.difference}"
+        for each in run.known_checkpoints.damage
+    }
 
 
 def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoint:

@@ -156,8 +156,8 @@ class DelayedReader:
         if more:
             self._correction += more
             moved: deque[tuple[PendingDispatch, StepResult]] = deque()
-            for queued, step in self._queue:
-                moved.append((queued, step._replace(index=step.index + more)))
+            for queued, later in self._queue:
+                moved.append((queued, later._replace(index=later.index + more)))
             self._queue = moved
         is_whole = len(steps) == 1 and not (self._accumulated or self._contents)
         if is_whole and _has_stepped(steps[0]):  # most dispatches: one step with its own batches

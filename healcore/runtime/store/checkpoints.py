@@ -213,6 +213,19 @@ class CheckpointInfo(NamedTuple):
         """Whether every array is finite, except arrays that `nonfinite_ok` names."""
         return not self.nonfinite
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether a rollback has gone back to before the checkpoint, so that it is not restored."""
+        return self.status == "abandoned"
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a start or a rollback may restore the checkpoint: finite and not abandoned.
+
+        The steps up to an abandoned checkpoint were undone, and NaN or Inf would stay in the state.
+        """
+        return self.finite and not self.is_abandoned
+
     @classmethod
     def of(
         cls, saved: HasSaveFacts, path: str | None, nonfinite_ok: Collection[str]
@@ -473,7 +486,7 @@ def superfluous(
     good = [s.step for s in ordered if s.status == "good"]
     candidates = [s.step for s in ordered if s.status == "candidate" and s.finite]
     bad = [s.step for s in ordered if s.status == "candidate" and not s.finite]
-    abandoned = [s.step for s in ordered if s.status == "abandoned"]
+    abandoned = [s.step for s in ordered if s.is_abandoned]
     older_good = set(good[: -keep.good])
     if keep.older:
         older_good -= _one_per_doubling(good, keep.good)

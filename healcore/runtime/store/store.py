@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 from healcore import console
 from healcore.runtime.store import files, manifest, ranks
@@ -37,6 +37,17 @@ from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.ring import Ring
 from healcore.runtime.store.writer import Writer
+
+
+class _Read(NamedTuple):
+    """What `CheckpointStore._restore` has read of a checkpoint."""
+
+    state: dict[str, Any]
+    """The values, see `Restored.state`."""
+    record: dict[str, Any] | None
+    """The record of the run, or None if the checkpoint has no record."""
+    entries: Mapping[str, Any]
+    """Name of an item -> what the checkpoint says of its arrays."""
 
 
 class CheckpointStore(Writer):
@@ -295,8 +306,8 @@ class CheckpointStore(Writer):
             StateMismatch: the checkpoint was saved from another state.
             CheckpointNotFound: the step has no checkpoint.
         """
-        state, record, _ = self._restore(step, like, common=False)
-        return Restored(state, record)
+        read = self._restore(step, like, common=False)
+        return Restored(read.state, read.record)
 
     def restore_common(self, step: int, like: Mapping[str, Any]) -> CommonState:
         """Verifies a checkpoint and reads what has the names of `like`, whatever its structure.
@@ -304,24 +315,22 @@ class CheckpointStore(Writer):
         For a live state whose structure has changed since the save. See `restore` for the arguments
         and errors; StateMismatch only for pytrees of JAX, which cannot be read in part.
         """
-        state, _, entries = self._restore(step, like, common=True)
+        read = self._restore(step, like, common=True)
         identities: dict[str, Mapping[str, str]] = {}
-        for name, entry in entries.items():
+        for name, entry in read.entries.items():
             if "identity" in entry:
                 identities[name] = entry["identity"]
-        return CommonState(state, identities)
+        return CommonState(read.state, identities)
 
-    def _restore(
-        self, step: int, like: Mapping[str, Any], *, common: bool
-    ) -> tuple[dict[str, Any], dict[str, Any] | None, Mapping[str, Any]]:
-        """The state, the record and the entries of a checkpoint. See `restore`."""
+    def _restore(self, step: int, like: Mapping[str, Any], *, common: bool) -> _Read:
+        """Reads a checkpoint from memory or from disk. See `restore`."""
         copy, stored = self._locate(step)
         if copy is not None:
             try:
                 state = ranks.run_on_each(
                     self.ranks, lambda: self.format.restore(copy, like, common=common)
                 )
-                return state, copy.unsealed_record, copy.flat.entries
+                return _Read(state, copy.unsealed_record, copy.flat.entries)
             except CheckpointDamaged as error:
                 self.ring.forget(step)
                 if not stored:
@@ -339,7 +348,7 @@ class CheckpointStore(Writer):
         with intact.only_written_by_healcore():
             arrays = self.format.read(intact, target)
             state = self.format.assemble(target, arrays)
-            return state, intact.record, target.entries
+            return _Read(state, intact.record, target.entries)
 
     def replace_record(self, step: int, record: Record) -> None:
         """Replaces the record of a checkpoint, atomically. The arrays stay.

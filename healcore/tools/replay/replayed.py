@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.console import first_lines
-from healcore.core.decision import NONFINITE, Action, Cause, names
+from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
 from healcore.core.numerics import shortest_decimal
@@ -188,7 +188,7 @@ class Replay:
         policy = self.summary.policy
         unit = self.summary.unit
         for row in self:
-            line = row._asdict() | {"cause": names(row.cause), "action": names(row.action)}
+            line = row._asdict() | {"cause": names_of(row.cause), "action": names_of(row.action)}
             if row.threshold is None:
                 del line["threshold"]
             del line["step"]
@@ -212,7 +212,7 @@ class Replay:
         alarms = rows[(rows.cause != 0) & ~rows.incident_open & ~rows.skip]
         shown: dict[float, tuple[str, ...]] = {}
         for row in alarms[:MAX_ALARMS]:
-            shown[row.step] = tuple(names(Cause(int(row.cause))))
+            shown[row.step] = tuple(names_of(Cause(int(row.cause))))
         facts: dict[str, str] = {}  # the fields of the summary's line of JSON, by the same names
         for field, value in summary._asdict().items():
             if value:
@@ -471,8 +471,8 @@ def _incident(rows: np.recarray, lr_before: np.float32, number: int) -> Incident
         onset_step=float(rows.step[0]),
         step=float(rows.step[place]),
         last_step=float(rows.step[-1]),
-        cause=tuple(names(Cause(int(np.bitwise_or.reduce(rows.cause))))),
-        action=tuple(names(all_orders)),
+        cause=tuple(names_of(Cause(int(np.bitwise_or.reduce(rows.cause))))),
+        action=tuple(names_of(all_orders)),
         mode=Mode.REPLAY,
         skipped=_count(rows.skip),
         clipped=_count(_clipped(rows)),

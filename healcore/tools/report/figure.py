@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.console import counted
-from healcore.events.schema import flag_names
+from healcore.events.schema import flags_text
 from healcore.history import Curves, Incident
 from healcore.tools.report.incident_text import skipped_text
 from healcore.tools.report.run_report import PageReport
@@ -215,10 +215,10 @@ def _alarms(report: PageReport) -> list[_Mark]:
     """The alarms in and outside of incidents, where close alarms of one cause are one mark."""
     marks: list[_Mark] = []
     for step, cause in report.alarms_outside.items():
-        marks.append(_Mark(step, step, flag_names(cause), _QUIET))
+        marks.append(_Mark(step, step, flags_text(cause), _QUIET))
     for incident in report.incidents:
         if incident.cause:
-            text = flag_names(incident.cause)
+            text = flags_text(incident.cause)
             marks.append(_Mark(incident.onset_step, incident.end, text, _BAD))
     near = 0.0
     if len(report.curves.step):

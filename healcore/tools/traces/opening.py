@@ -164,9 +164,9 @@ def _read_path(
     usable log.
     """
     if not os.path.isdir(path):
-        return [_Found(path, *_read_file(path, columns))]
+        return [_read_file(path, columns)]
     try:
-        return [_Found(path, *_read_directory(path, columns, failed))]
+        return [_read_directory(path, columns, failed)]
     except UnjudgeableLog:
         raise
     except TraceError as error:
@@ -190,14 +190,12 @@ def _read_path(
     return found
 
 
-def _read_directory(
-    path: str, columns: Mapping[str, str], failed: list[Unreadable]
-) -> tuple[list[RawLog], bool]:
+def _read_directory(path: str, columns: Mapping[str, str], failed: list[Unreadable]) -> _Found:
     """Reads the files of the preferred format, in natural order: log-2 precedes log-10.
 
     Without a log in the directory, the log in the newest checkpoint of the Hugging Face Trainer is
-    read, which is complete up to that step. Returns the logs, and whether all logs are one run, and
-    adds logs that are not judged to `failed`. Raises TraceError if no file is a usable log.
+    read, which is complete up to that step. Adds logs that are not judged to `failed`. Raises
+    TraceError if no file is a usable log.
     """
     files = _find_files(path)
     by_format = files.by_format
@@ -213,7 +211,7 @@ def _read_directory(
         logs: list[RawLog] = []
         for file in by_format[form.name]:
             try:
-                logs += _read_file(file, columns)[0]
+                logs += _read_file(file, columns).logs
             except UnjudgeableLog as error:
                 if form.is_one_run:
                     raise
@@ -224,9 +222,9 @@ def _read_directory(
                 is_log = is_log or form is not _TABLE or file.endswith((".csv", ".tsv"))
         if logs:
             logs[0].notes.extend(unusable)
-            return logs, form.is_one_run
+            return _Found(path, logs, form.is_one_run)
     if any(os.path.dirname(each.path) == path.rstrip(os.sep) for each in failed):
-        return [], False
+        return _Found(path, [], is_one_run=False)
     if is_log:
         raise TraceError("; ".join(unusable))
     raise _NoLogError("; ".join(unusable))
@@ -295,10 +293,10 @@ def _natural(name: str) -> list[str | int]:
     return key
 
 
-def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], bool]:
+def _read_file(path: str, columns: Mapping[str, str]) -> _Found:
     """Reads the usable logs in one file: several logs for an export of several runs.
 
-    Returns as `_read_directory`. Raises TraceError, or OSError if the file cannot be read.
+    Raises TraceError, or OSError if the file cannot be read.
     """
     form = detect_format(read_head(path))
     if form.read is None:
@@ -310,7 +308,7 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], boo
         if any(name in log.logged and log.logged[name].any() for name in JUDGED):
             usable.append(log)
     if usable:
-        return usable, form.is_one_run
+        return _Found(path, usable, form.is_one_run)
     problems = logs[-1].problems
     if problems:
         line, text, _ = problems[0]

@@ -16,7 +16,7 @@ from healcore.events import Log, read
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
 from healcore.events.models import Ending
-from healcore.events.schema import flag_names
+from healcore.events.schema import flags_text
 from healcore.history import RunHistory, runs_of
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.diagnosis import advice, explain, last_line
@@ -93,7 +93,7 @@ def test_every_cause_has_its_advice(cause):
             assert word in hint
     began = ("incident", 3, {"incident": 1, "onset": 3, "cause": [cause.name]})
     text = explain(end_of("stopped", 7, began))
-    assert f"Seen: {flag_names([str(cause.name)])} from step 3 on." in text
+    assert f"Seen: {flags_text([str(cause.name)])} from step 3 on." in text
     assert " ".join(hint.split()[:5]) in text
     others = [advice(other)[0] for other in Cause if other != cause]
     assert hint not in others

@@ -150,7 +150,7 @@ class Process:
         self.run.step_batches = step_batches
         self.run.host_state = HostState(self.loaders.position)
         self.run.schedule = SaveSchedule(self.run, EVERY)
-        self.run.known = KnownCheckpoints(self.run)
+        self.run.known_checkpoints = KnownCheckpoints(self.run)
         no_comparisons: Any = SimpleNamespace(
             is_enabled=False,
             state=ComparisonState(),
@@ -160,12 +160,12 @@ class Process:
         self.run.comparisons = no_comparisons
         self.run.holding = SimpleNamespace(held=Held())  # type: ignore[assignment]
         self.saver = self.run.saver = Saver(self.run, KEEP)
-        self.run.stored = StoredCheckpoints(self.run)
+        self.run.stored_checkpoints = StoredCheckpoints(self.run)
         self.restorer = self.run.restorer = Restorer(self.run)
         self.incident, self._goes_on = 0, False
 
     step = property(lambda self: self.run.progress.step)
-    known = property(lambda self: self.run.known)
+    known_checkpoints = property(lambda self: self.run.known_checkpoints)
     onset = property(lambda self: self.ledger.incidents[-1].onset)
     """The onset of the incident under way."""
 
@@ -173,7 +173,7 @@ class Process:
         """The same steps as `start._begin`."""
         usable = [s.step for s in self.store.checkpoints() if s.finite and s.status != "abandoned"]
         if usable:
-            newest = self.run.stored.newest_record()
+            newest = self.run.stored_checkpoints.newest_record()
             self.run.progress.step, _ = self.restorer.resume(newest, usable[::-1])
         else:
             self.saver.begin_attempt(self.step)

@@ -205,7 +205,7 @@ def test_suspect_weights_are_no_anchor_and_a_rollback_drops_later_ones():
     run = after(290)
     assert damaged(run) is not None
     assert [each.step for each in run.comparisons.anchors] == [0, 100, 200]
-    run.comparisons.observe(TrainedStep(run.step, ()), 9.0, alarm=False, trained=True)
+    run.comparisons.observe(TrainedStep(run.step, ()), 9.0, alarm=False, has_trained=True)
     run.comparisons.on_rollback(150)
     assert run.comparisons.credit.left == pytest.approx(MAX_CREDIT)
     assert not run.comparisons._dispatch_losses

@@ -83,7 +83,7 @@ class History(RuleBasedStateMachine):
     def goes_back(self, depth: int, calls: int) -> None:
         """A rollback as ordered; killed after some number of changes, if it makes so many."""
         process = self.process
-        process.known.end_probation(before=self.onset)
+        process.known_checkpoints.end_probation(before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
         self.store.calls_left = calls
@@ -117,11 +117,13 @@ class History(RuleBasedStateMachine):
 
     def target(self, depth: int) -> int | None:
         """The checkpoint that it must return to; None if there is none."""
-        usable = [s for s in self.process.known.listed() if s.finite and s.step <= self.onset]
+        usable = [
+            s for s in self.process.known_checkpoints.listed() if s.finite and s.step <= self.onset
+        ]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
         first = self.process.run.record.first_step
-        begun = first, self.process.known.started_from
+        begun = first, self.process.known_checkpoints.started_from
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = sorted({step for step in begun if step in unproven}, reverse=True)
         tried = [past.target for past in self.back if self.onset <= past.step + REGION]
@@ -141,7 +143,7 @@ class History(RuleBasedStateMachine):
         assert target <= self.onset
         del self.healthy[target:]
         # For the next one in this region, which is to go deeper.
-        saves = self.process.known.listed()
+        saves = self.process.known_checkpoints.listed()
         deeper = [s.step for s in saves if s.status == "good" and s.step < target]
         self.stays = {target, *deeper[-1:]}
         self.onset, self.only_skips = None, False
@@ -167,7 +169,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def what_is_good(self) -> None:
-        good = {s.step: s for s in self.process.known.listed() if s.status == "good"}
+        good = {s.step: s for s in self.process.known_checkpoints.listed() if s.status == "good"}
         for step in good.keys() - self.good:
             assert good[step].finite
             assert sum(self.healthy[step:]) >= PROBATION
@@ -188,7 +190,7 @@ class History(RuleBasedStateMachine):
         assert ledger.skips >= len(self.skipped)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
         # Up to the newest known-good checkpoint, after which the trouble of a rollback began.
-        on_probation = self.process.known.on_probation
+        on_probation = self.process.known_checkpoints.on_probation
         needed = min([max(self.good, default=0), *on_probation])
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert RunRecord.of(RunRecord(ledger=ledger).to_dict()).ledger == ledger

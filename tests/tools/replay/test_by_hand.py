@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from healcore.core.decision import Action, Cause, names
+from healcore.core.decision import Action, Cause, names_of
 from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.policy import load
@@ -178,7 +178,7 @@ def live_and_replayed(path: Path, policy):
     result = replay(logs.trace(path), policy)
     for row in result:
         scales = np.float32(row.grad_scale), np.float32(row.lr_scale)
-        found[row.index] = [*names(row.cause)], [*names(row.action)], row.skip, *scales
+        found[row.index] = [*names_of(row.cause)], [*names_of(row.action)], row.skip, *scales
     return live, found, result.summary
 
 

@@ -295,7 +295,9 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
     assert {e["checkpoint"] for e in backs} == {100}
     assert [bool(e["batches"]) for e in backs] == [False, False, True, False]
     assert not any("lr_limit" in e for e in backs)
-    (line,) = [each for each in capsys.readouterr().err.splitlines() if "the program intends" in each]
+    (line,) = [
+        each for each in capsys.readouterr().err.splitlines() if "the program intends" in each
+    ]
     assert "the trials are undone" in line
     assert healer.metrics()["heal/lr_scale"] == 1.0
     assert (healer.step, events(tmp_path, "end")[0]["ending"]) == (STEPS, "completed")

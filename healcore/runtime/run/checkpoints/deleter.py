@@ -85,7 +85,7 @@ class Deleter:
         if record.known_good_up_to <= self._known_good_up_to:
             return
         self._known_good_up_to = record.known_good_up_to
-        stay = store.ring.protected | self.run.known.newer_than_start
+        stay = store.ring.protected | self.run.known_checkpoints.newer_than_start
         trials = record.trials_for(record.ledger.next_step, self.run.policy.rollback.probation)
         if trials is not None:  # a start after a stop resumes from it
             stay = {*stay, trials.oldest}
@@ -121,9 +121,9 @@ class Deleter:
         while self._results:
             result = self._results.popleft()
             if isinstance(result, set):
-                self.run.known.remove(result)
+                self.run.known_checkpoints.remove(result)
             elif isinstance(result, CheckpointDamaged):
-                self.run.known.lose(result)
+                self.run.known_checkpoints.lose(result)
             else:
                 step = self.run.ledger.next_step
                 self.run.log.event("problem", step=step, problem=str(result))
@@ -159,5 +159,5 @@ def _choose(
     good = [saved.step for saved in saves if saved.status == "good"]
     older = [at for at in good if at < target][-1:]
     surplus = superfluous(saves, keep, stay={*stay, target, *older})
-    abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+    abandoned = {saved.step for saved in saves if saved.is_abandoned}
     return _Chosen(surplus, {*surplus} - abandoned, max(good, default=None))

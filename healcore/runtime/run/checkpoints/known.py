@@ -104,7 +104,7 @@ class KnownCheckpoints:
         if self.started_from < 0:
             self.started_from = step
             for each in self.listed():
-                if each.status != "abandoned":
+                if not each.is_abandoned:
                     self._finite[each.step] = each.finite
             self.newer_than_start = {at for at in self._finite if at > step}
         record.attempts.append(step)

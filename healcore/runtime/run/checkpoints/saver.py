@@ -153,7 +153,7 @@ class Saver:
             step: first step of the attempt.
         """
         self._deleter.begin_attempt(step)
-        self.run.known.begin_attempt(step)
+        self.run.known_checkpoints.begin_attempt(step)
         self.run.schedule.last_saved = step
 
     def keep_random_states(self) -> None:
@@ -188,7 +188,7 @@ class Saver:
                 # Before the save: a restart from it has to know what is learnt here.
                 self.add_anchor()
             self.save_state_as(step, why)
-            if step not in self.run.known.restorable:
+            if step not in self.run.known_checkpoints.restorable:
                 self.run.comparisons.forget_unsaved_anchor(step)
 
     def add_anchor(self) -> None:
@@ -199,7 +199,7 @@ class Saver:
         rollback can carry out.
         """
         step = self.run.progress.step
-        self.run.comparisons.add_anchor(step, {*self.run.known.restorable, step})
+        self.run.comparisons.add_anchor(step, {*self.run.known_checkpoints.restorable, step})
         self.run.store.protect(self.run.comparisons.steps_needed)
 
     def save_state_as(self, step: int, why: SaveReason) -> None:
@@ -228,7 +228,7 @@ class Saver:
             self._save_failed(step, error)
         else:
             self._saved_once = True
-            self.run.known.add(step)
+            self.run.known_checkpoints.add(step)
             self.unsaved.pop(step, None)
             seconds = round(time.monotonic() - began, 6)
             self.run.log.event("save", step=step, why=why.value, seconds=seconds)
@@ -242,7 +242,7 @@ class Saver:
         """
         self.report_failures()
         self._deleter.collect_results()
-        self.run.known.end_due_probation()
+        self.run.known_checkpoints.end_due_probation()
 
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves.
@@ -263,7 +263,7 @@ class Saver:
             if isinstance(error, SaveFailed):
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
-                self.run.known.report_damage(error, other_copy=True)
+                self.run.known_checkpoints.report_damage(error, other_copy=True)
                 self.run.log.warning(f"{error}; another copy was used")
             else:
                 self.run.log.problem(self.run.progress.step, str(error))
@@ -272,7 +272,7 @@ class Saver:
         """Notes a failed save. Warns at the 1st, 2nd, 4th, ... failure of this process."""
         if not (isinstance(error, SaveFailed) and error.elsewhere):
             if step not in self.run.store.ring.copies:
-                self.run.known.remove({step})
+                self.run.known_checkpoints.remove({step})
             self.unsaved[step] = str(error)
         self._failures += 1
         self.run.log.event("save_failed", step=step, problem=str(error))

@@ -178,7 +178,7 @@ class Comparisons:
         self.state.anchors = with_new(self.anchors, new)
 
     def observe(
-        self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool
+        self, trained: TrainedStep, loss: float, *, alarm: bool, has_trained: bool
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason.
 
@@ -191,39 +191,39 @@ class Comparisons:
         - a regular step, see `Credit.is_regular`.
 
         Args:
-            step: the step and its batches. In a dispatch of several steps the last step has the
+            trained: the step and its batches. In a dispatch of several steps the last step has the
                 batches of all steps, and the other steps have none.
             loss: the step's training loss, the mean over its batches and over all ranks; or NaN.
             alarm: whether a detector has raised an alarm.
-            trained: whether the step was not skipped.
+            has_trained: whether the step was not skipped.
 
         Returns:
             A verdict if the run has to roll back, or None.
         """
         if not self.is_enabled:
             return None
-        index = step.index
-        signs = self._note(step, loss, alarm=alarm)
+        index = trained.index
+        signs = self._note(trained, loss, alarm=alarm)
         best = self._best_on_average(index)
         if self._is_reason(index, signs, best):
             self._has_reason = True
-        if not step.batches:
+        if not trained.batches:
             return None  # not the last step of its dispatch
         losses = self._dispatch_losses
         self._dispatch_losses = []
         if not self.loss_function.is_checked:
-            self._learn_first_step(step, losses)
+            self._learn_first_step(trained, losses)
         recurred = self.suspicion.recurred(index)
         if recurred is not None:
             return recurred
-        verdict = self._compare_if_due(step, sum(losses) / len(losses), best)
-        if trained:
+        verdict = self._compare_if_due(trained, sum(losses) / len(losses), best)
+        if has_trained:
             is_usual = not signs.high and not self.has_evidence
             for anchor in self.anchors:
-                anchor.add(step, is_usual=is_usual)
+                anchor.add(trained, is_usual=is_usual)
         return verdict
 
-    def _note(self, step: TrainedStep, loss: float, *, alarm: bool) -> Signs:
+    def _note(self, trained: TrainedStep, loss: float, *, alarm: bool) -> Signs:
         """Adds a step to the history, and its credit. Returns the signs of the step."""
         first_losses = self.state.first_losses
         if len(first_losses) < RECENT and math.isfinite(loss):
@@ -231,14 +231,14 @@ class Comparisons:
         self._dispatch_losses.append(loss)
         self.credit.after_step()
         signs = self.history.add(
-            step,
+            trained,
             loss,
             alarm=alarm,
             healthy=not self.has_evidence,
             norm_limits=self.run.holding.held.norm_limits,
         )
         if signs.high:
-            self.suspicion.add_high_step(step.index)
+            self.suspicion.add_high_step(trained.index)
         if signs.first_alarm or signs.last_is_over:
             self.credit.allow_one()
         return signs
@@ -250,25 +250,25 @@ class Comparisons:
         return best is not None or self.credit.is_regular(index)
 
     def _compare_if_due(
-        self, step: TrainedStep, loss: float, best: Anchor | None
+        self, trained: TrainedStep, loss: float, best: Anchor | None
     ) -> Verdict | None:
         """Compares weights at the last step of a dispatch, if this is due.
 
         Args:
-            step: the step, with the batches of its dispatch.
+            trained: the step, with the batches of its dispatch.
             loss: mean loss of the dispatch.
             best: the anchor that a high mean loss gives as a reason, or None.
 
         Returns:
             A verdict if the run has to roll back, or None.
         """
-        index = step.index
+        index = trained.index
         is_due = self._is_due(index)
         if self.state.verdict is not None:
             best = None  # only the anchor of the verdict is compared
         verdict = None
         if is_due:
-            verdict = self._compare(step, loss, best)
+            verdict = self._compare(trained, loss, best)
             if self.credit.is_regular(index) and not self.has_evidence:
                 self.history.accept_level()
         if best is None:
@@ -286,13 +286,13 @@ class Comparisons:
             return index >= verdict.due
         return index >= self.state.silent_until and (has_reason or self.has_evidence)
 
-    def _learn_first_step(self, step: TrainedStep, losses: Sequence[float]) -> None:
+    def _learn_first_step(self, trained: TrainedStep, losses: Sequence[float]) -> None:
         """Checks the `loss_fn` on the first step with batches, and `losses` of its dispatch."""
-        first = self.anchor_of(step.index)
+        first = self.anchor_of(trained.index)
         single = math.nan
         if len(losses) == 1:
             single = losses[0]
-        self.loss_function.learn_first_step(step, single, first and first.weights)
+        self.loss_function.learn_first_step(trained, single, first and first.weights)
         if not self.is_enabled:
             self.anchors.clear()
 
@@ -480,11 +480,11 @@ class Comparisons:
             return [anchor for anchor in self.anchors if anchor.step == verdict.anchor_step]
         return to_compare(self.anchors, index, every=self.run.schedule.every, best=best)
 
-    def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
+    def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
         """Compares with each eligible anchor.
 
         Args:
-            step: the step, with the batches of its dispatch.
+            trained: the step, with the batches of its dispatch.
             loss: mean training loss of the dispatch. It is the loss of the current weights, if
                 `loss_fn` gives the training loss.
             best: an anchor to compare with at any age, or None.
@@ -500,13 +500,13 @@ class Comparisons:
         known: list[float] | None = None  # losses of the step that need no evaluation
         if loss_fn.gives_loss and not loss_fn.draws and not math.isnan(loss):
             known = [loss]
-        for anchor in self._eligible_anchors(step.index, best):
-            compared = self._compare_with(anchor, step, known)
+        for anchor in self._eligible_anchors(trained.index, best):
+            compared = self._compare_with(anchor, trained, known)
             if compared is None:
                 return None
             evaluations += compared.evaluations
             if not math.isnan(compared.evidence):
-                found = self._weigh(step.index, anchor, compared)
+                found = self._weigh(trained.index, anchor, compared)
                 if found is not None:
                     verdict = found
         if verdict is not None and not self.suspicion.has_waited(verdict):
@@ -517,7 +517,7 @@ class Comparisons:
         return verdict
 
     def _compare_with(
-        self, anchor: Anchor, step: TrainedStep, known: list[float] | None
+        self, anchor: Anchor, trained: TrainedStep, known: list[float] | None
     ) -> Rises | None:
         """Compares with one anchor, on the batches of the step and then on past batches.
 
@@ -526,13 +526,13 @@ class Comparisons:
 
         Args:
             anchor: the earlier weights.
-            step: the step, with its batches.
+            trained: the step, with its batches.
             known: loss of the step with the current weights, or None to evaluate it.
 
         Returns:
             What the comparison shows, or None if the weights cannot be compared.
         """
-        losses = self.losses_of([step], anchor, known)
+        losses = self.losses_of([trained], anchor, known)
         if losses is None:
             return None
         [now], [then] = losses

@@ -104,18 +104,18 @@ class Anchor:
             return math.inf
         return self.level
 
-    def add(self, step: TrainedStep, *, is_usual: bool = True) -> None:
+    def add(self, trained: TrainedStep, *, is_usual: bool = True) -> None:
         """Adds a later step that the model has trained on.
 
         Args:
-            step: the step. Its index alone decides whether the sample keeps it.
+            trained: the step. Its index alone decides whether the sample keeps it.
             is_usual: whether nothing was unusual at the step.
         """
         self.trained += 1
-        _add_to_sample(self.sample, step, self.trained, self.step)
+        _add_to_sample(self.sample, trained, self.trained, self.step)
         if is_usual:
             self.usual_seen += 1
-            _add_to_sample(self.usual, step, self.usual_seen, self.step)
+            _add_to_sample(self.usual, trained, self.usual_seen, self.step)
 
     def draw(self, number: int) -> list[TrainedStep]:
         """Draws past steps on which the current weights are compared.
@@ -193,18 +193,18 @@ class Anchor:
         self.usual_seen = max(min(self.usual_seen, target - self.step), len(self.usual))
 
 
-def _add_to_sample(sample: list[TrainedStep], step: TrainedStep, seen: int, seed: int) -> None:
+def _add_to_sample(sample: list[TrainedStep], trained: TrainedStep, seen: int, seed: int) -> None:
     """Adds the step number `seen` to a uniform sample (reservoir sampling, algorithm R).
 
     `seen` and `seed` alone decide the place. So a restart has to restore only these two numbers,
     and every rank samples the same steps.
     """
     if len(sample) < SAMPLE_SIZE:
-        sample.append(step)
+        sample.append(trained)
         return
     place = _mixed(seed, seen) % seen
     if place < SAMPLE_SIZE:
-        sample[place] = step
+        sample[place] = trained
 
 
 def _mixed(seed: int, number: int) -> int:

@@ -124,11 +124,11 @@ class LossFunction:
         """Logs a problem. The run continues without comparisons."""
         self.run.log.problem(self.run.progress.step, problem)
 
-    def learn_first_step(self, step: TrainedStep, loss: float, first_weights: Any) -> None:
+    def learn_first_step(self, trained: TrainedStep, loss: float, first_weights: Any) -> None:
         """Checks `loss_fn` on the first step, and compares it with the step's training loss.
 
         Args:
-            step: a step with its batches.
+            trained: a step with its batches.
             loss: the training loss of the step, or NaN for a dispatch of several steps.
             first_weights: copy of the weights before this step, or None.
 
@@ -137,10 +137,10 @@ class LossFunction:
                 exception about memory, data or the network is only a warning.
         """
         self.is_checked = True
-        is_usable = self._check(step.batches[0].content)
-        if not is_usable or self.gives_loss or first_weights is None or len(step.batches) != 1:
+        is_usable = self._check(trained.batches[0].content)
+        if not is_usable or self.gives_loss or first_weights is None or len(trained.batches) != 1:
             return
-        losses = self.losses([step], first_weights, [math.nan])
+        losses = self.losses([trained], first_weights, [math.nan])
         if losses is not None:
             _, (of_first,) = losses
             self.gives_loss = math.isclose(loss, of_first, rel_tol=SAME_LOSS)

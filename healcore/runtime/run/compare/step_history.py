@@ -208,7 +208,7 @@ class StepHistory:
 
     def add(
         self,
-        step: TrainedStep,
+        trained: TrainedStep,
         loss: float,
         *,
         alarm: bool,
@@ -218,7 +218,7 @@ class StepHistory:
         """Adds a step, and says whether it is a sign of trouble.
 
         Args:
-            step: the step.
+            trained: the step.
             loss: its loss, or NaN.
             alarm: whether a detector has raised an alarm.
             healthy: whether no evidence of damage is pending.
@@ -230,24 +230,24 @@ class StepHistory:
         """
         is_record = self._level.last.is_exceeded_by(loss)
         is_bad = alarm or is_record or self._level.usual.is_exceeded_by(loss)
-        sign = alarm or is_record or self._norms.is_unusual(step)
+        sign = alarm or is_record or self._norms.is_unusual(trained)
         high = is_bad or sign
-        since_sign = step.index - self._last_sign
-        first_alarm = alarm and step.index - self._last_alarm > STEPS_AFTER_SIGN
+        since_sign = trained.index - self._last_sign
+        first_alarm = alarm and trained.index - self._last_alarm > STEPS_AFTER_SIGN
         if alarm:
-            self._last_alarm = step.index
-        self._newest.append((step.index, loss, max(step.norms.values(), default=math.nan)))
+            self._last_alarm = trained.index
+        self._newest.append((trained.index, loss, max(trained.norms.values(), default=math.nan)))
         self._level.add(loss, high=is_bad)
         if sign:
             if since_sign > STEPS_AFTER_SIGN:  # the first sign of a trouble
-                self._windows.append(_Window(step.index, [*self._last]))
-            self._last_sign = step.index
-        if self._windows and step.index < self._windows[-1].start + STEPS_AFTER_SIGN:
-            self._windows[-1].steps.append(step)
+                self._windows.append(_Window(trained.index, [*self._last]))
+            self._last_sign = trained.index
+        if self._windows and trained.index < self._windows[-1].start + STEPS_AFTER_SIGN:
+            self._windows[-1].steps.append(trained)
         if high:
-            self._high.append(step)
-        self._norms.add(step, norm_limits, is_bad=is_bad, healthy=healthy)
-        self._last.append(step)
+            self._high.append(trained)
+        self._norms.add(trained, norm_limits, is_bad=is_bad, healthy=healthy)
+        self._last.append(trained)
         return Signs(sign, first_alarm, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
     def accept_level(self) -> None:

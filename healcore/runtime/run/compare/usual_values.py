@@ -225,12 +225,12 @@ class NormHistory:
         self.doubtful.clear()
 
     def add(
-        self, step: TrainedStep, limits: Mapping[str, float], *, is_bad: bool, healthy: bool
+        self, trained: TrainedStep, limits: Mapping[str, float], *, is_bad: bool, healthy: bool
     ) -> None:
         """Adds the norms and rates of a step.
 
         Args:
-            step: the step.
+            trained: the step.
             limits: engine name -> limit of its gradient norm, where there is one.
             is_bad: whether the step has an alarm or a high loss.
             healthy: whether no evidence of damage is pending. Otherwise the step is not learnt.
@@ -239,10 +239,10 @@ class NormHistory:
             self.doubtful.extend(self.young)
             self.young.clear()
         elif healthy:
-            self.young.append(step)
+            self.young.append(trained)
             if len(self.young) > self.until_healthy:
                 self._learn(self.young.popleft(), limits)
-        for name, norm in step.norms.items():
+        for name, norm in trained.norms.items():
             if math.isfinite(norm):
                 last = self._last.get(name)
                 if last is None:
@@ -263,15 +263,15 @@ class NormHistory:
         while self.doubtful and self.doubtful[0].index < step - self.until_healthy:
             self._learn(self.doubtful.popleft(), limits)
 
-    def _learn(self, step: TrainedStep, limits: Mapping[str, float]) -> None:
+    def _learn(self, trained: TrainedStep, limits: Mapping[str, float]) -> None:
         """Makes the norms and rates of a step healthy."""
-        for name, norm in step.norms.items():
+        for name, norm in trained.norms.items():
             if math.isfinite(norm) and norm <= limits.get(name, math.inf):
                 known = self._healthy.get(name)
                 if known is None:
                     known = self._healthy[name] = LastValues(_NORMS)
                 known.add(norm)
-        for name, rate in step.rates.items():
+        for name, rate in trained.rates.items():
             if math.isfinite(rate):
                 self._rates[name] = self._range_with(name, rate)
 
@@ -280,19 +280,19 @@ class NormHistory:
         known = self._rates.get(name, NumberRange(rate, rate, rate))
         return NumberRange(min(known.low, rate), max(known.high, rate), rate)
 
-    def is_unusual(self, step: TrainedStep) -> bool:
+    def is_unusual(self, trained: TrainedStep) -> bool:
         """Whether a gradient norm of the step is far above the healthy norms of its engine.
 
         The factor is `UNUSUAL_NORM`. NaN and Inf do not count, because no limit can scale them
         down.
 
         Args:
-            step: the step.
+            trained: the step.
 
         Returns:
             False for an engine without a healthy norm so far.
         """
-        for name, norm in step.norms.items():
+        for name, norm in trained.norms.items():
             known = self._healthy.get(name)
             if known and known.largest * UNUSUAL_NORM < norm < math.inf:
                 return True

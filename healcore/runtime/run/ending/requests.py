@@ -318,17 +318,18 @@ class EndRequests:
         self._pending.append(proposal)
         self._driver.request_vote()
 
-    def note_mark(self, step: StepResult) -> None:
+    def note_mark(self, result: StepResult) -> None:
         """Schedules a vote if a step is marked. Called for each step whose records are read.
 
         The vote is due `LAG` steps after the marked step on every rank. A rank that evaluates alone
         reads the mark earlier than the other ranks, and would otherwise vote alone.
 
         Args:
-            step: the step that was read. Steps that are marked while a vote is due change nothing.
+            result: the step that was read. Steps that are marked while a vote is due change
+                nothing.
         """
-        if step.vote_requested and self._due_at is None:
-            self._due_at = step.index + 1 + LAG
+        if result.vote_requested and self._due_at is None:
+            self._due_at = result.index + 1 + LAG
 
     def vote_when_due(self, step: int, log: RunLog) -> None:
         """Exchanges the proposals if a vote is due. Collective when it is.

@@ -182,7 +182,7 @@ class Shutdown:
         self._save_last_state(together=together, may_save=may_save)
         if together:
             self._collect("checkpoints on probation", saver.poll)
-            self._collect("the last saves", self.run.known.read_nonfinite)
+            self._collect("the last saves", self.run.known_checkpoints.read_nonfinite)
         if self.ending == Ending.COMPLETED and not self.run.loop.is_complete:
             self.run.record.completed = True
             step = self.run.progress.step
@@ -573,7 +573,7 @@ class Shutdown:
         ending = self.ending
         newest = None  # the newest checkpoint on disk
         for saved in self.run.recovery.listed():
-            if saved.path and saved.status != "abandoned":
+            if saved.path and not saved.is_abandoned:
                 newest = saved.step if newest is None else max(newest, saved.step)
         progress = self.run.progress
         if ending == Ending.COMPLETED and progress.had_completed and progress.resumed_here:

@@ -97,8 +97,8 @@ class Restorer:
         """
         saver = self.run.saver
         saver.wait()
-        self.run.known.end_probation(before=order.onset)
-        self.run.stored.find_damage()
+        self.run.known_checkpoints.end_probation(before=order.onset)
+        self.run.stored_checkpoints.find_damage()
         steps = self._choose(order)
         live, rates = self.run.driver.engines(), self.run.driver.learning_rates()
         order = order.with_changes(lr_at_fault=self._fault_rates(order, live, rates))
@@ -181,7 +181,7 @@ class Restorer:
         ledger = self.run.ledger
         steps: list[int] = []
         for saved in listed:
-            if saved.step < before and saved.finite and saved.status != "abandoned":
+            if saved.step < before and saved.is_usable:
                 steps.append(saved.step)
         if not steps:
             return None
@@ -212,7 +212,9 @@ class Restorer:
         remaining = [*steps]
         while remaining:
             try:
-                return self.run.stored.load_first_intact(remaining, load, self.run.progress.step)
+                return self.run.stored_checkpoints.load_first_intact(
+                    remaining, load, self.run.progress.step
+                )
             except StateMismatch as error:
                 if error.step is None or error.step not in remaining:
                     raise
@@ -237,8 +239,8 @@ class Restorer:
         past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
         tried = {each.checkpoint for each in past}
         before, after = [], []
-        for each in self.run.stored.listed():
-            if not each.finite or each.status == "abandoned":
+        for each in self.run.stored_checkpoints.listed():
+            if not each.is_usable:
                 continue
             if each.step <= change or each.step in tried:
                 continue
@@ -304,7 +306,7 @@ class Restorer:
     def _choose(self, order: Order) -> tuple[int, ...]:
         """Steps of the checkpoints to try, the best first."""
         if order.anchor_step is not None:
-            saves = self.run.stored.listed()
+            saves = self.run.stored_checkpoints.listed()
             return choose_checkpoints(saves, onset=order.anchor_step, sound_until_onset=True)
         ledger = self.run.ledger
         past = ledger.same_trouble(order.onset, self.run.policy.rollback.region)
@@ -313,11 +315,11 @@ class Restorer:
         if order.reason is OrderReason.BATCH:
             past = []  # the steps since the last rollback have shown that its checkpoint is sound
         return choose_checkpoints(
-            self.run.stored.listed(),
+            self.run.stored_checkpoints.listed(),
             onset=order.onset,
             depth=order.depth,
             tried=[each.checkpoint for each in past],
-            initial=(self.run.record.first_step, self.run.known.started_from),
+            initial=(self.run.record.first_step, self.run.known_checkpoints.started_from),
             sound_until_onset=order.sound_until_onset,
         )
 
@@ -446,7 +448,7 @@ class Restorer:
         self._add_param_groups(steps)
         load = partial(self._load_resumed, newest=newest)
         try:
-            weights, saved = self.run.stored.load_first_intact(steps, load)
+            weights, saved = self.run.stored_checkpoints.load_first_intact(steps, load)
         except StateMismatch as error:
             where = self.run.store.place
             raise replace(error, where=where, advice=_advice_for(newest)) from None
@@ -518,7 +520,7 @@ class Restorer:
 
     def _add_param_groups(self, steps: Sequence[int]) -> None:
         """Adds the parameter groups of the newest checkpoint that the program has not added yet."""
-        groups = self.run.stored.param_groups(steps)
+        groups = self.run.stored_checkpoints.param_groups(steps)
         added = self.run.driver.add_param_groups(groups) if groups else []
         if added:
             self.run.log.info(
@@ -569,7 +571,7 @@ class Restorer:
 
         self.run.saver.wait()
         try:
-            _, saved = self.run.stored.load_first_intact([step], load)
+            _, saved = self.run.stored_checkpoints.load_first_intact([step], load)
         except StateMismatch as error:
             self.run.log.problem(
                 step,

@@ -83,7 +83,7 @@ class StoredCheckpoints:
 
     def listed(self) -> list[CheckpointInfo]:
         """The checkpoints that every rank lists, as rank 0 sees them. Collective."""
-        of_ranks = self.run.ranks.gather(self.run.known.listed())
+        of_ranks = self.run.ranks.gather(self.run.known_checkpoints.listed())
         common = set.intersection(*({saved.step for saved in saves} for saves in of_ranks))
         return [saved for saved in of_ranks[0] if saved.step in common]
 
@@ -142,7 +142,7 @@ class StoredCheckpoints:
         with suppress(StoreError):  # a missing disk is reported where it is needed
             damaged = self.run.store.damaged()
         for error in broadcast(self.run.ranks, damaged):
-            self.run.known.report_damage(error)
+            self.run.known_checkpoints.report_damage(error)
 
     def load_first_intact(
         self,
@@ -172,7 +172,7 @@ class StoredCheckpoints:
 
         def note_damage(error: CheckpointDamaged) -> None:
             problems.append(str(error))
-            self.run.known.report_damage(error)
+            self.run.known_checkpoints.report_damage(error)
 
         for step in steps:
             restored = None

@@ -46,18 +46,18 @@ class BetterWeights:
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def compare(self, step: StepResult) -> Verdict | None:
+    def compare(self, result: StepResult) -> Verdict | None:
         """Compares the current weights with earlier weights, if there is a reason to.
 
         Args:
-            step: the newest step that was read. Its records are joined into one loss, one gradient
-                norm and one rate of each engine. A step that was not taken, or whose loss was not
-                finite, counts as a loss of NaN.
+            result: the newest step that was read. Its records are joined into one loss, one
+                gradient norm and one rate of each engine. A step that was not taken, or whose loss
+                was not finite, counts as a loss of NaN.
 
         Returns:
             The verdict that earlier weights are better, or None.
         """
-        records, taken = step.records, step.records[0].taken
+        records, taken = result.records, result.records[0].taken
         comparisons = self.run.comparisons
         if not comparisons.is_enabled:
             return None
@@ -77,10 +77,10 @@ class BetterWeights:
             if rate is not None:
                 rates[each.engine] = max(rate, rates.get(each.engine, 0.0))
         return comparisons.observe(
-            TrainedStep(step.index, step.contents, norms, rates),
+            TrainedStep(result.index, result.contents, norms, rates),
             loss,
             alarm=not taken or any(each.cause & ~_NO_REASON for each in records),
-            trained=taken and not all(each.skip for each in records),
+            has_trained=taken and not all(each.skip for each in records),
         )
 
     def carry_out(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:

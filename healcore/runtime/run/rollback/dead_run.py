@@ -98,14 +98,14 @@ class DeadRun:
         self.trained_rates = TrainedRates(run.monitor.state)
         """The rates that the damaging step may have had."""
 
-    def revive(self, step: StepResult) -> RollbackRecord | None:
+    def revive(self, result: StepResult) -> RollbackRecord | None:
         """Rolls back a run in which no step is finite any more although the weights are finite.
 
         The module's docstring says when and how. Collective at the steps at which a revival may be
         due, and only there.
 
         Args:
-            step: the newest step that was read.
+            result: the newest step that was read.
 
         Returns:
             The rollback, or None without one.
@@ -119,14 +119,14 @@ class DeadRun:
             return None  # only the policy's own rules decide
         if monitor.state.never_finite or monitor.nonfinite_record is None:
             return None  # a run without any finite step has nothing to go back to
-        if not self.run.nonfinite.weights_are_finite():
+        if not self.run.nonfinite_state.weights_are_finite():
             return None
-        onset = max(ledger.first_consecutive(step.index) - 1, 0)
-        is_sound = self._earlier_weights_are_sound(step, onset)
+        onset = max(ledger.first_consecutive(result.index) - 1, 0)
+        is_sound = self._earlier_weights_are_sound(result, onset)
         if is_sound is False:
             return None  # the data
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
-        suspicion = self.run.comparisons.suspicion.verdict_without_waiting(step.index)
+        suspicion = self.run.comparisons.suspicion.verdict_without_waiting(result.index)
         if suspicion is not None:
             better = self.run.better_weights.carry_out(suspicion)
             if better is not None:
@@ -140,9 +140,9 @@ class DeadRun:
         )
         if revival is None:
             return None
-        return self.run.recovery.roll_back(self._order_to_revive(step, onset, revival))
+        return self.run.recovery.roll_back(self._order_to_revive(result, onset, revival))
 
-    def _earlier_weights_are_sound(self, step: StepResult, onset: int) -> bool | None:
+    def _earlier_weights_are_sound(self, result: StepResult, onset: int) -> bool | None:
         """Whether weights from before `onset` have a finite loss on the batch of a step.
 
         If not, the batch is bad and not the weights. None if it is not known, as without `loss_fn`.
@@ -150,24 +150,24 @@ class DeadRun:
         """
         comparisons = self.run.comparisons
         earlier = [each for each in comparisons.anchors if each.step <= onset]
-        if not comparisons.is_enabled or not earlier or not step.contents:
+        if not comparisons.is_enabled or not earlier or not result.contents:
             return None
-        batch = TrainedStep(step.index, step.contents)
+        batch = TrainedStep(result.index, result.contents)
         losses = comparisons.loss_function.losses([batch], earlier[-1].weights, [math.nan])
         if losses is None:
             return None
         _, of_earlier = losses
         return math.isfinite(of_earlier[0])
 
-    def _order_to_revive(self, step: StepResult, onset: int, revival: Revival) -> Order:
+    def _order_to_revive(self, result: StepResult, onset: int, revival: Revival) -> Order:
         """The order to bring back a dead run that was last trained at step `onset`."""
         state = self.run.monitor.state
         order = Order(
-            index=step.index,
+            index=result.index,
             onset=onset,
-            first_alarm_of_cause=step.index - state.nonfinite_streak + 1,
+            first_alarm_of_cause=result.index - state.nonfinite_streak + 1,
             reason=OrderReason.DEAD_RUN,
-            cause=int(step.records[0].cause),
+            cause=int(result.records[0].cause),
             # Only the first revival may restore a checkpoint on probation. A later revival, and one
             # at `IN_A_ROW`, which can lose no trained step, takes a known-good checkpoint.
             sound_until_onset=(

@@ -93,14 +93,14 @@ class NonfiniteState:
                 harmless.update(past.order.arrays)
         return not harmless.issuperset(self.run.saver.nonfinite_in_state())
 
-    def order_for_damage(self, step: StepResult) -> Order | None:
+    def order_for_damage(self, result: StepResult) -> Order | None:
         """The order for weights with NaN or Inf under a policy without a rule for them. Collective.
 
         Such weights make every step not finite. A policy that only skips these steps would skip on
         until the next save shows the damage.
 
         Args:
-            step: the newest step that was read.
+            result: the newest step that was read.
 
         Returns:
             The order, or None if the weights are finite or the policy has a rule of its own. The
@@ -116,15 +116,15 @@ class NonfiniteState:
                 return None  # the policy decides itself
         if self.weights_are_finite():
             return None
-        first = step.index - streak + 1
+        first = result.index - streak + 1
         return Order(
-            index=step.index,
-            onset=self.run.ledger.first_consecutive(step.index),
+            index=result.index,
+            onset=self.run.ledger.first_consecutive(result.index),
             first_alarm_of_cause=first,
             reason=OrderReason.WEIGHTS_NAN,
             action=int(action),
-            cause=int(step.records[0].cause),
-            batches=tuple(state.batches_between(first, step.index)),
+            cause=int(result.records[0].cause),
+            batches=tuple(state.batches_between(first, result.index)),
         )
 
     def stop_if_never_finite(self, order: Order | None = None, *, at_end: bool = False) -> None:
@@ -171,7 +171,7 @@ class NonfiniteState:
         policy = self.run.policy
         if at_end:
             self.run.saver.save_if_not_finite()
-        nonfinite = self.run.known.read_nonfinite()
+        nonfinite = self.run.known_checkpoints.read_nonfinite()
         new = len(nonfinite) - self._answered_saves
         self._answered_saves = len(nonfinite)
         if not new:
@@ -279,7 +279,7 @@ class NonfiniteState:
         """
         state = self.run.monitor.state
         sound = 0  # step of the newest earlier save without NaN
-        for each in self.run.known.restorable:
+        for each in self.run.known_checkpoints.restorable:
             if each < first:
                 sound = max(sound, each)
         bad = self.run.ledger.unhealthy_between(sound, first)

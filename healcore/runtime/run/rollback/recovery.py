@@ -23,9 +23,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from healcore.console import counted, first_of, passes_power_of_ten
-from healcore.core.decision import NONFINITE, Action, Cause, names
+from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.events.models import Ending
-from healcore.events.schema import flag_names
+from healcore.events.schema import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.reporting.diagnosis import explain
 from healcore.runtime.reporting.run_outcome import RunOutcome
@@ -75,32 +75,32 @@ class Recovery:
         """Says that a loop begins that asks for the number of each step, see `counts_steps`."""
         self.counts_steps = True
 
-    def process(self, step: StepResult) -> Order | None:
+    def process(self, result: StepResult) -> Order | None:
         """Processes a step that was read: logs it, and asks the policy's rules about it.
 
         Args:
-            step: the oldest step whose records have not been processed.
+            result: the oldest step whose records have not been processed.
 
         Returns:
             The order that the rules of the policy or a hook give, or None.
         """
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
-        self.run.progress.step += self.run.reader.take_count_correction()
-        records = [self._host_rules.with_rollback_order(each) for each in step.records]
-        step = step._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
+        self.run.progress.step += self.run.step_reader.take_count_correction()
+        records = [self._host_rules.with_rollback_order(each) for each in result.records]
+        result = result._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
         self.run.log.records(
-            step.index,
-            step.records,
+            result.index,
+            result.records,
             several=self.run.monitor.metrics.has_several_engines,
-            steps_at_once=step.steps_at_once,
+            steps_at_once=result.steps_at_once,
         )
-        self.run.dead_run.trained_rates.add(step.records)
-        order = self.run.monitor.process(step)
+        self.run.dead_run.trained_rates.add(result.records)
+        order = self.run.monitor.process(result)
         if self.run.monitor.state.nonfinite_streak == 1:
             self.run.dead_run.trained_rates.add_rates(self.run.monitor.rates_in_force())
         return order
 
-    def act(self, step: StepResult, order: Order | None) -> RollbackRecord | None:
+    def act(self, result: StepResult, order: Order | None) -> RollbackRecord | None:
         """Decides after a step whether the run rolls back, and carries out the rollback.
 
         The order of the calls is part of the decision:
@@ -115,7 +115,7 @@ class Recovery:
            (`BetterWeights.accept_intended`).
 
         Args:
-            step: the step.
+            result: the step.
             order: the result of `process` for the step.
 
         Returns:
@@ -125,17 +125,17 @@ class Recovery:
             RunStopped: the order stops the run, or the run trains nothing any more.
         """
         if order is None:
-            order = self.run.nonfinite.order_for_damage(step)
-        revived = self.run.dead_run.revive(step)
+            order = self.run.nonfinite_state.order_for_damage(result)
+        revived = self.run.dead_run.revive(result)
         if revived is not None:
             return revived
-        self.run.nonfinite.stop_if_never_finite(order)
-        verdict = self.run.better_weights.compare(step)
+        self.run.nonfinite_state.stop_if_never_finite(order)
+        verdict = self.run.better_weights.compare(result)
         if order is not None:
             return self.carry_out(order)
         if verdict is not None:
             return self.run.better_weights.carry_out(verdict)
-        return self.run.better_weights.accept_intended(step.index)
+        return self.run.better_weights.accept_intended(result.index)
 
     def carry_out(self, order: Order) -> RollbackRecord | None:
         """Carries out an order of the policy, of a hook, or because of NaN.
@@ -155,12 +155,12 @@ class Recovery:
         Raises:
             RunStopped: the order stops the run, or its budget of rollbacks is exhausted.
         """
-        is_damaged = self.run.nonfinite.is_damaged(order)
+        is_damaged = self.run.nonfinite_state.is_damaged(order)
         needs_evidence = self._needs_evidence(order)
         if is_damaged:
             order = self._from_damaging_step(order)
         if needs_evidence and is_damaged:
-            by = "state" if self.run.nonfinite.weights_are_finite() else "weights"
+            by = "state" if self.run.nonfinite_state.weights_are_finite() else "weights"
             cause = Cause(order.cause)
             self.run.log.assessment(order.index, order.onset, "damage", by, cause=cause)
         elif needs_evidence:
@@ -225,7 +225,7 @@ class Recovery:
         if order.is_harmless:
             self._report_impossible(order, NoGoodCheckpoint("the budget of rollbacks is exhausted"))
             return None
-        if not needs_evidence or not self.run.nonfinite.weights_are_finite():
+        if not needs_evidence or not self.run.nonfinite_state.weights_are_finite():
             rollbacks = counted(count, "rollback has", "rollbacks have")
             why = f"{rollbacks} been made within {counted(reach, 'step')} of the run"
             self.stop(why, onset=order.onset)
@@ -270,7 +270,7 @@ class Recovery:
         self.run.log.assessment(order.index, order.onset, "unknown", by, cause=cause)
         times = self._times_to_log(why)
         if times:
-            cause_names = flag_names(names(cause))
+            cause_names = flags_text(names_of(cause))
             line = f"step {order.index}: no rollback for {cause_names}, because {why}"
             if times > 1:
                 line += f" ({times} times so far)"
@@ -328,8 +328,8 @@ class Recovery:
             RunStopped: no checkpoint is usable, and the weights are damaged.
         """
         # Unread steps belong to the trouble up to their last alarm.
-        unread = list(self.run.reader.read_all())
-        self.run.progress.step += self.run.reader.take_count_correction()
+        unread = list(self.run.step_reader.read_all())
+        self.run.progress.step += self.run.step_reader.take_count_correction()
         skips = 0
         for late in unread:
             if any(each.skip for each in late.records):
@@ -350,8 +350,8 @@ class Recovery:
             return None
         report_rollback(self.run, done)
         self.run.batches.on_rollback(done.continues_at)
-        self.run.reader.forget_accumulation()
-        self.run.nonfinite.on_rollback()
+        self.run.step_reader.forget_accumulation()
+        self.run.nonfinite_state.on_rollback()
         self.run.monitor.read_engines()
         return done
 
@@ -387,12 +387,12 @@ class Recovery:
         Called for the postmortem, whose counts include all steps. After an exception the ranks have
         left their loop at different places, so no call may wait for another rank.
         """
-        for step in self.run.reader.read_all():
-            self.run.progress.step += self.run.reader.take_count_correction()
+        for result in self.run.step_reader.read_all():
+            self.run.progress.step += self.run.step_reader.take_count_correction()
             several = self.run.monitor.metrics.has_several_engines
-            self.run.log.records(step.index, step.records, several=several)
-            self.run.monitor.metrics.add(step.records)
-            if any(each.skip for each in step.records):
+            self.run.log.records(result.index, result.records, several=several)
+            self.run.monitor.metrics.add(result.records)
+            if any(each.skip for each in result.records):
                 self.run.ledger.skips += 1
 
     def report_before_kill(self, resumed: int) -> None:
@@ -460,7 +460,7 @@ class Recovery:
                 trials = self.run.restorer.no_trials(self.listed(), before=first_skip + 1)
             if trials is None:
                 return
-            self.run.stored.mark_failed(trials)
+            self.run.stored_checkpoints.mark_failed(trials)
             if self.run.store.durable:
                 self.run.log.info(
                     f"the next start resumes from the checkpoint of step {trials.oldest}: mend the "
@@ -487,7 +487,7 @@ class Recovery:
         if trials is None:
             return None
         try:
-            self.run.stored.mark_failed(trials)
+            self.run.stored_checkpoints.mark_failed(trials)
         except (StoreError, OSError):
             return None
         return trials.oldest
@@ -501,7 +501,7 @@ class Recovery:
             **fields: more fields of `RunOutcome`, such as the exception.
         """
         monitor = self.run.monitor
-        good = self.run.known.last_good_step
+        good = self.run.known_checkpoints.last_good_step
         path = None
         for saved in self.listed():
             if saved.step == good:
@@ -523,7 +523,7 @@ class Recovery:
             last_good=good,
             last_good_path=path,
             probation=probation,
-            nonfinite_saves=tuple(self.run.known.nonfinite),
+            nonfinite_saves=tuple(self.run.known_checkpoints.nonfinite),
             metrics=monitor.metrics.values(),
             steps_lost=sum(each.lost for each in lost),
             why_lost=lost[-1].why_lost if lost else "",
@@ -538,7 +538,7 @@ class Recovery:
         For texts about the run's end, which must not fail because of the store.
         """
         try:
-            return self.run.known.listed()
+            return self.run.known_checkpoints.listed()
         except StoreError:
             return []
 

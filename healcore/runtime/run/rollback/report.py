@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of
-from healcore.core.decision import Cause, names
-from healcore.events.schema import flag_names, lr_text, sentence
+from healcore.core.decision import Cause, names_of
+from healcore.events.schema import flags_text, lr_text, sentence
 from healcore.runtime.run.compare.holding import LASTING_STEPS
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 
@@ -112,7 +112,7 @@ def reason_of(order: Order) -> str:
         case OrderReason.SAVED_NAN:
             return nonfinite_save(order)
         case OrderReason.RULE | OrderReason.HOOK | OrderReason.WEIGHTS_NAN:
-            return flag_names(names(Cause(order.cause))) or "ordered by a hook"
+            return flags_text(names_of(Cause(order.cause))) or "ordered by a hook"
 
 
 def nonfinite_save(order: Order) -> str:
