@@ -134,14 +134,24 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(asked,
     assert after.faults.order == [8, 9, 10, 11]
 
 
-def test_a_run_saves_after_a_signal_although_an_abandoned_run_has_had_one(tmp_path, monkeypatch):
-    """A notebook may leave a run open. It gets the signals too, and must not end the process."""
+@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "wrapped"])
+def test_a_run_saves_after_a_signal_although_an_abandoned_run_has_had_one(
+    wrapped, tmp_path, monkeypatch
+):
+    """A notebook may leave a run open. It gets the signals too, and must not end the process.
+
+    Lightning wraps the handler that it finds.
+    """
     monkeypatch.setattr(requests, "REPEATED_S", -1.0)  # no signal is a repetition
     with suppress(IncompleteRun, Terminated), Healer(state=loop_of("torch").state):
+        of_abandoned: Any = signal.getsignal(signal.SIGTERM)
+        if wrapped:
+            signal.signal(signal.SIGTERM, lambda number, frame: of_abandoned(number, frame))
         for name in ("first", "second"):
             ask = at(7, lambda healer: os.kill(os.getpid(), signal.SIGTERM))
             with pytest.raises(Terminated):
                 train(loop_of("torch"), rules(), range(12), store=tmp_path / name, before=ask)
+        signal.signal(signal.SIGTERM, of_abandoned)
     for name in ("first", "second"):
         assert events(tmp_path / name, "save")[-1]["step"] == 8
 

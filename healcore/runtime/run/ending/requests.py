@@ -57,6 +57,10 @@ class SignalWatch:
         propose: asks all ranks to end. None if this process ends alone.
     """
 
+    _passes_on = False
+    """Whether a handler of a run now calls the handler before it. It is one flag for the process,
+    because Python runs signal handlers in the main thread only."""
+
     def __init__(self, propose: Callable[[Proposal], object] | None = None) -> None:
         self.signal_number: int | None = None
         """Number of the signal that asks the run to end, or None without one."""
@@ -153,6 +157,9 @@ class SignalWatch:
 
         Called by Python between two bytecodes of the main thread, wherever the program is.
         """
+        if SignalWatch._passes_on:  # called by the handler of a later run
+            self._ask_to_end(number, frame)
+            return
         since: float | None = None  # seconds since the first signal
         if self._received is not None:
             since = time.monotonic() - self._received
@@ -183,14 +190,17 @@ class SignalWatch:
     def _ask_to_end(self, number: int, frame: FrameType | None) -> None:
         """Takes note of the first signal, and passes it on to the previous handler.
 
-        If that handler belongs to another open run, this run too is asked to end. Its `_handle` is
-        not called, because it would end the process if the other run has received an earlier
-        signal. Then this run could not save any more.
+        That handler may belong to an earlier run, also if another library has wrapped it, as
+        Lightning does. The earlier run, if it is open, is asked to end as well. It does nothing if
+        it has ended or has received a signal before: a second signal would end the process, and
+        this run could not save any more. `_passes_on` tells it so.
         """
+        previous = self._previous(number)
+        if not self._watches:
+            self._pass_on(previous, number, frame)
+            return
         if self._received is not None:
             return
-        previous = self._previous(number)
-        of_run = _run_of(previous)
         self._received = time.monotonic()
         # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere when
         # its workers die, which would interrupt the save.
@@ -199,16 +209,26 @@ class SignalWatch:
         self.signal_number = number
         if self._propose is not None:
             self._propose(Proposal(f"signal {number}", signal=number))
-        if of_run is not None:
-            of_run._ask_to_end(number, frame)
-        elif number == signal.SIGINT:
+        if number == signal.SIGINT and _run_of(previous) is None:
             # A second Ctrl-C ends the process at once, except in an interactive session.
             is_interactive = hasattr(sys, "ps1")
             self._install(number, previous if is_interactive else signal.SIG_DFL)
-        elif callable(previous):
-            previous(number, frame)
+        else:
+            self._pass_on(previous, number, frame)
         if number == signal.SIGINT:
             os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
+
+    @staticmethod
+    def _pass_on(previous: Any, number: int, frame: FrameType | None) -> None:
+        """Calls the previous handler, if there is one, and marks the signal as passed on."""
+        if not callable(previous):
+            return
+        passed_on_before = SignalWatch._passes_on
+        SignalWatch._passes_on = True
+        try:
+            previous(number, frame)
+        finally:
+            SignalWatch._passes_on = passed_on_before
 
 
 def _run_of(handler: Any) -> SignalWatch | None:
