@@ -46,7 +46,7 @@ of a step is its `StepRecord`. The driver copies it to the host in the backgroun
 4. `tests/runtime/run/toy_driver.py` is a driver of a model of one number, for the comparisons.
    `adapters/jax/driver/driver.py` is the shorter of the two drivers in this repository.
 
-A driver may have further methods: those of the protocols `ObservesLosses` (torch), `TakesStates`
+A driver may have further methods, of the protocols `ObservesLosses` (torch), `TakesStates`
 and `CompilesLoops` (JAX), all in `healcore.runtime.optional_driver`. Without them the corresponding
 method of the Healer raises an error.
 """

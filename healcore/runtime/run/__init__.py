@@ -29,5 +29,5 @@ Besides:
     engine_states    the states of engines after a rollback
     out_of_memory    repeats a step in smaller parts, with
     batch_parts      how batches are split
-    run_settings     the program's settings, compared with those of the first start
+    run_settings     the program's settings, compared with the settings at the first start
 """

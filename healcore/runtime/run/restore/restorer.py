@@ -70,7 +70,7 @@ class Restorer:
     cannot be read or no longer fits the model. It also decides whether the learning rates of the
     checkpoint count as healthy; `limit_rates` (`rollback/rate_limits.py`) then computes the rates
     that follow. At a start it resumes, and undoes trials that have failed. The restore is
-    collective: every rank loads the same checkpoint, or none does.
+    collective: either every rank loads the same checkpoint, or no rank loads one.
     """
 
     def __init__(self, run: Run) -> None:
@@ -512,7 +512,7 @@ class Restorer:
         self.run.loaders.resume(positions, own.skipped)
 
     def _apply_rates(self, engines: Engines) -> None:
-        """Computes the multipliers anew for the learning rates of a checkpoint that was loaded."""
+        """Computes the multipliers again, for the learning rates of the loaded checkpoint."""
         rates, engine = self.run.driver.learning_rates(), self.run.policy.engine
         none = HealthyValues()
         after = limit_rates(engine, engines, None, rates, healthy=False, learnt=none)
