@@ -54,7 +54,7 @@ class RunProcess:
 
     id: str
     start: EventRecord | None = None
-    """None if the event is lost, for example in a torn line."""
+    """The event of the start, or None if it is lost, for example in a torn line."""
     end: EventRecord | None = None
     last: EventRecord | None = None
     diagnosis: str = ""
