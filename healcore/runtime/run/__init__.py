@@ -23,7 +23,7 @@ Besides:
     incident_log     the events of the beginning and the end of each incident
     metrics          counts and mean losses of the run
     run_record       what a checkpoint remembers; parts of it are
-    host_state       the random states and positions of the loaders,
+    data_state       random states and positions of the loaders,
     monitor_state    what decisions read of earlier steps, and
     healthy_ranges   ranges in which the run was healthy, and what is held in them
     engine_states    the states of engines after a rollback

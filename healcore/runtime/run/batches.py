@@ -92,7 +92,7 @@ class RunBatches:
         Args:
             loader: result of `begin`.
             directly_after_step: whether nothing of the program has run since the last step was
-                counted. Then the random states are the states that `HostState` may have kept after
+                counted. Then the random states are the states that `DataState` may have kept after
                 the step.
 
         Returns:
@@ -107,8 +107,8 @@ class RunBatches:
         if run.step_batches.between_steps:
             waits = run.end_requests.stop_signals.waiting_for_data()
         loader.put_back_random_states = None
-        if directly_after_step and run.host_state.keeps_states:
-            loader.put_back_random_states = run.host_state.put_back_after_step
+        if directly_after_step and run.data_state.keeps_states:
+            loader.put_back_random_states = run.data_state.put_back_after_step
         with waits:
             batch, batch_id = self._reader.read(loader, run.progress.step)
         if loader is not self._resumed_evaluation:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from healcore.runtime.run.host_state import HostParts
+from healcore.runtime.run.data_state import SavedDataState
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -23,7 +23,7 @@ class PassStates:
     and the states of the checkpoint for all later numbers, such as dropout.
 
     Args:
-        run: the parts of the run. `host_state` has the states before the current pass.
+        run: the parts of the run. `data_state` has the states before the current pass.
 
     Attributes:
         passes: number of passes that this process has begun.
@@ -32,10 +32,10 @@ class PassStates:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.passes = 0
-        self._of_checkpoint: HostParts | None = None
+        self._of_checkpoint: SavedDataState | None = None
         """Random states of the checkpoint until the first batch or step, or None."""
 
-    def resume(self, states: HostParts | None) -> None:
+    def resume(self, states: SavedDataState | None) -> None:
         """Keeps the random states of the checkpoint from which this process continues.
 
         The states are set by `restore`, once the program's loader is known: moving it draws
@@ -46,7 +46,7 @@ class PassStates:
         """
         self._of_checkpoint = states
 
-    def repeat_pass(self, states: HostParts) -> None:
+    def repeat_pass(self, states: SavedDataState) -> None:
         """Begins a pass of the loop again, as a restart from a checkpoint would.
 
         Sets the random states of the checkpoint, and keeps them until the first step. A loader that
@@ -55,7 +55,7 @@ class PassStates:
         Args:
             states: random states of the checkpoint.
         """
-        self.run.host_state.put_back(states)
+        self.run.data_state.put_back(states)
         self._of_checkpoint = states
 
     def count_pass(self) -> None:
@@ -82,16 +82,16 @@ class PassStates:
                 then its own random states are restored. Otherwise the states at the start of its
                 pass are restored, from which the program draws the same order of the data again.
         """
-        host_state, saved = self.run.host_state, self._of_checkpoint
+        data_state, saved = self.run.data_state, self._of_checkpoint
         if saved is not None:
             loaders = self.run.loaders
             caught_up = self.repeated_all_passes or loaders.epoch_loop.names_epochs
             if ended and caught_up and loaders.has_begun_last:
-                host_state.put_back(saved)
+                data_state.put_back(saved)
                 self._of_checkpoint = None
             else:
-                host_state.put_back(saved._replace(**saved.at_pass))
-        host_state.begin_pass()
+                data_state.put_back(saved._replace(**saved.at_pass))
+        data_state.begin_pass()
 
     def restore(self) -> None:
         """Restores random states after a restart, because rewinding a loader draws from them.
@@ -101,7 +101,7 @@ class PassStates:
         numbers than in a run that was not interrupted.
         """
         if self._of_checkpoint is not None:
-            self.run.host_state.put_back(self._of_checkpoint)
+            self.run.data_state.put_back(self._of_checkpoint)
 
     def forget(self) -> None:
         """Forgets the checkpoint's states. Called at each batch and step, which continue to draw.

@@ -16,8 +16,8 @@ from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
+from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.ending.requests import EndRequests
-from healcore.runtime.run.host_state import HostState
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
@@ -45,7 +45,7 @@ class Run:
         Healer --- Run -+- policy, driver, store, ranks, log, record    what is given
                         +- loop, progress, hang_guard, end_requests     steps
                         +- batches, loaders, step_batches,              batches and
-                        |  pass_states, host_state                      random states
+                        |  pass_states, data_state                      random states
                         +- monitor, comparisons, holding, reader        what is seen
                         +- recovery, better_weights, dead_run,          what is decided
                         |  nonfinite, out_of_memory
@@ -81,7 +81,7 @@ class Run:
     """Reads the batches of the program's loaders."""
     step_batches: StepBatches = field(init=False)
     """The batches that were read since the last step."""
-    host_state: HostState = field(init=False)
+    data_state: DataState = field(init=False)
     """Random states and loader positions, as an item of a checkpoint."""
     pass_states: PassStates = field(init=False)
     """The random states from which the program draws the order of its data."""

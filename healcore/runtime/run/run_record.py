@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the state: `RunRecord` with `Ledger`; see also `host_state`.
+"""What a checkpoint holds besides the state: `RunRecord` with `Ledger`; see also `data_state`.
 
 A restart reads the budgets, the learning-rate multiplier and the skipped batches from the record of
 the checkpoint that it resumes. A rollback replaces the record of the checkpoint that it restores.

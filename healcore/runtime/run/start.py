@@ -42,9 +42,9 @@ from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
+from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.ending.requests import EndRequests, StopFile
-from healcore.runtime.run.host_state import HostState
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
@@ -226,7 +226,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.loaders = LoaderRegistry(inform=log.info, retries=retries)
     run.batches = RunBatches(run)
     run.step_batches = StepBatches(run, keeps_contents=loss_fn is not None)
-    run.host_state = HostState(run.loaders.position)
+    run.data_state = DataState(run.loaders.position)
     run.pass_states = PassStates(run)
     run.schedule = SaveSchedule(run, options.checkpoints.every)
     run.monitor = IncidentMonitor(run, options.hooks)

@@ -18,8 +18,8 @@ from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparison_state import ComparisonState
+from healcore.runtime.run.data_state import DATA_STATE_ITEM, DataState
 from healcore.runtime.run.healthy_ranges import Held
-from healcore.runtime.run.host_state import HOST_ITEM, HostState
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.run.restore.stored import StoredCheckpoints
@@ -40,7 +40,7 @@ from tests.runtime.run.bare_run import bare_run
 EVERY, PROBATION, REGION = 4, 3, 12
 KEEP = Keep(good=3, candidates=2)
 POLICY = HostPolicy.of(rules(), {"rollback": {"probation": PROBATION, "region": REGION}})
-NO_DATA = HostState(LoaderRegistry().position).state_dict()
+NO_DATA = DataState(LoaderRegistry().position).state_dict()
 """Random states, and the positions of no loaders."""
 
 
@@ -101,7 +101,7 @@ class Listed(CheckpointStore):
     def restore(self, step: int, like: Any) -> Restored:
         self.verify(step)
         self.passes()
-        return Restored({HOST_ITEM: NO_DATA}, self.stored[step])
+        return Restored({DATA_STATE_ITEM: NO_DATA}, self.stored[step])
 
     def records(self) -> dict[int, Any]:
         return dict(self.stored)
@@ -148,7 +148,7 @@ class Process:
         self.run.loaders = self.loaders
         step_batches: Any = SimpleNamespace(steps_of=lambda batches: batches)
         self.run.step_batches = step_batches
-        self.run.host_state = HostState(self.loaders.position)
+        self.run.data_state = DataState(self.loaders.position)
         self.run.schedule = SaveSchedule(self.run, EVERY)
         self.run.known_checkpoints = KnownCheckpoints(self.run)
         no_comparisons: Any = SimpleNamespace(

@@ -24,7 +24,7 @@ from healcore.runtime.run.checkpoints.storage_need import (
     copies_in_memory,
 )
 from healcore.runtime.run.compare.saved_form import MAX_BATCH_BYTES
-from healcore.runtime.run.host_state import HOST_ITEM
+from healcore.runtime.run.data_state import DATA_STATE_ITEM
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     Keep,
@@ -76,7 +76,7 @@ class Saver:
     def __init__(self, run: Run, keep: Keep | None) -> None:
         self.run = run
         if run.store.arrays_by_rank:
-            run.host_state.save_batches(run.comparisons.batches_to_save)
+            run.data_state.save_batches(run.comparisons.batches_to_save)
         self.resumes_exactly = run.store.durable and run.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
@@ -89,7 +89,7 @@ class Saver:
 
     def items(self) -> dict[str, Any]:
         """Name -> item of the live state to save, except healcore's record."""
-        return {**self.run.driver.state(), HOST_ITEM: self.run.host_state}
+        return {**self.run.driver.state(), DATA_STATE_ITEM: self.run.data_state}
 
     def storage_need(self) -> StorageNeed:
         """The bytes that the checkpoints of this run need. Every rank calls it.
@@ -101,7 +101,7 @@ class Saver:
         Raises:
             StoreError: the state cannot be saved.
         """
-        with self.run.host_state.without_batches():  # the text names their size apart
+        with self.run.data_state.without_batches():  # the text names their size apart
             whole, local = self.run.store.format.sizes(self.items())
         missing = self.run.driver.missing_moments()
         more_whole, more_local = 0, 0
@@ -164,7 +164,7 @@ class Saver:
         cannot resume exactly.
         """
         if self.resumes_exactly:
-            self.run.host_state.after_step()
+            self.run.data_state.after_step()
 
     def keep_weight_sample(self) -> None:
         """Keeps a sample of the weights, to notice at an exception that they were replaced.
@@ -383,7 +383,7 @@ class Saver:
         position = loaders.position_after_step()
         if position is None:
             raise StoreError("the loader cannot be rewound to the first batch of the step")
-        with self.run.host_state.before_batches(position):
+        with self.run.data_state.before_batches(position):
             yield
         if pending:
             line = "batches that were read for the next step come again after a restart"

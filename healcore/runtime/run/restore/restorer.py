@@ -21,6 +21,7 @@ from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.comparison_state import ComparisonState
+from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
 from healcore.runtime.run.engine_states import (
     engines_after_rollback,
     limit_norms,
@@ -29,7 +30,6 @@ from healcore.runtime.run.engine_states import (
     with_lr_states,
 )
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
-from healcore.runtime.run.host_state import HOST_ITEM, HostParts
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 from healcore.runtime.run.restore.stored import SavedCheckpoint, SavedItems, loader_positions
 from healcore.runtime.run.rollback.dead_run import Revival, revivals_at
@@ -123,8 +123,8 @@ class Restorer:
         done = replace(done, lr_scale_before=lr_scale)
         saved_ledger = None if saved.record is None else saved.record.ledger
         self.run.ledger.on_rollback(done, saved_ledger)
-        if saved.host is not None:  # after the loaders, which draw random numbers
-            self.run.host_state.put_back(saved.host)
+        if saved.data_state is not None:  # after the loaders, which draw random numbers
+            self.run.data_state.put_back(saved.data_state)
         self.run.holding.held = self._held_after(order)
         self.run.comparisons.on_rollback(saved.step)
         self.run.record.monitor.on_rollback(saved.step)
@@ -426,7 +426,9 @@ class Restorer:
             self.run.log.problem(done.step, f"{problem} does it again")
         saver.report_failures()
 
-    def resume(self, newest: RunRecord | None, steps: list[int]) -> tuple[int, HostParts | None]:
+    def resume(
+        self, newest: RunRecord | None, steps: list[int]
+    ) -> tuple[int, SavedDataState | None]:
         """Resumes from the first intact checkpoint of `steps`, at the start of a process.
 
         Args:
@@ -435,7 +437,7 @@ class Restorer:
             steps: steps of the checkpoints, in descending order.
 
         Returns:
-            The step, and the argument of `HostState.put_back` for when the loop has a loader.
+            The step, and the argument of `DataState.put_back` for when the loop has a loader.
 
         Raises:
             NoGoodCheckpoint: no checkpoint is intact.
@@ -463,7 +465,7 @@ class Restorer:
         self._forget_changes(since=own.step)
         self.run.driver.structure_changes()  # those of the restart itself
         self.run.saver.begin_attempt(own.step)
-        return own.step, saved.host
+        return own.step, saved.data_state
 
     def _load_resumed(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> dict[int, Any]:
         """Loads the state of a checkpoint of an earlier process.
@@ -499,8 +501,8 @@ class Restorer:
         """
         if own.comparisons is not None:
             batches = None
-            if saved.host is not None:
-                batches = saved.host.batches
+            if saved.data_state is not None:
+                batches = saved.data_state.batches
             self.run.comparisons.continue_from(
                 own.comparisons, weights, step=saved.step, batches=batches
             )
@@ -537,7 +539,7 @@ class Restorer:
             engines: engine states to load with it.
             reset: whether the moments of the optimizers start again at zero.
         """
-        state = {name: each for name, each in saved.items() if name != HOST_ITEM}
+        state = {name: each for name, each in saved.items() if name != DATA_STATE_ITEM}
         self.run.driver.load(state, engines, reset_moments=reset)
 
     def load_state_of(self, step: int) -> None:
@@ -581,8 +583,8 @@ class Restorer:
             return
         if saved.position is not None:
             self.run.loaders.rewind(saved.position, (), 0)
-        if saved.host is not None:
-            self.run.pass_states.repeat_pass(saved.host)
+        if saved.data_state is not None:
+            self.run.pass_states.repeat_pass(saved.data_state)
 
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.

@@ -17,8 +17,8 @@ from healcore.core.decision import Cause
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines
 from healcore.runtime.faults.classification import classify
+from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
 from healcore.runtime.run.engine_states import compatible_states
-from healcore.runtime.run.host_state import HOST_ITEM, HostParts
 from healcore.runtime.run.run_record import RunRecord, Trials
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
@@ -60,15 +60,15 @@ class SavedCheckpoint(NamedTuple):
     """The engine states that fit this policy, by engine name."""
     problem: str
     """The problem of the engine states that do not fit, or an empty string."""
-    host: HostParts | None
+    data_state: SavedDataState | None
     """Random states and positions of the loaders, or None if they cannot be used."""
 
     @property
     def position(self) -> dict[str, Any] | None:
         """Positions of the loaders, or None."""
-        if self.host is None:
+        if self.data_state is None:
             return None
-        return self.host.data
+        return self.data_state.data
 
 
 class StoredCheckpoints:
@@ -240,17 +240,17 @@ class StoredCheckpoints:
     def _checked(self, step: int, restored: Restored) -> SavedCheckpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
         record = None if restored.record is None else RunRecord.of(restored.record)
-        host = self.run.host_state.read(restored.state.get(HOST_ITEM))
+        data_state = SavedDataState.read(restored.state.get(DATA_STATE_ITEM))
         stored: Engines = {}
         if record is not None:
             stored = record.engines
             if record.step != step:
                 raise StoreError(f"its record is of step {record.step}")
-            if host is None and record.world == self.run.ranks.world:
+            if data_state is None and record.world == self.run.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
             self.run.loaders.check(record.forward)
         engines, problem = compatible_states(self.run.policy.engine, stored)
-        saved = SavedCheckpoint(step, restored.state, record, engines, problem, host)
+        saved = SavedCheckpoint(step, restored.state, record, engines, problem, data_state)
         self.run.loaders.check(saved.position or {})
         return saved
 
@@ -283,11 +283,11 @@ class StoredCheckpoints:
             "the batches before the checkpoint",
         )
         if parts[0] is None:
-            return saved._replace(host=None)
+            return saved._replace(data_state=None)
         moved = dict(parts[0])
         for name, position in loader_positions(parts[0]).items():
             moved[name] = position_of_other_ranks(position, saved_by)
-        return saved._replace(host=HostParts(None, None, None, {}, moved, {}))
+        return saved._replace(data_state=SavedDataState(None, None, None, {}, moved, {}))
 
 
 def _age(record: RunRecord) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""`HostState`: random states and loader positions, an optional item of a checkpoint.
+"""`DataState`: where the program is in its data and its random numbers, an item of a checkpoint.
 
 Its values are plain, so that reading them runs no code.
 """
@@ -14,12 +14,12 @@ from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.packed_values import PackedValues
 
-HOST_ITEM = "healcore"
-"""Name of the item in a checkpoint."""
+DATA_STATE_ITEM = "healcore"
+"""Name of the item in a checkpoint. A checkpoint without the item can be restored too."""
 
 
-class HostParts(NamedTuple):
-    """The content of a saved `HostState`.
+class SavedDataState(NamedTuple):
+    """The content of a saved `DataState`.
 
     The names of the fields are the names in the saved item. A random state of None is not restored:
     the program's own state stays.
@@ -38,8 +38,32 @@ class HostParts(NamedTuple):
     batches: Mapping[int, Any]
     """Step -> its batches, see `Comparisons.batches_to_save`."""
 
+    @classmethod
+    def read(cls, item: Mapping[str, Any] | None) -> SavedDataState | None:
+        """Decodes a checkpoint's item. Sets nothing.
 
-class HostState:
+        Args:
+            item: what `DataState.state_dict` has returned, or None if the checkpoint has no such
+                item.
+
+        Returns:
+            The decoded content, or None without an item.
+
+        Raises:
+            Exception: of any type, for content that healcore cannot have written.
+        """
+        if item is None:
+            return None
+        states: dict[str, Any] = {}
+        for name in ("python", "numpy", "framework", "at_pass"):
+            states[name] = values.loads(item[name], (DATA_STATE_ITEM, name))
+        batches: Mapping[int, Any] = {}
+        if item["batches"] is not None:
+            batches = PackedValues.read(item["batches"], (DATA_STATE_ITEM, "batches"))
+        return cls(**states, data=dict(item["data"]), batches=batches)
+
+
+class DataState:
     """Random states and loader positions, saved like any object with `state_dict`.
 
     A step can raise after it has read batches and drawn random numbers. To save the state after the
@@ -91,7 +115,7 @@ class HostState:
         """Returns the random states of Python, NumPy and torch, and the positions of the loaders.
 
         Returns:
-            Name of a field of `HostParts` -> its value; random states as text.
+            Name of a field of `SavedDataState` -> its value; random states as text.
         """
         if self._earlier is not None:
             return self._earlier
@@ -165,39 +189,17 @@ class HostState:
         """The text of a random state. `random_states` returns the same object until a draw."""
         last = self._texts.get(name)
         if last is None or last[0] is not state:
-            last = state, values.dumps(state, (HOST_ITEM, name))
+            last = state, values.dumps(state, (DATA_STATE_ITEM, name))
             self._texts[name] = last
         return last[1]
 
-    def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
-        """Decodes a checkpoint's item. Sets nothing.
-
-        Args:
-            state: what `state_dict` has returned, or None if the checkpoint has no such item.
-
-        Returns:
-            The decoded content, or None without an item.
-
-        Raises:
-            Exception: of any type, for content that healcore cannot have written.
-        """
-        if state is None:
-            return None
-        states: dict[str, Any] = {}
-        for name in ("python", "numpy", "framework", "at_pass"):
-            states[name] = values.loads(state[name], (HOST_ITEM, name))
-        batches: Mapping[int, Any] = {}
-        if state["batches"] is not None:
-            batches = PackedValues.read(state["batches"], (HOST_ITEM, "batches"))
-        return HostParts(**states, data=dict(state["data"]), batches=batches)
-
-    def put_back(self, parts: HostParts) -> None:
+    def put_back(self, parts: SavedDataState) -> None:
         """Sets the random states that are not None.
 
         Called after the loaders are moved, because a move draws numbers.
 
         Args:
-            parts: what `read` has returned.
+            parts: the content of a checkpoint's item.
         """
         self._after_step = None
         self._at_pass = parts.at_pass or self._at_pass
