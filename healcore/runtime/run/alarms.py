@@ -19,13 +19,15 @@ from healcore.core.decision import Action, Cause, StepRecord, names_of
 from healcore.core.engine.config import RuleConfig
 from healcore.events.schema import sentence
 from healcore.history.incidents import MAX_ALARMS
+from healcore.runtime.driver import Driver
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.steps import StepResult
+from healcore.runtime.run_options import HostPolicy
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
-    from healcore.runtime.run.run_record import IncidentRecord
+    from healcore.runtime.run.run_record import IncidentRecord, RunRecord
 
 # Flags of an int are faster than flags of an enum.
 _CUT_LR = int(Action.CUT_LR)
@@ -92,19 +94,26 @@ class Alerts:
     for the rest of the run and hide the start of another one. So the host alerts each cause when it
     begins. On the other hand a cause that comes and goes must not fill the log: see
     `count_and_decide_line`.
+
+    Args:
+        policy: its rules alert, and it may set `alert_steps`.
+        log: the log, for the event of an alert.
+        record: its ledger has the last alarm of each cause.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        config = run.policy.engine.config
+    def __init__(self, *, policy: HostPolicy, log: RunLog, record: RunRecord) -> None:
+        self._policy = policy
+        self._log = log
+        self._record = record
+        config = policy.engine.config
         self._steps_without = int(config.incident.quiet_steps)
         """Steps without a cause after which the cause begins again."""
-        self._has_own_steps = bool(run.policy.incident.alert_steps)
+        self._has_own_steps = bool(policy.incident.alert_steps)
         """Whether the policy sets `alert_steps` itself. `_steps_without` is then that number, and
         every alert is reported."""
         if self._has_own_steps:
-            self._steps_without = run.policy.incident.alert_steps
-        self._alerting = _alerting_causes((*config.rules, *run.policy.host_rules))
+            self._steps_without = policy.incident.alert_steps
+        self._alerting = _alerting_causes((*config.rules, *policy.host_rules))
         self._written: set[tuple[int, Cause]] = set()
         """Number of an incident, and causes, of the events `alert` so far."""
         self._faults: Counter[str] = Counter()
@@ -126,7 +135,7 @@ class Alerts:
         """
         record = judged.record
         index = judged.result.index
-        last_alarms = self.run.ledger.last_alarms
+        last_alarms = self._record.ledger.last_alarms
         begins = Cause(0)
         for name in names_of(record.cause):
             key = f"{record.engine}/{name}"
@@ -197,7 +206,7 @@ class Alerts:
         references: dict[str, None] = {}  # in order, each once
         for row in rows:
             references |= dict.fromkeys(row.references)
-        self.run.log.event(
+        self._log.event(
             "alert",
             step=judged.result.index,
             incident=judged.number,
@@ -207,7 +216,7 @@ class Alerts:
             severity=rows[0].severity,
             diagnosis=" ".join(row.diagnosis for row in rows),
             references=list(references),
-            observed=self.run.policy.observes,
+            observed=self._policy.observes,
         )
 
 
@@ -228,13 +237,24 @@ class AlarmLog:
     after `MAX_ALARMS` alarms so do events. The metrics file has all alarms. Otherwise the first
     alarms would be lost among thousands of equal lines.
 
+    Args:
+        policy: the policy. If it only observes, the lines say what it would have done.
+        log: the log, for the events and the lines.
+        record: its ledger counts the skipped steps.
+        driver: has the learning rates, and the numbers that made an update NaN.
+
     Attributes:
         alerts: decides about the alerts of the same steps.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.alerts = Alerts(run)
+    def __init__(
+        self, *, policy: HostPolicy, log: RunLog, record: RunRecord, driver: Driver
+    ) -> None:
+        self._policy = policy
+        self._log = log
+        self._record = record
+        self._driver = driver
+        self.alerts = Alerts(policy=policy, log=log, record=record)
         self._outside = 0  # alarms outside of incidents
         self._explained: set[str] = set()
         """Diagnoses on the console so far: a line has each of them once."""
@@ -255,7 +275,7 @@ class AlarmLog:
         """
         if self.alerts.count_and_decide_line(judged):
             return True
-        if lead.record.action & Action.CUT_LR and not self.run.policy.observes:
+        if lead.record.action & Action.CUT_LR and not self._policy.observes:
             return True
         incident = lead.incident
         if incident is not None and incident.alarms == 1 and is_logged(incident.number):
@@ -265,7 +285,7 @@ class AlarmLog:
         for record in lead.result.records:
             alarms += record.cause != 0
             has_skip = has_skip or bool(record.skip)
-        skips = self.run.ledger.skips
+        skips = self._record.ledger.skips
         if passes_power_of_ten(skips - has_skip, skips):
             return True
         if incident is not None:
@@ -280,12 +300,12 @@ class AlarmLog:
             has_line: whether the record has the line of its step.
         """
         result, record, incident = judged.result, judged.record, judged.incident
-        policy = self.run.policy
+        policy = self._policy
         if incident is None:
             self._outside += 1
             number = self._outside
             if number == MAX_ALARMS + 1:
-                self.run.log.info(
+                self._log.info(
                     f"step {result.index}: more than {MAX_ALARMS} alarms outside of incidents: "
                     "from now on only those with an alert or a line have an event; the metrics "
                     "file has them all"
@@ -302,16 +322,16 @@ class AlarmLog:
         if record.by_optimizer:
             numbers: list[str] = []
             with suppress(RuntimeError):  # as in `_rate_of`
-                numbers = self.run.driver.suspect_numbers()
+                numbers = self._driver.suspect_numbers()
             by_optimizer = by_optimizer_text(numbers)
             explanation = by_optimizer
         skips = None
         if record.skip and not policy.observes:
-            skips = self.run.ledger.skips
+            skips = self._record.ledger.skips
         grad_scale = None
         if not policy.engine.per_tensor:
             grad_scale = record.grad_scale
-        event = self.run.log.event(
+        event = self._log.event(
             "alarm",
             step=result.index,
             engine=record.engine,
@@ -336,12 +356,12 @@ class AlarmLog:
             which = f"incident {incident.number}: "
         line = f"step {result.index}: {which}{sentence(event)}"
         if failures_of(record.cause)[0].severity is not Severity.ERROR:
-            self.run.log.warning(line)
+            self._log.warning(line)
             return
         if explanation not in self._explained:
             self._explained.add(explanation)
             line += f". {explanation}"
-        self.run.log.error(line)
+        self._log.error(line)
 
     def _rate_of(self, record: StepRecord) -> float | None:
         """The learning rate of a step, or None if it is unknown.
@@ -352,5 +372,5 @@ class AlarmLog:
         if record.lr is not None:
             return float(record.lr)
         with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
-            return self.run.driver.trained_rates().get(record.engine)
+            return self._driver.trained_rates().get(record.engine)
         return None

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from healcore.console import is_logged
 from healcore.core.decision import Cause
 from healcore.events.schema import sentence
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.alarms import batch_fields
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.steps import StepResult
+from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
-    from healcore.runtime.run.run_record import IncidentRecord
+    from healcore.runtime.run.run_record import IncidentRecord, RunRecord
 
 
 class IncidentLog:
@@ -23,14 +24,27 @@ class IncidentLog:
     alarm.
 
     Args:
-        run: the run.
+        log: the log, for the events and the lines.
+        record: its ledger has the incidents.
+        ranks: the ranks, whose signals are in the event of a beginning.
         metrics: has the newest record of each engine, for the event of the end.
+        quiet_steps: steps without an alarm after which an incident is reported as over.
     """
 
-    def __init__(self, run: Run, metrics: RunMetrics) -> None:
-        self.run = run
+    def __init__(
+        self,
+        *,
+        log: RunLog,
+        record: RunRecord,
+        ranks: Ranks,
+        metrics: RunMetrics,
+        quiet_steps: int,
+    ) -> None:
+        self._log = log
+        self._record = record
+        self._ranks = ranks
         self._metrics = metrics
-        self._quiet_steps = int(run.policy.engine.config.incident.quiet_steps)
+        self._quiet_steps = quiet_steps
         self._unclosed: list[IncidentRecord] = []
         """Incidents without an event `over`."""
 
@@ -40,7 +54,7 @@ class IncidentLog:
         Incidents whose end was not reported are watched again. Without this, the log would have the
         beginning of such an incident and never its end.
         """
-        incidents = self.run.ledger.incidents
+        incidents = self._record.ledger.incidents
         self._unclosed = [each for each in incidents if not each.reported_over]
 
     def begin(self, incident: IncidentRecord, result: StepResult) -> None:
@@ -53,11 +67,11 @@ class IncidentLog:
         self._unclosed.append(incident)
         first = max(result.records, key=lambda record: record.cause != 0)
         of_ranks = None
-        if first.rank_signals is not None and self.run.ranks.world > 1:
+        if first.rank_signals is not None and self._ranks.world > 1:
             of_ranks = []
-            for rank, (loss, norm) in enumerate(self.run.ranks.gather(first.rank_signals)):
+            for rank, (loss, norm) in enumerate(self._ranks.gather(first.rank_signals)):
                 of_ranks.append({"rank": rank, "loss": loss, "grad_norm": norm})
-        self.run.log.event(
+        self._log.event(
             "incident",
             step=result.index,
             incident=incident.number,
@@ -85,7 +99,7 @@ class IncidentLog:
             incident.reported_over = True
             # The optimizer of the incident may have taken no step now.
             record = self._metrics.newest(incident.engine) or result.records[0]
-            event = self.run.log.event(
+            event = self._log.event(
                 "over",
                 step=result.index,
                 incident=incident.number,
@@ -96,4 +110,4 @@ class IncidentLog:
                 readings=record.readings,
             )
             if is_logged(incident.number):
-                self.run.log.info(f"step {result.index}: {sentence(event)}")
+                self._log.info(f"step {result.index}: {sentence(event)}")

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names_of
 from healcore.core.engine.incidents import incident_causes
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
-from healcore.runtime.driver import Rates
+from healcore.runtime.driver import Driver, Rates
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.alarms import AlarmLog, JudgedRecord
 from healcore.runtime.run.incident_log import IncidentLog
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.orders import Order, OrderReason
 from healcore.runtime.run.program_clip import ProgramClip
-from healcore.runtime.run.run_record import IncidentRecord
+from healcore.runtime.run.run_record import IncidentRecord, RunRecord
 from healcore.runtime.run.steps import StepFlags, StepResult
-from healcore.runtime.run_options import Hooks, IncidentContext
-
-if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
+from healcore.runtime.store.ranks import Ranks
 
 _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
 """Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
@@ -39,6 +37,15 @@ class IncidentMonitor:
     another: it knows which alarms belong to one incident, which causes are new to the reader, and
     which steps an order has to undo.
 
+    Args:
+        policy: the policy of the run.
+        driver: has the learning rates and the states of the engines.
+        ranks: the ranks, which agree on an order.
+        log: the log, for the events of the steps.
+        record: the record of the run. Its ledger and its `monitor` are filled.
+        hooks: functions of the program, which may replace an order.
+        save_every: steps between two saves.
+
     Attributes:
         metrics: the metrics of the newest step, and counts since the run began.
         state: what later decisions read of earlier steps. A checkpoint holds it.
@@ -46,27 +53,39 @@ class IncidentMonitor:
         lr_scales: engine name -> its learning-rate multiplier, where it is known.
     """
 
-    def __init__(self, run: Run, hooks: Hooks) -> None:
-        """Begins to monitor a run.
-
-        Args:
-            run: the run. Its ledger and its record are filled.
-            hooks: functions of the program, which may replace an order.
-        """
-        self.run = run
+    def __init__(
+        self,
+        *,
+        policy: HostPolicy,
+        driver: Driver,
+        ranks: Ranks,
+        log: RunLog,
+        record: RunRecord,
+        hooks: Hooks,
+        save_every: int,
+    ) -> None:
+        self._policy = policy
+        self._driver = driver
+        self._ranks = ranks
+        self._log = log
+        self._record = record
         self.hooks = hooks
-        self._causes = incident_causes(run.policy.engine.config)
-        self.metrics = RunMetrics(
-            per_tensor=run.policy.engine.per_tensor, observes=run.policy.observes
-        )
-        self.state = run.record.monitor
+        self._causes = incident_causes(policy.engine.config)
+        self.metrics = RunMetrics(per_tensor=policy.engine.per_tensor, observes=policy.observes)
+        self.state = record.monitor
         self.nonfinite_record: StepRecord | None = None
-        several = _MIN_INTERVALS_REMEMBERED * run.schedule.every
-        self._kept = max(run.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
+        several = _MIN_INTERVALS_REMEMBERED * save_every
+        self._kept = max(policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         """Number of steps whose batch ids are kept."""
         self.lr_scales: dict[str, float] = {}
-        self._alarm_log = AlarmLog(run)
-        self._incident_log = IncidentLog(run, self.metrics)
+        self._alarm_log = AlarmLog(policy=policy, log=log, record=record, driver=driver)
+        self._incident_log = IncidentLog(
+            log=log,
+            record=record,
+            ranks=ranks,
+            metrics=self.metrics,
+            quiet_steps=int(policy.engine.config.incident.quiet_steps),
+        )
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
         self._program_clips: defaultdict[str, ProgramClip] = defaultdict(ProgramClip)
@@ -99,7 +118,7 @@ class IncidentMonitor:
         """Adds a step to the state, the ledger and the metrics. Returns its incident, or None."""
         self.state.add_batches(result.index, result.batches, kept=self._kept)
         self._count_nonfinite(result)
-        incident = self.run.ledger.add_step(result.index, result.records, self._causes)
+        incident = self._record.ledger.add_step(result.index, result.records, self._causes)
         for record in result.records:
             self.state.dropped += record.dropped
         if flags.has_trained:
@@ -115,7 +134,7 @@ class IncidentMonitor:
             if record.judged and not record.skip:
                 line = self._program_clips[record.engine].add(record.grad_norm)
                 if line:
-                    self.run.log.warning(f"step {result.index}: {line}")
+                    self._log.warning(f"step {result.index}: {line}")
         self._newest_causes = flags.causes
         return incident
 
@@ -145,7 +164,7 @@ class IncidentMonitor:
         Incidents, rollbacks and skips of undone steps count, because they have happened. Clips and
         cuts are counted by the engines, whose states a rollback restores.
         """
-        ledger = self.run.ledger
+        ledger = self._record.ledger
         total = self.metrics.total
         return Counts(
             incidents=ledger.incident_count,
@@ -163,7 +182,7 @@ class IncidentMonitor:
         The postmortem and the last line of a run report this, because the weights of such a run may
         be damaged.
         """
-        ledger = self.run.ledger
+        ledger = self._record.ledger
         last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
         return ledger.open or last_unhealthy or bool(self.lasting_causes)
 
@@ -204,7 +223,7 @@ class IncidentMonitor:
         Called after a start or a rollback. The states of the engines are on the host then, and hold
         values that no record has shown.
         """
-        engines = self.run.driver.engines()
+        engines = self._driver.engines()
         self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
         self.metrics.set_counts(engines)
 
@@ -224,7 +243,7 @@ class IncidentMonitor:
             Engine name -> learning rate, or None if it is unknown.
         """
         rates: dict[str, float | None] = {}
-        for name, rate in self.run.driver.trained_rates().items():
+        for name, rate in self._driver.trained_rates().items():
             rates[name] = rate
             if rate is not None:
                 rates[name] = rate * self.lr_scales.get(name, 1.0)
@@ -252,7 +271,7 @@ class IncidentMonitor:
             why = "the limit of the last cut has ended"
         else:
             return
-        self.run.log.event(
+        self._log.event(
             "lr",
             step=index,
             engine=record.engine,
@@ -260,7 +279,7 @@ class IncidentMonitor:
             lr_scale_before=before,
             lr_scale=now,
             why=why,
-            observed=self.run.policy.observes,
+            observed=self._policy.observes,
         )
 
     # -- steps that are not finite --------------------------------------------------------------
@@ -269,7 +288,7 @@ class IncidentMonitor:
         """Counts a step at which every optimizer had NaN or Inf, or which was not taken."""
         state = self.state
         if state.nonfinite_streak < 0:  # also of a checkpoint that another program has saved
-            state.never_finite = self.run.ledger.untrained >= result.index
+            state.never_finite = self._record.ledger.untrained >= result.index
             state.nonfinite_streak = 0
             if state.never_finite:
                 state.nonfinite_streak = result.index
@@ -300,12 +319,12 @@ class IncidentMonitor:
             first_of_cause = incident.first
             if incident.only_skips:
                 # A finite step within the incident shows that the weights were finite at this step.
-                onset = self.run.ledger.first_consecutive(result.index)
+                onset = self._record.ledger.first_consecutive(result.index)
         action = record.action
         if len(self.hooks):
             action = self._ask_hooks(judged, onset)
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
-        of_ranks = self.run.ranks.gather((int(action), record.rollback_depth))
+        of_ranks = self._ranks.gather((int(action), record.rollback_depth))
         flags = depth = 0
         for flags_of_rank, depth_of_rank in of_ranks:
             flags |= flags_of_rank
@@ -313,17 +332,17 @@ class IncidentMonitor:
         action = Action(flags)
         if action & Action.ALERT:
             self._alarm_log.alerts.write(judged, action, has_line=has_line)
-        if self.run.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
-            self.run.log.event(
+        if self._policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
+            self._log.event(
                 "order",
                 step=result.index,
                 incident=judged.number,
                 cause=record.cause,
                 action=action,
                 depth=depth,
-                observed=self.run.policy.observes,
+                observed=self._policy.observes,
             )
-        if self.run.policy.observes or not action & _ORDERS:
+        if self._policy.observes or not action & _ORDERS:
             return None
         firsts: list[int] = []  # first steps of the causes in this incident
         for name in names_of(record.cause):
@@ -361,10 +380,10 @@ class IncidentMonitor:
         )
         answer = self.hooks.run(context)
         for problem in answer.problems:
-            self.run.log.event("hook", step=result.index, hook="", problem=problem)
-        if answer.action is None or self.run.policy.observes:
+            self._log.event("hook", step=result.index, hook="", problem=problem)
+        if answer.action is None or self._policy.observes:
             return record.action
-        self.run.log.event(
+        self._log.event(
             "hook",
             step=result.index,
             hook=answer.hook,

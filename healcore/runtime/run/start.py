@@ -229,7 +229,15 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.data_state = DataState(run.loaders.position)
     run.pass_states = PassStates(run)
     run.schedule = SaveSchedule(run, options.checkpoints.every)
-    run.monitor = IncidentMonitor(run, options.hooks)
+    run.monitor = IncidentMonitor(
+        policy=policy,
+        driver=driver,
+        ranks=ranks,
+        log=log,
+        record=record,
+        hooks=options.hooks,
+        save_every=run.schedule.every,
+    )
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
     run.holding = Holding(run)
     run.known_checkpoints = KnownCheckpoints(run)

@@ -15,7 +15,6 @@ from healcore.events import Log
 from healcore.policy import load
 from healcore.runtime.data import BatchId
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
@@ -135,12 +134,20 @@ def monitor() -> IncidentMonitor:
     log = RunLog(Log(None), console=True)
     driver: Any = SimpleNamespace(trained_rates=dict)
     run = bare_run(log, driver)
-    run.schedule = SaveSchedule(run, None)
-    return IncidentMonitor(run, Hooks())
+    return IncidentMonitor(
+        policy=run.policy,
+        driver=driver,
+        ranks=run.ranks,
+        log=log,
+        record=run.record,
+        hooks=Hooks(),
+        save_every=run.policy.rollback.probation,
+    )
 
 
 def steps(monitor: IncidentMonitor, number: int, **changes: Any) -> None:
-    for index in range(monitor.run.ledger.next_step, monitor.run.ledger.next_step + number):
+    first = monitor._record.ledger.next_step
+    for index in range(first, first + number):
         each = FINE._replace(step=index + 1, **changes)
         monitor.process(StepResult(index, [each], ()))
 
@@ -183,7 +190,7 @@ def test_an_incident_that_is_over_has_one_event_and_one_line(monitor, capsys):
     steps(monitor, 30, loss=0.5)
     (line,) = capsys.readouterr().err.splitlines()
     assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
-    (incident,) = monitor.run.log.history.incidents
+    (incident,) = monitor._log.history.incidents
     assert incident.over
     assert not monitor.is_unhealthy
 
