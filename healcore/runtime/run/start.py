@@ -228,7 +228,15 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.step_batches = StepBatches(run, keeps_contents=loss_fn is not None)
     run.data_state = DataState(run.loaders.position)
     run.pass_states = PassStates(run)
-    run.schedule = SaveSchedule(run, options.checkpoints.every)
+    run.schedule = SaveSchedule(
+        options.checkpoints.every,
+        policy=policy,
+        driver=driver,
+        ranks=ranks,
+        log=log,
+        record=record,
+        progress=run.progress,
+    )
     run.monitor = IncidentMonitor(
         policy=policy,
         driver=driver,
@@ -240,7 +248,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     )
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
     run.holding = Holding(run)
-    run.known_checkpoints = KnownCheckpoints(run)
+    run.known_checkpoints = KnownCheckpoints(policy=policy, store=store, log=log, record=record)
     run.saver = Saver(run, options.checkpoints.keep)
     run.stored_checkpoints = StoredCheckpoints(run)
     run.restorer = Restorer(run)

@@ -4,6 +4,7 @@ from typing import Any
 
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.batch_parts import BatchParts
+from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
@@ -24,4 +25,17 @@ def bare_run(log: RunLog, driver: Any, *, policy: Any = "default", store: Any = 
         end_requests=nothing,
         claims=(),
         batch_parts=BatchParts(record),
+    )
+
+
+def schedule_of(run: Run, every: int) -> SaveSchedule:
+    """The schedule of the saves of a run."""
+    return SaveSchedule(
+        every,
+        policy=run.policy,
+        driver=run.driver,
+        ranks=run.ranks,
+        log=run.log,
+        record=run.record,
+        progress=run.progress,
     )

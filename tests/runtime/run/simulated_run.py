@@ -16,7 +16,6 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
-from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, DataState
 from healcore.runtime.run.healthy_ranges import Held
@@ -35,7 +34,7 @@ from healcore.runtime.store.checkpoints import (
 from healcore.runtime.store.store import CheckpointStore
 from tests.healer.step_records import record
 from tests.healer.training_loops import rules
-from tests.runtime.run.bare_run import bare_run
+from tests.runtime.run.bare_run import bare_run, schedule_of
 
 EVERY, PROBATION, REGION = 4, 3, 12
 KEEP = Keep(good=3, candidates=2)
@@ -149,8 +148,10 @@ class Process:
         step_batches: Any = SimpleNamespace(steps_of=lambda batches: batches)
         self.run.step_batches = step_batches
         self.run.data_state = DataState(self.loaders.position)
-        self.run.schedule = SaveSchedule(self.run, EVERY)
-        self.run.known_checkpoints = KnownCheckpoints(self.run)
+        self.run.schedule = schedule_of(self.run, EVERY)
+        self.run.known_checkpoints = KnownCheckpoints(
+            policy=POLICY, store=store, log=log, record=self.run.record
+        )
         no_comparisons: Any = SimpleNamespace(
             is_enabled=False,
             state=ComparisonState(),

@@ -9,12 +9,11 @@ from typing import Any
 from healcore.events import Log
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
-from tests.runtime.run.bare_run import bare_run
+from tests.runtime.run.bare_run import bare_run, schedule_of
 
 Loss = Callable[[float, Any], float]
 
@@ -76,7 +75,7 @@ class ToyRun:
         log.problem = lambda step, problem: self.warnings.append(problem)
         run = bare_run(log, driver)
         self.record = run.record
-        run.schedule = SaveSchedule(run, interval)
+        run.schedule = schedule_of(run, interval)
         run.monitor = SimpleNamespace(rates_in_force=self._rates_in_force)  # type: ignore[assignment]
         self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)
         self.holding = run.holding = Holding(run)

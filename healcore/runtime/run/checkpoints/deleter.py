@@ -13,6 +13,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.run.checkpoints.known import KnownCheckpoints
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
@@ -24,7 +27,7 @@ from healcore.runtime.store.ranks import run_on_first
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.run_record import RunRecord
 
 MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
@@ -48,14 +51,33 @@ class Deleter:
     every checkpoint since.
 
     Args:
-        run: the parts of the run.
-        keep: the checkpoints to keep on disk, or None for `default_keep`.
+        keep: the checkpoints to keep on disk.
+        policy: has the probation of a checkpoint and the region of a trouble.
+        store: the store, which deletes in the background.
+        log: the log, for the problem of a deletion.
+        record: has the attempts, the rollbacks, and how far checkpoints are known-good.
+        known_checkpoints: hears of the checkpoints that were deleted or are damaged.
+
+    Attributes:
+        keep: the checkpoints to keep on disk.
     """
 
-    def __init__(self, run: Run, keep: Keep | None) -> None:
-        self.run = run
-        self.keep = keep or default_keep(run.policy.rollback.probation, run.schedule.every)
-        """The checkpoints to keep on disk."""
+    def __init__(
+        self,
+        keep: Keep,
+        *,
+        policy: HostPolicy,
+        store: CheckpointStore,
+        log: RunLog,
+        record: RunRecord,
+        known_checkpoints: KnownCheckpoints,
+    ) -> None:
+        self.keep = keep
+        self._policy = policy
+        self._store = store
+        self._log = log
+        self._record = record
+        self._known_checkpoints = known_checkpoints
         self._known_good_up_to = -1
         """`RunRecord.known_good_up_to` at the last deletion, or -1 before."""
         self._results: deque[set[int] | Exception] = deque()
@@ -81,12 +103,12 @@ class Deleter:
         decision uses the attempts as saved, so that a restart knows the same known-good
         checkpoints. The newest of them is verified first. If it is damaged, nothing is deleted.
         """
-        store, record = self.run.store, self.run.record
+        store, record = self._store, self._record
         if record.known_good_up_to <= self._known_good_up_to:
             return
         self._known_good_up_to = record.known_good_up_to
-        stay = store.ring.protected | self.run.known_checkpoints.newer_than_start
-        trials = record.trials_for(record.ledger.next_step, self.run.policy.rollback.probation)
+        stay = store.ring.protected | self._known_checkpoints.newer_than_start
+        trials = record.trials_for(record.ledger.next_step, self._policy.rollback.probation)
         if trials is not None:  # a start after a stop resumes from it
             stay = {*stay, trials.oldest}
         choose = partial(_choose, store, record.attempt_history, step, self._last_target())
@@ -107,8 +129,8 @@ class Deleter:
 
     def _last_target(self) -> int:
         """Target of the last rollback in this region of the run, or -1."""
-        ledger = self.run.record.ledger
-        past = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)
+        ledger = self._record.ledger
+        past = ledger.same_trouble(ledger.next_step, self._policy.rollback.region)
         return past[-1].continues_at if past else -1
 
     def collect_results(self) -> None:
@@ -121,12 +143,12 @@ class Deleter:
         while self._results:
             result = self._results.popleft()
             if isinstance(result, set):
-                self.run.known_checkpoints.remove(result)
+                self._known_checkpoints.remove(result)
             elif isinstance(result, CheckpointDamaged):
-                self.run.known_checkpoints.lose(result)
+                self._known_checkpoints.lose(result)
             else:
-                step = self.run.ledger.next_step
-                self.run.log.event("problem", step=step, problem=str(result))
+                step = self._record.ledger.next_step
+                self._log.event("problem", step=step, problem=str(result))
 
 
 class _Chosen(NamedTuple):

@@ -11,11 +11,14 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from healcore.console import first_of
+from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import CheckpointDamaged, CheckpointInfo
 from healcore.runtime.store.host_copy import MEMORY
+from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.run_record import RunRecord
 
 
 class KnownCheckpoints:
@@ -25,10 +28,21 @@ class KnownCheckpoints:
     its probation is over. A rollback chooses among the checkpoints by these facts without reading
     the disk. The facts are of the current attempt: a rollback abandons the checkpoints of later
     steps.
+
+    Args:
+        policy: has the number of healthy steps of a probation.
+        store: the store with the checkpoints.
+        log: the log, for the events of damage.
+        record: has the attempts of the run, and how far checkpoints are known-good.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(
+        self, *, policy: HostPolicy, store: CheckpointStore, log: RunLog, record: RunRecord
+    ) -> None:
+        self._policy = policy
+        self._store = store
+        self._log = log
+        self._record = record
         self.started_from = -1
         """Step of the snapshot or checkpoint that this process started from, or -1."""
         self.newer_than_start: set[int] = set()
@@ -56,7 +70,7 @@ class KnownCheckpoints:
         Raises:
             StoreError: the store cannot be read.
         """
-        saves = self.run.record.attempt_history.with_status(self.run.store.checkpoints())
+        saves = self._record.attempt_history.with_status(self._store.checkpoints())
         return [saved for saved in saves if saved.step not in self._lost]
 
     @property
@@ -76,7 +90,7 @@ class KnownCheckpoints:
         at most the step that it has restored: what was known about later checkpoints belongs to
         undone steps.
         """
-        last = self.run.record.known_good_up_to
+        last = self._record.known_good_up_to
         return max((at for at in self.restorable if at <= last), default=None)
 
     @property
@@ -86,7 +100,7 @@ class KnownCheckpoints:
         Such a checkpoint is newer than the newest known-good one, and may hold damage that has not
         shown yet. It becomes known-good after `[rollback] probation` healthy steps.
         """
-        last = self.run.record.known_good_up_to
+        last = self._record.known_good_up_to
         return sorted([at for at in self._finite if at > last])
 
     def begin_attempt(self, step: int) -> None:
@@ -98,8 +112,8 @@ class KnownCheckpoints:
             step: step of the first snapshot, of the resumed checkpoint, or of the target of a
                 rollback.
         """
-        record = self.run.record
-        self.run.store.take_nonfinite()
+        record = self._record
+        self._store.take_nonfinite()
         self._nonfinite_now = {}
         if self.started_from < 0:
             self.started_from = step
@@ -141,8 +155,8 @@ class KnownCheckpoints:
         known yet. When a probation has ended, the ledger forgets the steps that no rollback can ask
         for any more: without that, its list of unhealthy steps would grow for the whole run.
         """
-        ledger, on_probation = self.run.ledger, self.on_probation
-        probation = self.run.policy.rollback.probation
+        ledger, on_probation = self._record.ledger, self.on_probation
+        probation = self._policy.rollback.probation
         may_end = on_probation and ledger.next_step - on_probation[0] >= probation
         if may_end and not ledger.open:
             self.end_probation()
@@ -156,14 +170,14 @@ class KnownCheckpoints:
             before: only healthy steps before this one count. A rollback passes the onset of its
                 trouble.
         """
-        ledger, probation = self.run.ledger, self.run.policy.rollback.probation
+        ledger, probation = self._record.ledger, self._policy.rollback.probation
         for step in self.on_probation:
             if ledger.healthy_steps(step, int(min(before, ledger.next_step))) < probation:
                 break
-            self.run.record.known_good_up_to = step
+            self._record.known_good_up_to = step
             self.read_nonfinite(step)
             if self._finite[step]:
-                self.run.log.event("good", step=step)
+                self._log.event("good", step=step)
 
     def read_nonfinite(self, up_to: float = math.inf) -> dict[int, tuple[str, ...]]:
         """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
@@ -173,18 +187,18 @@ class KnownCheckpoints:
         Args:
             up_to: the newest save to wait for, by default the newest one of all.
         """
-        for step, names in self.run.store.take_nonfinite(up_to):
+        for step, names in self._store.take_nonfinite(up_to):
             if step in self._finite:
                 self._finite[step] = False
             if step in self._nonfinite_now:
                 continue
             problem = f"checkpoint {step} is not finite in {first_of(names)}"
-            self.run.log.event("problem", step=step, problem=problem)
+            self._log.event("problem", step=step, problem=problem)
             if not self.nonfinite:
                 why = "A skipped step does not undo changes by the forward pass"
-                if self.run.policy.observes:
+                if self._policy.observes:
                     why = "The policy only observes, so the steps with NaN were taken"
-                self.run.log.warning(
+                self._log.warning(
                     f"{problem}: it can never be known-good. {why}. If NaN or Inf is expected in "
                     "these arrays, name them in nonfinite_ok"
                 )
@@ -213,7 +227,7 @@ class KnownCheckpoints:
         if not is_known:
             self.damage.append(error)
         intact = other_copy or None  # an event without the field has no other copy
-        self.run.log.event("damaged", step=error.step, problem=str(error), other_copy=intact)
+        self._log.event("damaged", step=error.step, problem=str(error), other_copy=intact)
 
     def lose(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint on disk, and removes it if memory holds no copy.
@@ -225,6 +239,6 @@ class KnownCheckpoints:
             error: the error of the read, with the step and the path.
         """
         self.report_damage(error)
-        if error.step not in self.run.store.ring.copies:
+        if error.step not in self._store.ring.copies:
             self._lost.add(error.step)
             self.remove({error.step})

@@ -17,7 +17,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.run.checkpoints.deleter import Deleter
+from healcore.runtime.run.checkpoints.deleter import Deleter, default_keep
 from healcore.runtime.run.checkpoints.storage_need import (
     StorageNeed,
     checkpoints_on_disk,
@@ -70,7 +70,7 @@ class Saver:
 
     Args:
         run: the parts of the run.
-        keep: the checkpoints to keep on disk, or None for the default.
+        keep: the checkpoints to keep on disk, or None for `default_keep`.
     """
 
     def __init__(self, run: Run, keep: Keep | None) -> None:
@@ -81,7 +81,14 @@ class Saver:
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
         """Step whose save failed and was not repeated -> the problem."""
-        self._deleter = Deleter(run, keep)
+        self._deleter = Deleter(
+            keep or default_keep(run.policy.rollback.probation, run.schedule.every),
+            policy=run.policy,
+            store=run.store,
+            log=run.log,
+            record=run.record,
+            known_checkpoints=run.known_checkpoints,
+        )
         self._failures = 0
         """Number of failed saves of this process."""
         self._saved_once = False

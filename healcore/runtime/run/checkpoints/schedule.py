@@ -15,11 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from healcore.runtime.driver import Driver
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.compare.credit import MAX_SHARE
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.progress import RunProgress
+    from healcore.runtime.run.run_record import RunRecord
 
 RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
@@ -33,20 +37,39 @@ class SaveSchedule:
     """When a regular save is due: once per interval, unless alarms or slow saves delay the save.
 
     Args:
-        run: the parts of the run.
         every: steps between two saves, or None to save once per probation, and less often if saves
             are slow.
+        policy: the policy. Under a policy that only observes, alarms delay nothing.
+        driver: knows whether an accumulation of gradients prevents a save.
+        ranks: the ranks, which agree that saves are slow.
+        log: the log, for a warning if nothing was saved for long.
+        record: its ledger has the steps with an alarm.
+        progress: the number of steps.
     """
 
-    def __init__(self, run: Run, every: int | None) -> None:
-        self.every = every or run.policy.rollback.probation
+    def __init__(
+        self,
+        every: int | None,
+        *,
+        policy: HostPolicy,
+        driver: Driver,
+        ranks: Ranks,
+        log: RunLog,
+        record: RunRecord,
+        progress: RunProgress,
+    ) -> None:
+        self.every = every or policy.rollback.probation
         """Steps between two saves."""
         self.last_saved = -1
         """Step of the last checkpoint or of the start."""
         self.after_change = False
         """Whether no checkpoint has the structure that the program has given to its model."""
-        self.run = run
-        self._time = _SavingTime(run.ranks)
+        self._policy = policy
+        self._driver = driver
+        self._log = log
+        self._record = record
+        self._progress = progress
+        self._time = _SavingTime(ranks)
         self._limits_time = every is None
         self._next_warning = _UNSAVED_INTERVALS * self.every  # steps without a save
         self._slow_saves_reported = False
@@ -61,15 +84,13 @@ class SaveSchedule:
             True if the run should save now. With several ranks the answer is the same on all of
             them, and the method may be collective.
         """
-        if self.run.progress.step - self.last_saved >= self._next_warning:
+        if self._progress.step - self.last_saved >= self._next_warning:
             self._next_warning *= 2
             self._warn()
         wanted = self._missed_saves >= 1 or self.after_change
         if not wanted or self.delayed or not self.may_save:
             return False
-        is_slow = self._limits_time and self._time.exceeds_limit(
-            self.run.progress.step // self.every
-        )
+        is_slow = self._limits_time and self._time.exceeds_limit(self._progress.step // self.every)
         return not is_slow
 
     def _warn(self) -> None:
@@ -87,7 +108,7 @@ class SaveSchedule:
         else:
             why = "alarms delay the save"
         line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
-        self.run.log.problem(self.run.progress.step, line)
+        self._log.problem(self._progress.step, line)
 
     @property
     def may_save(self) -> bool:
@@ -96,12 +117,12 @@ class SaveSchedule:
         Within an accumulation a part of the gradients is summed up already. A restart from a
         checkpoint would lose this part, because gradients are not saved.
         """
-        return self.run.driver.may_save(self.every)
+        return self._driver.may_save(self.every)
 
     @property
     def _missed_saves(self) -> int:
         """Number of regular saves that were due since the last checkpoint."""
-        return self.run.progress.step // self.every - self.last_saved // self.every
+        return self._progress.step // self.every - self.last_saved // self.every
 
     @property
     def delayed(self) -> bool:
@@ -111,7 +132,7 @@ class SaveSchedule:
         most of the time. A checkpoint after an onset does no harm: a rollback abandons it. Under a
         policy that only observes, nothing is delayed.
         """
-        return self.recent_alarm and self._missed_saves <= 1 and not self.run.policy.observes
+        return self.recent_alarm and self._missed_saves <= 1 and not self._policy.observes
 
     @property
     def recent_alarm(self) -> bool:
@@ -120,8 +141,8 @@ class SaveSchedule:
         Weights saved so soon after an alarm may hold the damage of an incident that is only
         beginning, so `delayed` puts off a regular save.
         """
-        first = self.run.progress.step - RECENT_ALARM_STEPS
-        return any(step >= first for step in self.run.ledger.unhealthy[-1:])
+        first = self._progress.step - RECENT_ALARM_STEPS
+        return any(step >= first for step in self._record.ledger.unhealthy[-1:])
 
     @contextmanager
     def saving(self, *, regular: bool) -> Iterator[None]:
@@ -132,7 +153,7 @@ class SaveSchedule:
                 to be done however long it takes.
         """
         began = time.monotonic()
-        self.last_saved = self.run.progress.step
+        self.last_saved = self._progress.step
         self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield
