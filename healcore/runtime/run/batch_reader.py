@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import MutableMapping, MutableSequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore import console
@@ -12,9 +13,12 @@ from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.faults.classification import Fault, classify
+from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.run_options import HostPolicy
+from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.ending.requests import SignalWatch
 
 
 class _Unreadable(NamedTuple):
@@ -33,20 +37,27 @@ class BatchReader:
     window of reads.
 
     Args:
-        run: the parts of the run.
+        policy: its rule about data, and its table `[skip_batch]`.
+        ranks: the ranks. With several ranks, another batch replaces an unreadable batch.
+        log: the log, for the faults.
+        stop_signals: the signals that ask the run to end, which end a loader's workers too.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self._stop_signals = run.end_requests.stop_signals
-        self._single_rank = run.ranks.world == 1
+    def __init__(
+        self, *, policy: HostPolicy, ranks: Ranks, log: RunLog, stop_signals: SignalWatch
+    ) -> None:
+        self._policy = policy
+        self._rank = ranks.rank
+        self._single_rank = ranks.world == 1
+        self._log = log
+        self._stop_signals = stop_signals
         self._reads = 0
         """Number of reads of this process."""
         self._consecutive_failures = 0
         self._failed_reads: deque[int] = deque()
         """Numbers of the reads that have failed, among the last `[skip_batch] within`."""
 
-    def read(self, loader: RunLoader, step: int) -> tuple[Any, BatchId]:
+    def read(self, loader: RunLoader, step: int, *, between_steps: bool) -> tuple[Any, BatchId]:
         """Reads the next readable batch.
 
         With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
@@ -55,14 +66,25 @@ class BatchReader:
         Args:
             loader: the loader.
             step: the step that is about to use the batch, for the log.
+            between_steps: whether no step has begun. A signal then ends a run of one process while
+                it waits for the batch.
 
         Returns:
             The batch and its id.
 
         Raises:
             StopIteration: the last batch was read.
+            Terminated, Interrupted: a signal has ended the wait.
             Exception: any error of the loader that the policy does not skip.
         """
+        waits = nullcontext()
+        if between_steps:
+            waits = self._stop_signals.waiting_for_data()
+        with waits:
+            return self._read(loader, step)
+
+    def _read(self, loader: RunLoader, step: int) -> tuple[Any, BatchId]:
+        """Reads the next readable batch, see `read`."""
         # The skip is logged once the loader has yielded the next batch, or has raised again.
         skip: _Unreadable | None = None
         while True:
@@ -93,10 +115,10 @@ class BatchReader:
         if batch is None or self._stop_signals.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
         fault = classify(error)
-        skips = "skip_batch" in self.run.policy.answers(Cause.DATA)
+        skips = "skip_batch" in self._policy.answers(Cause.DATA)
         if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
             return None
-        limits = self.run.policy.skip_batch
+        limits = self._policy.skip_batch
         failed = self._failed_reads
         in_a_row = self._consecutive_failures
         while failed and failed[0] <= self._reads - limits.within:
@@ -128,12 +150,12 @@ class BatchReader:
             loader.skipped_batch_ids.add(batch)
         else:
             problem += "; the previous batch is used in its place"
-        if self.run.ranks.rank:  # only rank 0 has a log
-            console.warning(f"rank {self.run.ranks.rank}: step {step}: {problem}")
+        if self._rank:  # only rank 0 has a log
+            console.warning(f"rank {self._rank}: step {step}: {problem}")
         ids = [list(batch)]
         rows = batch.rows and [batch.rows]
         answer = "skip_batch"
-        self.run.log.fault(step, fault, problem, answer=answer, batches=ids, rows=rows)
+        self._log.fault(step, fault, problem, answer=answer, batches=ids, rows=rows)
 
 
 def _copied(batch: Any) -> Any:

@@ -9,28 +9,57 @@ begin(loader) --> next(loader), next(loader), ... --> end(loader)
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from healcore.console import counted
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.run_loader import RunLoader
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.batch_reader import BatchReader
 from healcore.runtime.run.run_settings import change_of_batch_size
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.data_state import DataState
+    from healcore.runtime.run.pass_states import PassStates
+    from healcore.runtime.run.progress import RunProgress
+    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.step_batches import StepBatches
 
 
 class RunBatches:
     """Reads the batches of a run, from the begin of a loop over a loader to its end.
 
     Args:
-        run: the parts of the run.
+        reader: reads a batch, or skips it.
+        loaders: the loaders of the program, with their positions.
+        step_batches: keeps which batches the next step has.
+        pass_states: the random states of a checkpoint.
+        data_state: the random states after the last step.
+        progress: the number of steps.
+        record: the settings of the run, to which a loader adds its own.
+        log: the log, for changed settings and skipped batches.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self._reader = BatchReader(run)
+    def __init__(
+        self,
+        reader: BatchReader,
+        *,
+        loaders: LoaderRegistry,
+        step_batches: StepBatches,
+        pass_states: PassStates,
+        data_state: DataState,
+        progress: RunProgress,
+        record: RunRecord,
+        log: RunLog,
+    ) -> None:
+        self._reader = reader
+        self._loaders = loaders
+        self._step_batches = step_batches
+        self._pass_states = pass_states
+        self._data_state = data_state
+        self._progress = progress
+        self._record = record
+        self._log = log
         self._resumed_evaluation: RunLoader | None = None
         """The loader of an evaluation that the checkpoint has interrupted, or None."""
 
@@ -52,27 +81,27 @@ class RunBatches:
         Returns:
             The loader with its position.
         """
-        states = self.run.pass_states
+        states = self._pass_states
         states.count_pass()
-        saved = self.run.loaders.saved_position(loader, epoch)
+        saved = self._loaders.saved_position(loader, epoch)
         states.restore()  # for an epoch that begins, and draws, after the checkpoint
-        begun = self.run.loaders.begin(loader, epochs, epoch, limit)
+        begun = self._loaders.begin(loader, epochs, epoch, limit)
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
             states.restore()  # a rewind has drawn; an epoch that begins keeps its draws
             self._resumed_evaluation = None
             if not begun.trains:
                 self._resumed_evaluation = begun
         self._log_settings(loader, begun)
-        for line in self.run.loaders.notices:
-            self.run.log.event("data", step=self.run.progress.step, outcome=line)
-            self.run.log.info(f"data: {line}")
-        self.run.loaders.notices.clear()
+        for line in self._loaders.notices:
+            self._log.event("data", step=self._progress.step, outcome=line)
+            self._log.info(f"data: {line}")
+        self._loaders.notices.clear()
         return begun
 
     def _log_settings(self, loader: Any, begun: RunLoader) -> None:
         """Logs what a loader adds to the settings of the run, and a changed batch size."""
-        settings = self.run.record.settings
-        log, step = self.run.log, self.run.progress.step
+        settings = self._record.settings
+        log, step = self._log, self._progress.step
         before = {*settings}
         change = change_of_batch_size(settings, begun.number, loader)
         new = {name: value for name, value in settings.items() if name not in before}
@@ -101,19 +130,16 @@ class RunBatches:
         Raises:
             StopIteration: the last epoch has ended.
         """
-        run = self.run
-        # A signal ends a run of one process while it waits, but not within a step.
-        waits = nullcontext()
-        if run.step_batches.between_steps:
-            waits = run.end_requests.stop_signals.waiting_for_data()
+        between_steps = self._step_batches.between_steps
         loader.put_back_random_states = None
-        if directly_after_step and run.data_state.keeps_states:
-            loader.put_back_random_states = run.data_state.put_back_after_step
-        with waits:
-            batch, batch_id = self._reader.read(loader, run.progress.step)
+        if directly_after_step and self._data_state.keeps_states:
+            loader.put_back_random_states = self._data_state.put_back_after_step
+        batch, batch_id = self._reader.read(
+            loader, self._progress.step, between_steps=between_steps
+        )
         if loader is not self._resumed_evaluation:
-            run.pass_states.forget()
-        run.step_batches.add(loader, batch, batch_id)
+            self._pass_states.forget()
+        self._step_batches.add(loader, batch, batch_id)
         loader.use_batch()
         return batch
 
@@ -125,14 +151,14 @@ class RunBatches:
             evaluates: whether the loop has taken no step, so that the next pass over the training
                 data has not begun.
         """
-        step_batches = self.run.step_batches
-        if evaluates and loader is self.run.loaders.last_trained:
-            self.run.loaders.last_trained = None  # a loop over `steps` has no loader
+        step_batches = self._step_batches
+        if evaluates and loader is self._loaders.last_trained:
+            self._loaders.last_trained = None  # a loop over `steps` has no loader
             step_batches.last_read = None
-        if loader is not self.run.loaders.last_trained:
+        if loader is not self._loaders.last_trained:
             step_batches.end_evaluation(loader)
         if not evaluates:
-            self.run.pass_states.begin_pass(ended=True)
+            self._pass_states.begin_pass(ended=True)
         loader.leave_loop()
 
     def log_skipped(self, loader: RunLoader) -> None:
@@ -146,10 +172,10 @@ class RunBatches:
         """
         batches = [list(each) for each in loader.take_skipped()]
         if batches:
-            step = self.run.progress.step
-            self.run.log.event("skipped_batches", step=step, batches=batches)
+            step = self._progress.step
+            self._log.event("skipped_batches", step=step, batches=batches)
             text = counted(len(batches), "batch", "batches")
-            self.run.log.info(f"step {step}: {text} skipped")
+            self._log.info(f"step {step}: {text} skipped")
 
     def on_rollback(self, target: int) -> None:
         """Continues at step `target`, and forgets the batches of the undone steps.
@@ -157,5 +183,5 @@ class RunBatches:
         Args:
             target: the step at which the run continues.
         """
-        self.run.progress.step = target
-        self.run.step_batches.on_rollback()
+        self._progress.step = target
+        self._step_batches.on_rollback()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from healcore.runtime.run.data_state import SavedDataState
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.run.data_state import DataState, SavedDataState
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.run_record import RunRecord
 
 
 class PassStates:
@@ -23,14 +24,20 @@ class PassStates:
     and the states of the checkpoint for all later numbers, such as dropout.
 
     Args:
-        run: the parts of the run. `data_state` has the states before the current pass.
+        data_state: has the states before the current pass, and sets random states.
+        loaders: know which epoch begins.
+        record: has the number of passes of earlier processes.
 
     Attributes:
         passes: number of passes that this process has begun.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(
+        self, *, data_state: DataState, loaders: LoaderRegistry, record: RunRecord
+    ) -> None:
+        self._data_state = data_state
+        self._loaders = loaders
+        self._record = record
         self.passes = 0
         self._of_checkpoint: SavedDataState | None = None
         """Random states of the checkpoint until the first batch or step, or None."""
@@ -55,13 +62,13 @@ class PassStates:
         Args:
             states: random states of the checkpoint.
         """
-        self.run.data_state.put_back(states)
+        self._data_state.put_back(states)
         self._of_checkpoint = states
 
     def count_pass(self) -> None:
         """Counts a pass that begins, here and in the record for later processes."""
         self.passes += 1
-        self.run.record.passes = max(self.run.record.passes, self.passes)
+        self._record.passes = max(self._record.passes, self.passes)
 
     @property
     def repeated_all_passes(self) -> bool:
@@ -71,8 +78,8 @@ class PassStates:
         from the end of a pass would then be the states of another epoch, so `begin_pass` restores
         them only if this is true or the loop names its epochs.
         """
-        has_repeated = self.passes > 0 and self.passes >= self.run.record.passes
-        return has_repeated and self.run.loaders.at_epochs
+        has_repeated = self.passes > 0 and self.passes >= self._record.passes
+        return has_repeated and self._loaders.at_epochs
 
     def begin_pass(self, *, ended: bool = False) -> None:
         """Keeps the random states before a pass over the data, or restores them after a restart.
@@ -82,9 +89,9 @@ class PassStates:
                 then its own random states are restored. Otherwise the states at the start of its
                 pass are restored, from which the program draws the same order of the data again.
         """
-        data_state, saved = self.run.data_state, self._of_checkpoint
+        data_state, saved = self._data_state, self._of_checkpoint
         if saved is not None:
-            loaders = self.run.loaders
+            loaders = self._loaders
             caught_up = self.repeated_all_passes or loaders.epoch_loop.names_epochs
             if ended and caught_up and loaders.has_begun_last:
                 data_state.put_back(saved)
@@ -101,7 +108,7 @@ class PassStates:
         numbers than in a run that was not interrupted.
         """
         if self._of_checkpoint is not None:
-            self.run.data_state.put_back(self._of_checkpoint)
+            self._data_state.put_back(self._of_checkpoint)
 
     def forget(self) -> None:
         """Forgets the checkpoint's states. Called at each batch and step, which continue to draw.

@@ -77,14 +77,14 @@ class Run:
     """Steps done, in the run and in this process."""
     loaders: LoaderRegistry = field(init=False)
     """The loaders of the program, with their positions."""
-    batches: RunBatches = field(init=False)
-    """Reads the batches of the program's loaders."""
-    step_batches: StepBatches = field(init=False)
-    """The batches that were read since the last step."""
     data_state: DataState = field(init=False)
     """Random states and loader positions, as an item of a checkpoint."""
     pass_states: PassStates = field(init=False)
     """The random states from which the program draws the order of its data."""
+    step_batches: StepBatches = field(init=False)
+    """The batches that were read since the last step."""
+    batches: RunBatches = field(init=False)
+    """Reads the batches of the program's loaders."""
     schedule: SaveSchedule = field(init=False)
     """When a regular save is due."""
     monitor: IncidentMonitor = field(init=False)

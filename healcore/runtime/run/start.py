@@ -35,6 +35,7 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings, start_log
 from healcore.runtime.run.batch_parts import BatchParts
+from healcore.runtime.run.batch_reader import BatchReader
 from healcore.runtime.run.batches import RunBatches
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
@@ -224,10 +225,24 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     if "retry" in policy.answers(Cause.NETWORK):
         retries = retries_of(run, "reading a batch")
     run.loaders = LoaderRegistry(inform=log.info, retries=retries)
-    run.batches = RunBatches(run)
-    run.step_batches = StepBatches(run, keeps_contents=loss_fn is not None)
     run.data_state = DataState(run.loaders.position)
-    run.pass_states = PassStates(run)
+    run.pass_states = PassStates(data_state=run.data_state, loaders=run.loaders, record=record)
+    run.step_batches = StepBatches(
+        loaders=run.loaders,
+        progress=run.progress,
+        pass_states=run.pass_states,
+        keeps_contents=loss_fn is not None,
+    )
+    run.batches = RunBatches(
+        BatchReader(policy=policy, ranks=ranks, log=log, stop_signals=end_requests.stop_signals),
+        loaders=run.loaders,
+        step_batches=run.step_batches,
+        pass_states=run.pass_states,
+        data_state=run.data_state,
+        progress=run.progress,
+        record=record,
+        log=log,
+    )
     run.schedule = SaveSchedule(
         options.checkpoints.every,
         policy=policy,

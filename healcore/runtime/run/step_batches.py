@@ -13,13 +13,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data import BatchId
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.run.compare.trained_step import ObservedBatch
 from healcore.runtime.run.steps import StepResult
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.pass_states import PassStates
+    from healcore.runtime.run.progress import RunProgress
 
 
 class StepBatches:
@@ -30,7 +32,9 @@ class StepBatches:
     before the step.
 
     Args:
-        run: the parts of the run.
+        loaders: the loaders of the program.
+        progress: counts the steps of a dispatch.
+        pass_states: the random states of a checkpoint, which a step ends.
         keeps_contents: whether weights are compared on the batches, so that their contents are kept
             until the step is judged.
 
@@ -39,8 +43,17 @@ class StepBatches:
         last_read: the loader of the last batch, or None before the first batch.
     """
 
-    def __init__(self, run: Run, *, keeps_contents: bool) -> None:
-        self.run = run
+    def __init__(
+        self,
+        *,
+        loaders: LoaderRegistry,
+        progress: RunProgress,
+        pass_states: PassStates,
+        keeps_contents: bool,
+    ) -> None:
+        self._loaders = loaders
+        self._progress = progress
+        self._pass_states = pass_states
         self.last_ids: list[BatchId] = []
         self.last_read: RunLoader | None = None
         self._keeps_contents = keeps_contents
@@ -114,24 +127,23 @@ class StepBatches:
             The first step of the dispatch with its batches. Its records are still empty, because
             the device has not been read.
         """
-        loaders, progress = self.run.loaders, self.run.progress
         loader = self.last_read
         if loader is not None:
             if loader.pending_ids or not loader.in_use:
                 self.last_ids = loader.pending_ids
                 self._usual_updates, self._updates = self._updates, 0
             self._updates += 1  # more than 1: another update on the same batch
-            loaders.last_trained = loader
-        for each in loaders:  # a `break` has ended an evaluation
+            self._loaders.last_trained = loader
+        for each in self._loaders:  # a `break` has ended an evaluation
             each.trains |= bool(each.pending_ids) and (each is loader or not each.left_by_break)
-        self.run.pass_states.forget()  # random numbers continue from this step
+        self._pass_states.forget()  # random numbers continue from this step
         if len(self.last_ids) > self._max_per_step:
             self._max_per_step = len(self.last_ids)
         # The update of a scan reads no data that a rollback could skip.
         ids = () if loader is not None and loader.is_scan else tuple(self.last_ids)
-        first = StepResult(progress.step, [], ids, tuple(self._contents))
+        first = StepResult(self._progress.step, [], ids, tuple(self._contents))
         self._forget_pending()  # a step may take batches of several loaders
-        progress.count(pending.count)
+        self._progress.count(pending.count)
         return first
 
     def on_rollback(self) -> None:
@@ -154,7 +166,7 @@ class StepBatches:
     def _forget_pending(self) -> None:
         """Forgets the batches since the last step."""
         self._forget_contents()
-        for loader in self.run.loaders:
+        for loader in self._loaders:
             loader.pending_ids = []
 
     @property
@@ -167,7 +179,7 @@ class StepBatches:
     def _forget_contents(self) -> None:
         """Forgets the contents of the batches since the last step, and keeps their ids."""
         self._own_batches.clear()
-        for loader in self.run.loaders:
+        for loader in self._loaders:
             loader.contents.clear()
 
     @property
@@ -211,7 +223,7 @@ class StepBatches:
         on most of its data. The number is exact as long as each step takes as many batches as the
         last step.
         """
-        return self.steps_of(sum(map(len, self.run.loaders.skipped_by_loader().values())))
+        return self.steps_of(sum(map(len, self._loaders.skipped_by_loader().values())))
 
     def steps_of(self, batches: int) -> int:
         """The number of steps that take so many batches, rounded down.
