@@ -265,7 +265,15 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.holding = Holding(run)
     run.known_checkpoints = KnownCheckpoints(policy=policy, store=store, log=log, record=record)
     run.saver = Saver(run, options.checkpoints.keep)
-    run.stored_checkpoints = StoredCheckpoints(run)
+    run.stored_checkpoints = StoredCheckpoints(
+        policy=policy,
+        store=store,
+        ranks=ranks,
+        log=log,
+        known_checkpoints=run.known_checkpoints,
+        loaders=run.loaders,
+        items=run.saver.items,
+    )
     run.restorer = Restorer(run)
     run.step_reader = DelayedReader()
     run.better_weights = BetterWeights(run)

@@ -161,7 +161,15 @@ class Process:
         self.run.comparisons = no_comparisons
         self.run.holding = SimpleNamespace(held=Held())  # type: ignore[assignment]
         self.saver = self.run.saver = Saver(self.run, KEEP)
-        self.run.stored_checkpoints = StoredCheckpoints(self.run)
+        self.run.stored_checkpoints = StoredCheckpoints(
+            policy=POLICY,
+            store=store,
+            ranks=self.run.ranks,
+            log=log,
+            known_checkpoints=self.run.known_checkpoints,
+            loaders=self.loaders,
+            items=self.saver.items,
+        )
         self.restorer = self.run.restorer = Restorer(self.run)
         self.incident, self._goes_on = 0, False
 

@@ -23,6 +23,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from healcore.core.signals import SignalError
 from healcore.runtime.driver import LossFn
 from healcore.runtime.run.compare.anchor_choice import (
     best_on_average,
@@ -89,7 +90,15 @@ class Comparisons:
         self.history = StepHistory()
         self.suspicion = Suspicion(run)
         self.credit = Credit(loss_fn_cost)
-        self.loss_function = LossFunction(run, loss_fn)
+        self.loss_function = LossFunction(
+            loss_fn,
+            driver=run.driver,
+            ranks=run.ranks,
+            log=run.log,
+            record=run.record,
+            progress=run.progress,
+            batch_parts=run.batch_parts,
+        )
         self.steps_are_windows = False
         self._mean_pause = MeanPause()
         self._has_reason = False
@@ -292,7 +301,12 @@ class Comparisons:
         single = math.nan
         if len(losses) == 1:
             single = losses[0]
-        self.loss_function.learn_first_step(trained, single, first and first.weights)
+        try:
+            self.loss_function.learn_first_step(trained, single, first and first.weights)
+        except SignalError as error:
+            # Nothing is saved: the mended program trains the first step again.
+            self.run.loop.reading_error = error
+            raise
         if not self.is_enabled:
             self.anchors.clear()
 

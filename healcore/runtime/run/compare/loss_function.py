@@ -11,14 +11,17 @@ from healcore.core.decision import Cause
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import SignalError, check_scalar
 from healcore.runtime.data.random_states import isolated
-from healcore.runtime.driver import LossFn, WeightsChanged
+from healcore.runtime.driver import Driver, LossFn, WeightsChanged
 from healcore.runtime.faults.classification import classify
 from healcore.runtime.faults.microbatches import clear_frames
-from healcore.runtime.run.batch_parts import largest_part
+from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.run.batch_parts import BatchParts, largest_part
 from healcore.runtime.run.compare.trained_step import TrainedStep
+from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.progress import RunProgress
+    from healcore.runtime.run.run_record import RunRecord
 
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
@@ -90,8 +93,13 @@ class LossFunction:
     of the whole batch.
 
     Args:
-        run: the parts of the run.
         function: the user's function of a batch, or None to evaluate nothing.
+        driver: evaluates the function with current or earlier weights.
+        ranks: the ranks, which evaluate together.
+        log: the log, for problems of the function.
+        record: has the number of samples that an evaluation may have.
+        progress: the number of steps, for the log.
+        batch_parts: splits batches that do not fit into memory.
 
     Attributes:
         gives_loss: whether the training loss is the result of `loss_fn`. Comparisons then do not
@@ -102,8 +110,23 @@ class LossFunction:
             comparison has, so both weights are evaluated.
     """
 
-    def __init__(self, run: Run, function: LossFn | None) -> None:
-        self.run = run
+    def __init__(
+        self,
+        function: LossFn | None,
+        *,
+        driver: Driver,
+        ranks: Ranks,
+        log: RunLog,
+        record: RunRecord,
+        progress: RunProgress,
+        batch_parts: BatchParts,
+    ) -> None:
+        self._driver = driver
+        self._ranks = ranks
+        self._log = log
+        self._record = record
+        self._progress = progress
+        self._batch_parts = batch_parts
         self._function: LossFn | None = None
         if function is not None:
             self._function = lambda *given: loss_of(function(*given))
@@ -122,7 +145,7 @@ class LossFunction:
 
     def _warn(self, problem: str) -> None:
         """Logs a problem. The run continues without comparisons."""
-        self.run.log.problem(self.run.progress.step, problem)
+        self._log.problem(self._progress.step, problem)
 
     def learn_first_step(self, trained: TrainedStep, loss: float, first_weights: Any) -> None:
         """Checks `loss_fn` on the first step, and compares it with the step's training loss.
@@ -190,7 +213,7 @@ class LossFunction:
     def _gather(self, item: Any, failure: Exception | None) -> list[Any]:
         """The items of all ranks. `failure`: exception of the call on this rank, or None."""
         try:
-            return self.run.ranks.gather(item)
+            return self._ranks.gather(item)
         except Exception as error:  # the other ranks wait in the forward pass (FSDP)
             raise error from failure
 
@@ -209,12 +232,12 @@ class LossFunction:
     ) -> list[float]:
         """The loss of each batch, which is evaluated in the parts that fit into memory."""
         assert self._function is not None
-        in_parts = [self.run.batch_parts.to_evaluate(batch) for batch in batches]
+        in_parts = [self._batch_parts.to_evaluate(batch) for batch in batches]
         contents = []
         for parts in in_parts:
             contents += [part for part, _ in parts]
         with isolated():
-            found = self.run.driver.losses_of(self._function, contents, weights, redraw=redraw)
+            found = self._driver.losses_of(self._function, contents, weights, redraw=redraw)
         of_parts = map(_checked_loss, found)
         losses = []
         for parts in in_parts:
@@ -228,7 +251,7 @@ class LossFunction:
         """The size that has to be halved, or None if the exception is about something else."""
         if classify(error).cause is not Cause.OOM:
             return None
-        size = max(map(self.run.batch_parts.size_to_evaluate, batches))
+        size = max(map(self._batch_parts.size_to_evaluate, batches))
         if size <= 1:
             return None
         clear_frames(error)  # the tensors of the pass that failed
@@ -239,17 +262,17 @@ class LossFunction:
 
         All ranks have the same size, so a try is due in the same step on all ranks.
         """
-        step, record = self.run.progress.step, self.run.record
+        step, record = self._progress.step, self._record
         size, growth = record.evaluation_limit, record.evaluation_growth
         if size is None:
             return
         if growth.accept_larger(step):
-            self.run.log.info(f"step {step}: loss_fn evaluates up to {size} samples at a time")
+            self._log.info(f"step {step}: loss_fn evaluates up to {size} samples at a time")
         if not growth.is_due(step):
             return
-        parts = self.run.batch_parts
+        parts = self._batch_parts
         gains = any(parts.evaluation_gains_from(batch, 2 * size) for batch in _batches_of(steps))
-        if any(self.run.ranks.gather(gains)):
+        if any(self._ranks.gather(gains)):
             record.evaluation_limit = growth.begin_larger(step, size)
         else:
             growth.postpone(step)
@@ -263,7 +286,7 @@ class LossFunction:
         sizes = [item.samples for item in everyone if isinstance(item, _EvaluationOverrun)]
         if not sizes or any(isinstance(item, str) for item in everyone):
             return False
-        step, record = self.run.progress.step, self.run.record
+        step, record = self._progress.step, self._record
         growth = record.evaluation_growth
         before = min(sizes)
         then = ""
@@ -274,7 +297,7 @@ class LossFunction:
             after = largest_part(before, 2)
             growth.shrink(step, after)
         record.evaluation_limit = after
-        self.run.log.info(
+        self._log.info(
             f"a comparison of weights does not fit into memory with {before} samples: it evaluates "
             f"{after} at a time{then}"
         )
@@ -295,10 +318,7 @@ class LossFunction:
         self.draws = any(each.draws for each in everyone)
         problems = {each.kind: each.text for each in reversed(everyone)}  # of the lowest rank
         if _Problem.MISTAKE in problems:
-            error = SignalError(problems[_Problem.MISTAKE])
-            # Nothing is saved: the mended program trains the first step again.
-            self.run.loop.reading_error = error
-            raise error from failure
+            raise SignalError(problems[_Problem.MISTAKE]) from failure
         if _Problem.STATE in problems:
             self.drop()
         problem = problems.get(_Problem.STATE, problems.get(_Problem.CALL))

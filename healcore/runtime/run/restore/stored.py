@@ -14,12 +14,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from healcore.core.decision import Cause
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines
 from healcore.runtime.faults.classification import classify
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
 from healcore.runtime.run.engine_states import compatible_states
 from healcore.runtime.run.run_record import RunRecord, Trials
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointInfo,
@@ -30,11 +33,12 @@ from healcore.runtime.store.checkpoints import (
     StoreError,
 )
 from healcore.runtime.store.host_copy import MEMORY
-from healcore.runtime.store.ranks import RankFailed, broadcast, run_on_each
+from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_each
+from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 
 T = TypeVar("T")
 SavedItems: TypeAlias = Mapping[str, Any]
@@ -76,14 +80,39 @@ class StoredCheckpoints:
 
     A disk may show a checkpoint to one rank and not to another. Ranks that restored different steps
     would train different weights, so all methods agree between the ranks first.
+
+    Args:
+        policy: its engine tells which of the saved engine states fit.
+        store: the store with the checkpoints.
+        ranks: the ranks, which load the same checkpoint.
+        log: the log, for parts of a checkpoint that are not used.
+        known_checkpoints: knows damaged checkpoints, and hears of damage.
+        loaders: check the positions in a checkpoint.
+        items: returns name -> item of the live state, see `Saver.items`.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(
+        self,
+        *,
+        policy: HostPolicy,
+        store: CheckpointStore,
+        ranks: Ranks,
+        log: RunLog,
+        known_checkpoints: KnownCheckpoints,
+        loaders: LoaderRegistry,
+        items: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._policy = policy
+        self._store = store
+        self._ranks = ranks
+        self._log = log
+        self._known_checkpoints = known_checkpoints
+        self._loaders = loaders
+        self._items = items
 
     def listed(self) -> list[CheckpointInfo]:
         """The checkpoints that every rank lists, as rank 0 sees them. Collective."""
-        of_ranks = self.run.ranks.gather(self.run.known_checkpoints.listed())
+        of_ranks = self._ranks.gather(self._known_checkpoints.listed())
         common = set.intersection(*({saved.step for saved in saves} for saves in of_ranks))
         return [saved for saved in of_ranks[0] if saved.step in common]
 
@@ -93,9 +122,9 @@ class StoredCheckpoints:
         The newest record is of the latest attempt, and in it of the latest step. A record that
         cannot be read is left to the resume, which reports it.
         """
-        stored = self.run.store.records() if self.run.ranks.rank == 0 else {}
+        stored = self._store.records() if self._ranks.rank == 0 else {}
         newest: RunRecord | None = None
-        for each in broadcast(self.run.ranks, stored).values():
+        for each in broadcast(self._ranks, stored).values():
             with suppress(Exception):
                 record = RunRecord.of(each)
                 if newest is None or _age(record) > _age(newest):
@@ -117,7 +146,7 @@ class StoredCheckpoints:
         newest = self.newest_record()
         if newest is not None:
             marked = replace(newest, trials=replace(trials, failed=True))
-            self.run.store.replace_record(newest.step, marked.to_dict())
+            self._store.replace_record(newest.step, marked.to_dict())
 
     def param_groups(self, steps: Sequence[int]) -> dict[str, list[list[str]]]:
         """The parameter groups that the run had added by the newest of `steps`. Collective.
@@ -126,8 +155,8 @@ class StoredCheckpoints:
             Optimizer -> names of the parameters of each group; empty without any, or if the record
             is malformed, which the resume reports.
         """
-        stored = self.run.store.records() if self.run.ranks.rank == 0 else {}
-        stored = broadcast(self.run.ranks, stored.get(max(steps, default=-1), {}))
+        stored = self._store.records() if self._ranks.rank == 0 else {}
+        stored = broadcast(self._ranks, stored.get(max(steps, default=-1), {}))
         with suppress(Exception):
             return RunRecord.of(stored).param_groups
         return {}
@@ -140,9 +169,9 @@ class StoredCheckpoints:
         """
         damaged = []
         with suppress(StoreError):  # a missing disk is reported where it is needed
-            damaged = self.run.store.damaged()
-        for error in broadcast(self.run.ranks, damaged):
-            self.run.known_checkpoints.report_damage(error)
+            damaged = self._store.damaged()
+        for error in broadcast(self._ranks, damaged):
+            self._known_checkpoints.report_damage(error)
 
     def load_first_intact(
         self,
@@ -172,18 +201,18 @@ class StoredCheckpoints:
 
         def note_damage(error: CheckpointDamaged) -> None:
             problems.append(str(error))
-            self.run.known_checkpoints.report_damage(error)
+            self._known_checkpoints.report_damage(error)
 
         for step in steps:
             restored = None
             try:
-                restored = self.run.store.restore(step, self.run.saver.items())
+                restored = self._store.restore(step, self._items())
             except CheckpointNotFound:
                 pass
             except CheckpointDamaged as error:
                 note_damage(error)
             # The ranks' copies in memory may differ.
-            if not all(self.run.ranks.gather(restored is not None)):
+            if not all(self._ranks.gather(restored is not None)):
                 continue
             assert restored is not None
             loaded = self._load_on_all_ranks(step, restored, load)
@@ -193,7 +222,7 @@ class StoredCheckpoints:
             _, saved = loaded
             if saved.problem:
                 at = step if now is None else now
-                self.run.log.event("problem", step=at, problem=saved.problem)
+                self._log.event("problem", step=at, problem=saved.problem)
             return loaded
         reasons = "; ".join(problems) or "none of them is on every rank"
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(steps)} can be restored: {reasons}")
@@ -219,7 +248,7 @@ class StoredCheckpoints:
         result: tuple[T, SavedCheckpoint] | None = None
         failure: Exception | None = None
         try:
-            saved = run_on_each(self.run.ranks, partial(self._checked, step, restored))
+            saved = run_on_each(self._ranks, partial(self._checked, step, restored))
             saved = self._adapted_to_world(saved)
             result = load(saved), saved
         except Exception as error:
@@ -229,7 +258,7 @@ class StoredCheckpoints:
         ends: bool | None = None  # whether the failure ends the search, or None without a failure
         if failure is not None:
             ends = isinstance(failure, StateMismatch) or classify(failure).cause is Cause.OOM
-        outcomes = self.run.ranks.gather(ends)
+        outcomes = self._ranks.gather(ends)
         if result is not None and all(each is None for each in outcomes):
             return result
         failure = failure or RankFailed("another rank cannot load it")
@@ -246,12 +275,12 @@ class StoredCheckpoints:
             stored = record.engines
             if record.step != step:
                 raise StoreError(f"its record is of step {record.step}")
-            if data_state is None and record.world == self.run.ranks.world:
+            if data_state is None and record.world == self._ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
-            self.run.loaders.check(record.forward)
-        engines, problem = compatible_states(self.run.policy.engine, stored)
+            self._loaders.check(record.forward)
+        engines, problem = compatible_states(self._policy.engine, stored)
         saved = SavedCheckpoint(step, restored.state, record, engines, problem, data_state)
-        self.run.loaders.check(saved.position or {})
+        self._loaders.check(saved.position or {})
         return saved
 
     def _adapted_to_world(self, saved: SavedCheckpoint) -> SavedCheckpoint:
@@ -259,14 +288,14 @@ class StoredCheckpoints:
 
         Random generators stay as the program has set them: added ranks have no saved state.
         """
-        world = self.run.ranks.world
+        world = self._ranks.world
         saved_by = world if saved.record is None else saved.record.world
         if saved_by == world:
             return saved
-        parts = self.run.ranks.gather(saved.position)
+        parts = self._ranks.gather(saved.position)
         wrong = []
-        for name, item in self.run.driver.state().items():
-            if attribute(item, "per_rank"):
+        for name, item in self._items().items():
+            if name != DATA_STATE_ITEM and attribute(item, "per_rank"):
                 wrong.append(
                     f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of '
                     f"ranks is {world} now"
@@ -276,7 +305,7 @@ class StoredCheckpoints:
             wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
         if wrong:
             raise StateMismatch(saved.step, wrong)
-        self.run.log.problem(
+        self._log.problem(
             saved.step,
             f"checkpoint {saved.step} was saved by {saved_by} ranks, but this run has {world}: the "
             "saved random generators are not used; the loaders begin the epoch again and discard "
