@@ -58,11 +58,11 @@ class Loop:
             from an older state in JAX, or None. Nothing is saved after it.
     """
 
-    def __init__(self, run: Run, *, has_trainer: bool) -> None:
+    def __init__(self, run: Run, structure: StructureChanges, *, has_trainer: bool) -> None:
         self.run = run
         self.phase = LoopPhase.BEFORE_STEP
         self.has_trainer = has_trainer
-        self.use = LoopUse(run)
+        self.use = LoopUse(run.loaders, has_trainer=has_trainer)
         self.reading_error: HealcoreError | None = None
         self._has_random_states = False
         """Whether the random states of the checkpoint were restored for the loop that runs."""
@@ -73,7 +73,7 @@ class Loop:
         outside of a body."""
         self._step_is_epoch = False
         """Whether each epoch of a loop over `epochs` is one step without `batches`."""
-        self._structure = StructureChanges(run)
+        self._structure = structure
 
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
@@ -179,7 +179,7 @@ class Loop:
             RunStopped, Terminated, EndRequested: as in `Healer.batches`.
         """
         progress = self.run.progress
-        warm_up = WarmUp(self.run, total, warmup)
+        warm_up = WarmUp(total, warmup, progress=progress, driver=self.run.driver, log=self.run.log)
         self._has_random_states = False
         self.run.recovery.begin_counted_steps()
         if self.phase is LoopPhase.COMPLETED:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+from healcore.runtime.data.loader_registry import LoaderRegistry
 
 
 class LoopUse:
@@ -15,7 +12,8 @@ class LoopUse:
     not completed the run, and a program whose loop never called the Healer could not be healed.
 
     Args:
-        run: the parts of the run.
+        loaders: the loaders of the program.
+        has_trainer: whether a trainer owns the loop, so that an early end is not a `break`.
 
     Attributes:
         was_used: whether the program has called `batches`, `after_step` or `update` in this
@@ -31,8 +29,9 @@ class LoopUse:
             a checkpoint has replaced its snapshot, or an empty string.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, loaders: LoaderRegistry, *, has_trainer: bool) -> None:
+        self._loaders = loaders
+        self._has_trainer = has_trainer
         self.was_used = False
         self.reached_end = False
         self.in_body = False
@@ -45,7 +44,7 @@ class LoopUse:
 
         A `break` after the last batch of a training loader is not early: nothing was left to read.
         """
-        loader = self.run.loaders.last_trained
+        loader = self._loaders.last_trained
         if loader is not None and loader.in_loop and loader.at_end:
             return False
         return self.in_body
@@ -53,7 +52,7 @@ class LoopUse:
     @property
     def break_place(self) -> str:
         """Place at which a `break` has left the loop before its last epoch ended, or ""."""
-        loader = self.run.loaders.last_trained
-        if self.run.loop.has_trainer or loader is None or not loader.in_loop:
+        loader = self._loaders.last_trained
+        if self._has_trainer or loader is None or not loader.in_loop:
             return ""
         return loader.break_place

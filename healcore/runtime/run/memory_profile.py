@@ -4,57 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from healcore.events.file_names import process_path
+from healcore.runtime.driver import Driver
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.store import files
-
-if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
 
 MAX_PROFILE_BYTES = 16 << 20
 """A larger profile is not written: a snapshot grows with the recorded history."""
 
 
-def memory_text(run: Run) -> str:
+def memory_text(driver: Driver, log: RunLog) -> str:
     """Writes the memory profiles next to the events, and describes them.
 
     Args:
-        run: the parts of the run. The driver measures, and rank 0 writes files.
+        driver: measures the memory.
+        log: the log of the run. Its events have a path on rank 0 only, which writes the files.
 
     Returns:
         A sentence about what holds most of the memory, and the names of the files. A failure to
         measure is a sentence too: the device may have failed.
     """
     try:
-        sizes = run.driver.memory()
+        sizes = driver.memory()
     except Exception as error:  # the device may fail again
         return f"The memory could not be measured: {type(error).__name__}: {error:.100}"
     owner = max(sizes, key=sizes.__getitem__)
     total = sum(sizes.values())
     text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
-    if run.log.events.path is None:  # on rank 0 only
+    events = log.events.path
+    if events is None:  # on rank 0 only
         return text
     try:
-        names = _write_profiles(run, run.log.events.path, sizes)
+        names = _write_profiles(driver, events, log.events.process_id, sizes)
     except Exception as error:  # also of a full disk
         return f"{text}; no memory profile: {type(error).__name__}: {error:.100}"
     return f"{text}; memory profile: {', '.join(names)}"
 
 
-def _write_profiles(run: Run, events: Path, sizes: Mapping[str, int]) -> list[str]:
+def _write_profiles(
+    driver: Driver, events: Path, process_id: str, sizes: Mapping[str, int]
+) -> list[str]:
     """Writes the profiles next to the events. Returns the names of the files.
 
     The files of a later failure of the same process replace these.
     """
-    profiles = run.driver.memory_profiles()
+    profiles = driver.memory_profiles()
     lines = [f"{size:>20,} bytes  {name}\n" for name, size in sizes.items()]
     owners = "".join(lines).encode()
     profiles[".txt"] = owners + b"\n" + profiles.get(".txt", b"")
     written = []
     for suffix, content in sorted(profiles.items()):
         if len(content) <= MAX_PROFILE_BYTES:
-            path = process_path(events, run.log.events.process_id, "memory", suffix)
+            path = process_path(events, process_id, "memory", suffix)
             files.replace(path, content)
             written.append(path.name)
     return written

@@ -332,9 +332,8 @@ class OutOfMemory:
                 obstacle = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if not obstacle and not self.run.record.part_growth.trying:
-            line += (
-                f". {memory_text(self.run)}"  # a failed try keeps the profile of the failure before
-            )
+            # A failed try keeps the profile of the failure before.
+            line += f". {memory_text(self.run.driver, self.run.log)}"
         return _Overrun(samples, parts, fault, line, obstacle)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from healcore.console import first_of, passes_power_of_ten
-from healcore.runtime.driver import WEIGHTS
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.driver import WEIGHTS, Driver
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.ending.exits import IncompleteRun
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+    from healcore.runtime.run.compare.comparisons import Comparisons
+    from healcore.runtime.run.progress import RunProgress
+    from healcore.runtime.run.run_record import RunRecord
 
 MAX_ITERATIONS = 1000
 """Iterations of a loop without a step after which a run that trains ends with an error. No gradient
@@ -26,18 +31,27 @@ class WarmUp:
         before the first step of the loop    `warmup` of the caller, by default the steps of the
                                              loop and at least `MAX_ITERATIONS`
         after the first step or a rollback   `MAX_ITERATIONS`
+
+    Args:
+        total: number of optimizer steps at which the loop ends.
+        warmup: iterations that the caller allows before the first step, or None for the default.
+        progress: the number of steps shows whether an iteration took one.
+        driver: tells whether the weights change in a long wait for a step.
+        log: the log, for a wait that is long and allowed.
     """
 
-    def __init__(self, run: Run, total: int, warmup: int | None) -> None:
-        """Begins to count for one loop.
-
-        Args:
-            run: the run, whose number of steps shows whether an iteration took one.
-            total: number of optimizer steps at which the loop ends.
-            warmup: iterations that the caller allows before the first step, or None for the
-                default.
-        """
-        self.run = run
+    def __init__(
+        self,
+        total: int,
+        warmup: int | None,
+        *,
+        progress: RunProgress,
+        driver: Driver,
+        log: RunLog,
+    ) -> None:
+        self._progress = progress
+        self._driver = driver
+        self._log = log
         self._allowed = max(MAX_ITERATIONS, total)
         if warmup is not None:
             self._allowed = warmup
@@ -61,7 +75,7 @@ class WarmUp:
             IncompleteRun: the loop took no step in as many iterations as are allowed, or the
                 weights change without a step that the Healer sees.
         """
-        step = self.run.progress.step
+        step = self._progress.step
         if step == self._step and not rolled_back:
             self._iterations += 1
         else:
@@ -78,9 +92,9 @@ class WarmUp:
         """Raises IncompleteRun after too many iterations, and announces this end in the log."""
         iterations = self._iterations
         is_long = iterations in (MAX_ITERATIONS // 2, MAX_ITERATIONS)
-        if is_long and self.run.driver.state_is_in_place:
+        if is_long and self._driver.state_is_in_place:
             before = self._weights
-            self._weights = self.run.driver.settings()[WEIGHTS]
+            self._weights = self._driver.settings()[WEIGHTS]
             if iterations == MAX_ITERATIONS and before != self._weights:
                 raise IncompleteRun(
                     f"healcore: the weights change, and the Healer has seen no step in "
@@ -94,7 +108,7 @@ class WarmUp:
                 "a loop with fewer steps calls healer.after_step()"
             )
         if iterations == MAX_ITERATIONS + 1:
-            self.run.log.info(
+            self._log.info(
                 f"step {self._step}: {MAX_ITERATIONS} iterations without an optimizer step, as in "
                 f"a warm-up; after {self._allowed} of them the run ends with an error"
             )
@@ -106,10 +120,35 @@ class StructureChanges:
     Earlier checkpoints and earlier weights in memory do not fit such a model. Without a record of
     the change, a rollback would try to restore them, and a restart would reject a model of another
     structure. So a checkpoint follows soon, and comparisons begin again.
+
+    Args:
+        driver: finds the changes.
+        log: the log, for the changes.
+        record: keeps the changes for later processes.
+        progress: the number of steps.
+        loaders: know the epoch of a change.
+        schedule: saves soon after a change.
+        comparisons: begin again after a change.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        log: RunLog,
+        record: RunRecord,
+        progress: RunProgress,
+        loaders: LoaderRegistry,
+        schedule: SaveSchedule,
+        comparisons: Comparisons,
+    ) -> None:
+        self._driver = driver
+        self._log = log
+        self._record = record
+        self._progress = progress
+        self._loaders = loaders
+        self._schedule = schedule
+        self._comparisons = comparisons
         self._count = 0
         """Number of changes in this process."""
 
@@ -120,24 +159,23 @@ class StructureChanges:
         changed model. A program may change its structure often, as in progressive growing, so lines
         in the log become rarer with the number of changes.
         """
-        changes = self.run.driver.structure_changes()
+        changes = self._driver.structure_changes()
         if not changes:
             return
-        run = self.run
-        step = run.progress.step
-        epoch = run.loaders.place.epoch
-        run.record.add_change(max(step - 1, 0), epoch)
-        run.record.param_groups = run.driver.param_groups()
-        run.loaders.epoch_loop.changed_in = epoch
-        run.comparisons.on_structure_change()
-        run.schedule.after_change = True
-        run.log.event("data", step=step, outcome=f"the model has changed: {first_of(changes)}")
+        step = self._progress.step
+        epoch = self._loaders.place.epoch
+        self._record.add_change(max(step - 1, 0), epoch)
+        self._record.param_groups = self._driver.param_groups()
+        self._loaders.epoch_loop.changed_in = epoch
+        self._comparisons.on_structure_change()
+        self._schedule.after_change = True
+        self._log.event("data", step=step, outcome=f"the model has changed: {first_of(changes)}")
         self._count += 1
         if passes_power_of_ten(self._count - 1, self._count):
             again = ""
             if self._count > 1:
                 again = f" ({self._count} times so far)"
-            run.log.info(
+            self._log.info(
                 f"step {step}: the program has changed the structure of its model{again}: "
                 f"{first_of(changes)}. A checkpoint follows, because earlier ones do not fit it"
             )

@@ -51,6 +51,7 @@ from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.pass_states import PassStates
+from healcore.runtime.run.program_watch import StructureChanges
 from healcore.runtime.run.restore.restorer import Restorer, failed_trials
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
@@ -283,7 +284,16 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
     run.hang_guard = HangGuard(policy, ranks, log)
     run.out_of_memory = OutOfMemory(run)
-    run.loop = Loop(run, has_trainer=bool(of_trainer))
+    structure = StructureChanges(
+        driver=driver,
+        log=log,
+        record=record,
+        progress=run.progress,
+        loaders=run.loaders,
+        schedule=run.schedule,
+        comparisons=run.comparisons,
+    )
+    run.loop = Loop(run, structure, has_trainer=bool(of_trainer))
     return run
 
 

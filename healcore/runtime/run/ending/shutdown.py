@@ -456,7 +456,7 @@ class Shutdown:
                 answer = "save"
         problem = f"the program raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
-            self.memory_text = f". {memory_text(self.run)}"
+            self.memory_text = f". {memory_text(self.run.driver, self.run.log)}"
             advice = self.run.out_of_memory.advice()
             if advice and not self.run.loop.has_trainer:
                 self.memory_text += f". {advice}"
