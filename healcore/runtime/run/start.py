@@ -263,7 +263,16 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         save_every=run.schedule.every,
     )
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
-    run.holding = Holding(run)
+    run.holding = Holding(
+        engine=policy.engine,
+        driver=driver,
+        ranks=ranks,
+        log=log,
+        record=record,
+        monitor=run.monitor,
+        comparisons=run.comparisons,
+        save_every=run.schedule.every,
+    )
     run.known_checkpoints = KnownCheckpoints(policy=policy, store=store, log=log, record=record)
     run.saver = Saver(run, options.checkpoints.keep)
     run.stored_checkpoints = StoredCheckpoints(

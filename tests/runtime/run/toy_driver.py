@@ -76,9 +76,18 @@ class ToyRun:
         run = bare_run(log, driver)
         self.record = run.record
         run.schedule = schedule_of(run, interval)
-        run.monitor = SimpleNamespace(rates_in_force=self._rates_in_force)  # type: ignore[assignment]
+        monitor: Any = SimpleNamespace(rates_in_force=self._rates_in_force)
         self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)
-        self.holding = run.holding = Holding(run)
+        self.holding = run.holding = Holding(
+            engine=run.policy.engine,
+            driver=driver,
+            ranks=run.ranks,
+            log=log,
+            record=run.record,
+            monitor=monitor,
+            comparisons=self.comparisons,
+            save_every=interval,
+        )
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.add_anchor(0, self.restorable)

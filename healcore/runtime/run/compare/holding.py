@@ -15,17 +15,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from healcore.runtime.driver import NumberRange
+from healcore.core.engine import Engine
+from healcore.runtime.driver import Driver, NumberRange
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
 from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.engine_states import LrState, limit_norms, with_lr_states
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
-from healcore.runtime.store.ranks import broadcast
+from healcore.runtime.store.ranks import Ranks, broadcast
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.compare.comparisons import Comparisons
+    from healcore.runtime.run.monitor import IncidentMonitor
+    from healcore.runtime.run.run_record import RunRecord
 
 LASTING_STEPS = 2 * REGULAR_INTERVAL
 """Steps after the trouble from which on a number that the program has not taken back is intended. A
@@ -38,10 +42,38 @@ class Holding:
     The ranges are a part of `ComparisonState`, which a checkpoint holds. Learning rates and the
     optimizers' numbers are set by the program, so a rollback alone does not change them: trouble
     that they cause recurs until they are held.
+
+    Args:
+        engine: the engine of the policy, whose limits of norms hold a norm.
+        driver: holds numbers of the optimizers, and has the states of the engines.
+        ranks: the ranks, which hold what rank 0 has seen.
+        log: the log, for what is released.
+        record: the step at which the run began.
+        monitor: has the learning rates in force.
+        comparisons: have the ranges, the anchors and the history of the steps.
+        save_every: steps between two saves.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        driver: Driver,
+        ranks: Ranks,
+        log: RunLog,
+        record: RunRecord,
+        monitor: IncidentMonitor,
+        comparisons: Comparisons,
+        save_every: int,
+    ) -> None:
+        self._engine = engine
+        self._driver = driver
+        self._ranks = ranks
+        self._log = log
+        self._record = record
+        self._monitor = monitor
+        self._comparisons = comparisons
+        self._save_every = save_every
         self.freezes = False
         """Whether the next step is frozen, see `Held.frozen_steps`."""
         self._earlier_numbers: Mapping[str, NumberRange] = {}
@@ -54,11 +86,11 @@ class Holding:
         Setting it changes the state that checkpoints save, and nothing else. `hold` also applies it
         to the driver and the engines.
         """
-        return self.run.comparisons.state.ranges.held
+        return self._comparisons.state.ranges.held
 
     @held.setter
     def held(self, held: Held) -> None:
-        self.run.comparisons.state.ranges.held = held
+        self._comparisons.state.ranges.held = held
 
     def on_rollback(self, target: int) -> None:
         """Notes whether the step `target` is frozen. Called after the restore.
@@ -84,15 +116,14 @@ class Holding:
             return
         self._restore_start_rates(held.start_rates)
         self.hold(left, step)
-        self.run.log.info(
+        self._log.info(
             f"step {step}: what was held is released, because no weights are compared any more"
         )
 
     def _restore_start_rates(self, before: Mapping[str, LrState]) -> None:
         """Ends a limit of the rate from the start of the run, if there is one."""
         if before:
-            driver = self.run.driver
-            driver.load(None, with_lr_states(driver.engines(), before))
+            self._driver.load(None, with_lr_states(self._driver.engines(), before))
 
     def learn(self, step: int) -> bool:
         """Learns the rates and numbers at a healthy checkpoint, and releases what is back.
@@ -104,15 +135,15 @@ class Holding:
             Whether a number has turned out to be intended, see `take_intended`. Then neither the
             anchors nor the current weights are a measure any more.
         """
-        comparisons = self.run.comparisons
+        comparisons = self._comparisons
         history = comparisons.history
         ranges = comparisons.state.ranges
 
         # Learn.
-        seen = broadcast(self.run.ranks, self.numbers())
+        seen = broadcast(self._ranks, self.numbers())
         history.learn_doubtful_norms(step, self.held.norm_limits)
         rates: dict[str, float] = {}
-        if step > self.run.record.first_step:  # no step was trained before the first checkpoint
+        if step > self._record.first_step:  # no step was trained before the first checkpoint
             rates = self.known_rates()
         ranges.learn(history.healthy_rates(rates), seen, history.largest_norms())
 
@@ -124,14 +155,14 @@ class Holding:
         before = ranges.release_start_rates(step)
         if before:
             self._restore_start_rates(before)
-            self.run.log.info(
+            self._log.info(
                 f"step {step}: the learning rate is the program's own again; its limit was for the "
                 "first steps"
             )
         if ranges.held != held:
             self.hold(ranges.held, step)
         if released:
-            self.run.log.info(
+            self._log.info(
                 f"step {step}: {', '.join(released)}: the program's own value is in its healthy "
                 "range again, and is used"
             )
@@ -143,7 +174,7 @@ class Holding:
         Returns:
             Name -> the value that the program keeps.
         """
-        state = self.run.comparisons.state
+        state = self._comparisons.state
         intended, state.intended = state.intended, {}
         return intended
 
@@ -156,10 +187,10 @@ class Holding:
         """
         self.freezes = held.freezes(step)
         self.held = held
-        driver, engine = self.run.driver, self.run.policy.engine
-        limited = limit_norms(engine, driver.engines(), held.norm_limits, freeze=self.freezes)
-        driver.load(None, limited)
-        driver.hold_numbers(held.number_ranges)
+        engines = self._driver.engines()
+        limited = limit_norms(self._engine, engines, held.norm_limits, freeze=self.freezes)
+        self._driver.load(None, limited)
+        self._driver.hold_numbers(held.number_ranges)
         self._earlier_numbers = {}
 
     def freezing_changes(self, step: int) -> bool:
@@ -197,9 +228,9 @@ class Holding:
         if suspects is not None:
             norms = suspects.largest_norms()
         found = self.healthy_at(verdict.anchor_step).outside(
-            broadcast(self.run.ranks, self.numbers()),
+            broadcast(self._ranks, self.numbers()),
             norms,
-            intervals=(verdict.onset - verdict.anchor_step) / self.run.schedule.every,
+            intervals=(verdict.onset - verdict.anchor_step) / self._save_every,
             last_step_before=verdict.anchor_step,
         )
         return replace(found, until=verdict.roll_back_at + 1)
@@ -218,7 +249,7 @@ class Holding:
         Returns:
             Indices of steps, ascending.
         """
-        comparisons = self.run.comparisons
+        comparisons = self._comparisons
         suspects, anchor = self._suspect_steps(verdict), comparisons.anchor_of(verdict.anchor_step)
         if suspects is None or anchor is None:
             return []
@@ -231,7 +262,7 @@ class Holding:
 
     def _with_high_loss(self, suspects: SuspectSteps, anchor: Anchor) -> set[int]:
         """Suspect steps whose loss under an anchor's weights is not ordinary."""
-        comparisons = self.run.comparisons
+        comparisons = self._comparisons
         before = suspects.start - STEPS_BEFORE_SIGN
         usual_by_index = {}
         for each in comparisons.anchors:
@@ -264,7 +295,7 @@ class Holding:
         Args:
             step: step of an anchor. For another step the newest knowledge is returned.
         """
-        comparisons = self.run.comparisons
+        comparisons = self._comparisons
         anchor, values = comparisons.anchor_of(step), comparisons.state.ranges.values
         if anchor is None:
             return values
@@ -293,14 +324,14 @@ class Holding:
             Engine name -> learning rate, without rates that are unknown, NaN or Inf.
         """
         known = {}
-        for name, rate in self.run.monitor.rates_in_force().items():
+        for name, rate in self._monitor.rates_in_force().items():
             if rate is not None and math.isfinite(rate):
                 known[name] = rate
         return known
 
     def _suspect_steps(self, verdict: Verdict) -> SuspectSteps | None:
         """The steps that may have caused the trouble of a verdict."""
-        return self.run.comparisons.history.suspect_steps(verdict.onset, verdict.found_at)
+        return self._comparisons.history.suspect_steps(verdict.onset, verdict.found_at)
 
     def numbers(self) -> dict[str, NumberRange]:
         """`Driver.numbers`, with their ranges in earlier processes since something was held.
@@ -311,7 +342,7 @@ class Holding:
         Returns:
             Name -> lowest, highest and last value.
         """
-        seen = dict(self.run.driver.numbers())
+        seen = dict(self._driver.numbers())
         for name, earlier in self._earlier_numbers.items():
             now = seen.get(name, earlier)
             low, high = min(now.low, earlier.low), max(now.high, earlier.high)
