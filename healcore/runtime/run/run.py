@@ -40,7 +40,7 @@ from healcore.runtime.store.store import CheckpointStore
 
 @dataclass(eq=False)
 class Run:
-    """The parts of one run. Each part gets the run, and uses another part by its name here.
+    """The parts of one run, each by one name.
 
         Healer --- Run -+- policy, driver, store, ranks, log, record    what is given
                         +- loop, progress, hang_guard, end_requests     steps
@@ -51,8 +51,14 @@ class Run:
                         |  nonfinite, out_of_memory
                         +- schedule, known, saver, stored, restorer     checkpoints
 
-    `start` makes the parts in the order of the fields. A part may read the parts above it while it
-    is made, and all parts afterwards. No part replaces another one.
+    `start` makes the parts in the order of the fields. No part replaces another one. A part gets
+    the other parts in one of two ways:
+
+    - Each by name, as keyword arguments. This is the usual way, as in `SaveSchedule`: its signature
+      shows what the part depends on.
+    - All in the `Run`, if the part uses a part that is made after it, or more than eight others, as
+      `Loop`, `Saver` and `Recovery` do. The part may read the fields above its own while it is
+      made, and all fields afterwards: `self.run.recovery`.
 
     `record` has what a checkpoint saves, so some states have two names. Outside of saves and starts
     prefer the shorter name: `monitor.state` to `record.monitor`, `ledger` to `record.ledger`, and
