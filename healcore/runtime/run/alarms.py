@@ -27,7 +27,7 @@ from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import HostPolicy
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import IncidentRecord, RunRecord
+    from healcore.runtime.run.run_record import IncidentRecord, Ledger
 
 # Flags of an int are faster than flags of an enum.
 _CUT_LR = int(Action.CUT_LR)
@@ -98,13 +98,13 @@ class Alerts:
     Args:
         policy: its rules alert, and it may set `alert_steps`.
         log: the log, for the event of an alert.
-        record: its ledger has the last alarm of each cause.
+        ledger: has the last alarm of each cause.
     """
 
-    def __init__(self, *, policy: HostPolicy, log: RunLog, record: RunRecord) -> None:
+    def __init__(self, *, policy: HostPolicy, log: RunLog, ledger: Ledger) -> None:
         self._policy = policy
         self._log = log
-        self._record = record
+        self._ledger = ledger
         config = policy.engine.config
         self._steps_without = int(config.incident.quiet_steps)
         """Steps without a cause after which the cause begins again."""
@@ -135,7 +135,7 @@ class Alerts:
         """
         record = judged.record
         index = judged.result.index
-        last_alarms = self._record.ledger.last_alarms
+        last_alarms = self._ledger.last_alarms
         begins = Cause(0)
         for name in names_of(record.cause):
             key = f"{record.engine}/{name}"
@@ -240,21 +240,19 @@ class AlarmLog:
     Args:
         policy: the policy. If it only observes, the lines say what it would have done.
         log: the log, for the events and the lines.
-        record: its ledger counts the skipped steps.
+        ledger: counts the skipped steps.
         driver: has the learning rates, and the numbers that made an update NaN.
 
     Attributes:
         alerts: decides about the alerts of the same steps.
     """
 
-    def __init__(
-        self, *, policy: HostPolicy, log: RunLog, record: RunRecord, driver: Driver
-    ) -> None:
+    def __init__(self, *, policy: HostPolicy, log: RunLog, ledger: Ledger, driver: Driver) -> None:
         self._policy = policy
         self._log = log
-        self._record = record
+        self._ledger = ledger
         self._driver = driver
-        self.alerts = Alerts(policy=policy, log=log, record=record)
+        self.alerts = Alerts(policy=policy, log=log, ledger=ledger)
         self._outside = 0  # alarms outside of incidents
         self._explained: set[str] = set()
         """Diagnoses on the console so far: a line has each of them once."""
@@ -285,7 +283,7 @@ class AlarmLog:
         for record in lead.result.records:
             alarms += record.cause != 0
             has_skip = has_skip or bool(record.skip)
-        skips = self._record.ledger.skips
+        skips = self._ledger.skips
         if passes_power_of_ten(skips - has_skip, skips):
             return True
         if incident is not None:
@@ -327,7 +325,7 @@ class AlarmLog:
             explanation = by_optimizer
         skips = None
         if record.skip and not policy.observes:
-            skips = self._record.ledger.skips
+            skips = self._ledger.skips
         grad_scale = None
         if not policy.engine.per_tensor:
             grad_scale = record.grad_scale

@@ -14,7 +14,7 @@ from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import IncidentRecord, RunRecord
+    from healcore.runtime.run.run_record import IncidentRecord, Ledger
 
 
 class IncidentLog:
@@ -25,7 +25,7 @@ class IncidentLog:
 
     Args:
         log: the log, for the events and the lines.
-        record: its ledger has the incidents.
+        ledger: has the incidents.
         ranks: the ranks, whose signals are in the event of a beginning.
         metrics: has the newest record of each engine, for the event of the end.
         quiet_steps: steps without an alarm after which an incident is reported as over.
@@ -35,13 +35,13 @@ class IncidentLog:
         self,
         *,
         log: RunLog,
-        record: RunRecord,
+        ledger: Ledger,
         ranks: Ranks,
         metrics: RunMetrics,
         quiet_steps: int,
     ) -> None:
         self._log = log
-        self._record = record
+        self._ledger = ledger
         self._ranks = ranks
         self._metrics = metrics
         self._quiet_steps = quiet_steps
@@ -54,7 +54,7 @@ class IncidentLog:
         Incidents whose end was not reported are watched again. Without this, the log would have the
         beginning of such an incident and never its end.
         """
-        incidents = self._record.ledger.incidents
+        incidents = self._ledger.incidents
         self._unclosed = [each for each in incidents if not each.reported_over]
 
     def begin(self, incident: IncidentRecord, result: StepResult) -> None:

@@ -68,7 +68,7 @@ class IncidentMonitor:
         self._driver = driver
         self._ranks = ranks
         self._log = log
-        self._record = record
+        self._ledger = record.ledger
         self.hooks = hooks
         self._causes = incident_causes(policy.engine.config)
         self.metrics = RunMetrics(per_tensor=policy.engine.per_tensor, observes=policy.observes)
@@ -78,10 +78,10 @@ class IncidentMonitor:
         self._kept = max(policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         """Number of steps whose batch ids are kept."""
         self.lr_scales: dict[str, float] = {}
-        self._alarm_log = AlarmLog(policy=policy, log=log, record=record, driver=driver)
+        self._alarm_log = AlarmLog(policy=policy, log=log, ledger=record.ledger, driver=driver)
         self._incident_log = IncidentLog(
             log=log,
-            record=record,
+            ledger=record.ledger,
             ranks=ranks,
             metrics=self.metrics,
             quiet_steps=int(policy.engine.config.incident.quiet_steps),
@@ -118,7 +118,7 @@ class IncidentMonitor:
         """Adds a step to the state, the ledger and the metrics. Returns its incident, or None."""
         self.state.add_batches(result.index, result.batches, kept=self._kept)
         self._count_nonfinite(result)
-        incident = self._record.ledger.add_step(result.index, result.records, self._causes)
+        incident = self._ledger.add_step(result.index, result.records, self._causes)
         for record in result.records:
             self.state.dropped += record.dropped
         if flags.has_trained:
@@ -164,7 +164,7 @@ class IncidentMonitor:
         Incidents, rollbacks and skips of undone steps count, because they have happened. Clips and
         cuts are counted by the engines, whose states a rollback restores.
         """
-        ledger = self._record.ledger
+        ledger = self._ledger
         total = self.metrics.total
         return Counts(
             incidents=ledger.incident_count,
@@ -182,7 +182,7 @@ class IncidentMonitor:
         The postmortem and the last line of a run report this, because the weights of such a run may
         be damaged.
         """
-        ledger = self._record.ledger
+        ledger = self._ledger
         last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
         return ledger.open or last_unhealthy or bool(self.lasting_causes)
 
@@ -288,7 +288,7 @@ class IncidentMonitor:
         """Counts a step at which every optimizer had NaN or Inf, or which was not taken."""
         state = self.state
         if state.nonfinite_streak < 0:  # also of a checkpoint that another program has saved
-            state.never_finite = self._record.ledger.untrained >= result.index
+            state.never_finite = self._ledger.untrained >= result.index
             state.nonfinite_streak = 0
             if state.never_finite:
                 state.nonfinite_streak = result.index
@@ -319,7 +319,7 @@ class IncidentMonitor:
             first_of_cause = incident.first
             if incident.only_skips:
                 # A finite step within the incident shows that the weights were finite at this step.
-                onset = self._record.ledger.first_consecutive(result.index)
+                onset = self._ledger.first_consecutive(result.index)
         action = record.action
         if len(self.hooks):
             action = self._ask_hooks(judged, onset)

@@ -250,7 +250,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         driver=driver,
         ranks=ranks,
         log=log,
-        record=record,
+        ledger=record.ledger,
         progress=run.progress,
     )
     run.monitor = IncidentMonitor(

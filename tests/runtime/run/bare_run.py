@@ -36,6 +36,6 @@ def schedule_of(run: Run, every: int) -> SaveSchedule:
         driver=run.driver,
         ranks=run.ranks,
         log=run.log,
-        record=run.record,
+        ledger=run.ledger,
         progress=run.progress,
     )

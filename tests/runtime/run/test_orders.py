@@ -146,7 +146,7 @@ def monitor() -> IncidentMonitor:
 
 
 def steps(monitor: IncidentMonitor, number: int, **changes: Any) -> None:
-    first = monitor._record.ledger.next_step
+    first = monitor._ledger.next_step
     for index in range(first, first + number):
         each = FINE._replace(step=index + 1, **changes)
         monitor.process(StepResult(index, [each], ()))
