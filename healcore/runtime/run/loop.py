@@ -154,7 +154,7 @@ class Loop:
         The program's code after the pass has run with the restored state (an evaluation, the step
         of a scheduler), so the state is restored once more.
         """
-        self.run.restorer.restore_again(self.run.progress.step)
+        self.run.rollback_restore.restore_again(self.run.progress.step)
         epoch = self.run.loaders.return_to_epoch()
         self.run.log.info(
             f"step {self.run.progress.step}: healer.epochs yields epoch {epoch} again"
