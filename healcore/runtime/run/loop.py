@@ -480,7 +480,7 @@ class Loop:
         if self._step_is_epoch:
             loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
-            run.record.monitor.loader_start = first.index
+            run.monitor.state.loader_start = first.index
         run.step_reader.push(pending, first)
         run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()

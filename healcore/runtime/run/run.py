@@ -61,9 +61,8 @@ class Run:
     `start` makes the parts in the order of the fields. A part may read the parts above it while it
     is made, and all parts afterwards. No part replaces another one.
 
-    `record` has what a checkpoint saves, so some states have two names. Outside of saves and starts
-    prefer the shorter name: `monitor.state` to `record.monitor`, `ledger` to `record.ledger`, and
-    `holding.held` to `comparisons.state.ranges.held`.
+    `record` has what a checkpoint saves. Three states in it are used by a name of their own, and by
+    no other: `monitor.state`, `ledger` and `holding.held`.
     """
 
     policy: HostPolicy

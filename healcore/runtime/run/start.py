@@ -441,7 +441,7 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
             raise _no_usable_checkpoint(run, {})
         record.run = broadcast(run.ranks, run.log.events.process_id)
         record.first_step = progress.step
-        record.ledger.spent = _spent_before(run)
+        run.ledger.spent = _spent_before(run)
         saver.begin_attempt(progress.step)
     record.settings = record.settings or settings
     run.monitor.read_engines()

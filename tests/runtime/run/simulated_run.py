@@ -160,6 +160,7 @@ class Process:
             batches_to_save=lambda: None,
         )
         self.run.comparisons = no_comparisons
+        self.run.monitor = SimpleNamespace(state=self.run.record.monitor)  # type: ignore[assignment]
         self.run.holding = SimpleNamespace(held=Held())  # type: ignore[assignment]
         self.saver = self.run.saver = Saver(self.run, KEEP)
         self.run.stored_checkpoints = StoredCheckpoints(self.run)

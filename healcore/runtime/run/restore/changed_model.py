@@ -105,7 +105,7 @@ def restore_common(
     )
     run.ledger.on_rollback(done, None)
     run.comparisons.on_rollback(step)
-    run.record.monitor.on_rollback(step)
+    run.monitor.state.on_rollback(step)
     run.comparisons.on_structure_change()
     saver.begin_attempt(step)
     saver.save_state_as(step, SaveReason.ROLLBACK)

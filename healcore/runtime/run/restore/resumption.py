@@ -160,7 +160,7 @@ class Resumption:
                 own.comparisons, weights, step=saved.step, batches=batches
             )
         self.run.ledger.continue_from(own.ledger, saved.step)
-        self.run.record.monitor.continue_from(own.monitor)
+        self.run.monitor.state.continue_from(own.monitor)
         positions = {**(saved.position or {})}
         if own.repeats_undone_steps(saved.step):
             positions |= _kept_positions(own, saved)

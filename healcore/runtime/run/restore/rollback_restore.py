@@ -118,11 +118,7 @@ class RollbackRestore:
         if saved.host is not None:  # after the loaders, which draw random numbers
             self.run.host_state.put_back(saved.host)
         self.run.holding.held = self._held_after(order)
-        self.run.comparisons.on_rollback(saved.step)
-        self.run.record.monitor.on_rollback(saved.step)
-        self.run.record.part_growth.on_rollback(saved.step)
-        self.run.record.evaluation_growth.on_rollback(saved.step)
-        forget_changes(self.run, since=saved.step)
+        self._forget_undone_steps(saved.step)
         saver.begin_attempt(saved.step)
         self._commit_rollback(done)
         return done
@@ -270,6 +266,15 @@ class RollbackRestore:
             lr_limit=limits.get(lowest),
             lr_scale=scales.get(lowest, 1.0),
         )
+
+    def _forget_undone_steps(self, target: int) -> None:
+        """Makes the parts that remember single steps forget the steps from `target` on."""
+        run = self.run
+        run.comparisons.on_rollback(target)
+        run.monitor.state.on_rollback(target)
+        run.record.part_growth.on_rollback(target)
+        run.record.evaluation_growth.on_rollback(target)
+        forget_changes(run, since=target)
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
