@@ -100,6 +100,7 @@ def restore_common(
         continues_at=step,
         weights_from=found,
         lost=step - found,
+        why_lost=MODEL_CHANGED_SINCE,
         rewind_obstacle=MODEL_CHANGED_SINCE,
         lr_scale_before=lr_scale,
     )

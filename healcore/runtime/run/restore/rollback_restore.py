@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.engine_states import engines_after_rollback, limit_norms, with_lr_states
@@ -44,12 +45,12 @@ from healcore.runtime.store.ranks import run_on_first
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
-LostSteps: TypeAlias = Callable[[int, str], int]
-"""Step of the restored checkpoint, and `RollbackRecord.rewind_obstacle` -> number of undone steps
-that the run does not repeat."""
+LostSteps: TypeAlias = Callable[[int, RewindObstacle | None], int]
+"""Step of the restored checkpoint, and why the data was not rewound or None -> number of undone
+steps that the run does not repeat."""
 
 
-def _none_lost(target: int, obstacle: str) -> int:
+def _none_lost(target: int, obstacle: RewindObstacle | None) -> int:
     """The `LostSteps` of a loop that repeats every step."""
     return 0
 
@@ -237,7 +238,7 @@ class RollbackRestore:
         after: RatesAfterRollback,
         rates: Rates,
         lost: int,
-        obstacle: str,
+        obstacle: RewindObstacle | None,
     ) -> RollbackRecord:
         """The record of a rollback, with the numbers of repeated and of lost steps.
 
@@ -247,10 +248,15 @@ class RollbackRestore:
             after: the learning rates that follow.
             rates: the learning rates before the rollback.
             lost: undone steps that the run does not repeat.
-            obstacle: why the data was not rewound, or an empty string.
+            obstacle: why the data was not rewound, or None.
         """
         scales, limits = after.scales, after.limits
         lowest = min(scales, key=lambda name: (scales[name], name not in limits), default="")
+        why_lost = rewind_obstacle = ""
+        if obstacle is not None:
+            rewind_obstacle = str(obstacle)
+            if lost:
+                why_lost = obstacle.reason
         skipped_steps = self.run.step_batches.steps_of(len({*order.batches}))
         return RollbackRecord(
             order=order,
@@ -260,7 +266,8 @@ class RollbackRestore:
             skipped=len(order.batches),
             repeated=max(self.run.progress.step - step - lost - skipped_steps, 0),
             lost=lost,
-            rewind_obstacle=obstacle,
+            why_lost=why_lost,
+            rewind_obstacle=rewind_obstacle,
             engine=lowest,
             lr=rates.get(lowest),
             lr_limit=limits.get(lowest),

@@ -27,6 +27,7 @@ from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.events.schema import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
@@ -362,12 +363,12 @@ class Recovery:
             problem = f"{why}, but {reason}; the run continues without a rollback"
             self.run.log.problem(self.run.progress.step, problem)
 
-    def _lost_steps(self, target: int, obstacle: str) -> int:
+    def _lost_steps(self, target: int, obstacle: RewindObstacle | None) -> int:
         """Steps since `target` that the loop does not repeat, where the data was not rewound.
 
         A loop that counts steps takes as many steps as without the rollback, with later data.
         """
-        if not obstacle or self.counts_steps or self._ends_by_steps:
+        if obstacle is None or self.counts_steps or self._ends_by_steps:
             return 0
         end = self.run.progress.step
         if obstacle == EPOCH_LOST:
