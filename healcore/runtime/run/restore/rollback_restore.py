@@ -88,11 +88,14 @@ class RollbackRestore:
             StateMismatch: the state differs in structure from every checkpoint.
             StoreError: the store cannot be read.
         """
+        # Choose.
         saver = self.run.saver
         saver.wait()
         self.run.known_checkpoints.end_probation(before=order.onset)
         self.run.stored_checkpoints.find_damage()
         steps = self._choose(order)
+
+        # Load.
         live, rates = self.run.driver.engines(), self.run.driver.learning_rates()
         order = order.with_changes(lr_at_fault=self._fault_rates(order, live, rates))
         try:
@@ -103,7 +106,11 @@ class RollbackRestore:
             if order.reason.is_optional:
                 raise  # the weights are finite: what fits only in part is no remedy
             return restore_common(self.run, order, steps, mismatch, lr_scale)
+
+        # Limit.
         after = self._limit_rates(order, saved.step, engines)
+
+        # Rewind.
         self.run.record.trials = trials_with(self.run, order, live, saved)
         skip_more = self.run.policy.rollback.skip_batches
         if order.reason is OrderReason.BATCH:
@@ -120,6 +127,8 @@ class RollbackRestore:
             self.run.host_state.put_back(saved.host)
         self.run.holding.held = self._held_after(order)
         self._forget_undone_steps(saved.step)
+
+        # Commit.
         saver.begin_attempt(saved.step)
         self._commit_rollback(done)
         return done
@@ -250,14 +259,14 @@ class RollbackRestore:
             lost: undone steps that the run does not repeat.
             obstacle: why the data was not rewound, or None.
         """
-        scales, limits = after.scales, after.limits
-        lowest = min(scales, key=lambda name: (scales[name], name not in limits), default="")
         why_lost = rewind_obstacle = ""
         if obstacle is not None:
             rewind_obstacle = str(obstacle)
             if lost:
                 why_lost = obstacle.reason
         skipped_steps = self.run.step_batches.steps_of(len({*order.batches}))
+        scales, limits = after.scales, after.limits
+        lowest = min(scales, key=lambda name: (scales[name], name not in limits), default="")
         return RollbackRecord(
             order=order,
             number=len(self.run.ledger.rollbacks) + 1,
@@ -299,7 +308,12 @@ class RollbackRestore:
     def restore_again(self, step: int) -> None:
         """Restores the checkpoint of the last rollback once more, before any further step.
 
-        In JAX a pytree is not replaced: the program cannot have changed it, and may hold it.
+        Called where the program's code after a pass over the data has run since the rollback, and
+        may have changed the restored state. In JAX a pytree is not replaced: the program cannot
+        have changed it, and may hold it.
+
+        Args:
+            step: step of the checkpoint.
         """
         driver = self.run.driver
         engines, reset = driver.engines(), self.run.program_state.resets_moments_at(step)
