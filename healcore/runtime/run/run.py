@@ -50,7 +50,7 @@ class Run:
                         +- loop, progress, hang_guard, end_requests     steps
                         +- batches, loaders, step_batches,              batches and
                         |  pass_states, host_state                      random states
-                        +- monitor, comparisons, holding, reader        what is seen
+                        +- monitor, comparisons, holding, step_reader   what is seen
                         +- recovery, better_weights, dead_run,          what is decided
                         |  nonfinite_state, out_of_memory, stopping
                         +- schedule, known_checkpoints, saver,          checkpoints
