@@ -86,7 +86,7 @@ class Deleter:
             return
         self._known_good_up_to = record.known_good_up_to
         stay = store.ring.protected | self.run.known_checkpoints.newer_than_start
-        trials = record.trials_for(record.ledger.next_step, self.run.policy.rollback.probation)
+        trials = record.trials_for(self.run.ledger.next_step, self.run.policy.rollback.probation)
         if trials is not None:  # a start after a stop resumes from it
             stay = {*stay, trials.oldest}
         choose = partial(_choose, store, record.attempt_history, step, self._last_target())
@@ -107,7 +107,7 @@ class Deleter:
 
     def _last_target(self) -> int:
         """Target of the last rollback in this region of the run, or -1."""
-        ledger = self.run.record.ledger
+        ledger = self.run.ledger
         past = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)
         return past[-1].continues_at if past else -1
 
