@@ -3,6 +3,9 @@
 #   make test                 the tests            (ARGS="-k zclip" for some of them)
 #   make test-slow            those that take longer
 #   make test-lowest          a selection, with the lowest versions that pyproject.toml allows
+#   make test-originals       OLMo-core's own optimizer beside our port of it
+#   make test-deepspeed       DeepSpeed and ArcticTraining; needs a C++ compiler
+#   make test-ray             Ray's group of workers
 #   make demo PYTHON=python3.12
 # Every package is installed by its hash (requirements/hashed), torch by its version: which of its
 # files is meant depends on the machine.
@@ -35,7 +38,7 @@ TORCH := $(PIP) install -c $(LOCK) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX
 # Without isolation: it would download a setuptools that nothing pins.
 HEALCORE := $(PIP) install --no-deps --no-build-isolation -e .
 
-TARGETS := setup demo test test-slow test-lowest lint bench gpu docs release-check lock clean
+TARGETS := setup demo test test-slow test-lowest test-originals test-deepspeed test-ray lint bench gpu docs release-check lock clean
 .PHONY: help $(TARGETS)
 .DELETE_ON_ERROR:
 
@@ -102,6 +105,13 @@ endif
 	@$(LOWEST_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps,) $(OLD_TORCH)
 	@touch $@
 
+# Packages that only a few tests need. Each set has a folder of its own, so that it cannot change a
+# version in .venv. DeepSpeed is a source distribution, which compiles an operator on first use.
+$(VENV)/packages/%/.made: .ci/%.txt $(VENV)/.test
+	@rm -rf $(@D)
+	@DS_BUILD_OPS=0 $(PIP) install --no-deps --require-hashes --no-build-isolation --target $(@D) -r $<
+	@touch $@
+
 # --- targets --------------------------------------------------------------------------------------
 
 setup: $(VENV)/.test
@@ -130,6 +140,18 @@ AT_LOWEST := tests/policy tests/jax/test_surface.py tests/jax/test_flax.py \
 test-lowest: $(LOWEST)/.made
 	@OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -q $(AT_LOWEST) $(ARGS)
 	@PYTHONPATH=$(CURDIR) $(LOWEST)/bin/python .ci/smoke_extra.py all
+
+# $(call with,SET): pytest with the packages of a set.
+with = PYTHONPATH=$(CURDIR)/$(VENV)/packages/$(1) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+test-originals: $(VENV)/packages/originals/.made
+	@$(call with,originals) -m slow tests/catalogue/skip/test_olmo.py $(ARGS)
+
+test-deepspeed: $(VENV)/packages/deepspeed/.made
+	@$(call with,deepspeed) tests/torch/trainers/test_deepspeed.py \
+	  tests/torch/trainers/test_arctic.py tests/examples/test_deepspeed_engine.py $(ARGS)
+
+test-ray: $(VENV)/packages/ray/.made
+	@$(call with,ray) tests/examples/test_ray_train.py $(ARGS)
 
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check .

@@ -6,7 +6,7 @@
 
 Checks the version in all places, builds the sdist and from it the wheel, lets twine check the
 metadata, installs the wheel with each extra into a clean environment, and runs a smoke test there.
-The extra `deepspeed` compiles itself beside torch: .ci/run installs and tests it.
+The extra `deepspeed` compiles itself beside torch: `make test-deepspeed` tests it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILES = ("pyproject.toml", "README.md", "LICENSE")
 """What a release is built from, with the folders in `PARTS`."""
 QUICK = ("core", "report")
 ELSEWHERE = ("deepspeed", "dev")
-"""Extras that this script does not install: .ci/run tests DeepSpeed, `make test` uses `dev`."""
+"""Extras that this script does not install. `make test-deepspeed` and `make test` use them."""
 
 
 def main() -> None:

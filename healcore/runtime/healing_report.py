@@ -15,6 +15,7 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.reporting.diagnosis import advice, why_no_good_checkpoint
 from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
+from healcore.runtime.run.ending.outcome import outcome_of
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import IncidentRecord
@@ -73,7 +74,7 @@ class HealingReport:
             ending: how the run has ended, or None before its end.
             error: the exception that has ended the run, or None.
         """
-        outcome = run.recovery.outcome(ending or Ending.COMPLETED)
+        outcome = outcome_of(run, ending or Ending.COMPLETED)
         ledger = run.ledger
         causes: Counter[str] = Counter()
         for incident in ledger.incidents:

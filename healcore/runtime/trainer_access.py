@@ -123,7 +123,7 @@ class TrainerAccess:
         """
         run = self._run
         if run.progress.resumed_here and not run.pass_states.passes:
-            run.restorer.load_state_of(run.progress.step)
+            run.program_state.load_step(run.progress.step)
 
     @property
     def is_trial(self) -> bool:

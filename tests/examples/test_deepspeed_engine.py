@@ -12,7 +12,7 @@ from tests.examples.quoted_lines import check_lines
 from tests.packaging.test_pages import blocks
 from tests.torch.forked_ranks import free_port
 
-pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
+pytest.importorskip("deepspeed", reason="run by make test-deepspeed")
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.forked_programs import ROOT
 
-pytest.importorskip("ray.train", reason="run by .ci/run with Ray on its path")
+pytest.importorskip("ray.train", reason="run by make test-ray")
 
 
 def test_a_killed_worker_resumes(tmp_path: Path):

@@ -98,7 +98,7 @@ def train(case: str, root: Path, kind: str, rank: int) -> None:
                 name = {"terminated": "SIGTERM", "killed": "SIGKILL", "stopped": "SIGSTOP"}[here]
                 os.kill(os.getpid(), signal.Signals[name])
             if here == "stop":
-                run_of(healer).recovery.stop("the user has seen enough")
+                run_of(healer).stopping.stop("the user has seen enough")
             loss = model(x).square().mean()
             healer.observe(loss)
             loss.backward()

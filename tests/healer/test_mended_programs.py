@@ -14,8 +14,8 @@ import pytest
 from healcore import Healer
 from healcore.errors import RunStopped
 from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.ending import stopping
 from healcore.runtime.run.ending.shutdown import Shutdown
-from healcore.runtime.run.rollback.recovery import Recovery
 from tests.healer.run_directory import events, new_process
 from tests.healer.test_restarts import Crash, end_without_log
 from tests.healer.training_loops import (
@@ -112,7 +112,7 @@ def test_what_healed_earlier_trouble_stays(tmp_path):
 
 
 def killed(at: Any, name: str, patch: pytest.MonkeyPatch) -> None:
-    """Ends the next run at the first call of a method, as the death of its process does."""
+    """Ends the next run at the first call of a function, as the death of its process does."""
 
     def kill(*args: Any, **kwargs: Any) -> None:
         raise Crash
@@ -123,7 +123,7 @@ def killed(at: Any, name: str, patch: pytest.MonkeyPatch) -> None:
 
 def test_a_kill_directly_after_the_stop_was_written(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        killed(Recovery, "outcome", patch)
+        killed(stopping, "outcome_of", patch)
         with pytest.raises(Crash):
             train(BrokenTorch(), POLICY, range(STEPS), store=tmp_path)
     new_process()

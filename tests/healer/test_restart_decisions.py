@@ -23,7 +23,7 @@ from healcore import Checkpoints, Healer, Logging
 from healcore import policy as policies
 from healcore.events import read
 from healcore.jax import protect
-from healcore.runtime.run.rollback.recovery import Recovery
+from healcore.runtime.run.rollback import recovery
 from tests import forked_programs
 from tests.healer.killed_runs import NAME, die, digest, forked
 
@@ -161,7 +161,7 @@ def events_of(store: Path) -> set[str]:
 
 def start(framework: str, fault: str, root: Path, kill_at: int) -> None:
     if kill_at == IN_REPORT:
-        Recovery.report = lambda *_: die()  # type: ignore[method-assign]
+        recovery.report_rollback = lambda *_: die()
     weights = RUNS[framework](fault, root / "store", kill_at)
     (root / "end").write_text(digest(*weights))
 
@@ -173,6 +173,7 @@ def run_to_end(framework: str, fault: str, root: Path, kill_at: int) -> None:
         child = forked(partial(start, framework, fault, root, at), root / "errors")
         _, status = os.waitpid(child, 0)
         if status == 0:
+            assert at != IN_REPORT, "the rollback was reported without a kill"
             return
         assert at != -1, (root / "errors").read_text()
 

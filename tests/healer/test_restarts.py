@@ -15,7 +15,8 @@ from healcore.errors import IncompleteRun
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.ending.shutdown import Shutdown
-from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.restore.program_state import ProgramState
+from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.store import files
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import (
@@ -33,7 +34,7 @@ from tests.open_run import run_of
 POINTS = [
     *((CheckpointStore, name) for name in ("restore", "replace_record")),
     *((Saver, name) for name in ("begin_attempt", "report_failures")),
-    *((Restorer, "load_state"), (LoaderRegistry, "rewind"), (files, "replace")),
+    *((ProgramState, "load"), (LoaderRegistry, "rewind"), (files, "replace")),
 ]
 
 
@@ -57,7 +58,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
     """Raises Crash before the `at`-th point within a rollback; counts them with None."""
     passed: list[str] = []
     inside = [False]
-    restore = Restorer.restore
+    restore = RollbackRestore.restore
 
     def watched(self: Any, *args: Any) -> Any:
         inside[0] = True
@@ -76,7 +77,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(Restorer, "restore", watched)
+        patch.setattr(RollbackRestore, "restore", watched)
         for owner, name in POINTS:
             patch.setattr(owner, name, counted(getattr(owner, name)))
         # A killed process logs nothing at its end.

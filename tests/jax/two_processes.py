@@ -112,7 +112,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
                     rows[len(rows) // 2 :] = np.nan  # of process 1
                 healer.update(step(healer.state, placed(mesh, rows, P("data"))))
                 if kind == "stopped" and healer.step == 31:
-                    run_of(healer).recovery.stop("far enough")
+                    run_of(healer).stopping.stop("far enough")
                 if ends:
                     if number == 5 and jax.process_index() == 1:
                         os.kill(os.getpid(), signal.SIGTERM)

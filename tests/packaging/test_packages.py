@@ -103,7 +103,7 @@ def test_dependencies_are_pinned_for_the_makefile():
     project = PROJECT["project"]
     wanted = {name_of(r) for r in project["dependencies"]}
     for extra, requirements in project["optional-dependencies"].items():
-        if extra != "deepspeed":  # .ci/run installs it, by hashes of its own
+        if extra != "deepspeed":  # make test-deepspeed installs it, by its own hashes
             wanted |= {name_of(r) for r in requirements} - {"healcore"}  # one extra naming others
     for tools in ("lint", "bench", "docs", "release"):
         text = (ROOT / "requirements" / f"{tools}.txt").read_text()

@@ -9,6 +9,7 @@ Positions:
     positions          ids of batches, positions for a checkpoint
     other_ranks        positions that another number of ranks has saved
     position_history   the last positions of a loader, from which earlier batches are reached
+    rewind_obstacle    why a loader cannot be moved to an earlier position
 
 The state of one loader, by its kind:
     loader_adapter     what saves and restores the state

@@ -27,6 +27,7 @@ from healcore.runtime.data.loader_parts import (
     samplers_of,
 )
 from healcore.runtime.data.loader_protocols import GET_STATE, STATE_DICT, AnyLoader
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.data.stateful_loaders import (
     IndexedAdapter,
     StatefulIteratorAdapter,
@@ -52,11 +53,12 @@ def adapter_for(loader: AnyLoader) -> LoaderAdapter:
     if isinstance(loader, LoaderAdapter):
         return loader
     explains = hasattr(loader, "why_not")
-    if explains:
-        obstacle = loader.why_not or ""
-    else:
+    obstacle = None
+    if not explains:
         obstacle = _state_obstacle(loader)
-    if not obstacle:
+    elif loader.why_not:
+        obstacle = RewindObstacle(loader.why_not)
+    if obstacle is None:
         return StatefulLoaderAdapter(loader)
     if explains or has_methods(loader, STATE_DICT):
         return LoaderAdapter(loader, obstacle=obstacle)
@@ -71,45 +73,49 @@ def adapter_for(loader: AnyLoader) -> LoaderAdapter:
     return LoaderAdapter(loader, obstacle=obstacle, first=first)
 
 
-def _state_obstacle(loader: AnyLoader) -> str:
-    """Why a loader has no exact `state_dict`, and what to use instead; "" if it has one."""
+def _state_obstacle(loader: AnyLoader) -> RewindObstacle | None:
+    """Why a loader has no exact `state_dict`, and what to use instead; None if it has one."""
     name = class_name(loader)
     if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
-        return (
-            f"{name} reads for all ranks on one rank: use dispatch_batches=False and a map-style "
-            "dataset"
+        return RewindObstacle(
+            f"{name} reads for all ranks on one rank",
+            "use dispatch_batches=False and a map-style dataset",
         )
     if is_type(loader, "accelerate.data_loader", "DataLoaderAdapter"):
-        return (
-            f"{name} does not record the position in an IterableDataset: use a map-style dataset, "
-            "or pass torchdata's StatefulDataLoader to the Healer without preparing it"
+        return RewindObstacle(
+            f"{name} does not record the position in an IterableDataset",
+            "use a map-style dataset, or pass torchdata's StatefulDataLoader to the Healer without "
+            "preparing it",
         )
     if not has_methods(loader, STATE_DICT):
         article = "a"
         if name[0].lower() in "aeiou":
             article = "an"
-        return (
-            f"{article} {name} cannot be rewound: it has no state_dict and load_state_dict (or "
-            "get_state and set_state). Pass a list, a torch DataLoader of a map-style dataset, "
-            "torchdata's StatefulDataLoader, a Grain dataset, a loader whose iterator has these "
-            "methods, or a function that makes the stream again: lambda: zip(a, b)"
+        return RewindObstacle(
+            f"{article} {name} cannot be rewound",
+            "it has no state_dict and load_state_dict (or get_state and set_state). Pass a list, a "
+            "torch DataLoader of a map-style dataset, torchdata's StatefulDataLoader, a Grain "
+            "dataset, a loader whose iterator has these methods, or a function that makes the "
+            "stream again: lambda: zip(a, b)",
         )
     return _exactness_obstacle(loader, name)
 
 
-def _exactness_obstacle(loader: AnyLoader, name: str) -> str:
-    """Why the `state_dict` of a loader does not determine what follows, or "" if it does."""
+def _exactness_obstacle(loader: AnyLoader, name: str) -> RewindObstacle | None:
+    """Why the `state_dict` of a loader does not determine what follows, or None if it does."""
     if has_shuffle_buffer(loader):
-        return f"{name} does not record its shuffle buffer: use a map-style dataset, with shuffle"
+        reason = f"{name} does not record its shuffle buffer"
+        return RewindObstacle(reason, "use a map-style dataset, with shuffle")
     if is_type(loader, "torchdata.nodes", "Loader"):
-        return f"{name} reads ahead into the next epoch: use StatefulDataLoader"
+        return RewindObstacle(f"{name} reads ahead into the next epoch", "use StatefulDataLoader")
     if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
-        return f"{name} with in_order=False has no fixed order: use in_order=True"
+        reason = f"{name} with in_order=False has no fixed order"
+        return RewindObstacle(reason, "use in_order=True")
     for sampler in samplers_of(loader):
         unrecorded = is_type(sampler, "torch.utils.data", *_UNRECORDED)
         if unrecorded and not hasattr(sampler, "state_dict"):
-            return (
-                f"{name} does not record the order of {class_name(sampler)}: use shuffle=True, or "
-                "a sampler that records the order in its state_dict"
+            return RewindObstacle(
+                f"{name} does not record the order of {class_name(sampler)}",
+                "use shuffle=True, or a sampler that records the order in its state_dict",
             )
-    return ""
+    return None

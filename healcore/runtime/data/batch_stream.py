@@ -26,6 +26,7 @@ from healcore.runtime.data.positions import (
 )
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
 from healcore.runtime.data.read_retries import ReadRetries
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.data.unreadable_batch import UnreadableBatch
 from healcore.runtime.faults.classification import classify
 
@@ -346,7 +347,7 @@ class BatchStream:
     @property
     def can_rewind(self) -> bool:
         """Whether the loader can be rewound."""
-        return not self._epoch.adapter.obstacle
+        return self._epoch.adapter.obstacle is None
 
     def position(self) -> SavedPosition:
         """The position right after the last batch, for `rewind` and `fast_forward`.
@@ -364,9 +365,8 @@ class BatchStream:
                 self._begin()
             position = self._epoch.encode(self.next_id, self._epoch.state())
         except Exception as error:  # the loader's code may raise anything
-            self._epoch.forget_state(
-                f"the state of {self._epoch.name} cannot be taken: {error_text(error)}"
-            )
+            reason = f"the state of {self._epoch.name} cannot be taken"
+            self._epoch.forget_state(RewindObstacle(reason, error_text(error)))
             position = self._epoch.encode(self.next_id, None)
         if self.can_rewind:
             self._history.add(self.next_id, position)

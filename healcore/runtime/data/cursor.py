@@ -14,11 +14,11 @@ from healcore.runtime.data.loader_protocols import AnyBatch, Loader
 from healcore.runtime.data.positions import (
     BatchId,
     DataError,
-    Position,
     UnusableLoader,
     decode_position,
 )
 from healcore.runtime.data.read_retries import ReadRetries
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 
 
 class Cursor(BatchStream):
@@ -62,8 +62,8 @@ class Cursor(BatchStream):
         self.skipped_batch_ids: set[BatchId] = set()
         self._skipped: list[BatchId] = []
         """The batches skipped since `take_skipped`."""
-        self._rewind_error = ""
-        """Why the last `rewind` has failed, or an empty string."""
+        self._rewind_error: RewindObstacle | None = None
+        """Why the last `rewind` has failed, or None."""
         self.extend(epochs)
 
     # -- epochs ---------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ class Cursor(BatchStream):
     # -- positions ------------------------------------------------------------------------------
 
     @property
-    def rewind_obstacle(self) -> str:
-        """Why the loader cannot be rewound, or why the last `rewind` failed, or an empty string.
+    def rewind_obstacle(self) -> RewindObstacle | None:
+        """Why the loader cannot be rewound, or why the last `rewind` failed, or None.
 
         The log and the report of a rollback name the reason: without a rewind, a rollback restores
         the weights and continues with the next batches.
@@ -282,18 +282,25 @@ class Cursor(BatchStream):
         if not self.can_rewind:
             return False
         try:
-            target = self._decoded_for_rewind(position)
+            target = self._epoch.decode(position)
         except DataError as error:
-            self._rewind_error = str(error)
+            self._rewind_error = RewindObstacle(str(error))
+            return False
+        kind, name = self._epoch.adapter.kind, self._epoch.name
+        if target.kind != kind:
+            self._rewind_error = RewindObstacle(
+                f"the position is of kind {target.kind!r}, and the run has another loader now",
+                f"{name} is of kind {kind!r}",
+            )
             return False
         before = self.position()
         if not self.can_rewind:
             return False
-        name = self._epoch.name
         try:
             self._restore(target)
         except Exception as error:  # the loader's code may raise anything
-            self._rewind_error = f"{name} does not accept the position: {error_text(error)}"
+            reason = f"{name} does not accept the position"
+            self._rewind_error = RewindObstacle(reason, error_text(error))
             try:
                 self._restore(decode_position(before))
             except Exception:
@@ -303,19 +310,8 @@ class Cursor(BatchStream):
                 ) from error
             return False
         self._history.restart_at(target.batch, dict(position))
-        self._rewind_error = ""
+        self._rewind_error = None
         return True
-
-    def _decoded_for_rewind(self, position: Mapping[str, Any]) -> Position:
-        """The position, decoded. Raises DataError if it is not of this kind of loader."""
-        target = self._epoch.decode(position)
-        kind = self._epoch.adapter.kind
-        if target.kind != kind:
-            raise DataError(
-                f"the position is of kind {target.kind!r}, and the run has another loader now: "
-                f"{self._epoch.name} is of kind {kind!r}"
-            )
-        return target
 
     def fast_forward(self, position: Mapping[str, Any]) -> str:
         """Moves forward by reading and dropping batches, for loaders without a state.

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from healcore.runtime.data.positions import EPOCH
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.data.run_loader import RunLoader
 
-MODEL_CHANGED = (
+MODEL_CHANGED = RewindObstacle(
     "the program would change the structure of its model again at the beginning of that epoch"
 )
 """Reason of a rollback after which a loop over `Healer.epochs` does not return."""
@@ -133,11 +134,11 @@ class EpochLoop:
         is_earlier_pass = self.names_epochs and str(trained.number) not in position
         return is_earlier_pass or trained.length is not None
 
-    def return_obstacle(self, position: Mapping[str, Any]) -> str:
-        """Why the loop must not return to the epoch of a position, or an empty string."""
+    def return_obstacle(self, position: Mapping[str, Any]) -> RewindObstacle | None:
+        """Why the loop must not return to the epoch of a position, or None."""
         if position[EPOCH] <= self.changed_in:
             return MODEL_CHANGED
-        return ""
+        return None
 
     def begin_return(self, position: Mapping[str, Any]) -> None:
         """Makes the loop return to the epoch of a position, whose loaders were rewound to it."""

@@ -95,7 +95,7 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
         if ended or self._batches is None:
             return None
         own = None
-        if not self._inner.obstacle:
+        if self._inner.obstacle is None:
             own = self._inner.state(ended=False)
         return self._state(self._read, own)
 
@@ -106,7 +106,7 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
         is enough. Otherwise it is known if the stream knows its own state before the batch.
         """
         own = None
-        if not self._inner.obstacle:
+        if self._inner.obstacle is None:
             own = self._inner.state_before(index)
             if own is None:
                 return None

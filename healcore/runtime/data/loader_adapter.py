@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from healcore.runtime.data.loader_parts import connects_again
 from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader, LoaderState
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 
 BatchIterator = Iterator[AnyBatch]
 """The rest of an epoch."""
@@ -19,13 +20,13 @@ class LoaderAdapter:
 
     Args:
         loader: the user's loader.
-        obstacle: why the loader has no state, or "" for a loader that has one.
+        obstacle: why the loader has no state, or None for a loader that has one.
         first: the batches of the first epoch, if it has begun already because the iterator had to
             be examined. Otherwise None.
 
     Attributes:
         kind: name in positions, because a state fits only loaders of the same kind.
-        obstacle: why the loader has no state and cannot be rewound, or "" if it can.
+        obstacle: why the loader has no state and cannot be rewound, or None if it can.
         draws: whether reading a batch may draw from the global random generators of this process.
             The stream then keeps their states before each read, so that a repeated read draws the
             same numbers.
@@ -40,7 +41,11 @@ class LoaderAdapter:
     reads_again = False
 
     def __init__(
-        self, loader: AnyLoader, *, obstacle: str = "", first: BatchIterator | None = None
+        self,
+        loader: AnyLoader,
+        *,
+        obstacle: RewindObstacle | None = None,
+        first: BatchIterator | None = None,
     ) -> None:
         self._loader = loader
         self.obstacle = obstacle
@@ -103,7 +108,7 @@ class LoaderAdapter:
         Raises:
             NotImplementedError: the loader has no state.
         """
-        raise NotImplementedError(self.obstacle)
+        raise NotImplementedError(str(self.obstacle))
 
     def rows(self) -> list[int] | None:
         """The dataset's indices of the batch that was read last, or None if they are unknown.

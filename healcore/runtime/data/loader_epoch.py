@@ -27,6 +27,7 @@ from healcore.runtime.data.random_states import (
     set_random_states,
 )
 from healcore.runtime.data.read_retries import ReadRetries
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.data.sampler_epochs import SamplerEpochs
 from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
@@ -183,7 +184,7 @@ class LoaderEpoch:
         The loader cannot be rewound afterwards.
         """
         self.batches = None
-        self.forget_state(f"{self.name} is closed")
+        self.forget_state(RewindObstacle(f"{self.name} is closed"))
 
     def _call_patiently(self, begin: Callable[[], T]) -> T:
         """Calls a function that begins to read, and calls it again after failures in the network.
@@ -215,7 +216,7 @@ class LoaderEpoch:
         """
         return self.adapter.state(ended=self.is_between_epochs)
 
-    def forget_state(self, obstacle: str) -> None:
+    def forget_state(self, obstacle: RewindObstacle) -> None:
         """Treats the loader as a loader that cannot be rewound from now on.
 
         Called where the loader's state cannot be trusted any more. A later rollback then leaves the

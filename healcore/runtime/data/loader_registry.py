@@ -26,10 +26,13 @@ from healcore.runtime.data.positions import (
     has_begun,
 )
 from healcore.runtime.data.read_retries import ReadRetries
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.data.rewinding import is_within_epoch, rewind_each, skip_batches
 from healcore.runtime.data.run_loader import RunLoader
 
-EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
+EPOCH_LOST = RewindObstacle(
+    "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
+)
 """Reason of a rollback after which only the steps of the current loader are repeated."""
 
 _MAX_LOADERS = 8
@@ -504,7 +507,7 @@ class LoaderRegistry:
         bad: Collection[BatchId],
         more: int,
         again: Sequence[BatchId] = (),
-    ) -> str:
+    ) -> RewindObstacle | None:
         """Rewinds the loaders of the steps and skips some batches.
 
             mark the bad batches
@@ -525,11 +528,11 @@ class LoaderRegistry:
             again: batches that an earlier rollback has skipped, and that are read again now.
 
         Returns:
-            Reason why the loaders were not rewound, or an empty string.
+            Why the loaders were not rewound, or None.
         """
         loaders = self._of_steps()
         if not loaders:
-            return "the loop does not read its batches through healcore"
+            return RewindObstacle("the loop does not read its batches through healcore")
         trained, epoch_loop = loaders[0], self.epoch_loop
         before = trained.last_id
         epoch_loop.crossed = None
@@ -537,26 +540,26 @@ class LoaderRegistry:
             if loader.next_id == trained.next_id:
                 skip_batches(loader, bad, more, again)
         if position is None:
-            return "the checkpoint has no position of this loader"
+            return RewindObstacle("the checkpoint has no position of this loader")
         returns = epoch_loop.returns_with(position, trained)
         if returns:
             obstacle = epoch_loop.return_obstacle(position)
-            if obstacle:
+            if obstacle is not None:
                 return obstacle
             # Also the loaders of earlier passes, which the loop will read again.
             loaders += [each for each in self if each.trains and each not in loaders]
         obstacle = rewind_each(loaders, position)
-        if obstacle:
+        if obstacle is not None:
             return obstacle
         if returns:
             epoch_loop.begin_return(position)
-            return ""
+            return None
         if before is not None and trained.next_id.epoch < before.epoch:
             epoch_loop.crossed = before.epoch
         others = [each for each in self if each not in loaders]
         if str(trained.number) not in position and is_within_epoch(position, others):
             return EPOCH_LOST
-        return ""
+        return None
 
     def _of_steps(self) -> list[RunLoader]:
         """The last trained loader, and the other loaders that a loop reads for steps."""

@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from healcore.runtime.data.positions import BatchId
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.data.run_loader import RunLoader
 
 
-def rewind_each(loaders: Iterable[RunLoader], position: Mapping[str, Any]) -> str:
+def rewind_each(loaders: Iterable[RunLoader], position: Mapping[str, Any]) -> RewindObstacle | None:
     """Rewinds some loaders.
 
     Loaders that cannot be rewound come first, so that no loader has moved if there is one.
@@ -19,17 +20,17 @@ def rewind_each(loaders: Iterable[RunLoader], position: Mapping[str, Any]) -> st
         position: the positions of the checkpoint.
 
     Returns:
-        The reason why a loader could not be rewound, or an empty string.
+        Why a loader could not be rewound, or None.
     """
     for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
         saved = position.get(str(loader.number))
         if not loader.rewind(saved or loader.start):
-            return loader.rewind_obstacle or "it could not be rewound"
+            return loader.rewind_obstacle or RewindObstacle("it could not be rewound")
         if saved is None:
             loader.call_again()
             loader.next_id = BatchId(loader.first_epoch, 0)
         loader.leave_loop()  # a `break` came after this position
-    return ""
+    return None
 
 
 def is_within_epoch(position: Mapping[str, Any], loaders: Iterable[RunLoader]) -> bool:

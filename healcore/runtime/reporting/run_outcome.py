@@ -15,7 +15,7 @@ class RunOutcome(NamedTuple):
     """How a run has ended, and what is known about the run at its end.
 
     The diagnosis, the postmortem, the last line on the console and the `HealingReport` take their
-    facts from here. A live run builds its outcome itself (`Recovery.outcome`). After a kill the
+    facts from here. A live run builds its outcome itself (`outcome_of`). After a kill the
     next start builds the outcome from the files (`postmortem.write_for_killed`), so several fields
     may be unknown.
     """

@@ -154,7 +154,7 @@ class Loop:
         The program's code after the pass has run with the restored state (an evaluation, the step
         of a scheduler), so the state is restored once more.
         """
-        self.run.restorer.restore_again(self.run.progress.step)
+        self.run.rollback_restore.restore_again(self.run.progress.step)
         epoch = self.run.loaders.return_to_epoch()
         self.run.log.info(
             f"step {self.run.progress.step}: healer.epochs yields epoch {epoch} again"
@@ -480,7 +480,7 @@ class Loop:
         if self._step_is_epoch:
             loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
-            run.record.monitor.loader_start = first.index
+            run.monitor.state.loader_start = first.index
         run.step_reader.push(pending, first)
         run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()

@@ -14,9 +14,10 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.alarms import AlarmLog, JudgedRecord
 from healcore.runtime.run.incident_log import IncidentLog
 from healcore.runtime.run.metrics import RunMetrics
+from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import Order, OrderReason
 from healcore.runtime.run.program_clip import ProgramClip
-from healcore.runtime.run.run_record import IncidentRecord, RunRecord
+from healcore.runtime.run.run_record import IncidentRecord, Ledger
 from healcore.runtime.run.steps import StepFlags, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Ranks
@@ -42,7 +43,8 @@ class IncidentMonitor:
         driver: has the learning rates and the states of the engines.
         ranks: the ranks, which agree on an order.
         log: the log, for the events of the steps.
-        record: the record of the run. Its ledger and its `monitor` are filled.
+        ledger: is filled with the steps and their incidents.
+        state: is filled with what later decisions read of earlier steps.
         hooks: functions of the program, which may replace an order.
         save_every: steps between two saves.
 
@@ -60,7 +62,8 @@ class IncidentMonitor:
         driver: Driver,
         ranks: Ranks,
         log: RunLog,
-        record: RunRecord,
+        ledger: Ledger,
+        state: MonitorState,
         hooks: Hooks,
         save_every: int,
     ) -> None:
@@ -68,20 +71,20 @@ class IncidentMonitor:
         self._driver = driver
         self._ranks = ranks
         self._log = log
-        self._ledger = record.ledger
+        self._ledger = ledger
         self.hooks = hooks
         self._causes = incident_causes(policy.engine.config)
         self.metrics = RunMetrics(per_tensor=policy.engine.per_tensor, observes=policy.observes)
-        self.state = record.monitor
+        self.state = state
         self.nonfinite_record: StepRecord | None = None
         several = _MIN_INTERVALS_REMEMBERED * save_every
         self._kept = max(policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         """Number of steps whose batch ids are kept."""
         self.lr_scales: dict[str, float] = {}
-        self._alarm_log = AlarmLog(policy=policy, log=log, ledger=record.ledger, driver=driver)
+        self._alarm_log = AlarmLog(policy=policy, log=log, ledger=ledger, driver=driver)
         self._incident_log = IncidentLog(
             log=log,
-            ledger=record.ledger,
+            ledger=ledger,
             ranks=ranks,
             metrics=self.metrics,
             quiet_steps=int(policy.engine.config.incident.quiet_steps),

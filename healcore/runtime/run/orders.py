@@ -177,8 +177,11 @@ class RollbackRecord:
     """Number of undone steps that the run repeats."""
     lost: int = 0
     """Number of undone steps that the run does not repeat, because the data was not rewound."""
+    why_lost: str = ""
+    """Why the data was not rewound, in short, or an empty string if no step is lost."""
     rewind_obstacle: str = ""
-    """Why the data continues forward, or an empty string if it was rewound."""
+    """Why the data continues forward, with what to write instead, or an empty string if it was
+    rewound."""
     weights_from: NonNegativeInt | None = None
     """Step of the checkpoint whose weights were restored without its place in the run, or None."""
     engine: str = ""
@@ -222,14 +225,6 @@ class RollbackRecord:
             return self.weights_from
         return self.continues_at
 
-    @property
-    def why_lost(self) -> str:
-        """Why the data was not rewound, in short, or an empty string if no step is lost."""
-        if not self.lost and self.weights_from is None:
-            return ""
-        why, _, _ = self.rewind_obstacle.partition(": ")  # without the advice
-        return why
-
     def outline(self) -> RollbackRecord:
         """A copy without what only the newest rollback needs.
 
@@ -247,7 +242,7 @@ class RollbackRecord:
         The keys are the names that the fields had before an order was a part of the record, so that
         programs and checkpoints that have them still work.
         """
-        saved: dict[str, Any] = {"why_lost": self.why_lost}
+        saved: dict[str, Any] = {}
         for part in (self.order.changes, self.order, self):
             for each in fields(part):
                 if each.name not in ("order", "changes"):

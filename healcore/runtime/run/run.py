@@ -18,12 +18,16 @@ from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.ending.requests import EndRequests
+from healcore.runtime.run.ending.stopping import Stopping
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.progress import RunProgress
-from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.restore.next_start import NextStart
+from healcore.runtime.run.restore.program_state import ProgramState
+from healcore.runtime.run.restore.resumption import Resumption
+from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.dead_run import DeadRun
@@ -46,10 +50,13 @@ class Run:
                         +- loop, progress, hang_guard, end_requests     steps
                         +- batches, loaders, step_batches,              batches and
                         |  pass_states, data_state                      random states
-                        +- monitor, comparisons, holding, reader        what is seen
+                        +- monitor, comparisons, holding, step_reader   what is seen
                         +- recovery, better_weights, dead_run,          what is decided
-                        |  nonfinite, out_of_memory
-                        +- schedule, known, saver, stored, restorer     checkpoints
+                        |  nonfinite_state, out_of_memory, stopping
+                        +- schedule, known_checkpoints, saver,          checkpoints
+                        |  stored_checkpoints
+                        +- program_state, rollback_restore,             restores
+                        |  resumption, next_start
 
     `start` makes the parts in the order of the fields. No part replaces another one. A part gets
     the other parts in one of two ways:
@@ -60,9 +67,8 @@ class Run:
       `Loop`, `Saver` and `Recovery` do. The part may read the fields above its own while it is
       made, and all fields afterwards: `self.run.recovery`.
 
-    `record` has what a checkpoint saves, so some states have two names. Outside of saves and starts
-    prefer the shorter name: `monitor.state` to `record.monitor`, `ledger` to `record.ledger`, and
-    `holding.held` to `comparisons.state.ranges.held`.
+    `record` has what a checkpoint saves. Three states in it are used by a name of their own, and by
+    no other: `monitor.state`, `ledger` and `holding.held`.
     """
 
     policy: HostPolicy
@@ -105,8 +111,14 @@ class Run:
     """Saves checkpoints, and deletes checkpoints that are not needed any more."""
     stored_checkpoints: StoredCheckpoints = field(init=False)
     """Reads the checkpoints that all ranks can load."""
-    restorer: Restorer = field(init=False)
-    """Restores a checkpoint, for a rollback and at a start."""
+    program_state: ProgramState = field(init=False)
+    """Loads the program's state of a checkpoint, and nothing else."""
+    rollback_restore: RollbackRestore = field(init=False)
+    """Restores a checkpoint for a rollback."""
+    resumption: Resumption = field(init=False)
+    """Resumes from a checkpoint, at the start of a process."""
+    next_start: NextStart = field(init=False)
+    """Makes the next start resume from an earlier checkpoint than the newest one."""
     step_reader: DelayedReader = field(init=False)
     """Steps that the host has not read yet."""
     better_weights: BetterWeights = field(init=False)
@@ -115,8 +127,10 @@ class Run:
     """What to try where no step is finite any more."""
     nonfinite_state: NonfiniteState = field(init=False)
     """What to do about NaN and Inf in the weights or in a save."""
+    stopping: Stopping = field(init=False)
+    """Stops the run with a diagnosis."""
     recovery: Recovery = field(init=False)
-    """Answers the records of steps with rollbacks and stops."""
+    """Answers the records of steps with rollbacks."""
     hang_guard: HangGuard = field(init=False)
     """Reports a step that never returns."""
     out_of_memory: OutOfMemory = field(init=False)

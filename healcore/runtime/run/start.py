@@ -46,18 +46,24 @@ from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.ending.requests import EndRequests, StopFile
+from healcore.runtime.run.ending.stopping import Stopping
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.program_watch import StructureChanges
-from healcore.runtime.run.restore.restorer import Restorer, failed_trials
+from healcore.runtime.run.restore.next_start import NextStart
+from healcore.runtime.run.restore.program_state import ProgramState
+from healcore.runtime.run.restore.resumption import Resumption
+from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
+from healcore.runtime.run.restore.trials import failed_trials
 from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.dead_run import DeadRun
 from healcore.runtime.run.rollback.nonfinite import NonfiniteState
 from healcore.runtime.run.rollback.recovery import Recovery
+from healcore.runtime.run.rollback.report import report_before_kill
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.step_batches import StepBatches
@@ -258,7 +264,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         driver=driver,
         ranks=ranks,
         log=log,
-        record=record,
+        ledger=record.ledger,
+        state=record.monitor,
         hooks=options.hooks,
         save_every=run.schedule.every,
     )
@@ -273,7 +280,9 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         comparisons=run.comparisons,
         save_every=run.schedule.every,
     )
-    run.known_checkpoints = KnownCheckpoints(policy=policy, store=store, log=log, record=record)
+    run.known_checkpoints = KnownCheckpoints(
+        policy=policy, store=store, log=log, record=record, ledger=record.ledger
+    )
     run.saver = Saver(run, options.checkpoints.keep)
     run.stored_checkpoints = StoredCheckpoints(
         policy=policy,
@@ -284,12 +293,16 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         loaders=run.loaders,
         items=run.saver.items,
     )
-    run.restorer = Restorer(run)
+    run.program_state = ProgramState(run)
+    run.rollback_restore = RollbackRestore(run)
+    run.resumption = Resumption(run)
+    run.next_start = NextStart(run)
     run.step_reader = DelayedReader()
     run.better_weights = BetterWeights(run)
     run.dead_run = DeadRun(run)
     run.nonfinite_state = NonfiniteState(run)
     of_trainer = run_settings.trainer_settings(options.state)
+    run.stopping = Stopping(run)
     run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
     run.hang_guard = HangGuard(policy, ranks, log)
     run.out_of_memory = OutOfMemory(run)
@@ -489,7 +502,7 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
             raise _no_usable_checkpoint(run, {})
         record.run = broadcast(run.ranks, run.log.events.process_id)
         record.first_step = progress.step
-        record.ledger.spent = _spent_before(run)
+        run.ledger.spent = _spent_before(run)
         saver.begin_attempt(progress.step)
     record.settings = record.settings or settings
     run.monitor.read_engines()
@@ -521,7 +534,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         if saved.is_usable:
             usable.append(saved.step)
     try:
-        step, random_states = run.restorer.resume(newest, usable[::-1])
+        step, random_states = run.resumption.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
         raise _no_usable_checkpoint(run, wrong) from error
     completed = newest is not None and newest.completed and newest.step == step
@@ -532,7 +545,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         run.log.event("resume", step=step, checkpoint=step)
     else:
         _report_undone(run, len(run.ledger.rollbacks) - trials.first, step)
-    run.recovery.report_before_kill(step)
+    report_before_kill(run, step)
     for saved in saves:
         if saved.is_abandoned or trials is not None:
             wrong.pop(saved.step, None)

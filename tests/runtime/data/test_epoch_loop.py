@@ -71,7 +71,7 @@ def test_a_loop_does_not_return_to_before_a_change_of_the_model():
     loop = loop_in(2)
     loop.changed_in = 1
     assert loop.return_obstacle({"epoch": 1}) == MODEL_CHANGED
-    assert loop.return_obstacle({"epoch": 2}) == ""
+    assert loop.return_obstacle({"epoch": 2}) is None
 
 
 def test_the_loaders_of_a_repeated_epoch_get_their_numbers_again_in_order():

@@ -20,7 +20,9 @@ from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, DataState
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.restore.program_state import ProgramState
+from healcore.runtime.run.restore.resumption import Resumption
+from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
@@ -150,7 +152,11 @@ class Process:
         self.run.data_state = DataState(self.loaders.position)
         self.run.schedule = schedule_of(self.run, EVERY)
         self.run.known_checkpoints = KnownCheckpoints(
-            policy=POLICY, store=store, log=log, record=self.run.record
+            policy=POLICY,
+            store=store,
+            log=log,
+            record=self.run.record,
+            ledger=self.ledger,
         )
         no_comparisons: Any = SimpleNamespace(
             is_enabled=False,
@@ -159,6 +165,7 @@ class Process:
             batches_to_save=lambda: None,
         )
         self.run.comparisons = no_comparisons
+        self.run.monitor = SimpleNamespace(state=self.run.record.monitor)  # type: ignore[assignment]
         self.run.holding = SimpleNamespace(held=Held())  # type: ignore[assignment]
         self.saver = self.run.saver = Saver(self.run, KEEP)
         self.run.stored_checkpoints = StoredCheckpoints(
@@ -170,7 +177,9 @@ class Process:
             loaders=self.loaders,
             items=self.saver.items,
         )
-        self.restorer = self.run.restorer = Restorer(self.run)
+        self.run.program_state = ProgramState(self.run)
+        self.run.rollback_restore = RollbackRestore(self.run)
+        self.run.resumption = Resumption(self.run)
         self.incident, self._goes_on = 0, False
 
     step = property(lambda self: self.run.progress.step)
@@ -183,7 +192,7 @@ class Process:
         usable = [s.step for s in self.store.checkpoints() if s.finite and s.status != "abandoned"]
         if usable:
             newest = self.run.stored_checkpoints.newest_record()
-            self.run.progress.step, _ = self.restorer.resume(newest, usable[::-1])
+            self.run.progress.step, _ = self.run.resumption.resume(newest, usable[::-1])
         else:
             self.saver.begin_attempt(self.step)
         if not self.store.saves:
@@ -207,6 +216,6 @@ class Process:
 
     def go_back(self, depth: int) -> RollbackRecord:
         order = Order(index=self.step - 1, onset=self.onset, depth=depth)
-        done = self.restorer.restore(order)
+        done = self.run.rollback_restore.restore(order)
         self.run.progress.step, self._goes_on = done.continues_at, False
         return done

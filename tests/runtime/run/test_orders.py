@@ -139,7 +139,8 @@ def monitor() -> IncidentMonitor:
         driver=driver,
         ranks=run.ranks,
         log=log,
-        record=run.record,
+        ledger=run.ledger,
+        state=run.record.monitor,
         hooks=Hooks(),
         save_every=run.policy.rollback.probation,
     )

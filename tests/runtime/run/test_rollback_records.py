@@ -52,6 +52,13 @@ def test_a_checkpoint_has_the_same_keys_as_before_the_parts_of_an_order():
     assert read(saved | {"held": {"until": 40}}) == record
 
 
+def test_the_reason_of_lost_steps_is_saved_and_not_cut_out_of_the_text():
+    record = read(SAVED | {"why_lost": "a: b", "why_forward": "a: b: write a list"})
+    assert (record.why_lost, record.rewind_obstacle) == ("a: b", "a: b: write a list")
+    assert read(record.to_saved() | {"held": None}).why_lost == "a: b"
+    assert read(SAVED | {"why_lost": "", "lost": 0}).why_lost == ""
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [

@@ -21,7 +21,7 @@ TWO_EPOCHS = [*range(9)] * 2
 def kinds() -> Any:
     """The module with the trainers. DeepSpeed keeps the groups of its first setup."""
     for library in ("deepspeed", "arctic_training"):
-        pytest.importorskip(library, reason="run by .ci/run with DeepSpeed on its path")
+        pytest.importorskip(library, reason="run by make test-deepspeed")
     prepare()
     from tests.torch.trainers import arctic_trainers
 

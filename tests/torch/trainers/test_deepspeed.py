@@ -18,7 +18,7 @@ from tests.torch.optimizer_cases import NAN
 from tests.torch.sync_counter import CountSyncs
 from tests.torch.trainers.deepspeed_engines import FP16, KINDS, SCALED, Loop, prepare, zero
 
-pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
+pytest.importorskip("deepspeed", reason="run by make test-deepspeed")
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -27,7 +27,7 @@ from healcore.runtime.store.ranks import run_on_first
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.run_record import Ledger, RunRecord
 
 MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
@@ -55,7 +55,8 @@ class Deleter:
         policy: has the probation of a checkpoint and the region of a trouble.
         store: the store, which deletes in the background.
         log: the log, for the problem of a deletion.
-        record: has the attempts, the rollbacks, and how far checkpoints are known-good.
+        record: has the attempts, and how far checkpoints are known-good.
+        ledger: has the rollbacks, and the index of the next step.
         known_checkpoints: hears of the checkpoints that were deleted or are damaged.
 
     Attributes:
@@ -70,6 +71,7 @@ class Deleter:
         store: CheckpointStore,
         log: RunLog,
         record: RunRecord,
+        ledger: Ledger,
         known_checkpoints: KnownCheckpoints,
     ) -> None:
         self.keep = keep
@@ -77,6 +79,7 @@ class Deleter:
         self._store = store
         self._log = log
         self._record = record
+        self._ledger = ledger
         self._known_checkpoints = known_checkpoints
         self._known_good_up_to = -1
         """`RunRecord.known_good_up_to` at the last deletion, or -1 before."""
@@ -108,7 +111,7 @@ class Deleter:
             return
         self._known_good_up_to = record.known_good_up_to
         stay = store.ring.protected | self._known_checkpoints.newer_than_start
-        trials = record.trials_for(record.ledger.next_step, self._policy.rollback.probation)
+        trials = record.trials_for(self._ledger.next_step, self._policy.rollback.probation)
         if trials is not None:  # a start after a stop resumes from it
             stay = {*stay, trials.oldest}
         choose = partial(_choose, store, record.attempt_history, step, self._last_target())
@@ -129,7 +132,7 @@ class Deleter:
 
     def _last_target(self) -> int:
         """Target of the last rollback in this region of the run, or -1."""
-        ledger = self._record.ledger
+        ledger = self._ledger
         past = ledger.same_trouble(ledger.next_step, self._policy.rollback.region)
         return past[-1].continues_at if past else -1
 
@@ -147,7 +150,7 @@ class Deleter:
             elif isinstance(result, CheckpointDamaged):
                 self._known_checkpoints.lose(result)
             else:
-                step = self._record.ledger.next_step
+                step = self._ledger.next_step
                 self._log.event("problem", step=step, problem=str(result))
 
 

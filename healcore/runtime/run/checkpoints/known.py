@@ -18,7 +18,7 @@ from healcore.runtime.store.host_copy import MEMORY
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.run_record import Ledger, RunRecord
 
 
 class KnownCheckpoints:
@@ -34,15 +34,23 @@ class KnownCheckpoints:
         store: the store with the checkpoints.
         log: the log, for the events of damage.
         record: has the attempts of the run, and how far checkpoints are known-good.
+        ledger: has the healthy steps.
     """
 
     def __init__(
-        self, *, policy: HostPolicy, store: CheckpointStore, log: RunLog, record: RunRecord
+        self,
+        *,
+        policy: HostPolicy,
+        store: CheckpointStore,
+        log: RunLog,
+        record: RunRecord,
+        ledger: Ledger,
     ) -> None:
         self._policy = policy
         self._store = store
         self._log = log
         self._record = record
+        self._ledger = ledger
         self.started_from = -1
         """Step of the snapshot or checkpoint that this process started from, or -1."""
         self.newer_than_start: set[int] = set()
@@ -155,7 +163,7 @@ class KnownCheckpoints:
         known yet. When a probation has ended, the ledger forgets the steps that no rollback can ask
         for any more: without that, its list of unhealthy steps would grow for the whole run.
         """
-        ledger, on_probation = self._record.ledger, self.on_probation
+        ledger, on_probation = self._ledger, self.on_probation
         probation = self._policy.rollback.probation
         may_end = on_probation and ledger.next_step - on_probation[0] >= probation
         if may_end and not ledger.open:
@@ -170,7 +178,7 @@ class KnownCheckpoints:
             before: only healthy steps before this one count. A rollback passes the onset of its
                 trouble.
         """
-        ledger, probation = self._record.ledger, self._policy.rollback.probation
+        ledger, probation = self._ledger, self._policy.rollback.probation
         for step in self.on_probation:
             if ledger.healthy_steps(step, int(min(before, ledger.next_step))) < probation:
                 break

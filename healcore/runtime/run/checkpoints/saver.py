@@ -87,6 +87,7 @@ class Saver:
             store=run.store,
             log=run.log,
             record=run.record,
+            ledger=run.ledger,
             known_checkpoints=run.known_checkpoints,
         )
         self._failures = 0

@@ -32,13 +32,13 @@ def stop_if_not_trained(run: Run) -> None:
     if judges and not run.nonfinite_state.weights_are_finite():
         found = run.saver.nonfinite_in_state()
         if found:
-            run.recovery.stop(f"{first_of(found)} became NaN or Inf at the end")
+            run.stopping.stop(f"{first_of(found)} became NaN or Inf at the end")
     if run.policy.observes or 2 * (untrained + skipped) <= total:
         return
     undone = ""
     if skipped:
         undone = f", and {skipped} were undone and their batches skipped"
-    run.recovery.stop(
+    run.stopping.stop(
         "the data have ended, and the run has not trained on most of them: of "
         f"{total} steps, {untrained} were skipped{undone}"
         f"{likely_cause_text(run.monitor.nonfinite_record)}",

@@ -34,6 +34,7 @@ from healcore.runtime.run.ending.exits import (
     RunStopped,
     Terminated,
 )
+from healcore.runtime.run.ending.outcome import listed_checkpoints, outcome_of
 from healcore.runtime.run.memory_profile import memory_text
 from healcore.runtime.store.checkpoints import StoreError
 
@@ -517,7 +518,7 @@ class Shutdown:
         ending, error = self.ending, self.error
         with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
             self.run.loop.count_last_step()
-            self.run.recovery.count_last_steps()
+            self.run.stopping.count_last_steps()
             self.run.monitor.read_engines()
         why = self.run.loop.use.break_place if error is None else getattr(error, "why", "")
         exception = trace = None
@@ -525,8 +526,8 @@ class Shutdown:
             exception = self._exception_text(error)
             trace = with_short_arrays("".join(traceback.format_exception(error)))
         fault = self.fault or Fault(Cause(0), "")
-        outcome = self.run.recovery.outcome(
-            ending, why, exception=exception, fault=fault.cause, hint=fault.hint
+        outcome = outcome_of(
+            self.run, ending, why, exception=exception, fault=fault.cause, hint=fault.hint
         )
         events = self.run.log.events
         is_complete = self.run.loop.is_complete and ending == Ending.COMPLETED  # has its postmortem
@@ -572,7 +573,7 @@ class Shutdown:
         """
         ending = self.ending
         newest = None  # the newest checkpoint on disk
-        for saved in self.run.recovery.listed():
+        for saved in listed_checkpoints(self.run):
             if saved.path and not saved.is_abandoned:
                 newest = saved.step if newest is None else max(newest, saved.step)
         progress = self.run.progress

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -21,7 +20,7 @@ from healcore.runtime.faults.classification import classify
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
 from healcore.runtime.run.engine_states import compatible_states
-from healcore.runtime.run.run_record import RunRecord, Trials
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
@@ -130,23 +129,6 @@ class StoredCheckpoints:
                 if newest is None or _age(record) > _age(newest):
                     newest = record
         return newest
-
-    def mark_failed(self, trials: Trials) -> None:
-        """Marks trials as failed in the newest record: the next start undoes them. Collective.
-
-        One rename replaces the record, so a process that is killed meanwhile leaves either the run
-        before the stop, which finds the trouble again, or the stopped run.
-
-        Args:
-            trials: what was in force before the trials.
-
-        Raises:
-            StoreError: the record cannot be written.
-        """
-        newest = self.newest_record()
-        if newest is not None:
-            marked = replace(newest, trials=replace(trials, failed=True))
-            self._store.replace_record(newest.step, marked.to_dict())
 
     def param_groups(self, steps: Sequence[int]) -> dict[str, list[list[str]]]:
         """The parameter groups that the run had added by the newest of `steps`. Collective.

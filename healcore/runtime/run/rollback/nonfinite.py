@@ -149,7 +149,7 @@ class NonfiniteState:
         weights, record = self.run.driver.nonfinite_weights(), monitor.nonfinite_record
         if record is not None and (is_due or weights):
             why = nonfinite_streak_text(record, streak, weights, from_start)
-            self.run.recovery.stop(why)
+            self.run.stopping.stop(why)
 
     def roll_back_if_saved(self, *, at_end: bool = False) -> RollbackRecord | None:
         """Rolls back if the saves so far have new NaN or Inf. Collective.

@@ -1,4 +1,4 @@
-"""`Recovery`: answers the records of steps with rollbacks and stops.
+"""`Recovery`: answers the records of steps with rollbacks.
 
 Each reason to roll back (`OrderReason`) has its file in this folder:
 
@@ -12,35 +12,28 @@ the step of the restored checkpoint:
 
     process(step)                      log and monitor the step; an order of the policy, or None
     act(step, order)                   the order, or one of the other reasons to roll back
-        roll_back(order)               restorer.restore, events, the undone steps are forgotten
-        stop(why)                      the diagnosis; raises RunStopped
+        roll_back(order)               the restore, events, the undone steps are forgotten
+
+Where no rollback can help, the run stops (`ending/stopping.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
-from healcore.events.models import Ending
 from healcore.events.schema import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
-from healcore.runtime.reporting.diagnosis import explain
-from healcore.runtime.reporting.run_outcome import RunOutcome
-from healcore.runtime.run.ending.exits import RunStopped
+from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
 from healcore.runtime.run.rollback.report import nonfinite_save, reason_of, report_rollback
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.store.checkpoints import (
-    CheckpointInfo,
-    NoGoodCheckpoint,
-    StateMismatch,
-    StoreError,
-)
+from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StateMismatch, StoreError
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -49,8 +42,8 @@ if TYPE_CHECKING:
 class Recovery:
     """Processes the steps that the loop reads, and carries out orders of rules and comparisons.
 
-    It is the place where a run decides to roll back, to save or to stop. `Restorer` does the
-    rollback, and `Loop` calls this class between two steps.
+    It is the place where a run decides to roll back, to save or to stop. `RollbackRestore` does the
+    rollback, `Stopping` the stop, and `Loop` calls this class between two steps.
 
     Args:
         run: the parts of the run.
@@ -166,7 +159,7 @@ class Recovery:
         elif needs_evidence:
             return self._decline(order, "nothing", self._missing_evidence(order))
         if order.action & Action.STOP:
-            self.stop(self._stop_reason(order), onset=order.onset)
+            self.run.stopping.stop(self._stop_reason(order), onset=order.onset)
         if not order.action & Action.ROLLBACK:
             return None
         if is_damaged:
@@ -228,7 +221,7 @@ class Recovery:
         if not needs_evidence or not self.run.nonfinite_state.weights_are_finite():
             rollbacks = counted(count, "rollback has", "rollbacks have")
             why = f"{rollbacks} been made within {counted(reach, 'step')} of the run"
-            self.stop(why, onset=order.onset)
+            self.run.stopping.stop(why, onset=order.onset)
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
 
     def _spent_on(self, order: Order, within: int) -> list[RollbackRecord]:
@@ -339,10 +332,11 @@ class Recovery:
             of_alarms = self.run.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *of_alarms))
         try:
-            done = self.run.restorer.restore(order, self._lost_steps, self.run.monitor.lr_scale)
+            lr_scale = self.run.monitor.lr_scale
+            done = self.run.rollback_restore.restore(order, self._lost_steps, lr_scale)
         except StoreError as error:
             if not _may_continue(order, error):
-                self.stop(str(error), onset=order.onset)
+                self.run.stopping.stop(str(error), onset=order.onset)
             self._report_impossible(order, error)
             self.run.ledger.skips -= skips
             for late in unread:
@@ -369,178 +363,17 @@ class Recovery:
             problem = f"{why}, but {reason}; the run continues without a rollback"
             self.run.log.problem(self.run.progress.step, problem)
 
-    def _lost_steps(self, target: int, obstacle: str) -> int:
+    def _lost_steps(self, target: int, obstacle: RewindObstacle | None) -> int:
         """Steps since `target` that the loop does not repeat, where the data was not rewound.
 
         A loop that counts steps takes as many steps as without the rollback, with later data.
         """
-        if not obstacle or self.counts_steps or self._ends_by_steps:
+        if obstacle is None or self.counts_steps or self._ends_by_steps:
             return 0
         end = self.run.progress.step
         if obstacle == EPOCH_LOST:
             end = self.run.monitor.state.loader_start
         return max(end - target, 0)
-
-    def count_last_steps(self) -> None:
-        """Counts the unread steps at the end of a run, on which nothing acts. Not collective.
-
-        Called for the postmortem, whose counts include all steps. After an exception the ranks have
-        left their loop at different places, so no call may wait for another rank.
-        """
-        for result in self.run.step_reader.read_all():
-            self.run.progress.step += self.run.step_reader.take_count_correction()
-            several = self.run.monitor.metrics.has_several_engines
-            self.run.log.records(result.index, result.records, several=several)
-            self.run.monitor.metrics.add(result.records)
-            if any(each.skip for each in result.records):
-                self.run.ledger.skips += 1
-
-    def report_before_kill(self, resumed: int) -> None:
-        """Reports the last rollback if the process was killed after its commit, before its event.
-
-        Then the run resumes from the target of this rollback. Without the events of earlier
-        processes it is not known whether the rollback was reported.
-
-        Args:
-            resumed: step of the checkpoint from which this process has resumed.
-        """
-        history, rollbacks = self.run.log.history, self.run.ledger.in_force
-        if not rollbacks or len(history.processes) <= 1 or self.run.ranks.rank != 0:
-            return
-        reported = max((each.number or 0 for each in history.rollbacks), default=0)
-        done = rollbacks[-1]
-        if done.number > reported and done.continues_at == resumed:
-            report_rollback(self.run, done)
-
-    def stop(
-        self,
-        why: str,
-        error: BaseException | None = None,
-        fault: Cause = Cause(0),  # noqa: B008 -- immutable
-        onset: int | None = None,
-        repeats_skips: bool = False,
-    ) -> NoReturn:
-        """Stops the run with a diagnosis.
-
-        The trials for the trouble of the stop have failed, so the next start undoes them.
-
-        Args:
-            why: the reason, as a clause.
-            error: the exception that is the reason, or None. It becomes the cause of RunStopped.
-            fault: what kind of failure `error` is, or no flags without `error`.
-            onset: step at which the trouble begins, or None for the last unhealthy steps.
-            repeats_skips: whether the next start repeats the steps since the first skipped step,
-                also if no rollback was tried for them.
-
-        Raises:
-            RunStopped: always.
-        """
-        if error is None:
-            if onset is None:
-                onset = self.run.ledger.first_consecutive(self.run.ledger.next_step - 1)
-            self._mark_failed_trials(onset, repeats_skips=repeats_skips)
-        self.count_last_steps()
-        outcome = self.outcome(Ending.STOPPED, why, fault=fault)
-        text = explain(outcome)
-        good = outcome.last_good
-        self.run.log.event(
-            "stop", step=outcome.step, why=why, diagnosis=text, checkpoint=good, cause=fault or None
-        )
-        raise RunStopped(text, why, good) from error
-
-    def _mark_failed_trials(self, onset: int, *, repeats_skips: bool) -> None:
-        """Marks the trials for the trouble that begins at `onset` as failed. Collective."""
-        if self.run.store.trainer_save is not None:
-            return
-        trials = self.run.record.trials_for(onset, self.run.policy.rollback.probation)
-        try:
-            self.run.saver.wait()
-            if trials is None and repeats_skips:
-                first_skip = next(iter(self.run.ledger.unhealthy), self.run.progress.step)
-                trials = self.run.restorer.no_trials(self.listed(), before=first_skip + 1)
-            if trials is None:
-                return
-            self.run.stored_checkpoints.mark_failed(trials)
-            if self.run.store.durable:
-                self.run.log.info(
-                    f"the next start resumes from the checkpoint of step {trials.oldest}: mend the "
-                    "program, and start it again"
-                )
-        except (StoreError, OSError) as error:
-            problem = f"the stop could not be written: {error}; a restart begins with the limits"
-            self.run.log.problem(
-                self.run.progress.step, f"{problem} and the skipped batches of today"
-            )
-
-    def repeat_from(self, *, before: int) -> int | None:
-        """Makes the next start resume from the newest checkpoint before a step. Collective.
-
-        Args:
-            before: steps from here on are repeated.
-
-        Returns:
-            The step of the checkpoint, or None if the next start resumes from the newest one.
-        """
-        if self.run.store.trainer_save is not None:
-            return None
-        trials = self.run.restorer.no_trials(self.listed(), before=before)
-        if trials is None:
-            return None
-        try:
-            self.run.stored_checkpoints.mark_failed(trials)
-        except (StoreError, OSError):
-            return None
-        return trials.oldest
-
-    def outcome(self, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
-        """Collects how the run ends, for its diagnosis, its postmortem and its report.
-
-        Args:
-            ending: the kind of end.
-            why: the reason of a stop, or the signal.
-            **fields: more fields of `RunOutcome`, such as the exception.
-        """
-        monitor = self.run.monitor
-        good = self.run.known_checkpoints.last_good_step
-        path = None
-        for saved in self.listed():
-            if saved.step == good:
-                path = saved.path
-                break
-        lost = [each for each in self.run.ledger.rollbacks if each.lost]
-        probation = None
-        if self.run.store.trainer_save is None:  # else no checkpoint becomes known-good
-            probation = self.run.policy.rollback.probation
-        return RunOutcome(
-            self.run.log.history,
-            ending,
-            self.run.progress.step,
-            monitor.counts(),
-            why,
-            open=monitor.is_unhealthy,
-            lasting=monitor.lasting_causes,
-            lr_scale=monitor.lr_scale,
-            last_good=good,
-            last_good_path=path,
-            probation=probation,
-            nonfinite_saves=tuple(self.run.known_checkpoints.nonfinite),
-            metrics=monitor.metrics.values(),
-            steps_lost=sum(each.lost for each in lost),
-            why_lost=lost[-1].why_lost if lost else "",
-            steps_skipped=0 if self.counts_steps else self.run.step_batches.skipped_steps,
-            compares=self.run.comparisons.is_enabled,
-            **fields,
-        )
-
-    def listed(self) -> list[CheckpointInfo]:
-        """The checkpoints with their statuses, or an empty list if the store cannot be read.
-
-        For texts about the run's end, which must not fail because of the store.
-        """
-        try:
-            return self.run.known_checkpoints.listed()
-        except StoreError:
-            return []
 
 
 def _may_continue(order: Order, error: StoreError) -> bool:

@@ -78,6 +78,25 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
     run.log.warning(line)
 
 
+def report_before_kill(run: Run, resumed: int) -> None:
+    """Reports the last rollback if the process was killed after its commit, before its event.
+
+    Then the run resumes from the target of this rollback. Without the events of earlier
+    processes it is not known whether the rollback was reported.
+
+    Args:
+        run: the parts of the run.
+        resumed: step of the checkpoint from which this process has resumed.
+    """
+    history, rollbacks = run.log.history, run.ledger.in_force
+    if not rollbacks or len(history.processes) <= 1 or run.ranks.rank != 0:
+        return
+    reported = max((each.number or 0 for each in history.rollbacks), default=0)
+    done = rollbacks[-1]
+    if done.number > reported and done.continues_at == resumed:
+        report_rollback(run, done)
+
+
 def _decided_by(order: Order) -> str | None:
     """The field `by` of a rollback's event, or None for a rule or a hook."""
     if order.reason is OrderReason.DEAD_RUN:

@@ -1,0 +1,79 @@
+"""`Stopping`: stops a run that cannot train on, with a diagnosis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from healcore.core.decision import Cause
+from healcore.events.models import Ending
+from healcore.runtime.reporting.diagnosis import explain
+from healcore.runtime.run.ending.exits import RunStopped
+from healcore.runtime.run.ending.outcome import outcome_of
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+
+class Stopping:
+    """Stops the run: whatever decides to stop calls `stop`.
+
+        failed trials    marked on disk, so that the next start undoes them
+        unread steps     counted
+        diagnosis        made of the outcome (`outcome.py`), and written as the event `stop`
+        RunStopped       raised; it leaves the loop
+
+    `Shutdown` then writes the reports and closes the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def stop(
+        self,
+        why: str,
+        error: BaseException | None = None,
+        fault: Cause = Cause(0),  # noqa: B008 -- immutable
+        onset: int | None = None,
+        repeats_skips: bool = False,
+    ) -> NoReturn:
+        """Stops the run with a diagnosis.
+
+        The trials for the trouble of the stop have failed, so the next start undoes them.
+
+        Args:
+            why: the reason, as a clause.
+            error: the exception that is the reason, or None. It becomes the cause of RunStopped.
+            fault: what kind of failure `error` is, or no flags without `error`.
+            onset: step at which the trouble begins, or None for the last unhealthy steps.
+            repeats_skips: whether the next start repeats the steps since the first skipped step,
+                also if no rollback was tried for them.
+
+        Raises:
+            RunStopped: always.
+        """
+        if error is None:
+            if onset is None:
+                onset = self.run.ledger.first_consecutive(self.run.ledger.next_step - 1)
+            self.run.next_start.mark_failed_trials(onset, repeats_skips=repeats_skips)
+        self.count_last_steps()
+        outcome = outcome_of(self.run, Ending.STOPPED, why, fault=fault)
+        text = explain(outcome)
+        good = outcome.last_good
+        self.run.log.event(
+            "stop", step=outcome.step, why=why, diagnosis=text, checkpoint=good, cause=fault or None
+        )
+        raise RunStopped(text, why, good) from error
+
+    def count_last_steps(self) -> None:
+        """Counts the unread steps at the end of a run, on which nothing acts. Not collective.
+
+        Called for the postmortem, whose counts include all steps. After an exception the ranks have
+        left their loop at different places, so no call may wait for another rank.
+        """
+        for result in self.run.step_reader.read_all():
+            self.run.progress.step += self.run.step_reader.take_count_correction()
+            several = self.run.monitor.metrics.has_several_engines
+            self.run.log.records(result.index, result.records, several=several)
+            self.run.monitor.metrics.add(result.records)
+            if any(each.skip for each in result.records):
+                self.run.ledger.skips += 1

@@ -1,0 +1,188 @@
+"""`Resumption`: continues a run from its newest intact checkpoint, at the start of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from healcore.console import counted, first_of
+from healcore.runtime.data.other_ranks import position_of_other_ranks
+from healcore.runtime.driver import Engines
+from healcore.runtime.run.compare.comparison_state import ComparisonState
+from healcore.runtime.run.data_state import SavedDataState
+from healcore.runtime.run.engine_states import limit_norms
+from healcore.runtime.run.healthy_ranges import HealthyValues
+from healcore.runtime.run.restore.changed_model import advice_for, forget_changes
+from healcore.runtime.run.restore.stored import SavedCheckpoint, loader_positions
+from healcore.runtime.run.restore.trials import failed_trials, without_failed_trials
+from healcore.runtime.run.rollback.rate_limits import limit_rates
+from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.store.checkpoints import StateMismatch
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+
+class Resumption:
+    """Resumes a run in a new process, and leaves out what failed trials have changed.
+
+        parameter groups   added to the optimizer, as the run had done in its loop
+        weights            loaded with the engines; copies of older weights for the comparisons
+        facts of the run   comparisons, ledger, monitor and loaders continue from the checkpoint;
+                           attempts and settings from the newest record
+        a new attempt      begins at the step
+
+    All ranks load the same checkpoint, or none does. The start (`start._resume`) chooses the
+    checkpoints that may be used, and reports the result.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def resume(
+        self, newest: RunRecord | None, steps: list[int]
+    ) -> tuple[int, SavedDataState | None]:
+        """Resumes from the first intact checkpoint of `steps`, at the start of a process.
+
+        Args:
+            newest: the newest record in the store, or None. The run continues with its attempts and
+                its settings, also if an older checkpoint has to be loaded.
+            steps: steps of the checkpoints, in descending order.
+
+        Returns:
+            The step, and the argument of `DataState.put_back` for when the loop has a loader.
+
+        Raises:
+            NoGoodCheckpoint: no checkpoint is intact.
+            StateMismatch: the newest intact one is of another state. An older checkpoint that fits
+                would lose the steps since then.
+        """
+        trials = failed_trials(newest)
+        if trials is not None and trials.oldest in steps:
+            steps = [each for each in steps if each <= trials.oldest]
+        self._add_param_groups(steps)
+        load = partial(self._load_resumed, newest=newest)
+        try:
+            weights, saved = self.run.stored_checkpoints.load_first_intact(steps, load)
+        except StateMismatch as error:
+            where = self.run.store.place
+            raise replace(error, where=where, advice=advice_for(newest)) from None
+        own, _ = without_failed_trials(saved, newest)
+        self._continue_from(own, saved, weights)
+        record = self.run.record
+        record.continue_from(newest or own)
+        if trials is not None:
+            record.trials = None
+        record.part_growth.on_rollback(own.step)
+        record.evaluation_growth.on_rollback(own.step)
+        forget_changes(self.run, since=own.step)
+        self.run.driver.structure_changes()  # those of the restart itself
+        self.run.saver.begin_attempt(own.step)
+        return own.step, saved.data_state
+
+    def _add_param_groups(self, steps: Sequence[int]) -> None:
+        """Adds the parameter groups of the newest checkpoint that the program has not added yet."""
+        groups = self.run.stored_checkpoints.param_groups(steps)
+        added = self.run.driver.add_param_groups(groups) if groups else []
+        if added:
+            self.run.log.info(
+                f"the optimizer has received {counted(len(added), 'parameter')} that the run had "
+                f"added with add_param_group: {first_of(added)}. A call for the same parameters "
+                "finds the group there"
+            )
+
+    def _load_resumed(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> dict[int, Any]:
+        """Loads the state of a checkpoint of an earlier process.
+
+        Returns:
+            Step -> weights of that step, which a comparison needs.
+        """
+        own, engines = without_failed_trials(saved, newest)
+        weights = self._copies(own.comparisons, saved.step)
+        repeats = own.repeats_undone_steps(saved.step)
+        reset = repeats and self.run.policy.rollback.reset_moments
+        if not self.run.comparisons.is_enabled:
+            engines = limit_norms(self.run.policy.engine, engines, {})
+        self.run.program_state.load(saved.state, engines, reset=reset)
+        if failed_trials(newest) is not None:
+            self._apply_rates(engines)
+        needed: list[int] = []
+        if own.comparisons is not None and self.run.comparisons.is_enabled:
+            needed = own.comparisons.needed()
+        if saved.step in needed:
+            weights[saved.step] = self.run.driver.copy_weights()
+        return weights
+
+    def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
+        """The weights of older checkpoints that a comparison needs, by step; changes live state.
+
+        A checkpoint that some rank cannot load is skipped. The resumed one is not affected.
+        """
+        copies: dict[int, Any] = {}
+        if saved is None or not self.run.comparisons.is_enabled:
+            return copies
+        for step in saved.needed():
+            if step >= resumed:
+                continue
+            weights = None
+            try:
+                self.run.program_state.load_step(step)
+                weights = self.run.driver.copy_weights()
+            except Exception as error:
+                problem = f"the weights of checkpoint {step} cannot be compared: {error}"
+                self.run.log.event("problem", step=resumed, problem=problem)
+            if all(self.run.ranks.gather(weights is not None)):
+                copies[step] = weights
+        return copies
+
+    def _apply_rates(self, engines: Engines) -> None:
+        """Computes the multipliers again, for the learning rates of the loaded checkpoint."""
+        rates, engine = self.run.driver.learning_rates(), self.run.policy.engine
+        none = HealthyValues()
+        after = limit_rates(engine, engines, None, rates, healthy=False, learnt=none)
+        self.run.driver.load(None, after.engines)
+
+    def _continue_from(
+        self, own: RunRecord, saved: SavedCheckpoint, weights: Mapping[int, Any]
+    ) -> None:
+        """Continues comparisons, ledger, monitor and loaders from a checkpoint that was loaded.
+
+        Args:
+            own: the record of the checkpoint, see `without_failed_trials`.
+            saved: the checkpoint.
+            weights: result of `_load_resumed`.
+        """
+        if own.comparisons is not None:
+            batches = None
+            if saved.data_state is not None:
+                batches = saved.data_state.batches
+            self.run.comparisons.continue_from(
+                own.comparisons, weights, step=saved.step, batches=batches
+            )
+        self.run.ledger.continue_from(own.ledger, saved.step)
+        self.run.monitor.state.continue_from(own.monitor)
+        positions = {**(saved.position or {})}
+        if own.repeats_undone_steps(saved.step):
+            positions |= _kept_positions(own, saved)
+        self.run.loaders.resume(positions, own.skipped)
+
+
+def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:
+    """Number of a loader that the last rollback did not rewind -> its position, which it keeps.
+
+    If the number of ranks has changed since, its epoch begins again, as the epochs of the other
+    loaders do.
+    """
+    saved_by = None
+    for each in loader_positions(saved.position).values():
+        if "ranks" in each:
+            saved_by = each["ranks"]
+            break
+    if not saved_by:
+        return dict(own.forward)
+    moved = {}
+    for name, position in own.forward.items():
+        moved[name] = position_of_other_ranks(position, saved_by)
+    return moved
