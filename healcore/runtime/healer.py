@@ -446,7 +446,7 @@ class Healer(Generic[State]):
             HealerError: the call is outside the Healer's block.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        return self._live.loop.after_step(last=last)
+        return self._live.loop.after_step(last=last) is not None
 
     def loss(self, batch: object, optimizer: str | None = None) -> Any:
         """torch: calls `loss_fn` on one (micro-)batch, and observes the loss.

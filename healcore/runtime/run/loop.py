@@ -29,7 +29,7 @@ from healcore.core.errors import HealcoreError
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
-from healcore.runtime.reporting.nonfinite_steps import FROM_START
+from healcore.runtime.run.batch_loop import BatchLoop
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
 from healcore.runtime.run.ending.judgement import stop_if_not_trained
@@ -56,6 +56,8 @@ class Loop:
         use: how the program uses the loop, for the end of the run.
         reading_error: error of the program that the reading of a step has shown, such as a step
             from an older state in JAX, or None. Nothing is saved after it.
+        has_random_states: whether the random states of the checkpoint were restored for the loop
+            that runs.
     """
 
     def __init__(self, run: Run, *, has_trainer: bool) -> None:
@@ -64,10 +66,9 @@ class Loop:
         self.has_trainer = has_trainer
         self.use = LoopUse(run)
         self.reading_error: HealcoreError | None = None
-        self._has_random_states = False
-        """Whether the random states of the checkpoint were restored for the loop that runs."""
-        self._update_rolled_back = False
-        """Whether an `update` since the last `after_step` has rolled back."""
+        self.has_random_states = False
+        self._rolled_back_by_update: RollbackRecord | None = None
+        """The newest rollback by an `update` since the last `after_step`, or None without one."""
         self._yielded_step: int | None = None
         """Index of the step that a loop over `steps` has yielded and whose body runs, or None
         outside of a body."""
@@ -87,8 +88,8 @@ class Loop:
         that asks for the number of the step has not lost count, so `own_count_obstacle` is gone.
         """
         self.use.own_count_obstacle = ""
-        if not self._has_random_states:
-            self._has_random_states = True
+        if not self.has_random_states:
+            self.has_random_states = True
             self.run.pass_states.restore()
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -131,7 +132,7 @@ class Loop:
                     self.run.saver.keep_weight_sample()
                 else:
                     epoch = self._return_to_epoch()
-            self._judge_at_end()
+            self.judge_at_end()
             self.use.reached_end = True
         finally:
             loaders.epoch_loop.can_return = False
@@ -180,22 +181,22 @@ class Loop:
         """
         progress = self.run.progress
         warm_up = WarmUp(self.run, total, warmup)
-        self._has_random_states = False
+        self.has_random_states = False
         self.run.recovery.begin_counted_steps()
         if self.phase is LoopPhase.COMPLETED:
             self.run.loaders.pass_over_completed()
             self.use.reached_end = True
             return
         while True:
-            rolled_back = self.after_step()
-            warm_up.count(rolled_back=rolled_back)
+            rollback = self.after_step()
+            warm_up.count(rolled_back=rollback is not None)
             if progress.step < total:
                 self._yielded_step = progress.step
                 self.use.in_body = True
                 yield progress.step
                 self.use.in_body = False
                 self._yielded_step = None
-            elif not self.after_step(last=True):
+            elif self.after_step(last=True) is None:
                 self.use.reached_end = True
                 return
             # Otherwise the last steps were rolled back, and the loop repeats them.
@@ -210,8 +211,7 @@ class Loop:
         """Yields the batches of a loader, and does the work between two steps after each of them.
 
         After a rollback the same iterator yields the batches of the checkpoint again, if the loader
-        can be rewound. An evaluation in the body of a training loop only reads: a restart does not
-        repeat the rest of the body, so a save or rollback waits for the training loop.
+        can be rewound. `BatchLoop` does the work, from the first `next` on.
 
         Args:
             loader: any iterable of batches, or a function that makes one for each epoch.
@@ -219,74 +219,10 @@ class Loop:
             epoch: number of the epoch in the program's own loop, or None.
             limit: number of an epoch -> max batches of it, or None for no limit. Trainers have one.
 
-        Raises:
-            DataError: the loader cannot be iterated over, or `epoch` cannot be its next epoch.
-            RunStopped, Terminated, EndRequested: as in `Healer.batches`.
+        Returns:
+            An iterator over the batches. It raises what `BatchLoop.batches` raises.
         """
-        batches, progress, hang_guard = self.run.batches, self.run.progress, self.run.hang_guard
-        self.queue_dispatch()
-        known = self.run.loaders.find(loader)
-        if self.returns_to_epoch and (known is None or known.trains):
-            return
-        if self.phase is LoopPhase.COMPLETED and self.run.loaders.is_of_completed_run(
-            loader, epoch
-        ):
-            return
-        acts = not self._is_evaluation(known)
-        begun = batches.begin(loader, epochs, epoch, limit)
-        self._has_random_states = True
-        if known is not None and known.trains:  # what the code before this pass has changed
-            self.run.saver.keep_weight_sample()
-        if acts:  # after a `break` the loop continues from `begun`
-            self.after_step()
-        has_stepped = False  # in the body of the last batch
-        while True:
-            if self.returns_to_epoch and begun.trains:
-                hang_guard.pause()
-                begun.leave_loop()
-                return
-            try:
-                hang_guard.watch()
-                batch = batches.next(begun, directly_after_step=has_stepped)
-            except StopIteration:
-                hang_guard.pause()
-                if not self._roll_back_at_end(begun):
-                    break
-                has_stepped = False
-                continue
-            finally:
-                batches.log_skipped(begun)
-            hang_guard.watch()
-            in_outer_body = self.use.in_body
-            self.use.in_body = True
-            try:
-                yield batch
-                self.use.in_body = in_outer_body
-            except GeneratorExit:  # the loop was left by `break`
-                hang_guard.pause()
-                begun.leave_by_break()
-                if self._has_taken_yielded_step and not begun.trains:
-                    begun.pending_ids = []  # an evaluation: no step uses its batches
-                if self.use.reached_end and not begun.trains:  # an evaluation after the training
-                    self.use.in_body = in_outer_body
-                raise
-            finally:
-                begun.end_use()
-            step_before = progress.step
-            self.queue_dispatch()
-            has_stepped = progress.step > step_before
-            if not self._is_evaluation(begun):
-                self.after_step()
-        evaluates = self._is_evaluation(begun)
-        batches.end(begun, evaluates=evaluates)
-        # A pass with a number is one of several, as a pass of few steps may be.
-        may_be_last = (
-            epoch is None
-            and not self.run.loaders.epoch_loop.can_return
-            and progress.step >= FROM_START
-        )
-        if may_be_last and begun.trains and not evaluates:
-            self._judge_at_end()
+        return BatchLoop(self.run, loader, epochs, epoch, limit).batches()
 
     def scan(self, blocks: ScanBlocks, dispatch: Callable[[int, int, int], None]) -> None:
         """Dispatches blocks of updates that JAX compiles as a whole; see `Healer.scan`.
@@ -306,7 +242,7 @@ class Loop:
             dispatch(blocks.first, blocks.count, blocks.next_count)
         self.use.reached_end = True
 
-    def _is_evaluation(self, loader: RunLoader | None) -> bool:
+    def is_evaluation(self, loader: RunLoader | None) -> bool:
         """Whether an evaluation in the body of a training loop reads this loader.
 
         A restart does not repeat the rest of the body, so the work between two steps waits for it.
@@ -316,14 +252,14 @@ class Loop:
         for each in self.run.loaders:
             if each.in_use and each.trains:
                 return True
-        return self._has_taken_yielded_step
+        return self.has_taken_yielded_step
 
     @property
-    def _has_taken_yielded_step(self) -> bool:
+    def has_taken_yielded_step(self) -> bool:
         """Whether the body of a loop over `steps` has taken its step. What follows evaluates."""
         return self._yielded_step is not None and self.run.progress.step > self._yielded_step
 
-    def after_step(self, *, last: bool = False) -> bool:
+    def after_step(self, *, last: bool = False) -> RollbackRecord | None:
         """Does the work between two steps in a loop that reads its own batches.
 
         Args:
@@ -331,15 +267,15 @@ class Loop:
                 steps are read, and nothing is saved.
 
         Returns:
-            Whether the run was rolled back, here or in an `update` since the last call.
+            The rollback, here or in an `update` since the last call, or None without one.
         """
-        rolled_back = self._between_steps(last=last) or self._update_rolled_back
-        self._update_rolled_back = False
-        if last and not rolled_back:
-            self._judge_at_end()
-        return rolled_back
+        rollback = self._between_steps(last=last) or self._rolled_back_by_update
+        self._rolled_back_by_update = None
+        if last and rollback is None:
+            self.judge_at_end()
+        return rollback
 
-    def _judge_at_end(self) -> None:
+    def judge_at_end(self) -> None:
         """Stops a run that has not trained, before the code after its loop uses the weights.
 
         Ranks may end their loops at different steps, and the judgement is collective, so a run of
@@ -370,40 +306,47 @@ class Loop:
             raise IncompleteRun(f"healcore: {self.use.own_count_obstacle}")
         take_state()
         loader = self.run.loaders.last_trained
-        rolled_back = self._between_steps()
-        if not rolled_back and loader is not None and loader.in_use and loader.at_end:
-            rolled_back = self._roll_back_at_end(loader)
-        self._update_rolled_back |= rolled_back
+        rollback = self._between_steps()
+        if rollback is None and loader is not None and loader.in_use and loader.at_end:
+            rollback = self.roll_back_at_end(loader)
+        if rollback is not None:
+            self._rolled_back_by_update = rollback
 
-    def _between_steps(self, *, last: bool = False) -> bool:
+    def _between_steps(self, *, last: bool = False) -> RollbackRecord | None:
         """Does the work between two steps, in the order of the drawing at the top of this file.
 
         Args:
             last: as for `after_step`.
 
         Returns:
-            Whether the run was rolled back. The rest of the work is done after the next step then.
+            The rollback, or None without one. After a rollback the rest of the work waits for the
+            next step.
         """
         run, step_batches = self.run, self.run.step_batches
         run.hang_guard.pause()
         self.use.was_used = True
         self.queue_dispatch()
-        if self.use.own_count_obstacle or not self._has_random_states:
+        if self.use.own_count_obstacle or not self.has_random_states:
             self.continue_by_step_number()
         has_stepped = self.phase is LoopPhase.AFTER_STEP
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()
         if self.phase is not LoopPhase.COMPLETED:
             self.phase = LoopPhase.BEFORE_STEP
+        rollback: RollbackRecord | None = None
         if last:
-            return (has_stepped and self._skip_if_nonfinite()) or self._roll_back_at_end()
+            if has_stepped:
+                rollback = self._skip_if_nonfinite()
+            return rollback or self.roll_back_at_end()
         if has_stepped:
             self._structure.note()
-            if self.read_and_act() or self._skip_if_nonfinite() or self._save_when_due():
-                return True
+            rollback = self.read_and_act() or self._skip_if_nonfinite() or self._save_when_due()
+            if rollback is not None:
+                return rollback
             if run.holding.freezing_changes(run.progress.step):
-                if self.read_and_act(every=True):
-                    return True
+                rollback = self.read_and_act(every=True)
+                if rollback is not None:
+                    return rollback
                 run.holding.update_freezing(run.progress.step)
             run.end_requests.vote_when_due(run.progress.step, run.log)
             run.saver.poll()
@@ -414,7 +357,7 @@ class Loop:
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
         may_end = step_batches.between_steps or waiting >= _MAX_WITHOUT_STEP
         run.end_requests.raise_or_propose(may_end=may_end)
-        return False
+        return None
 
     def _warn_of_unseen_steps(self, waiting: int) -> None:
         """Warns a loop that reads batches and takes no step of an optimizer in the state.
@@ -485,7 +428,7 @@ class Loop:
         run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()
 
-    def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
+    def roll_back_at_end(self, loader: RunLoader | None = None) -> RollbackRecord | None:
         """Rolls back at the end of the data if the last steps require it.
 
         Without this, the final weights would keep the damage of the last steps, because no later
@@ -496,27 +439,31 @@ class Loop:
             loader: the loader that has ended, or None for a loop that reads its own batches.
 
         Returns:
-            Whether the run was rolled back, so that the loop has to continue.
+            The rollback, after which the loop has to continue, or None without one.
         """
         alone = self.run.ranks.world == 1
         of_training = loader in (None, self.run.loaders.last_trained)
         self.queue_dispatch()
-        if not (alone or of_training) or (loader is not None and self._is_evaluation(loader)):
-            return False  # one rank may evaluate alone, and reading steps is collective
-        if self.read_and_act(every=True):
-            return True
-        nonfinite = self.run.nonfinite_state
+        if not (alone or of_training) or (loader is not None and self.is_evaluation(loader)):
+            return None  # one rank may evaluate alone, and reading steps is collective
+        rollback = self.read_and_act(every=True)
+        if rollback is not None:
+            return rollback
         verdict = None
         if of_training and not self.run.loaders.epoch_loop.has_more_epochs:
             newest = self.run.progress.step - 1
             verdict = self.run.comparisons.suspicion.decide_at_end(newest)
-        if verdict is not None and self._note_rollback(self.run.better_weights.carry_out(verdict)):
-            return True
-        return alone and self._note_rollback(nonfinite.roll_back_if_saved(at_end=of_training))
+        if verdict is not None:
+            rollback = self.run.better_weights.carry_out(verdict)
+        if rollback is None and alone:
+            rollback = self.run.nonfinite_state.roll_back_if_saved(at_end=of_training)
+        if rollback is not None:
+            self._on_rollback()
+        return rollback
 
     # -- reading --------------------------------------------------------------------------------
 
-    def read_and_act(self, *, every: bool = False) -> bool:
+    def read_and_act(self, *, every: bool = False) -> RollbackRecord | None:
         """Reads the steps that are due, and carries out their orders.
 
         Args:
@@ -524,15 +471,17 @@ class Loop:
                 newest steps stay queued until their records have arrived.
 
         Returns:
-            Whether the run was rolled back. The rollback undoes the steps after the order, so they
-            are not read.
+            The rollback, or None without one. It undoes the steps after the order, so they are not
+            read.
         """
         for result, order in self._process_due(every=every):
-            if self._note_rollback(self.run.recovery.act(result, order)):
-                return True
+            rollback = self.run.recovery.act(result, order)
+            if rollback is not None:
+                self._on_rollback()
+                return rollback
             if order is not None and order.action & Action.SAVE:
                 self.run.saver.save(SaveReason.ORDERED)
-        return False
+        return None
 
     def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Order | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
@@ -550,12 +499,10 @@ class Loop:
             yield result, order
         run.hang_guard.pause()
 
-    def _note_rollback(self, done: RollbackRecord | None) -> bool:
-        """What the loop does after a rollback. Returns whether there was one."""
-        if done is not None:
-            self.run.end_requests.on_rollback()
-            self._explain_epochs()
-        return done is not None
+    def _on_rollback(self) -> None:
+        """Does what a rollback asks of the loop, however it came about."""
+        self.run.end_requests.on_rollback()
+        self._explain_epochs()
 
     def _explain_epochs(self) -> None:
         """Says that the program's own number of the epoch is wrong after a rollback, if it is."""
@@ -569,37 +516,45 @@ class Loop:
             "goes back too, or use healer.epoch"
         )
 
-    def _skip_if_nonfinite(self) -> bool:
-        """Skips the batch that brings back NaN or Inf. Returns whether the run was rolled back.
+    def _skip_if_nonfinite(self) -> RollbackRecord | None:
+        """Skips the batch that brings back NaN or Inf, by a rollback to before its step.
 
-        Orders of the steps before come first.
+        Returns:
+            The rollback, or None without one. Orders of the steps before come first, so it may be
+            the rollback of such an order.
         """
         nonfinite = self.run.nonfinite_state
         arrays = nonfinite.came_back()
         if not arrays:
-            return False
-        if self.read_and_act(every=True):
-            return True
-        return self._note_rollback(nonfinite.skip_last_batch(arrays))
+            return None
+        rollback = self.read_and_act(every=True)
+        if rollback is not None:
+            return rollback
+        rollback = nonfinite.skip_last_batch(arrays)
+        if rollback is not None:
+            self._on_rollback()
+        return rollback
 
-    def _save_when_due(self) -> bool:
-        """Saves if a save is due. Returns whether the run was rolled back instead."""
+    def _save_when_due(self) -> RollbackRecord | None:
+        """Saves if a save is due. Returns the rollback that was made instead, or None."""
         if not self.run.schedule.due() or self.run.step_batches.within_batch:
-            return False
+            return None
         if self.run.loaders.epoch_loop.names_epochs:
             for each in self.run.loaders:
                 ends = each.trains and each.in_loop and each.at_end
                 if ends and each.next_id.index > 1:
-                    return False  # a restart would run the code after the epoch without its batches
+                    return None  # a restart would run the code after the epoch without its batches
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.
-        if self.read_and_act(every=True):
-            return True
-        if not self.run.schedule.delayed:
-            if self._note_rollback(self.run.nonfinite_state.roll_back_if_saved()):
-                return True
-            self.run.saver.save(SaveReason.REGULAR)
-        return False
+        rollback = self.read_and_act(every=True)
+        if rollback is not None or self.run.schedule.delayed:
+            return rollback
+        rollback = self.run.nonfinite_state.roll_back_if_saved()
+        if rollback is not None:
+            self._on_rollback()
+            return rollback
+        self.run.saver.save(SaveReason.REGULAR)
+        return None
 
     # -- the end, see `shutdown` ----------------------------------------------------------------
 
