@@ -28,7 +28,6 @@ from healcore.core.decision import Action, names_of
 from healcore.core.errors import HealcoreError
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
-from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.run.batch_loop import BatchLoop
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
@@ -36,14 +35,17 @@ from healcore.runtime.run.ending.judgement import stop_if_not_trained
 from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.loop_use import LoopUse
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.program_watch import MAX_ITERATIONS, StructureChanges, WarmUp
+from healcore.runtime.run.program_watch import (
+    MAX_ITERATIONS,
+    MAX_WITHOUT_STEP,
+    StructureChanges,
+    WarmUp,
+    warn_of_unseen_steps,
+)
 from healcore.runtime.run.steps import StepResult
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
-
-_MAX_WITHOUT_STEP = 100
-"""Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
 
 
 class Loop:
@@ -82,12 +84,26 @@ class Loop:
         self.run.saver.keep_weight_sample()
 
     def continue_by_step_number(self) -> None:
-        """Begins or continues a loop that has data of its own and knows the number of the step.
+        """Begins or continues a loop that takes the number of its next step from the Healer.
 
-        A restart restores random states here, because the loop has no loader that does so. A loop
-        that asks for the number of the step has not lost count, so `own_count_obstacle` is gone.
+        Called when the program reads `Healer.step`, and between two steps. It has two effects:
+
+        - The first call after a restart restores random states (`_restore_random_states`).
+        - The loop does not count its steps itself, so it has not lost count where a checkpoint has
+          replaced its snapshot. `own_count_obstacle` would end such a loop, and is dropped.
         """
         self.use.own_count_obstacle = ""
+        self._restore_random_states()
+
+    def _restore_random_states(self) -> None:
+        """Restores the random states of the checkpoint, once for a loop with data of its own.
+
+        For a loop over a loader, `RunBatches.begin` restores them. A loop with data of its own
+        calls nothing of the Healer before it draws its first batch: it only reads the number of the
+        step. If the states were restored at the start of the run, the set-up of the program would
+        draw from them. If they were restored at the first step, the first batch would be another
+        one. After the first step, `PassStates.restore` changes nothing.
+        """
         if not self.has_random_states:
             self.has_random_states = True
             self.run.pass_states.restore()
@@ -290,6 +306,15 @@ class Loop:
         if self.run.progress.steps_taken:
             stop_if_not_trained(self.run)
 
+    def check_own_count(self) -> None:
+        """Ends a program whose loop counts its steps itself, if the count is wrong since the start.
+
+        Raises:
+            IncompleteRun: the loop counts steps itself, and a checkpoint has replaced its snapshot.
+        """
+        if self.use.own_count_obstacle:
+            raise IncompleteRun(f"healcore: {self.use.own_count_obstacle}")
+
     def update(self, take_state: Callable[[], None]) -> None:
         """Takes the state of a step in JAX, and does the work between two steps.
 
@@ -300,10 +325,9 @@ class Loop:
             take_state: gives the state of the step to the driver.
 
         Raises:
-            IncompleteRun: the loop counts steps itself, and a checkpoint has replaced its snapshot.
+            IncompleteRun: see `check_own_count`.
         """
-        if self.use.own_count_obstacle:
-            raise IncompleteRun(f"healcore: {self.use.own_count_obstacle}")
+        self.check_own_count()
         take_state()
         loader = self.run.loaders.last_trained
         rollback = self._between_steps()
@@ -352,30 +376,12 @@ class Loop:
             run.saver.poll()
         self.log_warnings()
         waiting = len(step_batches.pending_ids)
-        if waiting in (_MAX_WITHOUT_STEP, MAX_ITERATIONS):
-            self._warn_of_unseen_steps(waiting)
+        if waiting in (MAX_WITHOUT_STEP, MAX_ITERATIONS):
+            warn_of_unseen_steps(run, waiting)
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        may_end = step_batches.between_steps or waiting >= _MAX_WITHOUT_STEP
+        may_end = step_batches.between_steps or waiting >= MAX_WITHOUT_STEP
         run.end_requests.raise_or_propose(may_end=may_end)
         return None
-
-    def _warn_of_unseen_steps(self, waiting: int) -> None:
-        """Warns a loop that reads batches and takes no step of an optimizer in the state.
-
-        Such a program may train an optimizer that is not in the state. Then its weights change
-        before the first step, or it reads more batches than any gradient accumulation.
-
-        Args:
-            waiting: number of batches since the last step.
-        """
-        run, step, loader = self.run, self.run.progress.step, self.run.step_batches.last_read
-        weights_change = False
-        if waiting == _MAX_WITHOUT_STEP and not step:
-            weights_change = run.driver.settings()[WEIGHTS] != run.record.settings.get(WEIGHTS)
-        trains = loader is not None and (loader.trains or not step)
-        if trains and (weights_change or waiting == MAX_ITERATIONS):
-            obstacle = "the state needs the optimizer whose step() the loop calls"
-            self.warn(f"{waiting} batches without a step that the Healer sees: {obstacle}")
 
     def mark_step_unfinished(self) -> None:
         """Says that a trainer has ended an epoch, and still has to evaluate, log or save."""
@@ -460,6 +466,26 @@ class Loop:
         if rollback is not None:
             self._on_rollback()
         return rollback
+
+    # -- calls of the program between two steps -------------------------------------------------
+
+    def expect_change(self) -> None:
+        """Prepares for a change that the program announces; see `Healer.expect_change`."""
+        self.run.driver.expect_change()
+        self.run.saver.keep_weight_sample()
+        self.run.comparisons.pause_until(self.run.progress.step + 1)
+
+    def save(self) -> None:
+        """Saves a checkpoint because the program asks for it; see `Healer.save`."""
+        self.queue_dispatch()
+        if self.returns_to_epoch:
+            self.run.log.info(
+                f"step {self.run.progress.step}: not saved, because healer.epochs is about to "
+                "return to the epoch of the rollback"
+            )
+            return
+        self.run.saver.save(SaveReason.REQUESTED)
+        self.run.saver.keep_weight_sample()
 
     # -- reading --------------------------------------------------------------------------------
 
