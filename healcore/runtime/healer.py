@@ -23,10 +23,12 @@ from healcore.runtime.healer_options import AttachOptions, Options
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.optional_driver import OptionalMethods
 from healcore.runtime.reporting.trackers import TrackersLike, select
+from healcore.runtime.run.batch_loop import BatchLoop, loop_over_blocks
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
 from healcore.runtime.run.ending.shutdown import Shutdown
+from healcore.runtime.run.number_loops import loop_over_epochs, loop_over_steps
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
 from healcore.runtime.run_options import (
@@ -324,7 +326,8 @@ class Healer(Generic[State]):
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise ValueError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
-        return Batches(self, self._live.loop.batches(loader, epochs, epoch), loader, epochs)
+        batches = BatchLoop(self._live, loader, epochs, epoch).batches()
+        return Batches(self, batches, loader, epochs)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yields the numbers of the epochs, after a restart from the epoch that was interrupted.
@@ -348,7 +351,7 @@ class Healer(Generic[State]):
             HealerError: the call is outside the Healer's block.
             RunStopped, Terminated, EndRequested: as in `batches`, if an epoch is one step.
         """
-        return self._live.loop.epochs(total)
+        return loop_over_epochs(self._live, total)
 
     def steps(self, total: int, *, warmup: int | None = None) -> Iterator[int]:
         """Yields the numbers of the steps, and does the work between two steps.
@@ -381,7 +384,7 @@ class Healer(Generic[State]):
         """
         if warmup is not None and (type(warmup) is not int or warmup < 0):
             raise ValueError(f"warmup is a whole number of iterations >= 0, not {warmup!r}")
-        return self._live.loop.steps(total, warmup)
+        return loop_over_steps(self._live, total, warmup)
 
     def after_step(self, *, last: bool = False) -> bool:
         """Does the work between two steps in a loop without `batches`.
@@ -622,7 +625,7 @@ class Healer(Generic[State]):
                 "optimizer)), and merge them in `update`"
             )
         scan = loops.begin_scan(update, state, donate=donate)
-        run.loop.scan(blocks, scan.run)
+        loop_over_blocks(run, blocks, scan.run)
         return self.state, scan.outputs()
 
     # -- the state and the run, in torch and in JAX ---------------------------------------------

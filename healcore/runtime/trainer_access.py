@@ -11,6 +11,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
+from healcore.runtime.run.batch_loop import BatchLoop
 from healcore.runtime.run.run import Run
 
 Inputs: TypeAlias = Any
@@ -160,7 +161,7 @@ class TrainerAccess:
             An iterator over the batches, as the loader yields them. After a rollback it continues
             with the batches of the restored position.
         """
-        return self._run.loop.batches(loader, None, None, epoch_length)
+        return BatchLoop(self._run, loader, None, limit=epoch_length).batches()
 
     @property
     def read_position(self) -> ReadPosition:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.run_loader import RunLoader
+from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.reporting.nonfinite_steps import FROM_START
 
 if TYPE_CHECKING:
@@ -23,17 +24,19 @@ if TYPE_CHECKING:
 
 
 class BatchLoop:
-    """One loop over the batches of a loader, as `Loop.batches` begins it.
+    """One loop over the batches of a loader; the behaviour of `Healer.batches`.
 
-    An evaluation in the body of a training loop only reads: a restart does not repeat the rest of
-    the body, so a save or a rollback waits for the training loop (`Loop.is_evaluation`).
+    After a rollback the same loop yields the batches of the checkpoint again, if the loader can be
+    rewound. An evaluation in the body of a training loop only reads: a restart does not repeat the
+    rest of the body, so a save or a rollback waits for the training loop (`Loop.is_evaluation`).
 
     Args:
         run: the parts of the run.
-        given: the loader as the program passes it.
+        given: the program's loader: any iterable of batches, or a function that makes one for each
+            epoch.
         epochs: passes over the loader, or None for no end.
         epoch: number of the epoch in the program's own loop, or None.
-        limit: number of an epoch -> max batches of it, or None for no limit.
+        limit: number of an epoch -> max batches of it, or None for no limit. Trainers have one.
     """
 
     def __init__(
@@ -41,8 +44,8 @@ class BatchLoop:
         run: Run,
         given: Any,
         epochs: int | None,
-        epoch: int | None,
-        limit: Callable[[int], int] | None,
+        epoch: int | None = None,
+        limit: Callable[[int], int] | None = None,
     ) -> None:
         self._run = run
         self._loop = run.loop
@@ -63,6 +66,8 @@ class BatchLoop:
 
     def batches(self) -> Iterator[Any]:
         """Yields the batches, and does the work between two steps after each of them.
+
+        Nothing happens before the first `next`.
 
         Raises:
             DataError: the loader cannot be iterated over, or `epoch` cannot be its next epoch.
@@ -169,3 +174,27 @@ class BatchLoop:
         is_one_of_several = self._epoch is not None or self._run.loaders.epoch_loop.can_return
         if not is_one_of_several and self._run.progress.step >= FROM_START:
             loop.judge_at_end()
+
+
+def loop_over_blocks(
+    run: Run, blocks: ScanBlocks, dispatch: Callable[[int, int, int], None]
+) -> None:
+    """Dispatches blocks of updates that JAX compiles as a whole; see `Healer.scan`.
+
+    A block is the batch of this loop: the work between two steps follows each block.
+
+    Args:
+        run: the parts of the run.
+        blocks: the blocks of updates, which are the batches of this loop.
+        dispatch: dispatches a block. It takes the number of the block's first update, the number of
+            updates in the block, and the number of updates in the next block, or 0.
+
+    Raises:
+        RunStopped, Terminated, EndRequested: as in `Healer.batches`.
+    """
+    epoch = None
+    if run.loaders.epoch_loop.can_return:  # in a loop over `epochs`
+        epoch = run.loaders.epoch_loop.next_epoch
+    for _ in BatchLoop(run, blocks, 1, epoch).batches():
+        dispatch(blocks.first, blocks.count, blocks.next_count)
+    run.loop.use.reached_end = True

@@ -1,8 +1,13 @@
 """`Loop`: what happens between two steps of a run, for every kind of training loop.
 
-A program hands its loop over to the Healer (`batches`, `epochs`, `steps`, `scan`), or calls the
-Healer in a loop of its own (`after_step`, `update`). Trainers do the same through `TrainerAccess`.
-All of these calls end in `Loop._between_steps`, which has the order of the work:
+A program hands its loop over to the Healer, or calls the Healer in a loop of its own:
+
+    batches, scan         `batch_loop.py`     call `Loop.after_step`
+    epochs, steps         `number_loops.py`   call `Loop.after_step`
+    after_step, update                        are `Loop.after_step` and `Loop.update`
+
+Trainers do the same through `TrainerAccess`. All of these calls end in `Loop._between_steps`, which
+has the order of the work:
 
     the program's step            Loop                                   phase
     ------------------            ----                                   -----
@@ -22,13 +27,11 @@ The host reads a record a fixed number of steps later, so that it does not wait 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from healcore.core.decision import Action, names_of
 from healcore.core.errors import HealcoreError
 from healcore.runtime.data.run_loader import RunLoader
-from healcore.runtime.data.scan_blocks import ScanBlocks
-from healcore.runtime.run.batch_loop import BatchLoop
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
 from healcore.runtime.run.ending.judgement import stop_if_not_trained
@@ -39,7 +42,6 @@ from healcore.runtime.run.program_watch import (
     MAX_ITERATIONS,
     MAX_WITHOUT_STEP,
     StructureChanges,
-    WarmUp,
     warn_of_unseen_steps,
 )
 from healcore.runtime.run.steps import StepResult
@@ -71,11 +73,6 @@ class Loop:
         self.has_random_states = False
         self._rolled_back_by_update: RollbackRecord | None = None
         """The newest rollback by an `update` since the last `after_step`, or None without one."""
-        self._yielded_step: int | None = None
-        """Index of the step that a loop over `steps` has yielded and whose body runs, or None
-        outside of a body."""
-        self._step_is_epoch = False
-        """Whether each epoch of a loop over `epochs` is one step without `batches`."""
         self._structure = StructureChanges(run)
 
     def on_step(self) -> None:
@@ -108,155 +105,12 @@ class Loop:
             self.has_random_states = True
             self.run.pass_states.restore()
 
-    def epochs(self, total: int) -> Iterator[int]:
-        """Yields the numbers of the epochs; the behaviour of `Healer.epochs`.
-
-        If the first epoch is one step without `batches`, the rest of the loop counts steps as
-        `steps` does, so that each epoch gets the work between two steps.
-
-        Args:
-            total: number of the epoch at which the loop ends.
-
-        Raises:
-            RunStopped, Terminated, EndRequested: as in `Healer.batches`, if epochs are steps.
-        """
-        loaders = self.run.loaders
-        loaders.epoch_loop.total_epochs = total
-        self.use.own_count_obstacle = ""
-        if self.phase is LoopPhase.COMPLETED:
-            loaders.pass_over_completed()
-            self.use.reached_end = True
-            return
-        epoch = loaders.epoch_loop.next_epoch
-        try:
-            while epoch < total:
-                self.run.pass_states.begin_pass()
-                if self._steps_are_epochs(epoch):
-                    self._step_is_epoch = True
-                    for number in self.steps(total):
-                        loaders.epoch_loop.next_epoch = number
-                        yield number
-                    return
-                loaders.begin_epoch(epoch)
-                self.use.in_body = True
-                yield epoch
-                self.use.in_body = False
-                if loaders.epoch_loop.returns_to is None:
-                    epoch += 1
-                    loaders.epoch_loop.next_epoch = epoch
-                    self.run.saver.keep_random_states()
-                    self.run.saver.keep_weight_sample()
-                else:
-                    epoch = self._return_to_epoch()
-            self.judge_at_end()
-            self.use.reached_end = True
-        finally:
-            loaders.epoch_loop.can_return = False
-
-    def _steps_are_epochs(self, epoch: int) -> bool:
-        """Whether each earlier epoch of this loop was one step, without a loader.
-
-        Args:
-            epoch: the epoch that begins. In epoch 0 of a new run nothing is known yet.
-        """
-        progress, loaders = self.run.progress, self.run.loaders
-        if not loaders.is_empty or not (epoch > 0 or progress.resumed_here):
-            return False
-        # If the code after the step of epoch 0 raises, the checkpoint has step 1, epoch 0.
-        return progress.step + self.run.driver.pending_steps() == max(epoch, 1)
-
-    def _return_to_epoch(self) -> int:
-        """Continues a loop over `epochs` at the epoch of a rollback, and returns the epoch.
-
-        The program's code after the pass has run with the restored state (an evaluation, the step
-        of a scheduler), so the state is restored once more.
-        """
-        self.run.restorer.restore_again(self.run.progress.step)
-        epoch = self.run.loaders.return_to_epoch()
-        self.run.log.info(
-            f"step {self.run.progress.step}: healer.epochs yields epoch {epoch} again"
-        )
-        return epoch
+    # -- where the program is in its loops ------------------------------------------------------
 
     @property
     def returns_to_epoch(self) -> bool:
         """Whether the rest of this epoch is dropped, because the run was rolled back before it."""
         return self.run.loaders.epoch_loop.returns_to is not None
-
-    def steps(self, total: int, warmup: int | None = None) -> Iterator[int]:
-        """Yields the numbers of the steps; the behaviour of `Healer.steps`.
-
-        Args:
-            total: number of optimizer steps at which the loop ends.
-            warmup: iterations that may pass before the first step, or None for the default of
-                `WarmUp`.
-
-        Raises:
-            IncompleteRun: too many iterations took no step.
-            RunStopped, Terminated, EndRequested: as in `Healer.batches`.
-        """
-        progress = self.run.progress
-        warm_up = WarmUp(self.run, total, warmup)
-        self.has_random_states = False
-        self.run.recovery.begin_counted_steps()
-        if self.phase is LoopPhase.COMPLETED:
-            self.run.loaders.pass_over_completed()
-            self.use.reached_end = True
-            return
-        while True:
-            rollback = self.after_step()
-            warm_up.count(rolled_back=rollback is not None)
-            if progress.step < total:
-                self._yielded_step = progress.step
-                self.use.in_body = True
-                yield progress.step
-                self.use.in_body = False
-                self._yielded_step = None
-            elif self.after_step(last=True) is None:
-                self.use.reached_end = True
-                return
-            # Otherwise the last steps were rolled back, and the loop repeats them.
-
-    def batches(
-        self,
-        loader: Any,
-        epochs: int | None,
-        epoch: int | None = None,
-        limit: Callable[[int], int] | None = None,
-    ) -> Iterator[Any]:
-        """Yields the batches of a loader, and does the work between two steps after each of them.
-
-        After a rollback the same iterator yields the batches of the checkpoint again, if the loader
-        can be rewound. `BatchLoop` does the work, from the first `next` on.
-
-        Args:
-            loader: any iterable of batches, or a function that makes one for each epoch.
-            epochs: passes over the loader, or None for no end.
-            epoch: number of the epoch in the program's own loop, or None.
-            limit: number of an epoch -> max batches of it, or None for no limit. Trainers have one.
-
-        Returns:
-            An iterator over the batches. It raises what `BatchLoop.batches` raises.
-        """
-        return BatchLoop(self.run, loader, epochs, epoch, limit).batches()
-
-    def scan(self, blocks: ScanBlocks, dispatch: Callable[[int, int, int], None]) -> None:
-        """Dispatches blocks of updates that JAX compiles as a whole; see `Healer.scan`.
-
-        A block is the batch of this loop: the work between two steps follows each block.
-
-        Args:
-            blocks: the blocks of updates, which are the batches of this loop.
-            dispatch: dispatches a block. It takes the number of the block's first update, the
-                number of updates in the block, and the number of updates in the next block, or 0.
-        """
-        loaders = self.run.loaders
-        epoch = None
-        if loaders.epoch_loop.can_return:  # in a loop over `epochs`
-            epoch = loaders.epoch_loop.next_epoch
-        for _ in self.batches(blocks, 1, epoch):
-            dispatch(blocks.first, blocks.count, blocks.next_count)
-        self.use.reached_end = True
 
     def is_evaluation(self, loader: RunLoader | None) -> bool:
         """Whether an evaluation in the body of a training loop reads this loader.
@@ -273,7 +127,10 @@ class Loop:
     @property
     def has_taken_yielded_step(self) -> bool:
         """Whether the body of a loop over `steps` has taken its step. What follows evaluates."""
-        return self._yielded_step is not None and self.run.progress.step > self._yielded_step
+        yielded = self.use.yielded_step
+        return yielded is not None and self.run.progress.step > yielded
+
+    # -- the work between two steps -------------------------------------------------------------
 
     def after_step(self, *, last: bool = False) -> RollbackRecord | None:
         """Does the work between two steps in a loop that reads its own batches.
@@ -300,7 +157,7 @@ class Loop:
         Raises:
             RunStopped: the run has not trained.
         """
-        in_outer_loop = self._yielded_step is not None
+        in_outer_loop = self.use.yielded_step is not None
         if self.is_complete or self.has_trainer or in_outer_loop or self.run.ranks.world > 1:
             return
         if self.run.progress.steps_taken:
@@ -426,7 +283,7 @@ class Loop:
         loaders = run.loaders
         loader = loaders.last_trained
         first = run.step_batches.count_dispatch(pending)
-        if self._step_is_epoch:
+        if self.use.step_is_epoch:
             loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
             run.record.monitor.loader_start = first.index
