@@ -13,7 +13,7 @@ import torch
 from healcore import Checkpoints, Healer, Hooks, Logging
 from healcore import policy as policies
 from healcore.core.decision import Action, Cause
-from healcore.errors import HealerError
+from healcore.errors import HealerError, UnknownState
 from healcore.policy import PolicyError
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.run.ending.exits import IncompleteRun
@@ -197,6 +197,11 @@ def test_used_where_it_cannot_be():
         Logging(events=3)  # type: ignore[arg-type]
     with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):
         Healer(rules(), state={}).__enter__()
+    in_jax = loop_of("jax", policy=rules()).state
+    with pytest.raises(
+        UnknownState, match=r"\(engine\), and this state is of jax: pass no `attach`"
+    ):
+        Healer(rules(), state=in_jax, attach={"engine": "host"}).__enter__()
 
 
 @BOTH_FRAMEWORKS
