@@ -41,7 +41,6 @@ from healcore.runtime.run_options import (
     Logging,
 )
 from healcore.runtime.store.several import Places, checked_places
-from healcore.runtime.trainer_access import TrainerAccess
 
 State = TypeVar("State")
 
@@ -723,14 +722,3 @@ class Healer(Generic[State]):
         if self._ending is not None:
             raise HealerError("the `with` block of this Healer has ended: create another Healer")
         return self._run
-
-
-def trainer_access_of(healer: Healer[Any]) -> TrainerAccess:
-    """Returns what the integration of a trainer uses of an open Healer.
-
-    It is not part of the public API, and may change in any release.
-
-    Args:
-        healer: an open Healer.
-    """
-    return TrainerAccess(healer._run)

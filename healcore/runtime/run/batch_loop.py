@@ -58,7 +58,8 @@ class BatchLoop:
         self._batch: Any = None
         """The batch that `_read` has read last."""
         self._has_stepped = False
-        """Whether the body of the last batch has taken a step, and no rollback has followed."""
+        """Whether a step was counted after the body of the last batch, and the next batch follows
+        directly."""
         self._is_exhausted = False
         """Whether the loader has no further batch, and no rollback has brought one back."""
         self._in_outer_body = False

@@ -14,10 +14,11 @@ from healcore.core.decision import Action
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver.blocks import Block, Scan
 from healcore.runtime import healer as healer_module
-from healcore.runtime.healer import HealerError, trainer_access_of
+from healcore.runtime.healer import HealerError
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run_options import Hooks
+from healcore.runtime.trainer_access import trainer_access_of
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import SKIPS, rules
 from tests.jax.bit_comparison import assert_same_bits
