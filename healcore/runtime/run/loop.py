@@ -80,6 +80,8 @@ class Loop:
         self.run.hang_guard.on_step()
         self.run.saver.keep_weight_sample()
 
+    # -- the loops of the program ---------------------------------------------------------------
+
     def continue_by_step_number(self) -> None:
         """Begins or continues a loop that takes the number of its next step from the Healer.
 
@@ -105,7 +107,14 @@ class Loop:
             self.has_random_states = True
             self.run.pass_states.restore()
 
-    # -- where the program is in its loops ------------------------------------------------------
+    def check_own_count(self) -> None:
+        """Ends a program whose loop counts its steps itself, if the count is wrong since the start.
+
+        Raises:
+            IncompleteRun: the loop counts steps itself, and a checkpoint has replaced its snapshot.
+        """
+        if self.use.own_count_obstacle:
+            raise IncompleteRun(f"healcore: {self.use.own_count_obstacle}")
 
     @property
     def returns_to_epoch(self) -> bool:
@@ -130,6 +139,27 @@ class Loop:
         yielded = self.use.yielded_step
         return yielded is not None and self.run.progress.step > yielded
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether an earlier process has completed the run, so that this one trains nothing."""
+        return self.phase is LoopPhase.COMPLETED
+
+    def mark_step_unfinished(self) -> None:
+        """Says that a trainer has ended an epoch, and still has to evaluate, log or save."""
+        if self.phase is LoopPhase.BEFORE_STEP:
+            self.phase = LoopPhase.EPOCH_END
+
+    @property
+    def has_unfinished_trainer_work(self) -> bool:
+        """Whether a trainer has stepped, and still has to evaluate, log or save after the step.
+
+        An exception then leaves the work of the step incomplete, so nothing is saved. In a loop of
+        the program, the state after a step is saved.
+        """
+        if self.phase is LoopPhase.AFTER_STEP:
+            return self.has_trainer
+        return self.phase is LoopPhase.EPOCH_END
+
     # -- the work between two steps -------------------------------------------------------------
 
     def after_step(self, *, last: bool = False) -> RollbackRecord | None:
@@ -147,30 +177,6 @@ class Loop:
         if last and rollback is None:
             self.judge_at_end()
         return rollback
-
-    def judge_at_end(self) -> None:
-        """Stops a run that has not trained, before the code after its loop uses the weights.
-
-        Ranks may end their loops at different steps, and the judgement is collective, so a run of
-        several ranks is judged at the end of the block only.
-
-        Raises:
-            RunStopped: the run has not trained.
-        """
-        in_outer_loop = self.use.yielded_step is not None
-        if self.is_complete or self.has_trainer or in_outer_loop or self.run.ranks.world > 1:
-            return
-        if self.run.progress.steps_taken:
-            stop_if_not_trained(self.run)
-
-    def check_own_count(self) -> None:
-        """Ends a program whose loop counts its steps itself, if the count is wrong since the start.
-
-        Raises:
-            IncompleteRun: the loop counts steps itself, and a checkpoint has replaced its snapshot.
-        """
-        if self.use.own_count_obstacle:
-            raise IncompleteRun(f"healcore: {self.use.own_count_obstacle}")
 
     def update(self, take_state: Callable[[], None]) -> None:
         """Takes the state of a step in JAX, and does the work between two steps.
@@ -240,27 +246,6 @@ class Loop:
         run.end_requests.raise_or_propose(may_end=may_end)
         return None
 
-    def mark_step_unfinished(self) -> None:
-        """Says that a trainer has ended an epoch, and still has to evaluate, log or save."""
-        if self.phase is LoopPhase.BEFORE_STEP:
-            self.phase = LoopPhase.EPOCH_END
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether an earlier process has completed the run, so that this one trains nothing."""
-        return self.phase is LoopPhase.COMPLETED
-
-    @property
-    def has_unfinished_trainer_work(self) -> bool:
-        """Whether a trainer has stepped, and still has to evaluate, log or save after the step.
-
-        An exception then leaves the work of the step incomplete, so nothing is saved. In a loop of
-        the program, the state after a step is saved.
-        """
-        if self.phase is LoopPhase.AFTER_STEP:
-            return self.has_trainer
-        return self.phase is LoopPhase.EPOCH_END
-
     def queue_dispatch(self) -> None:
         """Counts and queues the dispatch since the last call. The next `_between_steps` acts.
 
@@ -290,6 +275,68 @@ class Loop:
         run.step_reader.push(pending, first)
         run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()
+
+    def _skip_if_nonfinite(self) -> RollbackRecord | None:
+        """Skips the batch that brings back NaN or Inf, by a rollback to before its step.
+
+        Returns:
+            The rollback, or None without one. Orders of the steps before come first, so it may be
+            the rollback of such an order.
+        """
+        nonfinite = self.run.nonfinite_state
+        arrays = nonfinite.came_back()
+        if not arrays:
+            return None
+        rollback = self.read_and_act(every=True)
+        if rollback is not None:
+            return rollback
+        rollback = nonfinite.skip_last_batch(arrays)
+        if rollback is not None:
+            self._on_rollback()
+        return rollback
+
+    def _save_when_due(self) -> RollbackRecord | None:
+        """Saves if a save is due. Returns the rollback that was made instead, or None."""
+        if not self.run.schedule.due() or self.run.step_batches.within_batch:
+            return None
+        if self.run.loaders.epoch_loop.names_epochs:
+            for each in self.run.loaders:
+                ends = each.trains and each.in_loop and each.at_end
+                if ends and each.next_id.index > 1:
+                    return None  # a restart would run the code after the epoch without its batches
+        # Unread steps may lead to an order, which a restart from this save would never see. Reading
+        # them costs no extra time, because the save waits for the device anyway.
+        rollback = self.read_and_act(every=True)
+        if rollback is not None or self.run.schedule.delayed:
+            return rollback
+        rollback = self.run.nonfinite_state.roll_back_if_saved()
+        if rollback is not None:
+            self._on_rollback()
+            return rollback
+        self.run.saver.save(SaveReason.REGULAR)
+        return None
+
+    # -- calls of the program between two steps -------------------------------------------------
+
+    def expect_change(self) -> None:
+        """Prepares for a change that the program announces; see `Healer.expect_change`."""
+        self.run.driver.expect_change()
+        self.run.saver.keep_weight_sample()
+        self.run.comparisons.pause_until(self.run.progress.step + 1)
+
+    def save(self) -> None:
+        """Saves a checkpoint because the program asks for it; see `Healer.save`."""
+        self.queue_dispatch()
+        if self.returns_to_epoch:
+            self.run.log.info(
+                f"step {self.run.progress.step}: not saved, because healer.epochs is about to "
+                "return to the epoch of the rollback"
+            )
+            return
+        self.run.saver.save(SaveReason.REQUESTED)
+        self.run.saver.keep_weight_sample()
+
+    # -- the end of the data --------------------------------------------------------------------
 
     def roll_back_at_end(self, loader: RunLoader | None = None) -> RollbackRecord | None:
         """Rolls back at the end of the data if the last steps require it.
@@ -324,27 +371,22 @@ class Loop:
             self._on_rollback()
         return rollback
 
-    # -- calls of the program between two steps -------------------------------------------------
+    def judge_at_end(self) -> None:
+        """Stops a run that has not trained, before the code after its loop uses the weights.
 
-    def expect_change(self) -> None:
-        """Prepares for a change that the program announces; see `Healer.expect_change`."""
-        self.run.driver.expect_change()
-        self.run.saver.keep_weight_sample()
-        self.run.comparisons.pause_until(self.run.progress.step + 1)
+        Ranks may end their loops at different steps, and the judgement is collective, so a run of
+        several ranks is judged at the end of the block only.
 
-    def save(self) -> None:
-        """Saves a checkpoint because the program asks for it; see `Healer.save`."""
-        self.queue_dispatch()
-        if self.returns_to_epoch:
-            self.run.log.info(
-                f"step {self.run.progress.step}: not saved, because healer.epochs is about to "
-                "return to the epoch of the rollback"
-            )
+        Raises:
+            RunStopped: the run has not trained.
+        """
+        in_outer_loop = self.use.yielded_step is not None
+        if self.is_complete or self.has_trainer or in_outer_loop or self.run.ranks.world > 1:
             return
-        self.run.saver.save(SaveReason.REQUESTED)
-        self.run.saver.keep_weight_sample()
+        if self.run.progress.steps_taken:
+            stop_if_not_trained(self.run)
 
-    # -- reading --------------------------------------------------------------------------------
+    # -- reading records, and carrying out orders -----------------------------------------------
 
     def read_and_act(self, *, every: bool = False) -> RollbackRecord | None:
         """Reads the steps that are due, and carries out their orders.
@@ -399,47 +441,7 @@ class Loop:
             "goes back too, or use healer.epoch"
         )
 
-    def _skip_if_nonfinite(self) -> RollbackRecord | None:
-        """Skips the batch that brings back NaN or Inf, by a rollback to before its step.
-
-        Returns:
-            The rollback, or None without one. Orders of the steps before come first, so it may be
-            the rollback of such an order.
-        """
-        nonfinite = self.run.nonfinite_state
-        arrays = nonfinite.came_back()
-        if not arrays:
-            return None
-        rollback = self.read_and_act(every=True)
-        if rollback is not None:
-            return rollback
-        rollback = nonfinite.skip_last_batch(arrays)
-        if rollback is not None:
-            self._on_rollback()
-        return rollback
-
-    def _save_when_due(self) -> RollbackRecord | None:
-        """Saves if a save is due. Returns the rollback that was made instead, or None."""
-        if not self.run.schedule.due() or self.run.step_batches.within_batch:
-            return None
-        if self.run.loaders.epoch_loop.names_epochs:
-            for each in self.run.loaders:
-                ends = each.trains and each.in_loop and each.at_end
-                if ends and each.next_id.index > 1:
-                    return None  # a restart would run the code after the epoch without its batches
-        # Unread steps may lead to an order, which a restart from this save would never see. Reading
-        # them costs no extra time, because the save waits for the device anyway.
-        rollback = self.read_and_act(every=True)
-        if rollback is not None or self.run.schedule.delayed:
-            return rollback
-        rollback = self.run.nonfinite_state.roll_back_if_saved()
-        if rollback is not None:
-            self._on_rollback()
-            return rollback
-        self.run.saver.save(SaveReason.REGULAR)
-        return None
-
-    # -- the end, see `shutdown` ----------------------------------------------------------------
+    # -- the end of the run, see `shutdown` -----------------------------------------------------
 
     def count_last_step(self) -> bool:
         """Counts the last step of a loop that was left. False if an update was interrupted."""
@@ -460,6 +462,8 @@ class Loop:
                 what = ", ".join(names_of(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
                 self.run.log.problem(result.index, problem)
+
+    # -- warnings -------------------------------------------------------------------------------
 
     def warn(self, problem: str) -> None:
         """Reports a problem of the current step, as an event and a line of the log.
