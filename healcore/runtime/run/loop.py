@@ -213,7 +213,7 @@ class Loop:
         run.hang_guard.pause()
         self.use.was_used = True
         self.queue_dispatch()
-        if self.use.own_count_obstacle or not self.has_random_states:
+        if self.use.own_count_obstacle or not self.has_random_states:  # a loop begins
             self.continue_by_step_number()
         has_stepped = self.phase is LoopPhase.AFTER_STEP
         if has_stepped:  # what the rest of the body has changed belongs to the step
