@@ -81,7 +81,11 @@ def driver_for(state: LiveState, engine: Engine, attach: Mapping[str, Any]) -> D
     """
     name = framework_of(state)
     if attach and name != "torch":
-        raise UnknownState(f"attach holds options of healcore.torch.attach; this is {name}")
+        given = ", ".join(attach)
+        raise UnknownState(
+            f"attach has options of healcore.torch.attach ({given}), and this state is of {name}: "
+            "pass no `attach`; options of a step in JAX are arguments of healcore.jax.protect"
+        )
     make_driver = adapter_registry.find(name, "driver")
     if attach:
         return make_driver(state, engine, attach=attach)

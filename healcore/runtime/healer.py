@@ -18,16 +18,17 @@ from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
+from healcore.runtime.healer_error import HealerError
 from healcore.runtime.healer_options import AttachOptions, Options
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.optional_driver import OptionalMethods
 from healcore.runtime.reporting.trackers import TrackersLike, select
+from healcore.runtime.run.batch_loop import BatchLoop, loop_over_blocks
 from healcore.runtime.run.call_retries import retries_of
-from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
-from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.runtime.run.ending.shutdown import Shutdown
+from healcore.runtime.run.number_loops import loop_over_epochs, loop_over_steps
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
 from healcore.runtime.run_options import (
@@ -40,16 +41,8 @@ from healcore.runtime.run_options import (
     Logging,
 )
 from healcore.runtime.store.several import Places, checked_places
-from healcore.runtime.trainer_access import TrainerAccess
 
 State = TypeVar("State")
-
-
-class HealerError(HealcoreError, RuntimeError):
-    """A method was called outside the Healer's block, or for the other framework.
-
-    The message says what to call instead, such as `tx.update(..., value=loss)` in JAX.
-    """
 
 
 class Healer(Generic[State]):
@@ -275,64 +268,7 @@ class Healer(Generic[State]):
         """
         return self._options.store
 
-    # -- the loop -------------------------------------------------------------------------------
-
-    def epochs(self, total: int) -> Iterator[int]:
-        """Yields the numbers of the epochs, after a restart from the epoch that was interrupted.
-
-            for epoch in healer.epochs(4):  # after a kill in epoch 2: 2, 3
-                train_one_epoch(model, healer.batches(loader, epoch=epoch))
-
-        A rollback into an earlier epoch yields the number of this epoch again.
-        An epoch may be one step without `batches`, as in full-batch training.
-        Code after an epoch runs again, unless a step of the next epoch was saved. If that code
-        changes the state, as a scheduler's step does, call `save` before it.
-
-        Args:
-            total: number of epochs of the whole run, including earlier processes.
-
-        Returns:
-            An iterator over epoch numbers below `total`, from 0 in a new run. It yields nothing if
-            an earlier process has completed the run.
-
-        Raises:
-            HealerError: the call is outside the Healer's block.
-            RunStopped, Terminated, EndRequested: as in `batches`, if an epoch is one step.
-        """
-        return self._live.loop.epochs(total)
-
-    def steps(self, total: int, *, warmup: int | None = None) -> Iterator[int]:
-        """Yields the numbers of the steps, and does the work between two steps.
-
-            for step in healer.steps(300):  # after a restart: from the step that is resumed
-                loss = healer.loss(next(data))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        For loops that read their own batches. After a rollback the numbers continue from the
-        checkpoint. The Healer does not rewind `data`: a new process begins with its first batch.
-        An iteration without an optimizer step, which only fills a replay buffer, gets the same
-        number again.
-
-        Args:
-            total: number of optimizer steps of the whole run, including earlier processes.
-            warmup: iterations that may pass before the first step of this process, or None for as
-                many as `total`, and at least 1,000.
-
-        Returns:
-            An iterator over step numbers below `total`. It yields nothing if an earlier process has
-            completed the run.
-
-        Raises:
-            ValueError: `warmup` is not a whole number >= 0.
-            IncompleteRun: the warm-up took longer, or a run that trains took no step in 1,000
-                iterations in a row; a SystemExit of status 1.
-            RunStopped, Terminated, EndRequested: as in `batches`.
-        """
-        if warmup is not None and (type(warmup) is not int or warmup < 0):
-            raise ValueError(f"warmup is a whole number of iterations >= 0, not {warmup!r}")
-        return self._live.loop.steps(total, warmup)
+    # -- the loop, in torch and in JAX ----------------------------------------------------------
 
     def batches(
         self,
@@ -389,7 +325,88 @@ class Healer(Generic[State]):
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise ValueError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
-        return Batches(self, self._live.loop.batches(loader, epochs, epoch), loader, epochs)
+        batches = BatchLoop(self._live, loader, epochs, epoch).batches()
+        return Batches(self, batches, loader, epochs)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Yields the numbers of the epochs, after a restart from the epoch that was interrupted.
+
+            for epoch in healer.epochs(4):  # after a kill in epoch 2: 2, 3
+                train_one_epoch(model, healer.batches(loader, epoch=epoch))
+
+        A rollback into an earlier epoch yields the number of this epoch again.
+        An epoch may be one step without `batches`, as in full-batch training.
+        Code after an epoch runs again, unless a step of the next epoch was saved. If that code
+        changes the state, as a scheduler's step does, call `save` before it.
+
+        Args:
+            total: number of epochs of the whole run, including earlier processes.
+
+        Returns:
+            An iterator over epoch numbers below `total`, from 0 in a new run. It yields nothing if
+            an earlier process has completed the run.
+
+        Raises:
+            HealerError: the call is outside the Healer's block.
+            RunStopped, Terminated, EndRequested: as in `batches`, if an epoch is one step.
+        """
+        return loop_over_epochs(self._live, total)
+
+    def steps(self, total: int, *, warmup: int | None = None) -> Iterator[int]:
+        """Yields the numbers of the steps, and does the work between two steps.
+
+            for step in healer.steps(300):  # after a restart: from the step that is resumed
+                loss = healer.loss(next(data))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        For loops that read their own batches. After a rollback the numbers continue from the
+        checkpoint. The Healer does not rewind `data`: a new process begins with its first batch.
+        An iteration without an optimizer step, which only fills a replay buffer, gets the same
+        number again.
+
+        Args:
+            total: number of optimizer steps of the whole run, including earlier processes.
+            warmup: iterations that may pass before the first step of this process, or None for as
+                many as `total`, and at least 1,000.
+
+        Returns:
+            An iterator over step numbers below `total`. It yields nothing if an earlier process has
+            completed the run.
+
+        Raises:
+            ValueError: `warmup` is not a whole number >= 0.
+            IncompleteRun: the warm-up took longer, or a run that trains took no step in 1,000
+                iterations in a row; a SystemExit of status 1.
+            RunStopped, Terminated, EndRequested: as in `batches`.
+        """
+        if warmup is not None and (type(warmup) is not int or warmup < 0):
+            raise ValueError(f"warmup is a whole number of iterations >= 0, not {warmup!r}")
+        return loop_over_steps(self._live, total, warmup)
+
+    def after_step(self, *, last: bool = False) -> bool:
+        """Does the work between two steps in a loop without `batches`.
+
+            while healer.step < 1000 or healer.after_step(last=True):
+                healer.loss(next(data)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                healer.after_step()
+
+        Args:
+            last: whether the loop would end after this step. The Healer then reads all pending
+                steps and saves nothing, because the end of the block saves.
+
+        Returns:
+            Whether the run was rolled back. Then `step` has changed, in JAX also `state`, and the
+            loop has to continue, even after the last step.
+
+        Raises:
+            HealerError: the call is outside the Healer's block.
+            RunStopped, Terminated, EndRequested: as in `batches`.
+        """
+        return self._live.loop.after_step(last=last) is not None
 
     def microbatches(
         self, batch: Batch, *, count: Callable[[Batch], SupportsFloat] | str | None = None
@@ -425,28 +442,33 @@ class Healer(Generic[State]):
         """
         return self._live.out_of_memory.parts(batch, count=count)
 
-    def after_step(self, *, last: bool = False) -> bool:
-        """Does the work between two steps in a loop without `batches`.
+    def expect_change(self) -> None:
+        """Announces that the next step differs on purpose (LR, batch size, data, loss, weights).
 
-            while healer.step < 1000 or healer.after_step(last=True):
-                healer.loss(next(data)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                healer.after_step()
+            healer.expect_change()
+            optimizer.param_groups[0]["lr"] = 1e-4
 
-        Args:
-            last: whether the loop would end after this step. The Healer then reads all pending
-                steps and saves nothing, because the end of the block saves.
-
-        Returns:
-            Whether the run was rolled back. Then `step` has changed, in JAX also `state`, and the
-            loop has to continue, even after the last step.
+        Without the call a jump of the loss may be taken for damage. The Healer drops the earlier
+        weights that it compares with. Call it on every rank, between two steps.
 
         Raises:
             HealerError: the call is outside the Healer's block.
-            RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        return self._live.loop.after_step(last=last)
+        self._live.loop.expect_change()
+
+    def save(self) -> None:
+        """Saves a checkpoint now, in addition to the regular checkpoints.
+
+        Call it only between two steps: a restart loses the batches of an accumulation. With several
+        ranks, call it on every rank. It does nothing if a rollback is about to return to an earlier
+        epoch of `epochs`. A checkpoint that cannot be written is reported, and the run continues.
+
+        Raises:
+            HealerError: the call is outside the Healer's block.
+        """
+        self._live.loop.save()
+
+    # -- the loop, in torch only ----------------------------------------------------------------
 
     def loss(self, batch: object, optimizer: str | None = None) -> Any:
         """torch: calls `loss_fn` on one (micro-)batch, and observes the loss.
@@ -462,13 +484,16 @@ class Healer(Generic[State]):
             What `loss_fn` has returned: the loss for `backward`, or a tuple or mapping with it.
 
         Raises:
-            HealerError: the Healer has no `loss_fn`.
+            HealerError: the Healer has no `loss_fn`, or its state is of JAX; or as `observe`.
+            IncompleteRun: as `observe`.
         """
+        _ = self._live  # outside of the block no framework is known
+        self._optional.for_losses("healer.loss(batch)")
         loss_fn = self._options.loss_fn
         if loss_fn is None:
             raise HealerError(
-                "loss(batch) needs a loss_fn: pass Healer(..., loss_fn=lambda batch: "
-                "loss_fn(model, batch)), or call observe(loss)"
+                "healer.loss(batch) needs a loss_fn, and this Healer has none: pass Healer(..., "
+                "loss_fn=lambda batch: loss_fn(model, batch)), or call healer.observe(loss)"
             )
         result = loss_fn(batch)
         self.observe(loss_of(result), optimizer, batch=batch)
@@ -499,20 +524,14 @@ class Healer(Generic[State]):
                 itself; status 1.
         """
         run = self._live
-        losses = self._optional.losses
         if eval_loss is not None:
-            if losses is not None:
-                losses.observe_eval(eval_loss, optimizer)
+            if self._optional.losses is not None:
+                self._optional.losses.observe_eval(eval_loss, optimizer)
             run.monitor.metrics.eval_loss = float(eval_loss)
         if loss is None:
             return
-        if losses is None:
-            raise HealerError(
-                "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
-                "tx.update"
-            )
-        if run.loop.use.own_count_obstacle:
-            raise IncompleteRun(f"healcore: {run.loop.use.own_count_obstacle}")
+        losses = self._optional.for_losses("healer.observe(loss)")
+        run.loop.check_own_count()
         weight = 1.0
         if run.out_of_memory.part is not None:
             weight = run.out_of_memory.part.weight
@@ -520,6 +539,8 @@ class Healer(Generic[State]):
             run.comparisons.loss_function.gives_loss = True
         run.hang_guard.resume()  # a hang between the loss and the optimizer's step counts
         losses.observe(loss, optimizer, weight=weight)
+
+    # -- the loop, in JAX only ------------------------------------------------------------------
 
     def update(self, state: State | None = None, *, batch: object = None) -> State:
         """JAX: takes the state after a step and does the work between two steps.
@@ -540,9 +561,7 @@ class Healer(Generic[State]):
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
         run = self._live
-        states = self._optional.states
-        if states is None:
-            raise HealerError("update is for the other framework: in torch the state is in place")
+        states = self._optional.for_states()
         if batch is not None:
             run.step_batches.add_observed(batch, 1.0)
         run.loop.update(partial(states.update, state))
@@ -597,17 +616,18 @@ class Healer(Generic[State]):
         """
         blocks = ScanBlocks(steps, every)
         run = self._live
-        loops = self._optional.loops
-        if loops is None:
-            raise HealerError("scan is for the other framework: in torch no loop is compiled")
+        loops = self._optional.for_loops()
         if run.driver.state_is_in_place:
             raise HealerError(
-                "scan takes a pytree as state, and nnx objects are changed in place: split them, "
-                "graphdef, state = nnx.split((model, optimizer)), and merge them in `update`"
+                "healer.scan takes a pytree as state, and this Healer's state is of nnx objects, "
+                "which change in place: split them, graphdef, state = nnx.split((model, "
+                "optimizer)), and merge them in `update`"
             )
         scan = loops.begin_scan(update, state, donate=donate)
-        run.loop.scan(blocks, scan.run)
+        loop_over_blocks(run, blocks, scan.run)
         return self.state, scan.outputs()
+
+    # -- the state and the run, in torch and in JAX ---------------------------------------------
 
     @property
     def state(self) -> State:
@@ -617,57 +637,19 @@ class Healer(Generic[State]):
         """
         return self._run.driver.live
 
-    def expect_change(self) -> None:
-        """Announces that the next step differs on purpose (LR, batch size, data, loss, weights).
-
-            healer.expect_change()
-            optimizer.param_groups[0]["lr"] = 1e-4
-
-        Without the call a jump of the loss may be taken for damage. The Healer drops the earlier
-        weights that it compares with. Call it on every rank, between two steps.
-
-        Raises:
-            HealerError: the call is outside the Healer's block.
-        """
-        self._live.driver.expect_change()
-        self._live.saver.keep_weight_sample()
-        self._live.comparisons.pause_until(self._live.progress.step + 1)
-
-    def save(self) -> None:
-        """Saves a checkpoint now, in addition to the regular checkpoints.
-
-        Call it only between two steps: a restart loses the batches of an accumulation. With several
-        ranks, call it on every rank. It does nothing if a rollback is about to return to an earlier
-        epoch of `epochs`. A checkpoint that cannot be written is reported, and the run continues.
-
-        Raises:
-            HealerError: the call is outside the Healer's block.
-        """
-        self._live.loop.queue_dispatch()
-        if self._live.loop.returns_to_epoch:
-            self._live.log.info(
-                f"step {self._live.progress.step}: not saved, because healer.epochs is about to "
-                "return to the epoch of the rollback"
-            )
-            return
-        self._live.saver.save(SaveReason.REQUESTED)
-        self._live.saver.keep_weight_sample()
-
-    # -- the state of the run -------------------------------------------------------------------
-
     @property
     def step(self) -> int:
         """Number of steps done (in JAX: updates), including earlier processes.
 
-        In torch, several calls of `optimizer.step()` for one batch of `batches` are one step.
+        In torch, several calls of `optimizer.step()` for one batch of `batches` are one step. A
+        rollback decreases the number.
 
-        A rollback decreases the number. A loop that reads it before its first step continues the
-        run: after a restart, this restores the random states of the checkpoint.
+        The first reading after a restart has an effect: it restores the random states of the
+        checkpoint, so that a loop that draws its own batches draws the batches of the run that was
+        interrupted. So read the number before you draw, as in `while healer.step < 1000`. All
+        readings after the first batch or step only return the number.
         """
-        # The first read after a restart has an effect. A loop with data of its own has no loader
-        # that could restore the random states of the checkpoint, and reads the number of the step
-        # to choose its first batch. So the random states are restored before the loop chooses. Each
-        # read also shows that the loop has not lost count of the steps after a rollback.
+        # Also proves that the loop does not count its steps by itself, as the method explains.
         self._run.loop.continue_by_step_number()
         return self._run.progress.step + bool(self._run.driver.pending_steps())
 
@@ -740,14 +722,3 @@ class Healer(Generic[State]):
         if self._ending is not None:
             raise HealerError("the `with` block of this Healer has ended: create another Healer")
         return self._run
-
-
-def trainer_access_of(healer: Healer[Any]) -> TrainerAccess:
-    """Returns what the integration of a trainer uses of an open Healer.
-
-    It is not part of the public API, and may change in any release.
-
-    Args:
-        healer: an open Healer.
-    """
-    return TrainerAccess(healer._run)

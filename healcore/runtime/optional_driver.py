@@ -2,7 +2,14 @@
 
 Frameworks differ in how a loss and a state reach healcore. A torch step does not see the loss, so
 the program reports it. A step of JAX returns a new state, which the program passes on. A driver has
-a group if it has all methods of its protocol; `OptionalMethods` says which.
+a group if it has all methods of its protocol. `OptionalMethods` says which groups a driver has, and
+raises the errors for the methods of the Healer that need another group:
+
+    protocol          framework   methods of the Healer
+    --------------    ---------   ----------------------------
+    ObservesLosses    torch       loss, observe
+    TakesStates       JAX         update
+    CompilesLoops     JAX         scan
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from healcore.runtime.driver import Driver, LiveState
+from healcore.runtime.healer_error import wrong_framework
 
 
 @runtime_checkable
@@ -82,12 +90,14 @@ class CompilesLoops(Protocol):
 
 
 class OptionalMethods(NamedTuple):
-    """The optional methods of one driver. Each field is the driver, or None without such methods.
+    """The optional methods of one driver. A group is the driver, or None if the driver lacks it.
 
     The Healer asks once, when it opens a run, because `isinstance` with a protocol takes 11 us in
     Python 3.11 and `Healer.observe` runs in each step.
     """
 
+    framework: str = ""
+    """Framework of the driver, for messages."""
     losses: ObservesLosses | None = None
     states: TakesStates | None = None
     loops: CompilesLoops | None = None
@@ -106,4 +116,49 @@ class OptionalMethods(NamedTuple):
             states = driver
         if isinstance(driver, CompilesLoops):
             loops = driver
-        return cls(losses, states, loops)
+        return cls(driver.framework, losses, states, loops)
+
+    def for_losses(self, method: str) -> ObservesLosses:
+        """The driver, for a method of the Healer that reports a loss.
+
+        Args:
+            method: the method, as in "healer.observe(loss)", for the message.
+
+        Raises:
+            HealerError: the framework's step has the loss itself.
+        """
+        if self.losses is None:
+            advice = (
+                "pass the loss to the optimizer, as in tx.update(grads, opt_state, params, "
+                "value=loss), and the new state to healer.update(state)"
+            )
+            raise wrong_framework(method, "torch", self.framework, advice)
+        return self.losses
+
+    def for_states(self) -> TakesStates:
+        """The driver, for `Healer.update`.
+
+        Raises:
+            HealerError: a step of the framework changes the state in place.
+        """
+        if self.states is None:
+            advice = (
+                "a step changes the state in place, so only call optimizer.step(), in a loop over "
+                "healer.batches or healer.steps, or before healer.after_step()"
+            )
+            raise wrong_framework("healer.update(state)", "JAX", self.framework, advice)
+        return self.states
+
+    def for_loops(self) -> CompilesLoops:
+        """The driver, for `Healer.scan`.
+
+        Raises:
+            HealerError: the framework compiles no loop as a whole.
+        """
+        if self.loops is None:
+            advice = (
+                "no loop is compiled as a whole, so write `for step in healer.steps(n)` around the "
+                "training step"
+            )
+            raise wrong_framework("healer.scan(...)", "JAX", self.framework, advice)
+        return self.loops

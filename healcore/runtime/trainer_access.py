@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
+from healcore.runtime.run.batch_loop import BatchLoop
 from healcore.runtime.run.run import Run
+
+if TYPE_CHECKING:
+    from healcore.runtime.healer import Healer
 
 Inputs: TypeAlias = Any
 """A micro-batch as the trainer passes it to its own step: an array or a structure of arrays."""
@@ -44,6 +48,20 @@ class ReadPosition:
         return self._loader is not None and self._loader.is_last()
 
 
+def trainer_access_of(healer: Healer[Any]) -> TrainerAccess:
+    """Returns what the integration of a trainer uses of an open Healer.
+
+    It is not part of the public API, and may change in any release.
+
+    Args:
+        healer: an open Healer.
+
+    Raises:
+        HealerError: the Healer was not opened.
+    """
+    return TrainerAccess(healer._run)
+
+
 class TrainerAccess:
     """What a trainer needs of an open run in addition to the public methods of `Healer`.
 
@@ -51,7 +69,7 @@ class TrainerAccess:
     each step. The integrations for Hugging Face, Lightning and Arctic use a run only through this
     class and the public methods of `Healer`, so that the parts of a run can change without the
     integrations. With Accelerate, Fabric and DeepSpeed the program owns its loop, and needs none of
-    this class. `healcore.runtime.healer.trainer_access_of` returns the access to an open Healer.
+    this class. `trainer_access_of` returns the access to an open Healer.
 
     The order of the calls, from left to right::
 
@@ -160,7 +178,7 @@ class TrainerAccess:
             An iterator over the batches, as the loader yields them. After a rollback it continues
             with the batches of the restored position.
         """
-        return self._run.loop.batches(loader, None, None, epoch_length)
+        return BatchLoop(self._run, loader, None, limit=epoch_length).batches()
 
     @property
     def read_position(self) -> ReadPosition:

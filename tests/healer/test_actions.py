@@ -13,6 +13,7 @@ import torch
 from healcore import Checkpoints, Healer, Hooks, Logging
 from healcore import policy as policies
 from healcore.core.decision import Action, Cause
+from healcore.errors import HealerError, UnknownState
 from healcore.policy import PolicyError
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.run.ending.exits import IncompleteRun
@@ -147,15 +148,39 @@ def test_the_end_of_an_incident_has_the_numbers_of_its_optimizer(tmp_path):
     assert set().union(*names_seen) == {"q", "actor"}, "no name without the optimizer"
 
 
+@pytest.mark.parametrize(
+    ("framework", "method", "arguments", "advice"),
+    [
+        ("torch", "update", {"state": None}, "healer.after_step()"),
+        ("torch", "scan", {"update": None, "state": None, "steps": 5, "every": 5}, "healer.steps"),
+        ("jax", "loss", {"batch": 1}, "value=loss"),
+        ("jax", "observe", {"loss": 1.0}, "value=loss"),
+    ],
+)
+def test_a_method_of_the_other_framework_says_what_to_write(framework, method, arguments, advice):
+    def loss_fn(*given: Any) -> Any:
+        raise AssertionError("a Healer calls loss_fn only after a step")
+
+    loop = loop_of(framework, policy=rules())
+    healer = Healer(rules(), state=loop.state, loss_fn=loss_fn)
+    # The first is of the end of the block: the run has taken no step.
+    with pytest.raises(IncompleteRun), healer, pytest.raises(HealerError) as raised:
+        getattr(healer, method)(**arguments)
+    message = str(raised.value)
+    wanted, given = ("JAX", "torch") if framework == "torch" else ("torch", "JAX")
+    assert f"healer.{method}(" in message
+    assert f"is for {wanted}, and the state of this Healer is of {given}: " in message
+    assert advice in message
+
+
 def test_used_where_it_cannot_be():
     loop = loop_of("torch")
     healer = Healer(rules(), state=loop.state)
     # Before the block.
     with pytest.raises(RuntimeError, match="with Healer"):
         healer.observe(1.0)
-    # In the block: a method of JAX in a torch run.
-    with pytest.raises(IncompleteRun), healer, pytest.raises(RuntimeError, match="other framework"):
-        healer.update(None)
+    with pytest.raises(IncompleteRun, match="no step"), healer:
+        pass
     # After the block.
     with pytest.raises(RuntimeError, match="has ended"):
         next(healer.batches([1]))
@@ -172,6 +197,11 @@ def test_used_where_it_cannot_be():
         Logging(events=3)  # type: ignore[arg-type]
     with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):
         Healer(rules(), state={}).__enter__()
+    in_jax = loop_of("jax", policy=rules()).state
+    with pytest.raises(
+        UnknownState, match=r"\(engine\), and this state is of jax: pass no `attach`"
+    ):
+        Healer(rules(), state=in_jax, attach={"engine": "host"}).__enter__()
 
 
 @BOTH_FRAMEWORKS

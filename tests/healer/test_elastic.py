@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from healcore import Healer
-from healcore.runtime.healer import trainer_access_of
+from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer import killed_runs

@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from healcore.jax.store import OrbaxStore
-from healcore.runtime.healer import trainer_access_of
+from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer.killed_runs import STEP, Kind, Watched, digest

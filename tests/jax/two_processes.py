@@ -23,10 +23,10 @@ from healcore.jax import protect
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.runtime.healer import trainer_access_of
 from healcore.runtime.run.ending.exits import RunStopped, Terminated
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.ranks import RankFailed
+from healcore.runtime.trainer_access import trainer_access_of
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules
 from tests.jax.trained_together import begin, digest, healthy_batch, loss_of, mesh_of, placed, whole

@@ -226,7 +226,7 @@ def test_the_names_in_docstrings_exist(code: CodeBase):
         "torch_loader.division",
         "Engine.no_such_method",
         "HeldNumber.before",
-        "Loop.batches.no_such_member",
+        "Loop.after_step.no_such_member",
     ],
 )
 def test_a_wrong_name_is_noticed(code: CodeBase, name: str):

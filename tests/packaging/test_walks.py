@@ -31,7 +31,7 @@ def test_what_a_walk_names_exists(code, heading):
 
 
 def test_a_wrong_name_is_noticed(code):
-    assert code.has("loop.py", "Loop.batches")
+    assert code.has("loop.py", "Loop.after_step")
     assert not code.has("loop.py", "Loop.no_such_method")
     assert not code.has("no_such_file.py", "")
     assert not code.has("", "no_such_function")

@@ -24,8 +24,8 @@ from healcore.policy import (
 )
 from healcore.policy.overrides import parse_overrides
 from healcore.policy.tables import keys_of
-from healcore.runtime.healer import trainer_access_of
 from healcore.runtime.run_options import HostPolicy
+from healcore.runtime.trainer_access import trainer_access_of
 
 
 def test_one_number_changes_and_the_rest_stays():

@@ -16,9 +16,10 @@ from healcore import console
 from healcore.core.engine import Engine, StateError
 from healcore.policy import Overrides, Policy, PolicyLike
 from healcore.policy.loader import resolve
-from healcore.runtime.healer import Healer, trainer_access_of
+from healcore.runtime.healer import Healer
 from healcore.runtime.store.manifest import scan
 from healcore.runtime.store.store import CheckpointStore
+from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.attachment import Healing
 from healcore.torch.driver import TorchDriver
 from healcore.torch.store import MemoryStore

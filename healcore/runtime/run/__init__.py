@@ -10,6 +10,8 @@
 
 Besides:
 
+    batch_loop       a loop over the batches of a loader, from its begin to its end
+    number_loops     loops over the numbers of epochs and of steps
     start_log        the events and lines of the start
     memory_profile   what holds the memory after an out-of-memory error
     loop_phase       what the loop waits for

@@ -8,8 +8,9 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 class LoopUse:
     """What is known of the program's loop: whether it has begun, is in its body, or has ended.
 
-    `Loop` writes these facts, and `Shutdown` reads them: a program that leaves its loop early has
-    not completed the run, and a program whose loop never called the Healer could not be healed.
+    `Loop` and the loops of the program write these facts, and `Shutdown` reads them: a program that
+    leaves its loop early has not completed the run, and a program whose loop never called the
+    Healer could not be healed.
 
     Args:
         loaders: the loaders of the program.
@@ -23,6 +24,9 @@ class LoopUse:
             its end. It stays True if the program begins another loop.
         in_body: whether the body of a loop of the program runs, or was left before its end.
             Loops may be nested; it is False again after the body of the outermost loop.
+        yielded_step: index of the step that a loop over `steps` has yielded and whose body runs, or
+            None outside of such a body.
+        step_is_epoch: whether each epoch of a loop over `epochs` is one step without `batches`.
         is_trial: whether a trainer begins again with a smaller batch if memory runs out. The run
             then ends without a trace: it has taken no step.
         own_count_obstacle: reason why a loop that counts its steps itself cannot continue, because
@@ -35,6 +39,8 @@ class LoopUse:
         self.was_used = False
         self.reached_end = False
         self.in_body = False
+        self.yielded_step: int | None = None
+        self.step_is_epoch = False
         self.is_trial = False
         self.own_count_obstacle = ""
 

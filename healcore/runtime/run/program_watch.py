@@ -14,11 +14,34 @@ if TYPE_CHECKING:
     from healcore.runtime.run.checkpoints.schedule import SaveSchedule
     from healcore.runtime.run.compare.comparisons import Comparisons
     from healcore.runtime.run.progress import RunProgress
+    from healcore.runtime.run.run import Run
     from healcore.runtime.run.run_record import RunRecord
 
+MAX_WITHOUT_STEP = 100
+"""Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
 MAX_ITERATIONS = 1000
 """Iterations of a loop without a step after which a run that trains ends with an error. No gradient
 accumulation is as long."""
+
+
+def warn_of_unseen_steps(run: Run, waiting: int) -> None:
+    """Warns a loop that reads batches and takes no step of an optimizer in the state.
+
+    Such a program may train an optimizer that is not in the state. Then its weights change before
+    the first step, or it reads more batches than any gradient accumulation.
+
+    Args:
+        run: the parts of the run.
+        waiting: number of batches since the last step: `MAX_WITHOUT_STEP` or `MAX_ITERATIONS`.
+    """
+    step, loader = run.progress.step, run.step_batches.last_read
+    weights_change = False
+    if waiting == MAX_WITHOUT_STEP and not step:
+        weights_change = run.driver.settings()[WEIGHTS] != run.record.settings.get(WEIGHTS)
+    trains = loader is not None and (loader.trains or not step)
+    if trains and (weights_change or waiting == MAX_ITERATIONS):
+        obstacle = "the state needs the optimizer whose step() the loop calls"
+        run.loop.warn(f"{waiting} batches without a step that the Healer sees: {obstacle}")
 
 
 class WarmUp:

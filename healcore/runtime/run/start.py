@@ -293,7 +293,9 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         loaders=run.loaders,
         items=run.saver.items,
     )
-    run.program_state = ProgramState(run)
+    run.program_state = ProgramState(
+        policy=policy, driver=driver, store=store, record=record, items=run.saver.items
+    )
     run.rollback_restore = RollbackRestore(run)
     run.resumption = Resumption(run)
     run.next_start = NextStart(run)

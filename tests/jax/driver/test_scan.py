@@ -13,11 +13,12 @@ from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver.blocks import Block, Scan
-from healcore.runtime.healer import HealerError, trainer_access_of
+from healcore.runtime import healer as healer_module
+from healcore.runtime.healer import HealerError
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.shutdown import Shutdown
-from healcore.runtime.run.loop import Loop
 from healcore.runtime.run_options import Hooks
+from healcore.runtime.trainer_access import trainer_access_of
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import SKIPS, rules
 from tests.jax.bit_comparison import assert_same_bits
@@ -109,18 +110,18 @@ class Killed(BaseException):
 @pytest.mark.parametrize("every", [5, 3])
 def test_a_killed_run_resumes_at_a_block_with_the_bits_of_one_scan(every, tmp_path, monkeypatch):
     """Also with blocks of another size; the outputs are those of this process."""
-    whole = Loop.scan
+    whole = healer_module.loop_over_blocks
 
-    def killed(self: Any, blocks: Any, run: Any) -> None:
+    def killed(run: Any, blocks: Any, dispatch: Any) -> None:
         def until(first: int, count: int, next_count: int) -> None:
             if first >= 15:
                 raise Killed
-            run(first, count, next_count)
+            dispatch(first, count, next_count)
 
-        whole(self, blocks, until)
+        whole(run, blocks, until)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "scan", killed)
+        patch.setattr(healer_module, "loop_over_blocks", killed)
         patch.setattr(Shutdown, "close", lambda self: self.run.claims[0].release())
         with pytest.raises(Killed):
             scanned(tmp_path)

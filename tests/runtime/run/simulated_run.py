@@ -177,7 +177,13 @@ class Process:
             loaders=self.loaders,
             items=self.saver.items,
         )
-        self.run.program_state = ProgramState(self.run)
+        self.run.program_state = ProgramState(
+            policy=POLICY,
+            driver=driver,
+            store=store,
+            record=self.run.record,
+            items=self.saver.items,
+        )
         self.run.rollback_restore = RollbackRestore(self.run)
         self.run.resumption = Resumption(self.run)
         self.incident, self._goes_on = 0, False

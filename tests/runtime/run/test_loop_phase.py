@@ -5,8 +5,8 @@ import torch
 
 import healcore
 from healcore.errors import AlreadyCompleted
-from healcore.runtime.healer import trainer_access_of
 from healcore.runtime.run.loop_phase import LoopPhase
+from healcore.runtime.trainer_access import trainer_access_of
 from tests.healer.run_directory import new_process
 from tests.open_run import run_of
 

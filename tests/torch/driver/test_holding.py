@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from healcore import Checkpoints, Healer, Logging
-from healcore.runtime.healer import trainer_access_of
 from healcore.runtime.run.compare import holding
+from healcore.runtime.trainer_access import trainer_access_of
 from healcore.tools.report.run_report import read_reports
 from tests.open_run import run_of
 

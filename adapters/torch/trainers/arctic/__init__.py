@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
-from healcore.runtime.healer import Healer, trainer_access_of
+from healcore.runtime.healer import Healer
 from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.store.several import Places
+from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.trainers import resolve_options
 from healcore.torch.trainers.deepspeed import engine_state
 

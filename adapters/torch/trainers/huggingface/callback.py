@@ -25,11 +25,12 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
 from healcore.policy.variants import can_apply_limit, with_limit
-from healcore.runtime.healer import Healer, trainer_access_of
+from healcore.runtime.healer import Healer
 from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
 from healcore.runtime.store.several import Places, root_of
+from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.attachment import Healing
 from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore

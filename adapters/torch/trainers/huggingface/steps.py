@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from healcore.runtime.faults.microbatches import count_samples
-from healcore.runtime.healer import Healer, trainer_access_of
+from healcore.runtime.healer import Healer
 from healcore.runtime.run.metrics import ChangedMetrics
+from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
 from healcore.torch.trainers import patched

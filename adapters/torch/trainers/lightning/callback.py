@@ -20,12 +20,12 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike
 from healcore.policy.variants import can_apply_limit, with_limit
-from healcore.runtime.healer import Healer, trainer_access_of
+from healcore.runtime.healer import Healer
 from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.several import Places
-from healcore.runtime.trainer_access import TrainerAccess
+from healcore.runtime.trainer_access import TrainerAccess, trainer_access_of
 from healcore.torch.attachment import Healing
 from healcore.torch.healed_step import StepListener
 from healcore.torch.measurement import StepNorms

@@ -1,0 +1,201 @@
+"""`BatchLoop`: a loop of the program over the batches of a loader, from its begin to its end.
+
+    _begin         finds where the loader continues, and whether a batch is to be read at all
+    _read          reads a batch, or rolls back the last steps at the end of the data    <--+
+    _enter_body    the body of the program's loop has the batch                             |
+        the body ends:        _end_body      counts the step, work between two steps    ----+
+        a `break` leaves it:  _leave_body    keeps what a restart has to know
+    _end           no batch follows: ends the loader, and judges the run if this is its end
+
+`BatchLoop.batches` calls these steps in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from healcore.runtime.data.run_loader import RunLoader
+from healcore.runtime.data.scan_blocks import ScanBlocks
+from healcore.runtime.reporting.nonfinite_steps import FROM_START
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+
+class BatchLoop:
+    """One loop over the batches of a loader; the behaviour of `Healer.batches`.
+
+    After a rollback the same loop yields the batches of the checkpoint again, if the loader can be
+    rewound. An evaluation in the body of a training loop only reads: a restart does not repeat the
+    rest of the body, so a save or a rollback waits for the training loop (`Loop.is_evaluation`).
+
+    Args:
+        run: the parts of the run.
+        given: the program's loader: any iterable of batches, or a function that makes one for each
+            epoch.
+        epochs: passes over the loader, or None for no end.
+        epoch: number of the epoch in the program's own loop, or None.
+        limit: number of an epoch -> max batches of it, or None for no limit. Trainers have one.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        given: Any,
+        epochs: int | None,
+        epoch: int | None = None,
+        limit: Callable[[int], int] | None = None,
+    ) -> None:
+        self._run = run
+        self._loop = run.loop
+        self._given = given
+        self._epochs = epochs
+        self._epoch = epoch
+        self._limit = limit
+        self._loader: RunLoader
+        """The loader with its position, set by `_begin`."""
+        self._batch: Any = None
+        """The batch that `_read` has read last."""
+        self._has_stepped = False
+        """Whether a step was counted after the body of the last batch, and the next batch follows
+        directly."""
+        self._is_exhausted = False
+        """Whether the loader has no further batch, and no rollback has brought one back."""
+        self._in_outer_body = False
+        """Whether this loop runs in the body of another loop of the program."""
+
+    def batches(self) -> Iterator[Any]:
+        """Yields the batches, and does the work between two steps after each of them.
+
+        Nothing happens before the first `next`.
+
+        Raises:
+            DataError: the loader cannot be iterated over, or `epoch` cannot be its next epoch.
+            RunStopped, Terminated, EndRequested: as in `Healer.batches`.
+        """
+        if not self._begin():
+            return
+        while self._read():
+            self._enter_body()
+            try:
+                yield self._batch
+                self._loop.use.in_body = self._in_outer_body
+            except GeneratorExit:  # the program has left its loop by `break`
+                self._leave_body()
+                raise
+            finally:
+                self._loader.end_use()
+            self._end_body()
+        if self._is_exhausted:
+            self._end()
+
+    def _begin(self) -> bool:
+        """Begins the loop over the loader.
+
+        Returns:
+            False if the loop yields nothing: a loop over `epochs` is about to return to an earlier
+            epoch, or an earlier process has completed the run.
+        """
+        loop, loaders = self._loop, self._run.loaders
+        loop.queue_dispatch()
+        known = loaders.find(self._given)
+        if loop.returns_to_epoch and (known is None or known.trains):
+            return False
+        if loop.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
+            return False
+        is_evaluation = loop.is_evaluation(known)
+        self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)
+        loop.has_random_states = True
+        if known is not None and known.trains:  # what the code before this pass has changed
+            self._run.saver.keep_weight_sample()
+        if not is_evaluation:  # after a `break` the loop continues from `self._loader`
+            loop.after_step()
+        return True
+
+    def _read(self) -> bool:
+        """Reads the next batch into `self._batch`. After a rollback the loader has more batches.
+
+        Returns:
+            False if no batch follows: the loader is exhausted, or the rest of the epoch is dropped,
+            because a rollback returns to an earlier epoch of a loop over `epochs`.
+        """
+        loop, loader, batches = self._loop, self._loader, self._run.batches
+        hang_guard = self._run.hang_guard
+        while not (loop.returns_to_epoch and loader.trains):
+            try:
+                hang_guard.watch()
+                self._batch = batches.next(loader, directly_after_step=self._has_stepped)
+                return True
+            except StopIteration:
+                hang_guard.pause()
+                if loop.roll_back_at_end(loader) is None:
+                    self._is_exhausted = True
+                    return False
+                self._has_stepped = False
+            finally:
+                batches.log_skipped(loader)
+        hang_guard.pause()
+        loader.leave_loop()
+        return False
+
+    def _enter_body(self) -> None:
+        """Notes that the body of the program's loop runs, whose time counts as a step."""
+        self._run.hang_guard.watch()
+        self._in_outer_body = self._loop.use.in_body
+        self._loop.use.in_body = True
+
+    def _leave_body(self) -> None:
+        """Notes that a `break` has left the body, so that the run may not be complete."""
+        loop, loader = self._loop, self._loader
+        self._run.hang_guard.pause()
+        loader.leave_by_break()
+        if loop.has_taken_yielded_step and not loader.trains:
+            loader.pending_ids = []  # an evaluation: no step uses its batches
+        if loop.use.reached_end and not loader.trains:  # an evaluation after the training
+            loop.use.in_body = self._in_outer_body
+
+    def _end_body(self) -> None:
+        """Counts the step of the body, and does the work between two steps."""
+        loop, progress = self._loop, self._run.progress
+        step_before = progress.step
+        loop.queue_dispatch()
+        self._has_stepped = progress.step > step_before
+        if not loop.is_evaluation(self._loader):
+            loop.after_step()
+
+    def _end(self) -> None:
+        """Ends the loop after the last batch, and judges the run if no other loop may follow."""
+        loop, loader = self._loop, self._loader
+        evaluates = loop.is_evaluation(loader)
+        self._run.batches.end(loader, evaluates=evaluates)
+        if evaluates or not loader.trains:
+            return
+        # A pass with a number is one of several, and so is perhaps a pass of few steps.
+        is_one_of_several = self._epoch is not None or self._run.loaders.epoch_loop.can_return
+        if not is_one_of_several and self._run.progress.step >= FROM_START:
+            loop.judge_at_end()
+
+
+def loop_over_blocks(
+    run: Run, blocks: ScanBlocks, dispatch: Callable[[int, int, int], None]
+) -> None:
+    """Dispatches blocks of updates that JAX compiles as a whole; see `Healer.scan`.
+
+    A block is the batch of this loop: the work between two steps follows each block.
+
+    Args:
+        run: the parts of the run.
+        blocks: the blocks of updates, which are the batches of this loop.
+        dispatch: dispatches a block. It takes the number of the block's first update, the number of
+            updates in the block, and the number of updates in the next block, or 0.
+
+    Raises:
+        RunStopped, Terminated, EndRequested: as in `Healer.batches`.
+    """
+    epoch = None
+    if run.loaders.epoch_loop.can_return:  # in a loop over `epochs`
+        epoch = run.loaders.epoch_loop.next_epoch
+    for _ in BatchLoop(run, blocks, 1, epoch).batches():
+        dispatch(blocks.first, blocks.count, blocks.next_count)
+    run.loop.use.reached_end = True

@@ -1,0 +1,125 @@
+"""The loops over numbers that a program gets from the Healer: numbers of epochs, or of steps.
+
+    loop_over_epochs    yields the number of an epoch; the program reads its batches in the body
+    loop_over_steps     yields the number of a step; the program reads batches of its own
+
+Both are generators, so that nothing happens before the first `next`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from healcore.runtime.run.program_watch import WarmUp
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+
+def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
+    """Yields the numbers of the epochs; the behaviour of `Healer.epochs`.
+
+    If the first epoch is one step without `batches`, the rest of the loop counts steps as
+    `loop_over_steps` does, so that each epoch gets the work between two steps.
+
+    Args:
+        run: the parts of the run.
+        total: number of the epoch at which the loop ends.
+
+    Raises:
+        RunStopped, Terminated, EndRequested: as in `Healer.batches`, if epochs are steps.
+    """
+    loaders, use = run.loaders, run.loop.use
+    loaders.epoch_loop.total_epochs = total
+    use.own_count_obstacle = ""
+    if run.loop.is_complete:
+        loaders.pass_over_completed()
+        use.reached_end = True
+        return
+    epoch = loaders.epoch_loop.next_epoch
+    try:
+        while epoch < total:
+            run.pass_states.begin_pass()
+            if _steps_are_epochs(run, epoch):
+                use.step_is_epoch = True
+                for number in loop_over_steps(run, total):
+                    loaders.epoch_loop.next_epoch = number
+                    yield number
+                return
+            loaders.begin_epoch(epoch)
+            use.in_body = True
+            yield epoch
+            use.in_body = False
+            if run.loop.returns_to_epoch:
+                epoch = _return_to_epoch(run)
+            else:
+                epoch += 1
+                loaders.epoch_loop.next_epoch = epoch
+                run.saver.keep_random_states()
+                run.saver.keep_weight_sample()
+        run.loop.judge_at_end()
+        use.reached_end = True
+    finally:
+        loaders.epoch_loop.can_return = False
+
+
+def _steps_are_epochs(run: Run, epoch: int) -> bool:
+    """Whether each earlier epoch of a loop over epochs was one step, without a loader.
+
+    Args:
+        run: the parts of the run.
+        epoch: the epoch that begins. In epoch 0 of a new run nothing is known yet.
+    """
+    if not run.loaders.is_empty or not (epoch > 0 or run.progress.resumed_here):
+        return False
+    # If the code after the step of epoch 0 raises, the checkpoint has step 1, epoch 0.
+    return run.progress.step + run.driver.pending_steps() == max(epoch, 1)
+
+
+def _return_to_epoch(run: Run) -> int:
+    """Continues a loop over epochs at the epoch of a rollback, and returns the epoch.
+
+    The program's code after the pass has run with the restored state (an evaluation, the step of a
+    scheduler), so the state is restored once more.
+    """
+    run.rollback_restore.restore_again(run.progress.step)
+    epoch = run.loaders.return_to_epoch()
+    run.log.info(f"step {run.progress.step}: healer.epochs yields epoch {epoch} again")
+    return epoch
+
+
+def loop_over_steps(run: Run, total: int, warmup: int | None = None) -> Iterator[int]:
+    """Yields the numbers of the steps; the behaviour of `Healer.steps`.
+
+    Args:
+        run: the parts of the run.
+        total: number of optimizer steps at which the loop ends.
+        warmup: iterations that may pass before the first step, or None for the default of
+            `WarmUp`.
+
+    Raises:
+        IncompleteRun: too many iterations took no step.
+        RunStopped, Terminated, EndRequested: as in `Healer.batches`.
+    """
+    loop, progress, use = run.loop, run.progress, run.loop.use
+    warm_up = WarmUp(total, warmup, progress=run.progress, driver=run.driver, log=run.log)
+    loop.has_random_states = False
+    run.recovery.begin_counted_steps()
+    if loop.is_complete:
+        run.loaders.pass_over_completed()
+        use.reached_end = True
+        return
+    while True:
+        rollback = loop.after_step()
+        warm_up.count(rolled_back=rollback is not None)
+        if progress.step < total:
+            use.yielded_step = progress.step
+            use.in_body = True
+            yield progress.step
+            use.in_body = False
+            use.yielded_step = None
+        elif loop.after_step(last=True) is None:
+            use.reached_end = True
+            return
+        # Otherwise the last steps were rolled back, and the loop repeats them.
