@@ -556,8 +556,10 @@ class Healer(Generic[State]):
             State to start the next step from: another one after a rollback or `expect_change`.
 
         Raises:
+            HealerError: the Healer is of torch, or the call is outside the Healer's block.
             HealStateError: `state` has another structure, shape or dtype, or was computed from a
                 state before the last rollback or `expect_change`.
+            IncompleteRun: as `observe`.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
         run = self._live
