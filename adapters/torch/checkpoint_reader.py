@@ -114,7 +114,7 @@ def _split(keys: Iterable[Any]) -> tuple[str, ...]:
 
 
 class _Inert(list[Any]):
-    """Stands for an object of a class that is not imported: a list of its contents."""
+    """Replaces an object whose class is not imported, and keeps its contents as a list."""
 
     def __new__(cls, *contents: Any) -> _Inert:
         self = super().__new__(cls)
@@ -167,7 +167,7 @@ def _load(source: Any, path: Path, *, mmap: bool = False, inert: tuple[str, ...]
 
 
 def _numpy_globals() -> list[Any]:
-    """What a pickle of NumPy's scalars and arrays names: these functions and classes are safe."""
+    """The safe functions and classes that a pickle of NumPy's scalars and arrays may name."""
     scalar_function = np.float64(0).__reduce__()[0]
     array_function = np.zeros(0).__reduce__()[0]
     dtypes = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}

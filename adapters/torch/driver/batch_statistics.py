@@ -73,7 +73,7 @@ class BatchStatistics:
                     continue
                 restored = ~torch.isfinite(now)
                 if isinstance(skipped, Tensor):
-                    restored |= gradients.moved(skipped, now.device) > 0
+                    restored |= gradients.to_device(skipped, now.device) > 0
                 saved = torch.where(restored, saved, now)
                 self._blocks[i] = (buffers, saved)
             parts = list(saved.split([buffer.numel() for buffer in buffers]))

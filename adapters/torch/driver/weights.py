@@ -34,11 +34,12 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class TorchWeights:
-    """The weights of a state: the tensors that one comparison replaces together.
+    """Copies the weights of a state, and computes losses with earlier weights.
 
-    These are the parameters that the optimizers train, and the statistics of batch normalization,
-    which a layer in evaluation mode reads. If the statistics were not replaced, their damage would
-    be in both losses of a comparison.
+    The weights are the tensors that one comparison replaces together: the parameters that the
+    optimizers train, and the statistics of batch normalization, which a layer in evaluation mode
+    reads. If the statistics were not replaced, their damage would be in both losses of a
+    comparison.
 
     Everything else stays as it is now, because it belongs to the program and not to the weights: a
     mask of pruning, a flag of quantization, a temperature, and the queue of a momentum encoder.
@@ -165,7 +166,7 @@ class TorchWeights:
         return self.losses_of(loss_fn, batches, weights, redraw=redraw)
 
     def _redraw(self) -> None:
-        """Draws one number of each generator, so that all later numbers are others."""
+        """Draws one number of each generator, so that all later numbers differ."""
         for device in {part.device for part in self._trained().values()}:
             torch.rand((), device=device)
         random.random()

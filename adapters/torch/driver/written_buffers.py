@@ -274,7 +274,7 @@ def _end(buffers: Sequence[_Buffer], skipped: bool | Tensor) -> None:
     if skipped is not True:
         restored = now.isnan()
         if isinstance(skipped, Tensor):
-            restored |= gradients.moved(skipped, now.device) > 0
+            restored |= gradients.to_device(skipped, now.device) > 0
         saved = torch.where(restored, saved, now)
     targets: list[Tensor] = []
     sources: list[Tensor] = []
