@@ -391,8 +391,8 @@ class CheckpointStore(Writer):
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
 
-        For a message at the start of a run: a step that is missing in the list without a reason
-        would look like one that was never saved.
+        A run names them at its start. Otherwise a step that is missing in the list would look like
+        a step that was never saved.
         """
         return self._scan().damaged
 
@@ -482,11 +482,11 @@ class CheckpointStore(Writer):
         with suppress(type(failure)):  # `save` raises it on this rank
             ranks.run_on_each(self.ranks, fail)
 
-    def _scan(self, step: int | None = None) -> manifest.Scan:
+    def _scan(self, step: int | None = None) -> manifest.FoundCheckpoints:
         """The checkpoints on disk, all or of one step; StoreError if they cannot be read."""
         return manifest.scan(self.root, step)
 
-    def _on_disk(self, step: int | None = None) -> manifest.Scan:
+    def _on_disk(self, step: int | None = None) -> manifest.FoundCheckpoints:
         """The checkpoints in the directory, or the checkpoints of one step.
 
         Nothing if only memory can be read.

@@ -255,7 +255,7 @@ def score(
     checks: Sequence[Check],
     fatal: Sequence[str],
     weights: Mapping[str, float] = {},
-    most: Mapping[str, float] = {},
+    upper_bounds: Mapping[str, float] = {},
 ) -> float | None:
     """Computes the score of a subject, from 0 to 1.
 
@@ -265,7 +265,7 @@ def score(
         checks: the checks of one subject. Only checks with `decides` count.
         fatal: names of checks. If one of them fails, the score is 0.
         weights: weights by name of the check; the default is 1.
-        most: upper bounds of the score by name of the check, which apply if the check fails.
+        upper_bounds: name of a check -> largest score of a subject that fails this check.
 
     Returns:
         The score, or None if a check that counts has no verdict, or no check has a weight.
@@ -284,7 +284,7 @@ def score(
         importance.append(weight)
         closeness.append(_CLOSENESS[check.verdict] * weight)
         if check.verdict is FAIL:
-            limit = min(limit, most.get(check.name, 1.0))
+            limit = min(limit, upper_bounds.get(check.name, 1.0))
     total = sum(importance)
     if not total > 0:
         return None

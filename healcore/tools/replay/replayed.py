@@ -30,7 +30,7 @@ from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
 from healcore.tools.replay.judging import judge_trace
 from healcore.tools.report.run_report import MAX_LINES, PageReport
-from healcore.tools.traces.columns import JUDGED
+from healcore.tools.traces.columns import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Trace
 
 
@@ -140,7 +140,7 @@ class Replay:
     policy: Policy | Engine
     engine: Engine
     rows: np.recarray
-    """The rows with a loss or a gradient norm, see `healcore.tools.replay.judging.ROWS`."""
+    """The rows with a loss or a gradient norm, see `healcore.tools.replay.judging.ROW_DTYPE`."""
     summary: Summary
     incidents: tuple[Incident, ...]
 
@@ -321,7 +321,7 @@ def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple
 
     Raises ReplayError if the policy has nothing to judge.
     """
-    passed = trace.signals & {*JUDGED, *engine.needs}
+    passed = trace.signals & {*JUDGED_SIGNALS, *engine.needs}
     parts: list[tuple[str, Set[str]]] = []
     if engine.config.clip is not None:
         clip_needs = "grad_norm"
@@ -385,7 +385,7 @@ def _refuse_empty_end(trace: Trace) -> None:
     rows has them at regular distances.
     """
     rows = trace.rows
-    judged = [rows.logged[name] for name in JUDGED if name in rows.logged]
+    judged = [rows.logged[name] for name in JUDGED_SIGNALS if name in rows.logged]
     logged = np.flatnonzero(np.any(judged, axis=0))
     # Numbers of empty rows between two logged rows, and after the last logged row.
     *gaps, last = (np.diff(logged, append=len(rows.step)) - 1).tolist()

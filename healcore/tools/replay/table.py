@@ -202,7 +202,7 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
 
 
 def climbs(traces: Sequence[Trace], summaries: Sequence[Summary]) -> list[str]:
-    """Points at losses that end far above their lowest level without an alarm.
+    """Names the losses that end far above their lowest level without an alarm.
 
     Args:
         traces: the traces.

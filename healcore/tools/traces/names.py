@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from healcore.console import first_of
-from healcore.tools.traces.columns import EPOCH, JUDGED, SIGNALS, STEP, TraceError
+from healcore.tools.traces.columns import EPOCH, JUDGED_SIGNALS, SIGNALS, STEP, TraceError
 
 KNOWN_COLUMNS = (STEP, EPOCH, *SIGNALS)
 _NAMES = {
@@ -147,7 +147,7 @@ def is_judged(name: str) -> bool:
     Args:
         name: as for `is_step`. A row without one of these two cannot be judged.
     """
-    return any((signal, normalize(name)) in _TIER for signal in JUDGED)
+    return any((signal, normalize(name)) in _TIER for signal in JUDGED_SIGNALS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -240,7 +240,7 @@ def _choose(signal: str, names: Sequence[tuple[str, str]]) -> tuple[str | None, 
         message = (
             f"{quote_names(best)} may each be the {signal}: choose one, --column {signal}=NAME"
         )
-        if signal in (STEP, *JUDGED):
+        if signal in (STEP, *JUDGED_SIGNALS):
             raise TraceError(message)
         return None, f"{message} ({signal} is not read)"
     chosen = best[0]

@@ -21,7 +21,7 @@ import numpy as np
 from healcore.console import counted
 from healcore.tools.traces.columns import (
     EPOCH,
-    LENGTH,
+    EPOCH_LENGTH,
     ROUNDED,
     SIGNALS,
     STEP,
@@ -189,7 +189,7 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     if unit == EPOCH:
         numbers[STEP] = numbers[EPOCH]
     else:
-        length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[LENGTH])
+        length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[EPOCH_LENGTH])
         if length:
             notes.append(
                 f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
@@ -263,7 +263,7 @@ def _join_columns(
     """The numbers and masks of all files; without a column of steps its rows are counted."""
     rows = begins[-1]
     numbers = {STEP: np.arange(rows, dtype=np.float64)}
-    for name in (EPOCH, LENGTH, *SIGNALS):
+    for name in (EPOCH, EPOCH_LENGTH, *SIGNALS):
         numbers[name] = np.full(rows, np.nan)
     masks: dict[str, np.ndarray] = {}
     for signal in SIGNALS:
