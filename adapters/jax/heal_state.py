@@ -41,7 +41,7 @@ from healcore.jax.gradients import compiled
 from healcore.jax.one_kernel import is_one_kernel, one_kernel
 from healcore.policy.loader import engine_of, name_of
 
-RECORDS = 64
+DEFAULT_RECORDS = 64
 """Default number of steps whose records a HealState has."""
 
 

@@ -297,7 +297,7 @@ def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> 
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor is a DTensor, of which this rank holds a part.
+    """Whether a tensor is a DTensor, so that this rank holds only a part of it.
 
     Does not import torch.distributed.tensor, which takes a while and which most programs do not
     use.

@@ -112,7 +112,7 @@ class _GroupReader:
         return changed
 
     def _get_few(self, group: ParamGroup) -> tuple[Any, ...]:
-        """The values of all entries, of which there is at most one."""
+        """The values of all entries, for a group with at most one entry."""
         return tuple(map(group.get, self._entries))
 
 

@@ -286,7 +286,7 @@ class StepRecord(NamedTuple):
     def with_ratios(
         self, loss_ratio: float | None, eval_loss: float | None, eval_gap: float | None
     ) -> StepRecord:
-        """Fills in the fields of these names, in half of the time of `_replace`, for every step.
+        """Fills in three fields. Called at every step, so it is twice as fast as `_replace`.
 
         Args:
             loss_ratio: see `StepRecord.loss_ratio`.
@@ -351,7 +351,7 @@ def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
 
 
 def unpack_record(packed: np.ndarray, engine: str = "", *, reads_rate: bool = True) -> StepRecord:
-    """Makes a record from the one array that a device has copied to the host.
+    """Makes a record from the array that a device has copied to the host.
 
     Args:
         packed: int32 (n,) with n of at least 16: the integers of `RECORD_FIELDS`, then the bits of

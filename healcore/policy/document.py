@@ -67,7 +67,7 @@ FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
 
 SKIP = "skip"
 ACTIONS = {action.name.lower(): action for action in Action if action.name}
-"""Actions that `do` may name, besides "skip", which the device performs within the step."""
+"""Actions that `do` may name in addition to "skip", which the device performs within the step."""
 
 
 def _all_actions() -> tuple[str, ...]:

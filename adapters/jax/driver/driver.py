@@ -23,7 +23,7 @@ from healcore.jax.driver.engine_readings import BlockRecords
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.processes import Processes
 from healcore.jax.driver.program_state import program_state_of
-from healcore.jax.driver.step_reader import LINE, Dispatch, StepReader, counters_of
+from healcore.jax.driver.step_reader import LOOP_LINE, Dispatch, StepReader, counters_of
 from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, ProtectState, with_change_expected
@@ -496,7 +496,7 @@ def _bytes_on_one_device(leaves: Iterable[Any]) -> int:
 
 _STALE = (
     "this state was computed from an older state than healer.state, which a rollback, a resume or "
-    f"expect_change() has replaced. Write `{LINE}`, so that each step starts from "
+    f"expect_change() has replaced. Write `{LOOP_LINE}`, so that each step starts from "
     "healer.state. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
 )

@@ -45,7 +45,7 @@ from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.program_state import array_of
 from healcore.jax.heal_state import HealState, HealStateError
 
-LINE = "state = healer.update(step(healer.state, batch))"
+LOOP_LINE = "state = healer.update(step(healer.state, batch))"
 """The line of a training loop that starts each step from the current state, for messages."""
 _STEP_FIELDS = [RECORD_FIELDS.index("loss"), RECORD_FIELDS.index("grad_norm")]
 """Indices in a record that no edit of the Healer changes."""
@@ -345,9 +345,9 @@ def _check_continues(engine: EngineEntry, old: EngineReading, new: EngineReading
         raise HealStateError(
             f'the optimizer state of "{engine.name}" does not continue the state of the step '
             f"before: it has step {new.step}, after step {old.step}. Start each step from "
-            f"healer.state, `{LINE}`, and call tx.init(params) once, before the Healer: within the "
-            "loop it loses the moments, the detectors and the budgets. To reset only the moments: "
-            "with_heal_state(without_heal_state(tx.init(params)), like=old)"
+            f"healer.state, `{LOOP_LINE}`, and call tx.init(params) once, before the Healer: "
+            "within the loop it loses the moments, the detectors and the budgets. To reset only "
+            "the moments: with_heal_state(without_heal_state(tx.init(params)), like=old)"
         )
     if new.step - old.step > len(new.ring):
         steps = new.step - old.step

@@ -333,7 +333,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:
     """The loss of a copy of a batch, on the host. SignalError if the function changes the copy."""
-    batch = copied(batch)
+    batch = copy_of_batch(batch)
     before = dict(_marks(batch))
     loss = loss_fn(batch)
     if isinstance(loss, Tensor):
@@ -352,7 +352,7 @@ def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:
     return loss
 
 
-def copied(batch: Any) -> Any:
+def copy_of_batch(batch: Any) -> Any:
     """A copy of a batch and of the dictionaries, lists, tuples, dataclasses and tensors in it.
 
     Args:
@@ -363,7 +363,7 @@ def copied(batch: Any) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
-    parts = {key: copied(part) for key, part in _parts(batch).items()}
+    parts = {key: copy_of_batch(part) for key, part in _parts(batch).items()}
     with suppress(Exception):  # an object that cannot be copied is shared
         if isinstance(batch, tuple):
             return tuple.__new__(type(batch), parts.values())  # its class may take other arguments

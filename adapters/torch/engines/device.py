@@ -116,14 +116,14 @@ class DeviceEngine(StatefulEngine):
         """
         if self._late is None:
             return self._state
-        return self._late.finished().state
+        return self._late.judge_all().state
 
     @property
     def decision(self) -> Decision | None:
         """The last step's decision as enforced, or None. Waits as `state` does."""
         if self._late is None:
             return self._decision
-        return self._late.finished().decision
+        return self._late.judge_all().decision
 
     @property
     def compared_decision(self) -> Decision | None:
@@ -137,13 +137,13 @@ class DeviceEngine(StatefulEngine):
         if self._late is None:
             super().expect_change()
         else:
-            self._late.finished().expect_change()
+            self._late.judge_all().expect_change()
 
     def grow(self, groups: int) -> None:
         """Starts a clipping history for added parameters."""
         super().grow(groups)
         if self._late is not None:
-            self._late.finished().grow(groups)
+            self._late.judge_all().grow(groups)
 
     def _step(
         self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None

@@ -162,7 +162,7 @@ class LateJudge:
             return None
         return self._recent[0].decision
 
-    def finished(self) -> HostEngine:
+    def judge_all(self) -> HostEngine:
         """Judges all waiting steps, and returns the engine. Waits for the device.
 
         Code that reads or replaces the engine's state calls this method first. Otherwise the state

@@ -131,8 +131,8 @@ class DivergenceConfig(NamedTuple):
 class PlateauState(NamedTuple):
     """The current window, the best window, and the change per step.
 
-    A window is `window` steps, of which only the mean is kept. The windows do not overlap, so the
-    state has the same few numbers for any length.
+    A window is `window` steps. Only the mean of a window is kept, and windows do not overlap. So
+    the state has the same few numbers for any length.
     """
 
     count: Int

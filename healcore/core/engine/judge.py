@@ -315,15 +315,15 @@ def _skip_by_rules(
     xp: ArrayNamespace,
 ) -> tuple[Int, Flag]:
     """Whether the fired rules skip the step; returns the new `streak` of finite skips first."""
-    wished = _any([each.fired for rule, each in fired if rule.skip], no_flag)
-    streak, skip = _limit_skips(config, streak, wished, seen, xp=xp)
+    wanted = _any([each.fired for rule, each in fired if rule.skip], no_flag)
+    streak, skip = _limit_skips(config, streak, wanted, seen, xp=xp)
     if skip is not seen.bad:
         skip = xp.shared(skip)
     return streak, skip
 
 
 def _limit_skips(
-    config: EngineConfig, streak: Int, wished: Flag, seen: CheckedSignals, *, xp: ArrayNamespace
+    config: EngineConfig, streak: Int, wanted: Flag, seen: CheckedSignals, *, xp: ArrayNamespace
 ) -> tuple[Int, Flag]:
     """Decides which steps are skipped; returns the new `streak` of finite skips, and the skip.
 
@@ -331,11 +331,11 @@ def _limit_skips(
     row. If all batches look bad, the batches are not the cause. The spike is then sustained and
     recovery is ordered, so more skips would not help.
     """
-    granted = wished
+    granted = wanted
     if any(rule.skip and rule.causes & ~int(NONFINITE) for rule in config.rules):
-        order = wished & seen.finite
+        order = wanted & seen.finite
         allowed = streak < config.max_skips
-        granted = wished & (~seen.finite | allowed)
+        granted = wanted & (~seen.finite | allowed)
         streak = xp.where(seen.finite, (streak + (order & allowed)) * order, streak)
     if seen.bad_grad is not None and granted is not seen.bad:
         granted = granted | seen.bad_grad  # under every policy

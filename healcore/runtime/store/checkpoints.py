@@ -469,8 +469,9 @@ def superfluous(
 ) -> list[int]:
     """Chooses the checkpoints to delete.
 
-    The newest known-good checkpoint always stays. While there is none, the oldest finite candidate
-    stays, because it is the first that can become known-good. Abandoned checkpoints are deleted.
+    The newest known-good checkpoint always stays. Without a known-good checkpoint, the oldest
+    finite candidate stays, because it is the first that can become known-good. Abandoned
+    checkpoints are deleted.
 
     Args:
         saves: all checkpoints of a store, in any order.

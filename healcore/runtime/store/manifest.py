@@ -395,12 +395,14 @@ def merge(scans: Sequence[FoundCheckpoints]) -> FoundCheckpoints:
         for step, stored in scan.complete.items():
             found.setdefault(step, []).append(stored)
         for step, record in scan.records.items():
-            records[step] = max(records.get(step, record), record, key=_age)
+            records[step] = max(records.get(step, record), record, key=_recency)
     complete: dict[int, StoredCheckpoint] = {}
     twins: dict[int, list[StoredCheckpoint]] = {}
     for step in sorted(found):
         newest_first = sorted(
-            found[step], key=lambda each: (each.manifest.attempt, _age(each.record)), reverse=True
+            found[step],
+            key=lambda each: (each.manifest.attempt, _recency(each.record)),
+            reverse=True,
         )
         complete[step] = newest_first[0]
         attempt = newest_first[0].manifest.attempt
@@ -409,7 +411,7 @@ def merge(scans: Sequence[FoundCheckpoints]) -> FoundCheckpoints:
     return FoundCheckpoints(complete, records, damaged, twins)
 
 
-def _age(record: Mapping[str, Any] | None) -> tuple[int, int, bool]:
+def _recency(record: Mapping[str, Any] | None) -> tuple[int, int, bool]:
     """Compares records of one checkpoint: the larger, the later it was written."""
     history = AttemptHistory.of(record)
     return len(history.starts), history.known_good_up_to, bool((record or {}).get("completed"))

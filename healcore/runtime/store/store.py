@@ -371,7 +371,7 @@ class CheckpointStore(Writer):
             copy.record = sealed
             self.ring.prune(self.nonfinite_ok)
         failure = f"the record of step {step} cannot be written"
-        self._change_each(
+        self._change_in_each_directory(
             failure, stored, lambda each: files.replace(each / manifest.RECORD, sealed)
         )
 
@@ -386,7 +386,7 @@ class CheckpointStore(Writer):
         """
         _, stored = self._locate(step)
         self.ring.forget(step)
-        self._change_each(f"step {step} cannot be deleted", stored, manifest.remove)
+        self._change_in_each_directory(f"step {step} cannot be deleted", stored, manifest.remove)
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
@@ -564,7 +564,7 @@ class CheckpointStore(Writer):
 
         ranks.run_on_each(self.ranks, check)
 
-    def _change_each(
+    def _change_in_each_directory(
         self, failure: str, stored: Sequence[StoredCheckpoint], action: Callable[[Path], None]
     ) -> None:
         """Changes the folder of a checkpoint in each directory, from rank 0.

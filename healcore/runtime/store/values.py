@@ -272,7 +272,7 @@ def dumps(value: Any, path: Path, keep: Keep = base64_text) -> str:
     Raises:
         UnsavableState: a part has no plain form.
     """
-    return to_json(encode(value, path, lambda _, part: _inline(part, keep))).decode()
+    return to_json(encode(value, path, lambda _, part: _framework_node(part, keep))).decode()
 
 
 def loads(text: str, path: Path, bytes_at: Callable[[Any], np.ndarray] = base64_bytes) -> Any:
@@ -312,7 +312,7 @@ def decode_other(tag: str, content: Any) -> Any:
             `base64_text`.
 
     Raises:
-        ValueError: the tag is none of these.
+        ValueError: the tag is not one of these four.
     """
     if tag == "numpy":
         return unpack_array(content)
@@ -371,7 +371,7 @@ def unpack_array(content: Mapping[str, Any]) -> np.ndarray:
     return data.view(np.dtype(content["dtype"])).reshape(content["shape"])
 
 
-def _inline(value: Any, keep: Keep) -> Node | None:
+def _framework_node(value: Any, keep: Keep) -> Node | None:
     """The node of a value of NumPy, torch or JAX, or None. Imports no other framework."""
     if type(value) is np.ndarray:
         tag, content = "numpy", pack_array(value, keep)

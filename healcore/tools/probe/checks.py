@@ -144,7 +144,7 @@ class ProbeVerdict(enum.Enum):
     def exit_code(self) -> int:
         """Exit status of a command with this verdict: 0 pass, 1 warn, 2 fail, 3 no verdict.
 
-        A script can so tell a diverged run (2) from a run that nobody could judge (3).
+        So a script can distinguish a diverged run (2) from a run that could not be judged (3).
         """
         return {"PASS": 0, "WARN": 1, "FAIL": 2}.get(self.name, 3)
 

@@ -29,7 +29,8 @@ EPOCH_LENGTH = "epoch_length"
 """Number of batches in an epoch, where a log counts its steps within each epoch."""
 
 JUDGED_SIGNALS = ("loss", "grad_norm")
-"""A row can be judged if it has one of these. Only these show where a run was resumed."""
+"""A row can be judged if it has one of these signals. Only these signals show where a run was
+resumed."""
 
 KNOWN_FORMATS = (
     "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, console output "

@@ -28,7 +28,7 @@ from healcore.tools.traces.columns import (
     plain_column,
     quote_excerpt,
 )
-from healcore.tools.traces.names import is_known, is_step, normalize, resolve
+from healcore.tools.traces.names import find_columns, is_known, is_step, normalize
 from healcore.tools.traces.printed import Fields, Records
 
 _MAX_LAYOUTS = 1000
@@ -424,7 +424,7 @@ def read_records(
         if problems:
             first = f": line {problems[0].line}: {problems[0].text}"
         raise TraceError(f"it has no record that could be read{first}")
-    keys, notes = resolve(list(steps.names), columns)
+    keys, notes = find_columns(list(steps.names), columns)
     refuse_table_of_runs(steps.names, steps.column, keys.get(STEP))
     notes = [f"{path}: {note}" for note in notes]
     if EPOCH_LENGTH in steps.names:

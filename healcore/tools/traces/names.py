@@ -145,7 +145,7 @@ def is_judged(name: str) -> bool:
     """Whether a column name is a name of the training loss or of the gradient norm.
 
     Args:
-        name: as for `is_step`. A row without one of these two cannot be judged.
+        name: as for `is_step`. A row without a loss and a norm cannot be judged.
     """
     return any((signal, normalize(name)) in _TIER for signal in JUDGED_SIGNALS)
 
@@ -170,7 +170,9 @@ def is_known(name: str) -> bool:
     return is_step(name) or any((signal, normalize(name)) in _TIER for signal in _NAMES)
 
 
-def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def find_columns(
+    names: Sequence[str], columns: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
     """Finds the step and the signals among the names of columns, tags or keys in a file.
 
     Args:

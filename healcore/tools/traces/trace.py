@@ -92,7 +92,7 @@ class Unreadable(NamedTuple):
     path: str
     problem: str
     not_judged: bool = False
-    """Whether the path has a log, of which too little can be used to judge the run."""
+    """Whether the path has a log, but too little of the log can be used to judge the run."""
 
 
 @dataclass(frozen=True, eq=False)
