@@ -1,4 +1,4 @@
-"""What the framework adapters provide to the neutral part of healcore, and what they require.
+"""Finds what each framework adapter provides to the rest of healcore, without importing the others.
 
 Only this module names the adapters, and imports them only on demand. It is in the lowest layer, so
 that the runtime can use it.

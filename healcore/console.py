@@ -119,19 +119,19 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def first_of(items: Sequence[str], most: int = 3, separator: str = ", ") -> str:
+def first_of(items: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
     """Joins the first items, and adds the number of the other items: "a, b, c and 2 more"."""
-    text = separator.join(items[:most])
-    if len(items) > most:
-        text += f"{separator.rstrip(', ')} and {len(items) - most} more"
+    text = separator.join(items[:limit])
+    if len(items) > limit:
+        text += f"{separator.rstrip(', ')} and {len(items) - limit} more"
     return text
 
 
-def first_lines(lines: Sequence[str], most: int, prefix: str = "") -> list[str]:
-    """The first lines, each with a prefix, and a line with the number of the other lines."""
-    first = [f"{prefix}{line}" for line in lines[:most]]
-    if len(lines) > most:
-        first.append(f"{prefix}and {len(lines) - most:,} more")
+def first_lines(lines: Sequence[str], limit: int, prefix: str = "") -> list[str]:
+    """Lists the first lines, each with a prefix, then the number of the other lines."""
+    first = [f"{prefix}{line}" for line in lines[:limit]]
+    if len(lines) > limit:
+        first.append(f"{prefix}and {len(lines) - limit:,} more")
     return first
 
 

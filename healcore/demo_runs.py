@@ -27,16 +27,16 @@ from healcore.core.errors import HealcoreError
 SYMBOLS = 256
 """Number of different bytes, which are the tokens of the model."""
 ARMS = ("unprotected", "fixed clip", "healed")
-"""No protection; gradients clipped to norm 1.0, the usual protection; a `Healer`."""
+"""The protections that the demo compares: none, gradients clipped to norm 1.0, and a `Healer`."""
 FIXED_CLIP = 1.0
 """Norm to which the arm "fixed clip" clips."""
 SAVE_EVERY = 10
 """Steps between two checkpoints of a healed run."""
 _HELD_OUT_EVERY = 10
 """Each tenth file is held out."""
-_LARGEST = 4 * 1024 * 1024
+_MAX_CORPUS_BYTES = 4 * 1024 * 1024
 """Limit of the bytes to read."""
-SHORTEST = 30
+MIN_STEPS = 30
 """Smallest number of steps; with fewer steps the faults overlap."""
 
 
@@ -79,7 +79,7 @@ def load_corpus() -> Corpus:
     for index, path in enumerate(paths):
         text = path.read_bytes()
         size += len(text)
-        if size > _LARGEST:
+        if size > _MAX_CORPUS_BYTES:
             break
         if index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1:
             held_out.append(text)
@@ -148,9 +148,9 @@ class Scenario:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.steps < SHORTEST:
+        if self.steps < MIN_STEPS:
             raise DemoError(
-                f"steps must be at least {SHORTEST}, or the faults overlap, got {self.steps}"
+                f"steps must be at least {MIN_STEPS}, or the faults overlap, got {self.steps}"
             )
 
     # -- the faults, at fixed parts of the run --------------------------------------------------

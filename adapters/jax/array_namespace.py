@@ -17,8 +17,9 @@ from jax import lax
 
 from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
 
-_BEYOND = 1_000_003
-"""A divisor above every shared value. XLA would turn a power of two into a cheap mask."""
+_ABOVE_SHARED = 1_000_003
+"""A divisor that is larger than every shared value. It is not a power of two, which XLA would turn
+into a cheap mask."""
 
 
 class JaxNamespace(ArrayNamespace):
@@ -95,7 +96,7 @@ class JaxNamespace(ArrayNamespace):
         is not inlined, a `while` or a `cond` blocks the host or does not batch on other platforms.
         """
         number = lax.convert_element_type(x, jnp.int32)
-        kept = lax.rem(number, lax.full_like(x, _BEYOND, jnp.int32))
+        kept = lax.rem(number, lax.full_like(x, _ABOVE_SHARED, jnp.int32))
         if x.dtype == jnp.bool_:
             return lax.ne(kept, lax.full_like(kept, 0))
         return kept

@@ -157,7 +157,7 @@ def _interpret(
         names: names of the state's leaves, for messages.
 
     Returns:
-        The flat outputs of the step, of which the last ``len(names)`` are the selected state.
+        The flat outputs of the step. The last ``len(names)`` outputs are the selected state.
     """
     jaxpr = closed.jaxpr
     old, own_inputs = (flat[first : first + len(names)] for flat in (args, jaxpr.invars))

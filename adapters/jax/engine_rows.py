@@ -62,13 +62,13 @@ EDIT = 2
 """Column of the number of the Healer's last edit."""
 LOSS_SEEN = 3
 """Column of the flag whether a loss was finite."""
-STATIC = 4
+HEAD_SIZE = 4
 """Number of columns in the head: the fingerprint, the edit and the flag."""
 _DECISION_INTS = ("skip", "action", "cause", "rollback_depth")
 _DECISION_FLOATS = ("grad_scale", "lr_scale")
 _FLOATS = len(RECORD_FIELDS) - RECORD_INTS
 
-STEP = STATIC + len(_DECISION_INTS)
+STEP = HEAD_SIZE + len(_DECISION_INTS)
 """Column of the number of steps judged. It begins the integers of a record."""
 _TALLY = STEP + RECORD_INTS
 CHANGE_EXPECTED = _TALLY + len(Tally._fields)
@@ -225,7 +225,7 @@ def decision_of(rows: jax.Array, group_scale: Any) -> Decision:
         group_scale: `HealState.heal_group_scale`, which is not a part of the rows.
     """
     row = current_row(rows)
-    ints = jnp.unstack(row[..., STATIC:STEP], axis=-1)
+    ints = jnp.unstack(row[..., HEAD_SIZE:STEP], axis=-1)
     floats = _view(row[..., -_FLOATS - len(_DECISION_FLOATS) : -_FLOATS], np.float32)
     numbers: dict[str, Any] = dict(zip(_DECISION_INTS, ints, strict=True))
     numbers |= zip(_DECISION_FLOATS, jnp.unstack(floats, axis=-1), strict=True)

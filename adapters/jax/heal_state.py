@@ -41,7 +41,7 @@ from healcore.jax.gradients import compiled
 from healcore.jax.one_kernel import is_one_kernel, one_kernel
 from healcore.policy.loader import engine_of, name_of
 
-RECORDS = 64
+DEFAULT_RECORDS = 64
 """Default number of steps whose records a HealState has."""
 
 
@@ -267,7 +267,7 @@ def _judge_row(
         groups_of_template = 1
     template = neutral(groups=groups_of_template)
     decision = numerics.map_leaves(_as_dtype_of, template, decision)
-    head = list(jnp.unstack(row[: engine_rows.STATIC]))
+    head = list(jnp.unstack(row[: engine_rows.HEAD_SIZE]))
     if signals.loss is not None:
         head[engine_rows.LOSS_SEEN] |= jnp.isfinite(signals.loss)
     return layout.pack(head, new, decision, jnp), layout.windows_of(new), new.step, decision

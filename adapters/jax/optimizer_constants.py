@@ -33,7 +33,7 @@ class _Optimizer(NamedTuple):
     """`jax.ShapeDtypeStruct` of each leaf of its state."""
 
 
-_newest: dict[Any, _Optimizer] = {}
+_newest_optimizers: dict[Any, _Optimizer] = {}
 """Form of a state -> the newest optimizer with such a state."""
 
 
@@ -45,7 +45,7 @@ def remember(update: Callable[..., Any], params: PyTree, state: PyTree) -> None:
         params: its parameters, traced or not.
         state: its initial state.
     """
-    _newest[_form(state)] = _Optimizer(update, _abstract(params), _abstract(state))
+    _newest_optimizers[_form(state)] = _Optimizer(update, _abstract(params), _abstract(state))
 
 
 def constants_of(state: PyTree) -> list[float]:
@@ -58,7 +58,7 @@ def constants_of(state: PyTree) -> list[float]:
         The floating constants of the update without repeats, ascending. Empty if this process has
         not made the optimizer, or if its update needs more than gradients, state and parameters.
     """
-    known = _newest.get(_form(state))
+    known = _newest_optimizers.get(_form(state))
     if known is None:
         return []
     try:

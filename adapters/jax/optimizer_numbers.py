@@ -291,7 +291,7 @@ def with_held(inner_state: PyTree, numbers: HeldNumbers) -> PyTree:
     return _map_numbers(replaced, inner_state)
 
 
-def with_own(new: PyTree, given: PyTree, own: PyTree, numbers: HeldNumbers) -> PyTree:
+def with_program_numbers(new: PyTree, given: PyTree, own: PyTree, numbers: HeldNumbers) -> PyTree:
     """Puts the program's own numbers back after a step, unless the step has changed them.
 
     Without it, healcore would never see when the program's own value is back in the range, and a

@@ -288,7 +288,7 @@ def _changed_step(
             return update(updates, state, params)
         given = optimizer_numbers.with_held(state, held)
         updates, new = update(updates, given, params)
-        return updates, optimizer_numbers.with_own(new, given, state, held)
+        return updates, optimizer_numbers.with_program_numbers(new, given, state, held)
 
     return step
 

@@ -23,7 +23,10 @@ from healcore.jax.gradients import both_norms, gradient_leaves
 
 AxisName = str | tuple[str, ...] | None
 
-NAMES = ("value", *(name for name in Signals._fields if name not in ("loss", "group_norms")))
+SIGNAL_KEYWORDS = (
+    "value",
+    *(name for name in Signals._fields if name not in ("loss", "group_norms")),
+)
 """Keywords of `update` by which a caller reports signals; see `heal`."""
 _MEANS = ("loss", "eval_loss", "learning_rate")
 _FLAGS = ("change_expected", "externally_skipped")
@@ -36,15 +39,16 @@ def split_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
         keywords: the keywords of a call of `update`.
 
     Returns:
-        The signals by the names in `NAMES`, without signals that are None; and all other keywords.
+        The signals by the names in `SIGNAL_KEYWORDS`, without signals that are None; and all other
+        keywords.
     """
     signals = {}
-    for name in NAMES:
+    for name in SIGNAL_KEYWORDS:
         if keywords.get(name) is not None:
             signals[name] = keywords[name]
     others = {}
     for name, value in keywords.items():
-        if name not in NAMES:
+        if name not in SIGNAL_KEYWORDS:
             others[name] = value
     return signals, others
 
@@ -57,7 +61,7 @@ def make_signals(
     Args:
         engine: the engine of the policy.
         updates: the gradients.
-        given: the signals that the caller passes, by the keywords of `NAMES`.
+        given: the signals that the caller passes, by the keywords of `SIGNAL_KEYWORDS`.
         axes: the mesh axes over which signals are reduced.
         bad_update: whether the optimizer would make NaN or Inf of the gradients, bool 0-d or None.
             If it is True, the global norm is NaN, so that the policy treats the step as a step
@@ -95,7 +99,7 @@ def make_signals(
         if not leaf_norms.size:
             leaf_norms = jnp.zeros((1,), jnp.float32)  # `count_leaves` returns at least 1
     reported = {**given, "grad_norm": grad_norm}
-    found = {name: _scalar(name, reported.get(name)) for name in NAMES}
+    found = {name: _scalar(name, reported.get(name)) for name in SIGNAL_KEYWORDS}
     group_norms = None
     if engine.per_tensor:
         group_norms = leaf_norms

@@ -22,7 +22,7 @@ from healcore.core.engine import Engine
 from healcore.jax import gradients, heal_state
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.clipping import clip
-from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState
+from healcore.jax.heal_state import DEFAULT_RECORDS, HealState, ScaleByHealLrState
 from healcore.jax.heal_state import ProtectState as ProtectState  # its place in healcore 0.3.0
 from healcore.jax.optax_states import replicate_over_mesh
 from healcore.jax.protection import Protection, keywords_of
@@ -36,7 +36,7 @@ def heal(
     *,
     axis_name: AxisName = None,
     shard_axis_name: AxisName = None,
-    records: int = RECORDS,
+    records: int = DEFAULT_RECORDS,
     **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
     """Judges each step by a policy, and clips or replaces its gradients.
@@ -159,7 +159,7 @@ def protect(
     *,
     axis_name: AxisName = None,
     shard_axis_name: AxisName = None,
-    records: int = RECORDS,
+    records: int = DEFAULT_RECORDS,
     **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer: clips its gradients, and skips a bad step exactly.
@@ -268,7 +268,7 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
 
 
 def _transformation(
-    engine: Engine, axes: Axes, records: int = RECORDS
+    engine: Engine, axes: Axes, records: int = DEFAULT_RECORDS
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation of `heal` and `heal_zclip` for an engine."""
 

@@ -19,7 +19,7 @@ from healcore.torch.engines import LiveEngine, UnreadRecords
 from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.ranks import StepRanks
 
-WITHOUT_LOSS = 20
+STEPS_WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
 
 _ANSWERS = {
@@ -242,13 +242,13 @@ class MissingLoss:
             has_seen_loss: whether any step so far has had a loss.
 
         Returns:
-            One warning at step `WITHOUT_LOSS` of a loop without losses, otherwise nothing.
+            One warning at step `STEPS_WITHOUT_LOSS` of a loop without losses, otherwise nothing.
         """
         self._steps += 1
-        if has_seen_loss or not self._reads_loss or self._steps != WITHOUT_LOSS:
+        if has_seen_loss or not self._reads_loss or self._steps != STEPS_WITHOUT_LOSS:
             return []
         return [
-            f"no loss has been observed in {WITHOUT_LOSS} steps, so detectors that read it are "
-            "inactive: write loss = healer.loss(batch) if the Healer has a loss_fn, or call "
+            f"no loss has been observed in {STEPS_WITHOUT_LOSS} steps, so detectors that read it "
+            "are inactive: write loss = healer.loss(batch) if the Healer has a loss_fn, or call "
             "observe(loss) before each optimizer.step()"
         ]

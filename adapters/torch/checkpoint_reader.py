@@ -113,10 +113,10 @@ def _split(keys: Iterable[Any]) -> tuple[str, ...]:
     return tuple(parts)
 
 
-class _Inert(list[Any]):
-    """Stands for an object of a class that is not imported: a list of its contents."""
+class _UnimportedObject(list[Any]):
+    """Replaces an object whose class is not imported, and keeps its contents as a list."""
 
-    def __new__(cls, *contents: Any) -> _Inert:
+    def __new__(cls, *contents: Any) -> _UnimportedObject:
         self = super().__new__(cls)
         self.extend(contents)
         return self
@@ -128,17 +128,18 @@ class _Inert(list[Any]):
     __hash__ = object.__hash__  # type: ignore[assignment]  # it may be a key
 
 
-def _load(source: Any, path: Path, *, mmap: bool = False, inert: tuple[str, ...] = ()) -> Any:
-    """Loads what `torch.save` wrote, with an `_Inert` for each object of the classes in `inert`.
+def _load(source: Any, path: Path, *, mmap: bool = False, unimported: tuple[str, ...] = ()) -> Any:
+    """Loads what `torch.save` wrote, without importing the classes in `unimported`.
 
-    torch names one class that it does not allow, so the file is loaded again with this class in
-    `inert`, until nothing is missing.
+    Each object of such a class becomes an `_UnimportedObject`. torch names one class that it does
+    not allow, so the file is loaded again with this class in `unimported`, until no class is
+    missing.
 
     Raises ProbeError for functions of Python and of the system, and for damage.
     """
     allowed: list[Any] = _numpy_globals()
-    for name in inert:
-        allowed.append((_Inert, name))
+    for name in unimported:
+        allowed.append((_UnimportedObject, name))
     try:
         with torch.serialization.safe_globals(allowed):
             file = source
@@ -151,8 +152,8 @@ def _load(source: Any, path: Path, *, mmap: bool = False, inert: tuple[str, ...]
         refused = re.search(r"GLOBAL ([\w.]+)", str(error))
         if isinstance(error, pickle.UnpicklingError) and refused:
             # torch refuses modules of the system, and names builtins without their module.
-            if "not an allowed global" in str(error) and refused[1] not in inert:
-                return _load(source, path, mmap=mmap, inert=(*inert, refused[1]))
+            if "not an allowed global" in str(error) and refused[1] not in unimported:
+                return _load(source, path, mmap=mmap, unimported=(*unimported, refused[1]))
             raise ProbeError(
                 f"{path} holds more than tensors and plain values (a {refused[1]}), and loading it "
                 "could execute code: save only the state dictionaries, and probe that file"
@@ -167,7 +168,7 @@ def _load(source: Any, path: Path, *, mmap: bool = False, inert: tuple[str, ...]
 
 
 def _numpy_globals() -> list[Any]:
-    """What a pickle of NumPy's scalars and arrays names: these functions and classes are safe."""
+    """The safe functions and classes that a pickle of NumPy's scalars and arrays may name."""
     scalar_function = np.float64(0).__reduce__()[0]
     array_function = np.zeros(0).__reduce__()[0]
     dtypes = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
 
 from healcore.torch import gradients
-from healcore.torch.engines import LiveEngine, StepOrder, UnreadRecords, is_cut
+from healcore.torch.engines import EnforcedDecision, LiveEngine, UnreadRecords, is_cut
 
 _ABSENT = object()
 
@@ -34,7 +34,7 @@ class _Replaced(NamedTuple):
 
 
 class Enforcer:
-    """Enforces orders on one optimizer.
+    """Enforces decisions on one optimizer.
 
     What is changed for a step is noted, and `restore` brings it back after the step:
 
@@ -64,18 +64,18 @@ class Enforcer:
         attributes = vars(self._optimizer)
         scale = attributes.get("grad_scale")
         if isinstance(scale, Tensor):
-            scale = gradients.moved(scale, self._home, torch.float32)
+            scale = gradients.to_device(scale, self._home, torch.float32)
         else:
             scale = None
         found_inf = attributes.get("found_inf")
         if isinstance(found_inf, Tensor):
-            found_inf = gradients.moved(found_inf, self._home, torch.float32)
+            found_inf = gradients.to_device(found_inf, self._home, torch.float32)
         else:
             found_inf = None
         return scale, found_inf
 
     def needs_host(self, params: Sequence[Tensor]) -> bool:
-        """Whether enforcing this step needs the order on the host.
+        """Whether enforcing this step needs the decision on the host.
 
         A fused SGD that skips leaves new momentum buffers uninitialised, so the host decides the
         step that creates the buffers.
@@ -94,64 +94,67 @@ class Enforcer:
         return any(state.get(p, {}).get("momentum_buffer") is None for p in params)
 
     def enforce(
-        self, parameters: Sequence[Tensor], order: StepOrder, divisor: Tensor | None
+        self, parameters: Sequence[Tensor], enforced: EnforcedDecision, divisor: Tensor | None
     ) -> None:
-        """Enforces an order, unless it skips on the host. A neutral order changes no bit.
+        """Enforces a decision, unless the host skips the step. A neutral decision changes no bit.
 
-        An order on the device is enforced by the fused kernel, which subtracts a `found_inf` of
-        exactly 0 from its step counter. If `needs_host` is True, the order is on the host.
+        The fused kernel enforces a decision on the device, and subtracts a `found_inf` of exactly 0
+        from its step counter. If `needs_host` is True, the decision is on the host.
 
         Args:
             parameters: all parameters of the optimizer, in its order.
-            order: what the engine has decided for this step.
+            enforced: what the engine has decided for this step.
             divisor: a GradScaler's scale that the gradients still contain, 0-d float32, or None.
         """
-        if isinstance(order.skip, Tensor):
-            if order.group_scale is not None:
-                gradients.scale_each_(parameters, order.group_scale.unbind())
-            if order.clip_factor is not None:
-                skip = gradients.moved(order.skip, order.clip_factor.device)
-                gradients.multiply_(parameters, order.clip_factor.masked_fill(skip > 0, 1.0))
+        if isinstance(enforced.skip, Tensor):
+            if enforced.group_scale is not None:
+                gradients.scale_each_(parameters, enforced.group_scale.unbind())
+            if enforced.clip_factor is not None:
+                skip = gradients.to_device(enforced.skip, enforced.clip_factor.device)
+                gradients.multiply_(parameters, enforced.clip_factor.masked_fill(skip > 0, 1.0))
             # CUDA's SGD with momentum rounds differently if it divides, even by 1.
-            elif order.grad_divisor is not None:
-                self.replace(vars(self._optimizer), "grad_scale", order.grad_divisor)
-            self.replace(vars(self._optimizer), "found_inf", order.skip)
-            if order.lr_scale is not None:
-                self._scale_lr(order.lr_scale)
-        elif not order.skip:
-            self.clip(parameters, order, divisor)
-            if order.lr_scale != 1.0:
-                self._scale_lr(order.lr_scale)
+            elif enforced.grad_divisor is not None:
+                self.replace(vars(self._optimizer), "grad_scale", enforced.grad_divisor)
+            self.replace(vars(self._optimizer), "found_inf", enforced.skip)
+            if enforced.lr_scale is not None:
+                self._scale_lr(enforced.lr_scale)
+        elif not enforced.skip:
+            self.clip(parameters, enforced, divisor)
+            if enforced.lr_scale != 1.0:
+                self._scale_lr(enforced.lr_scale)
 
     def clip(
-        self, parameters: Sequence[Tensor], order: StepOrder, divisor: Tensor | None = None
+        self,
+        parameters: Sequence[Tensor],
+        enforced: EnforcedDecision,
+        divisor: Tensor | None = None,
     ) -> None:
-        """Clips by an order on the host: in the fused kernel, or else in place.
+        """Clips by a decision on the host: in the fused kernel, or else in place.
 
         A fixed clip is always in place, because a kernel divides where torch's clip multiplies.
 
         Args:
             parameters: all parameters of the optimizer, in its order.
-            order: an order whose numbers are Python numbers.
+            enforced: a decision whose numbers are Python numbers.
             divisor: as in `enforce`.
         """
-        if order.group_scale is not None:
-            gradients.scale_each_(parameters, order.group_scale.tolist())
-        if order.clip_factor is not None:
+        if enforced.group_scale is not None:
+            gradients.scale_each_(parameters, enforced.group_scale.tolist())
+        if enforced.clip_factor is not None:
             # On a CPU nothing waits to be read. Elsewhere a product with 1 costs less than a sync.
-            if not order.clip_factor.is_cpu or order.clip_factor.double().numpy() < 1:
-                gradients.multiply_(parameters, order.clip_factor)
+            if not enforced.clip_factor.is_cpu or enforced.clip_factor.double().numpy() < 1:
+                gradients.multiply_(parameters, enforced.clip_factor)
             return
-        if order.grad_scale == 1.0:
+        if enforced.grad_scale == 1.0:
             return
         if self._uses_kernel():
             # In float32 and in this order, as in the device engine.
-            scale = torch.full((), order.grad_scale, dtype=torch.float32, device=self._home)
+            scale = torch.full((), enforced.grad_scale, dtype=torch.float32, device=self._home)
             if divisor is None:
                 divisor = torch.ones_like(scale)
             self.replace(vars(self._optimizer), "grad_scale", divisor / scale)
         else:
-            gradients.scale_(parameters, order.grad_scale)
+            gradients.scale_(parameters, enforced.grad_scale)
 
     def replace(self, values: dict[str, Any], name: str, value: Any) -> None:
         """Replaces a value of a dictionary until `restore`.
@@ -236,8 +239,8 @@ def _is_third_party(optimizer: Optimizer) -> bool:
 def moments_obstacle(optimizer: Optimizer) -> str:
     """Reason why the moments cannot be reset, or an empty string.
 
-    `reset_moments` empties the optimizer's state. Only of torch's own optimizers is it known that
-    they start with an empty state; a library's optimizer may expect what its constructor has made.
+    `reset_moments` empties the optimizer's state. torch's own optimizers start with an empty state.
+    A library's optimizer may need the state that its constructor has made.
     """
     if not _is_third_party(optimizer):
         return ""
@@ -298,33 +301,33 @@ class MomentReset:
             reset_moments(self._optimizer)
             self._is_due = False
 
-    def note(self, order: StepOrder) -> None:
-        """Makes a reset due if this order cuts the learning rate.
+    def note(self, enforced: EnforcedDecision) -> None:
+        """Makes a reset due if this decision cuts the learning rate.
 
         Args:
-            order: the order of the step that runs, in Python numbers.
+            enforced: the decision for the step that runs, in Python numbers.
         """
-        if is_cut(order.action, order.skip):
+        if is_cut(enforced.action, enforced.skip):
             self._is_due = True
 
     def keep_record(self) -> None:
         """Keeps the record of a step that was judged now, if cuts are known only later.
 
-        An engine that judges late has no order in Python numbers at the step. The cut is read from
-        the record some steps later, and the moments are reset then.
+        An engine that judges late has no decision in Python numbers at the step. The cut is read
+        from the record some steps later, and the moments are reset then.
         """
         if self._live_engine.is_late:
             self._unread.add()
 
-    def read_cuts(self, *, order_is_known: bool) -> None:
+    def read_cuts(self, *, decision_is_known: bool) -> None:
         """Reads the records that have arrived, and makes a reset due if one of them cuts the rate.
 
         Args:
-            order_is_known: whether the order of the step that runs is on the host. `note` has then
-                looked at it, and the records are read without a look.
+            decision_is_known: whether the decision for the step that runs is on the host. Then
+                `note` has looked for a cut in it, and the records are not examined.
         """
         for record in self._unread.take_arrived():
-            if not order_is_known and is_cut(record.action, record.skip):
+            if not decision_is_known and is_cut(record.action, record.skip):
                 self._is_due = True
 
     def forget(self) -> None:

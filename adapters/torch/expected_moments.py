@@ -18,7 +18,7 @@ from healcore.torch.live_state import optimizers
 
 _DEVICE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 """Options that say how a step is computed, and may need an accelerator."""
-_SIDE = 4
+_TRIAL_SIDE = 4
 """Rows and columns of the trial parameter."""
 
 
@@ -64,7 +64,7 @@ def _bytes_per_element(
     for name, value in group.items():
         if name in accepted and name != "params" and name not in _DEVICE_OPTIONS:
             options[name] = value
-    p = torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=dtype))
+    p = torch.nn.Parameter(torch.zeros(_TRIAL_SIDE, _TRIAL_SIDE, dtype=dtype))
     p.grad = torch.zeros_like(p)
     try:
         with torch.enable_grad():

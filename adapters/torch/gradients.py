@@ -20,16 +20,16 @@ from torch.optim import Optimizer
 ParamGroup: TypeAlias = dict[str, Any]
 """One of an optimizer's `param_groups`: "params", "lr" and other settings."""
 
-CHUNK = 1 << 18
+SUM_CHUNK = 1 << 18
 """Elements of one float32 sum on a CPU. A single sum over 25 M elements loses up to 0.3 %. Sums
 over pieces of this size lose about 1e-6 of random numbers, and 3e-5 of equal numbers."""
-SMALL = 1 << 15
+MAX_FOREACH_SIZE = 1 << 15
 """Elements of a CPU tensor up to which `_foreach_norm` is faster than `torch.dot`."""
 
 # Private, but clip_grad_norm_ and every foreach optimizer use it.
 _foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 _HALVES = (torch.float16, torch.bfloat16)
-_WIDE = (torch.float32, torch.float64)
+_WIDE_DTYPES = (torch.float32, torch.float64)
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -46,8 +46,8 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
     return params
 
 
-def completed(params: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of the parameters, after partial sums were reduced over the ranks.
+def reduced(params: Sequence[Tensor]) -> list[Tensor]:
+    """Reduces gradients that are partial sums over the ranks, and returns all gradients.
 
     Gradients are partial sums in sequence-parallel LayerNorms. The optimizer's step would reduce
     them anyway, with at least the same communication.
@@ -87,7 +87,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
             type(grad) is not Tensor
             or not grad.is_cpu
             or grad.dtype is not torch.float32
-            or grad.numel() > SMALL
+            or grad.numel() > MAX_FOREACH_SIZE
             or grad.layout is not torch.strided
         ):
             are_small = False
@@ -105,7 +105,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
                 grad = grad.coalesce()  # an index may occur several times
             grad = grad.values()
         dtype = grad.dtype
-        large = grad.numel() > SMALL and dtype in _WIDE and type(grad) is Tensor
+        large = grad.numel() > MAX_FOREACH_SIZE and dtype in _WIDE_DTYPES and type(grad) is Tensor
         if grad.is_cpu and (large or dtype in _HALVES):
             by_dot[i] = grad
         else:
@@ -198,7 +198,7 @@ def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tens
     return whole
 
 
-def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor on a device. Waits only for a copy to the host, which may be read at once.
 
     Args:
@@ -222,7 +222,7 @@ def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     here: list[Tensor] = []
     for norm in norms:
         if norm.device != device:
-            norm = moved(norm, device)
+            norm = to_device(norm, device)
         here.append(norm)
     if len(here) == 1:
         return here[0]
@@ -247,7 +247,7 @@ def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
         if norm is None:
             parts.append(zero)
         else:
-            parts.append(moved(norm, device))
+            parts.append(to_device(norm, device))
     return torch.stack(parts)
 
 
@@ -290,14 +290,14 @@ def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> 
         if p.grad is None:
             continue
         if isinstance(factor, Tensor):
-            factor = moved(factor, p.grad.device)
+            factor = to_device(factor, p.grad.device)
         elif factor == 1.0:
             continue
         _values(p.grad).mul_(factor)
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor is a DTensor, of which this rank holds a part.
+    """Whether a tensor is a DTensor, so that this rank holds only a part of it.
 
     Does not import torch.distributed.tensor, which takes a while and which most programs do not
     use.
@@ -325,7 +325,7 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _norms_by_dot(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Norms of dense CPU tensors, `CHUNK` elements at a time. The sums are float32 or float64."""
+    """Norms of dense CPU tensors, by float32 or float64 sums of `SUM_CHUNK` elements."""
     if not grads:
         return []
     dots: list[Tensor] = []
@@ -334,7 +334,7 @@ def _norms_by_dot(grads: Sequence[Tensor]) -> Sequence[Tensor]:
             dots.append(torch.dot(piece, piece))
     squares = torch.stack(dots)
     if len(squares) > len(grads):
-        counts = [max(1, -(-grad.numel() // CHUNK)) for grad in grads]
+        counts = [max(1, -(-grad.numel() // SUM_CHUNK)) for grad in grads]
         squares = torch.stack([part.sum() for part in squares.split(counts)])
     return squares.sqrt_().to(torch.float32).unbind()
 
@@ -343,8 +343,8 @@ def _pieces(grad: Tensor) -> Iterable[Tensor]:
     """1-d pieces of a tensor. Half precision is copied to float32, in one buffer for all pieces."""
     flat = grad.contiguous().view(-1)  # a copy only of a tensor with gaps or transposed
     pieces: Sequence[Tensor] = (flat,)
-    if flat.numel() > CHUNK:
-        pieces = flat.split(CHUNK)
+    if flat.numel() > SUM_CHUNK:
+        pieces = flat.split(SUM_CHUNK)
     if flat.dtype not in _HALVES:
         return pieces
     buffer = torch.empty(pieces[0].numel(), dtype=torch.float32, device=flat.device)

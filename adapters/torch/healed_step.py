@@ -1,6 +1,6 @@
 """`HealedStep`: heals each step of one optimizer; measures, judges, enforces, restores.
 
-A `StepListener` hears of each step. It is the `AttachLog` of `attach`, or the driver of a Healer.
+A `StepListener` is called at each step: the `AttachLog` of `attach`, or the driver of a Healer.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from healcore.core.signals import Signals
 from healcore.torch import gradients
 from healcore.torch.attach_log import AttachLog
 from healcore.torch.enforcer import Enforcer, MomentReset, moments_obstacle
-from healcore.torch.engines import LiveEngine, StepOrder
+from healcore.torch.engines import EnforcedDecision, LiveEngine
 from healcore.torch.loss_mean import one_number
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
-from healcore.torch.step_replacement import Begun, StepReplacement
+from healcore.torch.step_replacement import StepPlan, StepReplacement
 
 
 class StepListener(Protocol):
-    """Hears of each step of one healed optimizer, see `HealedStep.set_listener`.
+    """Is called at each step of one healed optimizer, see `HealedStep.set_listener`.
 
     A healed step has one listener at a time, which decides what becomes of the step's record:
 
@@ -46,7 +46,7 @@ class StepListener(Protocol):
     """
 
     def judged(self, norms: StepNorms) -> None:
-        """Hears that the engine has judged a step, before the optimizer's update.
+        """Called when the engine has judged a step, before the optimizer's update.
 
         `HealedStep.live_engine.pending_record()` reads the record of this step.
 
@@ -57,7 +57,7 @@ class StepListener(Protocol):
         ...
 
     def ended(self, skipped: bool | Tensor) -> None:
-        """Hears that a judged step has ended, after everything was restored.
+        """Called when a judged step has ended, after everything was restored.
 
         Args:
             skipped: whether the step was skipped: a bool, or a 0-d float32 of exactly 0 or 1 on the
@@ -66,20 +66,20 @@ class StepListener(Protocol):
         ...
 
     def stepped(self) -> None:
-        """Hears that a call of `optimizer.step()` has ended, also of a step that was not judged."""
+        """Called when a call of `optimizer.step()` has ended, even if the step was not judged."""
         ...
 
 
 @dataclass
 class _CurrentStep:
-    """The step that runs, or else the last step."""
+    """The facts of the step that runs, or of the last step if none runs."""
 
-    order: StepOrder | None = None
-    """The engine's order, if the numbers are on the host."""
+    enforced: EnforcedDecision | None = None
+    """The engine's decision, if the numbers are on the host."""
     skipped: bool | Tensor | None = None
     """See `StepListener.ended`. None if the step was not judged."""
     in_original: bool = False
-    """Whether the order is enforced, and the original `step` may run."""
+    """Whether the decision is enforced, and the original `step` may run."""
     in_update: bool = False
     """See `HealedStep.in_update`."""
 
@@ -109,7 +109,7 @@ class HealedStep:
         _begin    evaluates a closure, if the program passes one
           _judge    _measure    Measurer.measure        gradients, losses ─► Measurement
                                 SignalAllReduce.reduce  only with several ranks
-                    LiveEngine.step                     Signals ─► StepOrder
+                    LiveEngine.step                     Signals ─► EnforcedDecision
                     _enforce    Enforcer.enforce        clips, scales the rate, skips in the kernel
                     _report                             ─► StepListener.judged
         original  `step` as it was before `attach`, unless the host skips
@@ -122,12 +122,12 @@ class HealedStep:
         optimizer: the optimizer, without a wrapper.
         live_engine: the policy's engine with the state of this run.
         measurer: measures each step of this optimizer.
-        enforcer: enforces orders on this optimizer.
+        enforcer: enforces decisions on this optimizer.
         all_reduce: reduces the signals over the ranks, and knows these ranks.
 
     Attributes:
         attach_log: the listener until `set_listener`; it also logs steps that were not judged.
-        listener: hears of each step.
+        listener: called at each step.
         replacement: the replacement of the optimizer's `step`.
         numbers: reads the numbers of the optimizer at every judged step, and names the numbers to
             be replaced for the step. None until `watch_numbers`, because it costs time.
@@ -184,8 +184,8 @@ class HealedStep:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun:
-        """Evaluates the closure, judges the step, and enforces the order.
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan:
+        """Evaluates the closure, judges the step, and enforces the decision.
 
         The result of a skipped step is the closure's loss, or None.
         """
@@ -208,9 +208,9 @@ class HealedStep:
                 kwargs = dict(kwargs)
                 kwargs.pop("closure", None)
         self._current.in_original = True
-        order = self._current.order
-        skipped = order is not None and order.skip
-        return Begun(skipped, loss, args, kwargs)
+        enforced = self._current.enforced
+        skipped = enforced is not None and enforced.skip
+        return StepPlan(skipped, loss, args, kwargs)
 
     def _creates_state(self, kwargs: Any) -> bool:
         """Whether torch.distributed.checkpoint creates the state of a fresh optimizer.
@@ -244,9 +244,9 @@ class HealedStep:
             if is_same:
                 return loss
             other_loss = closure()
-            if self._current.order is not None:
+            if self._current.enforced is not None:
                 with torch.no_grad():
-                    self.enforcer.clip(params, self._current.order)
+                    self.enforcer.clip(params, self._current.enforced)
             return other_loss
 
         return evaluate
@@ -273,7 +273,7 @@ class HealedStep:
                 if self.numbers is not None:
                     self.numbers.find_changes_by_step()
             if self._moment_reset is not None:
-                self._moment_reset.read_cuts(order_is_known=self._current.order is not None)
+                self._moment_reset.read_cuts(decision_is_known=self._current.enforced is not None)
             self.listener.ended(self._current.skipped)
         self.listener.stepped()
 
@@ -291,8 +291,8 @@ class HealedStep:
     def detach(self) -> None:
         """See `Healing.detach`.
 
-        The listener is removed too, so that no Healer hears of later steps. State and metrics of
-        the engine stay.
+        The listener is removed too, so that no Healer is called for later steps. State and metrics
+        of the engine stay.
         """
         if not self.attached:
             return
@@ -300,7 +300,7 @@ class HealedStep:
         self.remove_listener()
         self.measurer.clear()
 
-    # -- who hears of the steps -----------------------------------------------------------------
+    # -- the listener of the steps --------------------------------------------------------------
 
     @property
     def has_listener(self) -> bool:
@@ -308,20 +308,20 @@ class HealedStep:
         return self.listener is not self.attach_log
 
     def set_listener(self, listener: StepListener) -> None:
-        """Sets what hears of each step, in place of the listener before.
+        """Sets the listener of all later steps, in place of the current listener.
 
         The listener is not an argument of the constructor: the Healer may be made long after
         `attach` has healed the optimizer.
 
         Args:
-            listener: hears of each step from now on. To keep the current `listener` too, pass a
+            listener: called at each step from now on. To keep the current `listener` too, pass a
                 listener that passes each call on to it.
         """
         self.attach_log.drop_unread()
         self.listener = listener
 
     def remove_listener(self) -> None:
-        """Ends what a Healer has begun: the log hears of the steps again, and no number is held."""
+        """Makes `attach_log` the listener again, and releases all numbers that a Healer held."""
         self.listener = self.attach_log
         self.numbers = None
 
@@ -353,7 +353,7 @@ class HealedStep:
             self.live_engine.step(self.measurer.measure_dropped(groups, alone=alone))
             self._report(StepNorms([], [], None))
             if self._moment_reset is not None:
-                self._moment_reset.read_cuts(order_is_known=self._current.order is not None)
+                self._moment_reset.read_cuts(decision_is_known=self._current.enforced is not None)
         self.listener.ended(False)
 
     def on_state_loaded(self, *, keeps_signals: bool = False) -> None:
@@ -373,7 +373,7 @@ class HealedStep:
 
     @torch.no_grad()
     def _judge(self) -> None:
-        """Measures the step, runs the engine and enforces its order, if there are gradients."""
+        """Measures the step, runs the engine and enforces its decision, if there are gradients."""
         parameters = gradients.parameters(self.optimizer)
         params: list[Tensor] = []
         for p in parameters:
@@ -390,14 +390,14 @@ class HealedStep:
             return
         # A collective that raised before this line has changed nothing.
         self._current.in_update = True
-        order = self.live_engine.step(measured.signals, measured.found_inf, measured.divisor)
+        enforced = self.live_engine.step(measured.signals, measured.found_inf, measured.divisor)
         self._current.skipped = False
         if self._moment_reset is not None:
-            self._moment_reset.carry_out(skip=order.skip)
+            self._moment_reset.carry_out(skip=enforced.skip)
         if self.numbers is not None:
             self.numbers.read()
         if self.live_engine.engine.mode != "observe":
-            self._enforce(parameters, params, measured, order)
+            self._enforce(parameters, params, measured, enforced)
         norms = StepNorms(
             params, measured.rank.norms, measured.divisor, measured.own_loss, measured.bad_rates
         )
@@ -442,25 +442,25 @@ class HealedStep:
         parameters: Sequence[Tensor],
         params: Sequence[Tensor],
         measured: _StepSignals,
-        order: StepOrder,
+        enforced: EnforcedDecision,
     ) -> None:
-        """Enforces the engine's order. `params` are the parameters with a gradient."""
+        """Enforces the engine's decision. `params` are the parameters with a gradient."""
         if self.numbers is not None:
             # First, because `needs_host` depends on the momentum of the step.
             for group, entry, value in self.numbers.replacements():
                 self.enforcer.replace(group, entry, value)
-        if isinstance(order.skip, Tensor) and self.enforcer.needs_host(params):
-            order = order.to_host()
+        if isinstance(enforced.skip, Tensor) and self.enforcer.needs_host(params):
+            enforced = enforced.to_host()
         clip_norm = measured.rank.clip_norm
         if clip_norm is not None:
-            factor = self.measurer.clip_factor(clip_norm, order.grad_scale)
-            order = order._replace(clip_factor=factor)
-        self.enforcer.enforce(parameters, order, measured.divisor)
-        self._current.skipped = order.skip
-        if not isinstance(order.skip, Tensor):
-            self._current.order = order
+            factor = self.measurer.clip_factor(clip_norm, enforced.grad_scale)
+            enforced = enforced._replace(clip_factor=factor)
+        self.enforcer.enforce(parameters, enforced, measured.divisor)
+        self._current.skipped = enforced.skip
+        if not isinstance(enforced.skip, Tensor):
+            self._current.enforced = enforced
             if self._moment_reset is not None:
-                self._moment_reset.note(order)
+                self._moment_reset.note(enforced)
 
     def _report(self, norms: StepNorms) -> None:
         """Tells the listener of a judged step. A subclass may change the norms."""

@@ -190,7 +190,7 @@ def _group_setting(group: ParamGroup, key: str) -> Any:
 
 
 def identities(state: State) -> dict[str, dict[str, str]]:
-    """What must be equal when the state is restored, because torch does not check it.
+    """Lists what must be equal when a state is restored. torch does not check these facts.
 
     An optimizer's `load_state_dict` assigns moments by the parameter's number, and checks neither
     the parameter nor the class. A scheduler's `load_state_dict` overwrites every attribute.

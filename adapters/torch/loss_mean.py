@@ -72,7 +72,7 @@ class LossMean:
         if is_usual and type(loss) is Tensor and loss.is_cpu and loss.dtype is torch.float32:
             value = loss.clone()  # as in most small models; saves half of the time
         elif isinstance(loss, Tensor) and not loss.is_cpu:
-            value = gradients.moved(loss, self._device, torch.float32) * weight
+            value = gradients.to_device(loss, self._device, torch.float32) * weight
         else:
             # As a number, because copying pageable memory to an accelerator is a sync. As a double,
             # because NumPy lacks some dtypes of torch.

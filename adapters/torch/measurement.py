@@ -120,7 +120,7 @@ class Measurer:
             What this rank measures. The losses since the last step are used up.
         """
         self.dropped.stepped = True
-        grads = gradients.completed(parameters)
+        grads = gradients.reduced(parameters)
         norms, norm, clip_norm = self._norms(parameters, grads, ranks)
         group_norms: Tensor | None = None
         if self.engine.per_tensor or ranks.has_parts:
@@ -177,7 +177,7 @@ class Measurer:
             if measured is not None:
                 norms, clip_norm = measured
                 if norms is not None:
-                    return norms, gradients.moved(clip_norm, self.home), clip_norm
+                    return norms, gradients.to_device(clip_norm, self.home), clip_norm
         norms = gradients.norms(grads)
         if not grads:
             return norms, None, clip_norm
@@ -301,7 +301,7 @@ class Measurer:
     def _at_home(self, value: Tensor | float) -> Tensor:
         """The value in float32 on `home`."""
         if isinstance(value, Tensor):
-            return gradients.moved(value, self.home, torch.float32)
+            return gradients.to_device(value, self.home, torch.float32)
         if abs(value) > FLOAT32_MAX:  # torch raises instead of rounding the number to Inf
             value = math.copysign(math.inf, value)
         return torch.full((), value, dtype=torch.float32, device=self.home)

@@ -72,7 +72,7 @@ class _GroupReader:
         return len(group) == self._size and all(entry in group for entry in self._entries)
 
     def is_unchanged(self, group: ParamGroup) -> bool:
-        """Whether no number has changed since `read`. Fast, and may be wrong with False.
+        """Whether certainly no number has changed since `read`. Fast: False may be wrong.
 
         Compares objects, not values: `==` of two tensors could wait for a device.
         """
@@ -112,7 +112,7 @@ class _GroupReader:
         return changed
 
     def _get_few(self, group: ParamGroup) -> tuple[Any, ...]:
-        """The values of all entries, of which there is at most one."""
+        """The values of all entries, for a group with at most one entry."""
         return tuple(map(group.get, self._entries))
 
 

@@ -25,7 +25,7 @@ from healcore.core.decision import Decision
 from healcore.core.errors import AttachError, RanksDisagreeError
 from healcore.core.signals import Signals
 from healcore.torch.engines import AsyncCopy
-from healcore.torch.gradients import moved
+from healcore.torch.gradients import to_device
 
 _PIPELINE = "pp"
 """Name of a mesh's pipeline dimension in torch's tutorials and in torchtitan."""
@@ -435,4 +435,4 @@ class SignalAllReduce:
             device = torch.device(kind, torch.get_device_module(kind).current_device())
         packed = packed.to(device)
         dist.all_reduce(packed, group=self.ranks.group)
-        return moved(packed, self._home)
+        return to_device(packed, self._home)

@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 
-class Begun(NamedTuple):
-    """What the replacement does next: it calls the original `step`, or skips it."""
+class StepPlan(NamedTuple):
+    """What `begin` decides about one call: to call the original `step`, or to skip it."""
 
     skipped: bool
     """Whether to skip the original `step`."""
@@ -53,7 +53,7 @@ class StepReplacement:
     def __init__(
         self,
         optimizer: Optimizer,
-        begin: Callable[[tuple[Any, ...], dict[str, Any]], Begun],
+        begin: Callable[[tuple[Any, ...], dict[str, Any]], StepPlan],
         end: Callable[[bool, bool], None],
         pre_hook: Callable[..., None],
     ) -> None:
@@ -103,10 +103,10 @@ class StepReplacement:
             finished = False
             skipped = False
             try:
-                begun = begin(args, kwargs)
-                skipped, result = begun.skipped, begun.result
+                plan = begin(args, kwargs)
+                skipped, result = plan.skipped, plan.result
                 if not skipped:
-                    result = original(*begun.args, **begun.kwargs)
+                    result = original(*plan.args, **plan.kwargs)
                 finished = True
             finally:
                 end(finished, skipped)

@@ -1,4 +1,4 @@
-"""State machines in pure functions; the array namespace is an argument, not a framework.
+"""Judges training steps by a policy, in pure functions that import no array library.
 
 engine           judges a step: a new state and a `Decision`
 detectors        judge the signals of one step, and learn them

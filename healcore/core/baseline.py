@@ -26,7 +26,7 @@ _OUTLIER_RATIO = 10.0  # ratio of an outlier to the mean of the warm-up
 
 
 class ShiftConfig(NamedTuple):
-    """When repeated rejections establish a new level.
+    """Parameters of `watch_level`: how many rejections establish a new level.
 
     The count of rejections is leaky: a rejection adds `gain`, and an accepted value subtracts
     `forgive`. So a level with a few accepted values between the rejections is found too.
@@ -55,7 +55,7 @@ class ShiftState(NamedTuple):
     """Variance of these values."""
 
 
-class Shift(NamedTuple):
+class ShiftResult(NamedTuple):
     """Result of `watch_level`: whether to replace the baseline, and by what.
 
     Where `escaped` holds, the rule takes `level` and `spread` as the mean and the variance of its
@@ -63,7 +63,7 @@ class Shift(NamedTuple):
     """
 
     escaped: Flag
-    """The level has shifted; `level` and `spread` are the new baseline."""
+    """Whether the level has shifted. `level` and `spread` are then the new baseline."""
     level: Float
     """Mean of the recent values."""
     spread: Float
@@ -79,7 +79,7 @@ def watch_level(
     restart: Flag,
     *,
     xp: ArrayNamespace,
-) -> tuple[ShiftState, Shift]:
+) -> tuple[ShiftState, ShiftResult]:
     """Updates the rejections by one value, and decides whether the level has shifted.
 
     Without this, a rule that learns only accepted values rejects every value after a lasting shift.
@@ -121,7 +121,7 @@ def watch_level(
     # The bound prevents an overflow.
     limit = 2 * config.patience * config.gain
     rejections = xp.where(escaped, 0, xp.where(rejections > limit, limit, rejections))
-    return ShiftState(rejections, level, spread), Shift(escaped, level, spread)
+    return ShiftState(rejections, level, spread), ShiftResult(escaped, level, spread)
 
 
 def limit_outlier(

@@ -30,7 +30,7 @@ from healcore.core.ranges import (
     number,
     one_of,
 )
-from healcore.core.signals import Observed
+from healcore.core.signals import CheckedSignals
 
 EPSILON = 1e-6  # added to the norm, as in torch and in the papers
 
@@ -49,7 +49,7 @@ class Clip(NamedTuple):
     z: Float
     """z-score of the norm; 0 in warm-up and in rules without a variance."""
     clipped: Flag
-    """The norm is above the threshold."""
+    """Whether the norm is above the threshold."""
 
 
 def scale_to(limit: Float, norm: Float, over: Flag, *, xp: ArrayNamespace) -> Float:
@@ -91,7 +91,7 @@ class FixedConfig(NamedTuple):
     init = zero_init(FixedState)
 
     def update(
-        self, state: FixedState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
+        self, state: FixedState, seen: CheckedSignals, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[FixedState, Clip]:
         """Clips `seen.grad_norm` to `max_norm`.
 
@@ -164,7 +164,7 @@ class ZClipConfig(NamedTuple):
     init = zero_init(ZClipState)
 
     def update(
-        self, state: ZClipState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
+        self, state: ZClipState, seen: CheckedSignals, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[ZClipState, Clip]:
         """Judges `seen.grad_norm`, then learns it.
 
@@ -322,7 +322,7 @@ class AutoClipConfig(NamedTuple):
         return zeros(AutoClipState, (BINS,))
 
     def update(
-        self, state: AutoClipState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
+        self, state: AutoClipState, seen: CheckedSignals, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[AutoClipState, Clip]:
         """Adds `seen.grad_norm` to the histogram, then clips it at the percentile.
 
@@ -433,7 +433,7 @@ class AdaGCConfig(NamedTuple):
         return zeros(AdaGCState, (groups,))._replace(count=np.zeros((), np.int32))
 
     def update(
-        self, state: AdaGCState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
+        self, state: AdaGCState, seen: CheckedSignals, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[AdaGCState, Clip]:
         """Judges the norm of each tensor, then learns it.
 
@@ -483,6 +483,9 @@ class AdaGCConfig(NamedTuple):
 
 
 RULES: dict[str, Any] = {
-    rule.kind: rule for rule in (ZClipConfig, FixedConfig, AutoClipConfig, AdaGCConfig)
+    ZClipConfig.kind: ZClipConfig,
+    FixedConfig.kind: FixedConfig,
+    AutoClipConfig.kind: AutoClipConfig,
+    AdaGCConfig.kind: AdaGCConfig,
 }
 """Clipping rules by their name in a policy file."""

@@ -2,7 +2,7 @@
 
 Messages may quote names from untrusted files, whose escape sequences a terminal would execute: they
 set the window's title, hide a line or write to the clipboard. A direction override shows the text
-in another order. `clean` escapes all of these.
+in another order. `clean` escapes all such characters.
 """
 
 from __future__ import annotations

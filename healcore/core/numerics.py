@@ -27,10 +27,10 @@ import numpy as np
 from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
 
 TINY = 1e-12
-"""Smaller signals become 0, so that no square is subnormal."""
+"""Signals below this number become 0, so that no square is subnormal."""
 
 FLUSH = 1e-30
-"""Smaller state becomes 0; far above the subnormals that XLA flushes."""
+"""Numbers of a state below this one become 0. It is far above the subnormals that XLA flushes."""
 
 SIGNAL_LIMIT = 1e15
 """Limit of norms and losses for detectors, so that squares stay finite."""
@@ -147,7 +147,7 @@ def decremented(count: Int, *, xp: ArrayNamespace) -> Int:
 
 
 def streak(
-    run: Int, hit: Flag, learn: Flag, restart: Flag, most: Number, *, xp: ArrayNamespace
+    run: Int, hit: Flag, learn: Flag, restart: Flag, limit: Number, *, xp: ArrayNamespace
 ) -> Int:
     """Counts hits in a row.
 
@@ -156,11 +156,11 @@ def streak(
         hit: this step is a hit.
         learn: this step counts. Otherwise it changes nothing, except by `restart`.
         restart: forget the earlier hits first.
-        most: the count does not grow above this number, so that it cannot overflow.
+        limit: the count does not grow above this number, so that it cannot overflow.
         xp: the array namespace.
     """
     run = xp.where(restart, 0, run)
-    longer = xp.where(run < most, run + 1, run)
+    longer = xp.where(run < limit, run + 1, run)
     return xp.where(learn, xp.where(hit, longer, 0), run)
 
 

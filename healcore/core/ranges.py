@@ -26,7 +26,7 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class RuleBroken(ValueError):
-    """A value violates `rule`.
+    """A value of a policy violates the rule of its key.
 
     Attributes:
         choices: allowed values, or empty if there is no list.
@@ -38,8 +38,8 @@ class RuleBroken(ValueError):
         self.rule, self.choices, self.entry = rule, choices, entry
 
 
-class Value(NamedTuple):
-    """The declaration of a value, as metadata of `Annotated`.
+class ValueRule(NamedTuple):
+    """Rule for the value of a key: its check and its text, as metadata of `Annotated`.
 
     The check and its text stand side by side, so that the messages and the tables of
     docs/policies.md cannot differ from what is checked.
@@ -67,30 +67,30 @@ def to_float32(value: float) -> float:
 def number(
     *,
     above: float = -math.inf,
-    least: float = -math.inf,
+    at_least: float = -math.inf,
     below: float = math.inf,
-    most: float = math.inf,
+    at_most: float = math.inf,
     none: bool = False,
-) -> Value:
+) -> ValueRule:
     """Declares a finite float within bounds. Whole numbers are accepted, bools and strings are not.
 
     Args:
         above: the value is larger.
-        least: the value is at least this.
+        at_least: the value is at least this.
         below: the value is smaller.
-        most: the value is at most this.
+        at_most: the value is at most this.
         none: whether the string "none" is accepted, which means no limit.
 
     Returns:
         The declaration. Its check returns a float, or None for "none".
     """
-    bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
+    bounds = {"above": above, "of at least": at_least, "below": below, "of at most": at_most}
     limits = [f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound)]
     rule = " ".join(["a finite number", " and ".join(limits)]).strip()
     rule += f', or "{NONE}"' if none else ""
 
     def inside(value: float) -> bool:
-        return above < value < below and least <= value <= most
+        return above < value < below and at_least <= value <= at_most
 
     def check(value: Any) -> float | None:
         if none and (value is None or value == NONE):
@@ -106,29 +106,29 @@ def number(
             raise RuleBroken(f"{rule}, also as a float32")
         return result
 
-    return Value(rule, check)
+    return ValueRule(rule, check)
 
 
-def whole(least: int = 0, most: int = 10_000_000) -> Value:
+def whole(at_least: int = 0, at_most: int = 10_000_000) -> ValueRule:
     """Declares an int within bounds. 25.0 is not accepted.
 
     Args:
-        least: the smallest accepted value.
-        most: the largest accepted value. The default is below 2**24, so values are exact as float32
-            and sums do not overflow int32.
+        at_least: the smallest accepted value.
+        at_most: the largest accepted value. The default is below 2**24, so values are exact as
+            float32 and sums do not overflow int32.
     """
-    rule = str(least) if least == most else f"a whole number from {least} to {most}"
+    rule = str(at_least) if at_least == at_most else f"a whole number from {at_least} to {at_most}"
 
     def check(value: Any) -> int:
         is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if not is_whole or not least <= int(value) <= most:
+        if not is_whole or not at_least <= int(value) <= at_most:
             raise RuleBroken(rule)
         return int(value)
 
-    return Value(rule, check)
+    return ValueRule(rule, check)
 
 
-def one_of(*choices: str) -> Value:
+def one_of(*choices: str) -> ValueRule:
     """Declares one of some strings.
 
     Args:
@@ -142,10 +142,10 @@ def one_of(*choices: str) -> Value:
             raise RuleBroken(rule, choices)
         return value
 
-    return Value(rule, check)
+    return ValueRule(rule, check)
 
 
-def text(*, empty: bool = True) -> Value:
+def text(*, empty: bool = True) -> ValueRule:
     """A string."""
     rule = "a string" if empty else "a non-empty string on one line"
 
@@ -160,10 +160,10 @@ def text(*, empty: bool = True) -> Value:
             raise RuleBroken(f"{rule}, that UTF-8 can encode") from error
         return value
 
-    return Value(rule, check)
+    return ValueRule(rule, check)
 
 
-def listed(kind: Value, *, empty: bool = False) -> Value:
+def listed(kind: ValueRule, *, empty: bool = False) -> ValueRule:
     """Declares a list without duplicates.
 
     Args:
@@ -187,7 +187,7 @@ def listed(kind: Value, *, empty: bool = False) -> Value:
                 raise RuleBroken("in the list once; this is a repetition", tuple(value[:i]), i)
         return tuple(value)
 
-    return Value(rule, check)
+    return ValueRule(rule, check)
 
 
 def _flag(value: Any) -> bool:
@@ -198,16 +198,16 @@ def _flag(value: Any) -> bool:
 
 # The engine's configs may hold arrays instead of Python numbers, so their type is Any.
 Positive = Annotated[Any, number(above=0)]
-NotNegative = Annotated[Any, number(least=0)]
+NotNegative = Annotated[Any, number(at_least=0)]
 Fraction = Annotated[Any, number(above=0, below=1)]
 """Strictly between 0 and 1: decays, factors."""
-Ratio = Annotated[Any, number(least=1)]
+Ratio = Annotated[Any, number(at_least=1)]
 Limit = Annotated[Any | None, number(above=0, none=True)]
 """An absolute limit, or None for no limit."""
 Level = Annotated[Any | None, number(none=True)]
-RatioOrNone = Annotated[Any | None, number(least=1, none=True)]
+RatioOrNone = Annotated[Any | None, number(at_least=1, none=True)]
 Norm = Annotated[Any, number(above=1e-12)]
 """A gradient norm: the engine sets smaller norms to zero (numerics.TINY)."""
 Steps = Annotated[Any, whole(1)]
 StepsOrZero = Annotated[Any, whole()]
-OnOff = Annotated[bool, Value("true or false", _flag)]
+OnOff = Annotated[bool, ValueRule("true or false", _flag)]

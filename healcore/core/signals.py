@@ -1,4 +1,4 @@
-"""Signals of one training step, raw (`Signals`) and checked (`Observed`)."""
+"""Signals of one training step, raw (`Signals`) and checked (`CheckedSignals`)."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ class Signals(NamedTuple):
     change_expected: Flag = None
     """bool: opens the grace window, because the LR, batch, data or weights change."""
     externally_skipped: Flag = None
-    """bool: the caller skips this step (GradScaler overflow); it is not learnt or counted. Only
-    `change_expected` and `eval_loss` hold nevertheless, because they come once."""
+    """bool: whether the caller skips this step, as after an overflow of a GradScaler. The engine
+    then neither learns nor counts the step. It uses only `change_expected` and `eval_loss`, because
+    these are reported once."""
     learning_rate: Float = None
     """float32: the schedule's learning rate at this step. With it, the limit on the learning rate
     is absolute. Without it, the schedule is assumed to be constant."""
 
 
-class Observed(NamedTuple):
+class CheckedSignals(NamedTuple):
     """Signals that are safe for arithmetic, and flags of what was replaced.
 
     Every value is finite and at most `SIGNAL_LIMIT`: NaN, Inf and invalid norms are replaced. A
@@ -70,24 +71,24 @@ class Observed(NamedTuple):
     group_norms: Norms
     """Gradient norm of each tensor; 0 for a norm that is not finite."""
     bad_loss: Flag
-    """The loss is NaN or infinite."""
+    """Whether the loss is NaN or infinite."""
     bad_grad: Flag
-    """A gradient norm is NaN, infinite, too large to clip, or negative."""
+    """Whether a gradient norm is NaN, infinite, too large to clip, or negative."""
     bad: Flag
-    """A signal is bad."""
+    """Whether a signal is bad."""
     finite: Flag
-    """All signals are finite, so baselines may learn this step."""
+    """Whether all signals are finite, so that baselines may learn this step."""
     has_eval: Flag
-    """This step has an evaluation."""
+    """Whether this step has an evaluation."""
     restart: Flag
-    """A change is expected, so baselines restart their warm-up."""
+    """Whether a change is expected, so that baselines restart their warm-up."""
     learning_rate: Float = None
     """The schedule's rate. It is not checked, and may be NaN or Inf."""
 
 
-def observe(
+def check_signals(
     signals: Signals, restart: Flag, last: Telemetry, *, clips: bool, xp: ArrayNamespace
-) -> Observed:
+) -> CheckedSignals:
     """Checks the signals of a step, once for all detectors.
 
     Args:
@@ -99,9 +100,9 @@ def observe(
             learn the last norm again.
         xp: the array namespace.
     """
-    most, other_norm = numerics.FLOAT32_MAX, last.grad_norm
+    largest_norm, other_norm = numerics.FLOAT32_MAX, last.grad_norm
     if clips:
-        most, other_norm = numerics.SIGNAL_LIMIT, 0.0
+        largest_norm, other_norm = numerics.SIGNAL_LIMIT, 0.0
     loss = grad_norm = group_norms = eval_loss = None
     bad_loss = bad_grad = has_eval = None
     sanitized = functools.partial(numerics.sanitized, xp=xp)
@@ -110,9 +111,9 @@ def observe(
             signals.loss, -numerics.FLOAT32_MAX, numerics.FLOAT32_MAX, last.loss
         )
     if signals.grad_norm is not None:
-        grad_norm, bad_grad = sanitized(signals.grad_norm, _LEAST_NORM, most, other_norm)
+        grad_norm, bad_grad = sanitized(signals.grad_norm, _LEAST_NORM, largest_norm, other_norm)
     if signals.group_norms is not None:
-        group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, most)
+        group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, largest_norm)
         any_bad = xp.sum(xp.astype(bad, xp.int32), axis=-1) > 0
         if bad_grad is None:
             bad_grad = any_bad
@@ -123,7 +124,7 @@ def observe(
         has_eval = ~bad
     found = [each for each in (bad_loss, bad_grad) if each is not None]
     bad = xp.shared(functools.reduce(operator.or_, found))
-    return Observed(
+    return CheckedSignals(
         loss=loss,
         grad_norm=grad_norm,
         eval_loss=eval_loss,

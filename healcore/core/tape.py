@@ -87,9 +87,13 @@ def to_program(function: Function, *trees: Tree) -> Function:
     """
     tape = Tape()
     with np.errstate(all="ignore"):
-        pairs = [tape.given(tree) for tree in trees]
-        result = function(*(values for values, _ in pairs), xp=tape)
-    return tape.program([pattern for _, pattern in pairs], result)
+        arguments, patterns = [], []
+        for tree in trees:
+            argument, pattern = tape.bind(tree)
+            arguments.append(argument)
+            patterns.append(pattern)
+        result = function(*arguments, xp=tape)
+    return tape.program(patterns, result)
 
 
 def to_loop(function: Function, state: Tree, inputs: Tree) -> Function:
@@ -110,7 +114,7 @@ def to_loop(function: Function, state: Tree, inputs: Tree) -> Function:
     """
     tape = Tape()
     with np.errstate(all="ignore"):
-        (first, pattern), (values, names) = tape.given(state), tape.given(inputs)
+        (first, pattern), (values, names) = tape.bind(state), tape.bind(inputs)
         new, outputs = function(first, values, xp=tape)
     return tape.loop(first, pattern, names, new, outputs)
 
@@ -203,7 +207,7 @@ class Tape(ArrayNamespace):
     def where(self, condition: Flag, x: Array | Number, y: Array | Number, /) -> Array:
         """A conditional expression, or `numpy.where` if an operand is an array."""
         samples = [_sample(each) for each in (condition, x, y)]
-        if_true, if_false = _like(x, samples[2]), _like(y, samples[1])
+        if_true, if_false = _cast_like(x, samples[2]), _cast_like(y, samples[1])
         if if_true is if_false:
             return if_true
         if any(isinstance(each, np.ndarray) for each in samples):
@@ -224,7 +228,7 @@ class Tape(ArrayNamespace):
 
     def _extreme(self, sign: str, function: Function, x: Array, y: Array) -> Array:
         """Records a minimum or maximum; the second comparison lets a NaN of `x` through."""
-        left, right = _like(x, _sample(y)), _like(y, _sample(x))
+        left, right = _cast_like(x, _sample(y)), _cast_like(y, _sample(x))
         if any(isinstance(_sample(each), np.ndarray) for each in (left, right)):
             return self.call(function, left, right)
         return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", left, right)
@@ -283,18 +287,24 @@ class Tape(ArrayNamespace):
 
     # -- recording -----------------------------------------------------------------------------
 
-    def given(self, tree: Tree) -> tuple[Any, str]:
-        """Replaces the leaves of an argument by values; returns the pattern that unpacks it too."""
+    def bind(self, tree: Tree) -> tuple[Any, str]:
+        """Replaces the leaves of an argument by placeholders.
+
+        Returns the argument, and the pattern by which the program unpacks its own argument.
+        """
         if tree is None:
             return None, "_"
         if isinstance(tree, tuple):
-            parts = [self.given(part) for part in tree]
-            values = [value for value, _ in parts]
-            pattern = "[" + ", ".join(part for _, part in parts) + "]"
+            values, patterns = [], []
+            for part in tree:
+                value, pattern = self.bind(part)
+                values.append(value)
+                patterns.append(pattern)
+            pattern = f"[{', '.join(patterns)}]"
             if hasattr(tree, "_fields"):
                 return type(tree)(*values), pattern
             return tuple(values), pattern
-        value = self._new("", (), tree)
+        value = self._add_line("", (), tree)
         return value, f"v{value.place}"
 
     def binary(self, sign: str, a: Operand, b: Operand) -> Any:
@@ -305,7 +315,7 @@ class Tape(ArrayNamespace):
             a: a recorded value or a constant.
             b: a recorded value or a constant. One of the two is recorded.
         """
-        a, b = _like(a, _sample(b)), _like(b, _sample(a))
+        a, b = _cast_like(a, _sample(b)), _cast_like(b, _sample(a))
         if sign in _LOGICAL and all(isinstance(_sample(each), np.bool_) for each in (a, b)):
             sign = _LOGICAL[sign]  # short-circuit evaluation
         return self.add(f"{{}} {sign} {{}}", a, b)
@@ -338,14 +348,14 @@ class Tape(ArrayNamespace):
             sample = eval(text.format(*names), self._scope, samples)
             if not any(isinstance(each, RecordedValue) for each in arguments):
                 return sample
-            recorded = self._known[text, names] = self._new(text, names, sample)
+            recorded = self._known[text, names] = self._add_line(text, names, sample)
         return recorded
 
     def program(self, patterns: list[str], result: Tree) -> Function:
         """Compiles the operations on which the result depends.
 
         Args:
-            patterns: how each argument is unpacked, ``[v0, [v1, _]]``; see `given`.
+            patterns: how each argument is unpacked, ``[v0, [v1, _]]``; see `bind`.
             result: what the recorded function has returned.
         """
         body, answer = self._operations(result)
@@ -357,10 +367,13 @@ class Tape(ArrayNamespace):
         self, first: Tree, pattern: str, names: str, new: Tree, outputs: tuple[Tree, ...]
     ) -> Function:
         """Compiles a loop, whose state is in local variables; see `to_loop`."""
-        pairs = zip(leaves(first), leaves(new), strict=True)
-        changed = [(old, value) for old, value in pairs if old is not value]
-        body, results = self._operations((outputs, *(value for _, value in changed)))
-        variables = "".join(f"{self._name(old)}, " for old, _ in changed)
+        variables = ""
+        new_values = []
+        for old, value in zip(leaves(first), leaves(new), strict=True):
+            if old is not value:
+                variables += f"{self._name(old)}, "
+                new_values.append(value)
+        body, results = self._operations((outputs, *new_values))
         last = self._operations(first)[1]
         step = [*body, f"row, {variables}= {results}", "add(row)"]
         lines = [f"{pattern} = state", "rows = []", "add = rows.append", f"for {names} in inputs:"]
@@ -373,7 +386,7 @@ class Tape(ArrayNamespace):
         A value that is used once is written where it is used, in parentheses, unless these would be
         nested deeper than `_MAX_DEPTH`. Python evaluates it in the same order as before.
         """
-        template, places = self._written(result)
+        template, places = self._expression_of(result)
         uses = self._count_uses(places)
         body: list[str] = []
         inlined: dict[str, tuple[str, int]] = {}  # name -> its expression, and the depth of that
@@ -397,7 +410,7 @@ class Tape(ArrayNamespace):
         return body, template.format(*results)
 
     def _count_uses(self, places: list[int]) -> list[int]:
-        """How often each line is used by the result, directly or in another line that is used.
+        """Counts how often the result uses each line, directly or through another line.
 
         Args:
             places: the lines in the result.
@@ -426,7 +439,7 @@ class Tape(ArrayNamespace):
         exec(compile(source, "<the engine's step, recorded>", "exec"), scope)
         return scope["program"]
 
-    def _written(self, tree: Tree) -> tuple[str, list[int]]:
+    def _expression_of(self, tree: Tree) -> tuple[str, list[int]]:
         """Writes a tree as an expression with {} for its values; returns their places too."""
         if tree is None:
             return "None", []
@@ -437,7 +450,7 @@ class Tape(ArrayNamespace):
         inner = ""
         all_places: list[int] = []
         for part in tree:
-            text, places = self._written(part)
+            text, places = self._expression_of(part)
             inner += f"{text}, "
             all_places += places
         inner = f"({inner})"
@@ -445,7 +458,7 @@ class Tape(ArrayNamespace):
             inner = f"new({self._constant(type(tree))}, {inner})"
         return inner, all_places
 
-    def _new(self, text: str, names: tuple[str, ...], sample: Tree) -> RecordedValue:
+    def _add_line(self, text: str, names: tuple[str, ...], sample: Tree) -> RecordedValue:
         """Adds a line, and returns the placeholder of its value."""
         self._lines.append((text, names))
         return RecordedValue(self, len(self._lines) - 1, sample)
@@ -475,7 +488,7 @@ def _sample(value: Operand) -> Any:
     return value
 
 
-def _like(value: Operand, other: Operand) -> Any:
+def _cast_like(value: Operand, other: Operand) -> Any:
     """Casts a Python number to the dtype that NumPy would use next to the other operand."""
     if not isinstance(value, int | float) or isinstance(value, np.generic):
         return value

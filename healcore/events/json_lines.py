@@ -210,14 +210,14 @@ def read_lines(path: str | os.PathLike[str], parse: ParseLine) -> Iterator[tuple
 
 
 def read_last_lines(
-    path: str | os.PathLike[str], parse: ParseLine, most: int = 1 << 20
+    path: str | os.PathLike[str], parse: ParseLine, max_bytes: int = 1 << 20
 ) -> Iterator[Event]:
     """Reads the last lines of a file, which may be large, without reading the rest.
 
     Args:
         path: the file.
         parse: as in `read_lines`. Lines without an object are skipped.
-        most: number of bytes at the end of the file that are read.
+        max_bytes: number of bytes at the end of the file that are read.
 
     Yields:
         The object of each line, oldest first.
@@ -226,9 +226,9 @@ def read_last_lines(
         OSError: the file cannot be read, or is not a regular file.
     """
     with open(path, "rb", opener=regular_file.opener) as file:
-        start = max(0, os.fstat(file.fileno()).st_size - most)
+        start = max(0, os.fstat(file.fileno()).st_size - max_bytes)
         file.seek(start)
-        lines = file.read(most).split(b"\n")
+        lines = file.read(max_bytes).split(b"\n")
     if start > 0:
         del lines[0]  # it may be incomplete
     for line in lines:

@@ -167,14 +167,14 @@ def _responses(alarm: Any) -> _Responses:
 
 
 def batch_names(
-    batches: Sequence[Sequence[int]], rows: Sequence[list[int]], most: int = _SHOWN_ROWS
+    batches: Sequence[Sequence[int]], rows: Sequence[list[int]], limit: int = _SHOWN_ROWS
 ) -> list[str]:
     """Names batches, with their rows of the dataset where these are known.
 
     Args:
         batches: the (epoch, index) of each batch.
         rows: for each of `batches` its first rows of the dataset; may be shorter, or empty.
-        most: limit of the rows in the text of a batch.
+        limit: largest number of rows in the text of a batch.
 
     Returns:
         A text for each batch, for example "epoch 0 batch 412 (rows 7, 19)", with the rows as in
@@ -184,24 +184,24 @@ def batch_names(
     for place, (epoch, index) in enumerate(batches):
         name = f"epoch {epoch} batch {index}"
         if place < len(rows):
-            name += f" (rows {rows_text(rows[place], most)})"
+            name += f" (rows {rows_text(rows[place], limit)})"
         names.append(name)
     return names
 
 
-def rows_text(rows: Sequence[int], most: int = _SHOWN_ROWS) -> str:
+def rows_text(rows: Sequence[int], limit: int = _SHOWN_ROWS) -> str:
     """Lists the first rows of a batch, and the number of the others.
 
     Args:
         rows: the first rows of the batch, at most `MAX_ROWS`.
-        most: limit of the rows in the text.
+        limit: largest number of rows in the text.
 
     Returns:
         The text, for example "7, 19, 4" or "7, 19, ..., 31 and 24 more". An event has at most 64
         rows of a batch, so the text of a larger batch says "and 48 or more".
     """
-    text = ", ".join(map(str, rows[:most]))
-    rest = len(rows) - most
+    text = ", ".join(map(str, rows[:limit]))
+    rest = len(rows) - limit
     if rest <= 0:
         return text
     if len(rows) >= MAX_ROWS:
@@ -213,10 +213,10 @@ def _alarm(event: EventRecord) -> str:
     responses = _responses(event)
     parts = [_alarm_sentence(event, responses)]
     if event.rows:
-        most = _SHOWN_ROWS
+        limit = _SHOWN_ROWS
         if responses.changes_nothing:
-            most = _FEW_ROWS
-        parts += batch_names(event.batches or (), event.rows, most)
+            limit = _FEW_ROWS
+        parts += batch_names(event.batches or (), event.rows, limit)
     return "; ".join(parts)
 
 
@@ -376,7 +376,8 @@ class Trait(enum.Flag):
     """Properties of a kind of event, which the log, the readers and the trackers ask for."""
 
     JUDGED = enum.auto()
-    """`step` is the step that was judged; without this trait the number of steps done."""
+    """`step` is the step that was judged. Without this trait, `step` is the number of steps
+    done."""
     CHECKPOINT = enum.auto()
     """`step` is the step of an older checkpoint."""
     DURABLE = enum.auto()

@@ -31,7 +31,7 @@ class Counts(NamedTuple):
 
 
 def name_changes(*, observes: bool, **counts: int) -> dict[str, int]:
-    """Names counts of changes so that changes that were only observed have a name of their own.
+    """Renames counts of changes, if a policy that only observes has not made these changes.
 
     Args:
         observes: whether the policy only observes, so that nothing was changed.

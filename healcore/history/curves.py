@@ -21,8 +21,9 @@ _CURVES = ("loss", "grad_norm", "threshold", "lr_scale", "lr")
 class Curves(NamedTuple):
     """Curves of a run, in recorded order. Every array is (n,), float64 unless it says otherwise.
 
-    A value is NaN if it was not logged, or if it was logged as NaN. `nonfinite` marks the latter.
-    After a rollback `step` becomes smaller, because the steps are recorded a second time.
+    A value is NaN if it was not logged, or if it was logged as NaN. `nonfinite` marks the values
+    that were logged as NaN. After a rollback `step` becomes smaller, because the steps are recorded
+    a second time.
     """
 
     step: np.ndarray

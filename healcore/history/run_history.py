@@ -22,7 +22,7 @@ _MAX_NEWEST = 20
 
 
 class RunState(enum.StrEnum):
-    """Whether a run is running, or how it ended: a value of `Ending`, or what a reader knows.
+    """Whether a run is running, or how it ended.
 
     The first values are written by the run itself in its event `end`. The others are what a reader
     concludes from a file without that event: a killed process cannot write its own end.
@@ -122,7 +122,7 @@ class RunProcess:
 
 
 class RunAttempt(NamedTuple):
-    """Steps between two of: a start, a resume, a rollback.
+    """The steps of a run from one start, resume or rollback to the next.
 
     A rollback from step 9 to the checkpoint of step 4 ends an attempt and begins the next:
 

@@ -67,7 +67,7 @@ FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
 
 SKIP = "skip"
 ACTIONS = {action.name.lower(): action for action in Action if action.name}
-"""Actions that `do` may name, besides "skip", which the device performs within the step."""
+"""Actions that `do` may name in addition to "skip", which the device performs within the step."""
 
 
 def _all_actions() -> tuple[str, ...]:
@@ -213,10 +213,10 @@ class Rollback(NamedTuple):
     skip_batches: StepsOrZero = 0
     """Batches that a rollback skips after the batches of the incident."""
     confirm: OnOff = False
-    """If true, the `Healer` rolls back only if the weights are not finite or earlier weights are
+    """Whether the `Healer` rolls back only if the weights are not finite or earlier weights are
     better. Other rollbacks are refused, and do not use the budget. The `Healer` itself applies the
     rules that roll back for NaN and Inf, because `attach` and `protect` cannot inspect weights."""
-    evidence: Annotated[float, number(least=10)] = 1e4
+    evidence: Annotated[float, number(at_least=10)] = 1e4
     """With a `loss_fn`: lower bound of the mean number of comparisons per false rollback."""
     nonfinite_state: Annotated[str, one_of("alert", "rollback", "stop")] = "rollback"
     """Response to a save that finds NaN or Inf in weights, moments or other saved arrays,
@@ -224,7 +224,8 @@ class Rollback(NamedTuple):
     Inf, as `zclip`, also the response to weights that are not finite: they are checked after 10
     such steps in a row. Arrays in `nonfinite_ok` are not checked."""
     reset_moments: OnOff = False
-    """A rollback also resets the optimizer's moments and the counters of their bias correction."""
+    """Whether a rollback also resets the optimizer's moments and the counters of their bias
+    correction."""
 
 
 class Budget(NamedTuple):
@@ -254,7 +255,7 @@ class Retry(NamedTuple):
     """Ratio of each wait to the previous wait."""
     max_delay_s: Positive = 60.0
     """Longest wait in seconds."""
-    jitter: Annotated[float, number(least=0, most=1)] = 0.5
+    jitter: Annotated[float, number(at_least=0, at_most=1)] = 0.5
     """Random share of a wait, so that many processes do not retry at once."""
     attempts: Annotated[int, whole(1, 1000)] = 8
     """Attempts in total; then the last error is raised."""

@@ -280,7 +280,7 @@ def parse_overrides(pairs: Iterable[str], option: str) -> dict[str, Any]:
 
 
 def _parse_pair(pair: str) -> dict[str, Any] | None:
-    """The nested tables with the one value of a `KEY=VALUE` pair, or None if it is no pair."""
+    """The nested tables with the value of a `KEY=VALUE` pair, or None if the text is not a pair."""
     key, _, value = pair.partition("=")
     if not value:
         return None

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from healcore.core.errors import HealcoreError
-from healcore.core.ranges import NONE, RuleBroken, Value, one_of, to_float32
+from healcore.core.ranges import NONE, RuleBroken, ValueRule, one_of, to_float32
 
 Conflict = tuple[tuple[str | int, ...], Any, str, str]
 """Values of a table that exclude each other: the path from the table to the named value, this
@@ -165,7 +165,7 @@ class Key(NamedTuple):
     """
 
     default: Any
-    value: Value | None
+    value: ValueRule | None
     tables: tuple[type, ...]
     optional: bool
     several: bool
@@ -295,10 +295,12 @@ class _Reader:
         """Finds values that are larger than the value of another key (`AT_MOST`)."""
         for name, limit in getattr(table, "AT_MOST", ()):
             value = getattr(table, name)
-            most = attrgetter(limit)(table)
-            if value > most:
-                write = f"{name} = {most}, or a larger {limit}"
-                self._add_problem((*path, name), value, f"at most {limit}, which is {most}", write)
+            largest = attrgetter(limit)(table)
+            if value > largest:
+                write = f"{name} = {largest}, or a larger {limit}"
+                self._add_problem(
+                    (*path, name), value, f"at most {limit}, which is {largest}", write
+                )
 
     def _read(self, key: Key, value: Any, path: Path) -> Any:
         """Reads a value, a table or a list of tables."""
@@ -330,7 +332,7 @@ class _Reader:
             return None
         return self.table(kinds[kind], value, path, kinds)
 
-    def _value(self, declared: Value, received: Any, path: Path, default: Any) -> Any:
+    def _value(self, declared: ValueRule, received: Any, path: Path, default: Any) -> Any:
         """Checks a value. Returns the value, or None if it has a problem."""
         try:
             return declared.check(received)

@@ -13,7 +13,8 @@ from healcore.policy.overrides import parse_overrides
 from healcore.policy.tables import policy_error
 
 MAX_VARIANTS = 100
-"""A larger table is not read, and the best of many settings is the best by chance."""
+"""Largest number of variants. Nobody reads a larger table, and the best of many settings is the
+best by chance."""
 
 
 def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:

@@ -119,10 +119,10 @@ def run_demo(
     _introduce(console, scenario)
     runs: list[DemoRun] = []
     with ExitStack() as stack:
-        processes = {
-            framework: stack.enter_context(FrameworkProcess(framework, out, steps, sizes))
-            for framework in frameworks
-        }
+        processes: dict[str, FrameworkProcess] = {}
+        for framework in frameworks:
+            process = FrameworkProcess(framework, out, steps, sizes)
+            processes[framework] = stack.enter_context(process)
         for framework, process in processes.items():
             for arm in ARMS:
                 runs.append(_follow(process, framework, arm, steps, console))

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 import healcore.events
 import healcore.history
+import healcore.tools.replay
 from healcore.events import EventsFile
 from healcore.events.json_lines import Event
 from healcore.history import Mode, RunHistory, RunState, runs_of
 from healcore.history.curves import _values, thin
 from healcore.runtime.reporting.diagnosis import STATES
+from healcore.tools.replay import DecidedRow
 from healcore.tools.report.incident_text import response_text
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
@@ -169,6 +171,8 @@ def test_the_old_names_work_and_warn():
         assert healcore.history.Run is RunHistory
     with pytest.warns(DeprecationWarning, match="write healcore.events.EventsFile"):
         assert healcore.events.History is EventsFile
+    with pytest.warns(DeprecationWarning, match="write healcore.tools.replay.DecidedRow"):
+        assert healcore.tools.replay.Decided is DecidedRow
     file = EventsFile(events(START), [])
     with pytest.warns(DeprecationWarning, match=r"write by_process\(\)"):
         assert file.runs() == file.by_process()

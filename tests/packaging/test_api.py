@@ -174,7 +174,7 @@ def test_the_reference_shows_defaults_as_values():
         "NO_HOOKS": "Hooks()",
         "FORWARD_PASS": "1 / 3.0",
     }
-    assert hooks.value_of("healcore.jax.transform", "RECORDS") == "64"
+    assert hooks.value_of("healcore.jax.transform", "DEFAULT_RECORDS") == "64"
     assert hooks.value_of("healcore.jax.transform", "NO_SUCH_NAME") is None
 
 

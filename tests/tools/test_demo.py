@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from healcore import events
-from healcore.demo_runs import SHORTEST, DemoError, Scenario, load_corpus
+from healcore.demo_runs import MIN_STEPS, DemoError, Scenario, load_corpus
 from healcore.runtime.reporting import postmortem
 from healcore.tools.cli import _new_folder
 from healcore.tools.demo import DemoRun, run_demo
@@ -105,7 +105,7 @@ def test_a_second_demo_takes_another_folder(tmp_path, monkeypatch):
 
 def test_a_process_that_cannot_train_says_why(tmp_path):
     with (
-        FrameworkProcess("torch", tmp_path, SHORTEST - 1, TINY) as process,
+        FrameworkProcess("torch", tmp_path, MIN_STEPS - 1, TINY) as process,
         pytest.raises(DemoError, match="runs in torch failed: steps must be at least 30"),
     ):
         process.follow(print)

@@ -189,8 +189,14 @@ def test_a_step_without_gradients_is_a_no_op(where: Any):
     assert float(heal.metrics()["heal/loss"]) == 2.0
 
 
-LARGE = 20 * gradients.CHUNK + 16
-SIZES = [1, gradients.SMALL, gradients.SMALL + 1, gradients.CHUNK, 3 * gradients.CHUNK]
+LARGE = 20 * gradients.SUM_CHUNK + 16
+SIZES = [
+    1,
+    gradients.MAX_FOREACH_SIZE,
+    gradients.MAX_FOREACH_SIZE + 1,
+    gradients.SUM_CHUNK,
+    3 * gradients.SUM_CHUNK,
+]
 
 
 def norm(*grads: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ from healcore.core.decision import Action, Cause
 from healcore.core.engine import Engine, RuleConfig
 from healcore.errors import SignalError
 from healcore.torch import attach
-from healcore.torch.attach_log import WITHOUT_LOSS
+from healcore.torch.attach_log import STEPS_WITHOUT_LOSS
 from healcore.torch.engines import RECORD_LAG
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, host_and_device
@@ -153,7 +153,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @host_and_device
 def test_an_incident_is_one_line_of_any_length(where: Any, logged: Any):
     loop = Loop(where, policies.SKIPS)
-    healthy = 3 * WITHOUT_LOSS
+    healthy = 3 * STEPS_WITHOUT_LOSS
     loop.steps(*[1.0] * healthy)
     assert not logged(), "without an alarm"
     loop.steps(*[NAN] * 40, *[1.0] * RECORD_LAG)
@@ -187,6 +187,6 @@ def test_an_order_that_attach_cannot_carry_out_and_a_cut_rate(where: Any, logged
 
 @host_and_device
 def test_a_forgotten_observe_is_logged_once(where: Any, logged: Any):
-    Loop(where).steps(*[1.0] * 3 * WITHOUT_LOSS, observes=False)
+    Loop(where).steps(*[1.0] * 3 * STEPS_WITHOUT_LOSS, observes=False)
     (line,) = logged()
-    assert f"no loss has been observed in {WITHOUT_LOSS} steps" in line
+    assert f"no loss has been observed in {STEPS_WITHOUT_LOSS} steps" in line

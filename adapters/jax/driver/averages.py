@@ -30,13 +30,13 @@ _MIN_DIFFERENCE = 1e-3
 
 
 class PartGroup(NamedTuple):
-    """Parts with tensors of the same shapes, and how many of these parts are trained.
+    """Parts of the state with equal shapes, and how many of these parts are trained.
 
     For example the parameters, and an average of them in the same state: two parts, one trained.
     """
 
     parts: Sequence[Part]
-    """The parts, of which the movement has to show which are trained."""
+    """The parts. Their movement has to show which of them are trained."""
     trained: int
     """Number of trained parts: as many as optimizers have parameters of these shapes."""
 

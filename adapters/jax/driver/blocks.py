@@ -35,12 +35,12 @@ from jax import lax
 from healcore.jax.array_leaves import Leaf, PyTree, is_array, is_number
 from healcore.jax.driver.engine_readings import BlockRecords, block_records
 from healcore.jax.driver.engine_tensors import Path
-from healcore.jax.driver.step_reader import differ
+from healcore.jax.driver.step_reader import any_replaced
 from healcore.jax.tree_nodes import node_at
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
 """(state, number of the update) -> (state, outputs), as for `lax.scan`."""
-_FIRST = np.int32(0)
+_PROBED_UPDATE = np.int32(0)
 """Number of the update with which `_changed_numbers` traces the program's function."""
 
 
@@ -147,7 +147,7 @@ class CompiledBlocks:
         return Block(state, first, count, split.whole(traced), outputs, records)
 
     def no_outputs(self, state: PyTree) -> Any:
-        """The outputs of zero updates, whose first axis has length 0, as of `lax.scan`.
+        """The outputs of `lax.scan` over zero updates, whose first axis has length 0.
 
         Args:
             state: a state of the run, for the shapes.
@@ -217,7 +217,9 @@ class CompiledBlocks:
         found: list[Any] = []
 
         def probe(traced: PyTree) -> None:
-            found[:] = jax.tree.leaves(self._update(split.whole(traced), jnp.int32(_FIRST))[0])
+            found[:] = jax.tree.leaves(
+                self._update(split.whole(traced), jnp.int32(_PROBED_UPDATE))[0]
+            )
 
         try:
             jax.eval_shape(probe, split.traced(state))
@@ -245,13 +247,13 @@ class ScanPrograms:
         """Identity of an update, structure of its state, and `donate` -> its blocks."""
 
     def is_first(self, state: PyTree) -> bool:
-        """Whether a state is the one that the program has passed to the Healer.
+        """Whether a state is still the state that the program has passed to the Healer.
 
         Args:
             state: the state with which a loop begins.
         """
         leaves = jax.tree.leaves(state)
-        return len(leaves) == len(self._given) and not differ(leaves, self._given)
+        return len(leaves) == len(self._given) and not any_replaced(leaves, self._given)
 
     def compiled(
         self, update: Update, structure: Any, paths: list[Any], *, donate: bool

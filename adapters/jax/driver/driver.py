@@ -23,7 +23,7 @@ from healcore.jax.driver.engine_readings import BlockRecords
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.processes import Processes
 from healcore.jax.driver.program_state import program_state_of
-from healcore.jax.driver.step_reader import LINE, Dispatch, StepReader, counters_of
+from healcore.jax.driver.step_reader import LOOP_LINE, Dispatch, StepReader, counters_of
 from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, ProtectState, with_change_expected
@@ -165,7 +165,7 @@ class JaxDriver(Driver):
         self._engines = engines
         self._weights = self._make_weights()
         states = self._states()
-        self._reader = self._reader.continues(engines, states)
+        self._reader = self._reader.for_new_structure(engines, states)
         self._edits = Edits(states)
         return True
 
@@ -182,8 +182,8 @@ class JaxDriver(Driver):
     def take_dispatch(self) -> Dispatch | None:
         """See `Driver.take_dispatch`. Every new state counts as a step.
 
-        If no engine has judged the step (optax.MultiSteps), which only the device knows,
-        `StepRecord.step` does not change.
+        With optax.MultiSteps an engine may not have judged the step. Only the device knows this,
+        and `StepRecord.step` then does not change.
         """
         return self._reader.dispatch(self._states(), self._processes.begin_dispatch)
 
@@ -329,7 +329,7 @@ class JaxDriver(Driver):
         return self._weights.nonfinite()
 
     def has_finite_weights(self) -> bool:
-        """Whether all parameters are finite that were finite at the start. One sync.
+        """Whether every parameter that was finite at the start is still finite. One sync.
 
         A mask of -Inf among the parameters is not damage.
         """
@@ -338,7 +338,7 @@ class JaxDriver(Driver):
     def memory(self) -> dict[str, int]:
         """See `Driver.memory`. The memory of the first device.
 
-        Activations are of the peak so far. A failed step may have needed more.
+        The activations are those at the peak so far. A failed step may have needed more.
         """
         params = _bytes_on_one_device(self._weights.arrays().values())
         whole = _bytes_on_one_device(jax.tree.leaves(self._live.read()))
@@ -418,8 +418,8 @@ class JaxDriver(Driver):
         """See `Driver.numbers`. One sync.
 
         These are the numbers of `optax.inject_hyperparams` within `protect`, for example ``b2``, or
-        the path in the state if several optimizers have a ``b2``. Without numbers that
-        `optax.inject_hyperparams` schedules, because they cannot be held.
+        the path in the state if several optimizers have a ``b2``. Numbers that
+        `optax.inject_hyperparams` schedules are left out, because they cannot be held.
         """
         return held_numbers.numbers_of(self._engines, self._live.read())
 
@@ -496,7 +496,7 @@ def _bytes_on_one_device(leaves: Iterable[Any]) -> int:
 
 _STALE = (
     "this state was computed from an older state than healer.state, which a rollback, a resume or "
-    f"expect_change() has replaced. Write `{LINE}`, so that each step starts from "
+    f"expect_change() has replaced. Write `{LOOP_LINE}`, so that each step starts from "
     "healer.state. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
 )

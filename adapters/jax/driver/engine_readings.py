@@ -1,8 +1,8 @@
 """Copies to the host what it reads of the engines: the numbers of steps, their rows, and norms.
 
-The copy begins right after a dispatch, and nobody waits for it then. It has to begin at once,
-because the next dispatch may donate the state, and so delete the arrays. All arrays are copied as
-one vector, because each copy has a fixed cost:
+The copy begins right after a dispatch, and the host does not wait for the copy. The copy has to
+begin at once, because the next dispatch may donate the state, and so delete the arrays. All arrays
+are copied as one vector, because each copy has a fixed cost:
 
     engine A     rows (1 + records, n)   norms (k,)
     engine B     rows (1 + records, n)   norms (m,)

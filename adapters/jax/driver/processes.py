@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Processes:
-    """The processes of a run, of which there may be only one. `ranks` connects them.
+    """Connects the processes of a run, and lets them vote. A run may have a single process.
 
     A process that has received a signal to end may not end alone: the other processes would wait
     for it in the next collective. So they vote after the same dispatch.

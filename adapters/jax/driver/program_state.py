@@ -36,14 +36,14 @@ SIDE_STATE = "healcore.side_state"
 """Name of the item with `ExactLeaves`. Only checkpoints of a Healer have this item."""
 BATCH_STATS = "batch_stats"
 """flax's name of the collection with the statistics of batch normalization."""
-_RESETS = "heal_reset_moments"
+_RESET_FIELD = "heal_reset_moments"
 """Field of `ProtectState` that belongs to the moments, not to the engine."""
 
 
 class ProgramState:
     """The state of a run as a pytree, such as a TrainState. `NnxProgramState` is for nnx objects.
 
-    The driver holds one of these. Programs keep their state in many forms: as a dictionary, a
+    The driver has one such object. Programs keep their state in many forms: as a dictionary, a
     dataclass, an Equinox module with functions among its leaves, or nnx objects. This class hides
     the difference: `read` gives a tree of arrays, `write` takes one, and `items` and `restored` do
     the same for the content of a checkpoint.
@@ -510,7 +510,7 @@ def _empty_accumulator(accumulator: optax.MultiStepsState) -> optax.MultiStepsSt
 
 def _is_of_protect(path: Path) -> bool:
     """Whether a path leads to `ProtectState.heal_reset_moments`."""
-    return bool(path) and getattr(path[-1], "name", None) == _RESETS
+    return bool(path) and getattr(path[-1], "name", None) == _RESET_FIELD
 
 
 def _is_named(key: Any, name: str) -> bool:

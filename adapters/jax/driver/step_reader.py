@@ -45,9 +45,9 @@ from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.program_state import array_of
 from healcore.jax.heal_state import HealState, HealStateError
 
-LINE = "state = healer.update(step(healer.state, batch))"
+LOOP_LINE = "state = healer.update(step(healer.state, batch))"
 """The line of a training loop that starts each step from the current state, for messages."""
-_SEEN = [RECORD_FIELDS.index("loss"), RECORD_FIELDS.index("grad_norm")]
+_STEP_FIELDS = [RECORD_FIELDS.index("loss"), RECORD_FIELDS.index("grad_norm")]
 """Indices in a record that no edit of the Healer changes."""
 
 
@@ -140,7 +140,7 @@ class StepReader:
         Args:
             states: the HealState of each engine now.
         """
-        return not differ(counters_of(states), self._last_counters)
+        return not any_replaced(counters_of(states), self._last_counters)
 
     def skip_to(self, states: Sequence[HealState]) -> None:
         """Counts a change of the states, such as an edit of the Healer, as no step.
@@ -158,8 +158,12 @@ class StepReader:
         """
         self._block = records
 
-    def continues(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> StepReader:
-        """Makes a reader for a state of another structure, after its first step. Waits for it.
+    def for_new_structure(
+        self, engines: Sequence[EngineEntry], states: Sequence[HealState]
+    ) -> StepReader:
+        """Makes the reader for a new structure of the state, after the first step with it.
+
+        Waits for the device.
 
         A program may widen a layer between two steps. Nobody has seen the state from which the
         first step after this change started, so the reader assumes as many steps as usual.
@@ -201,7 +205,7 @@ class StepReader:
             `_steps_of_update` says.
         """
         counters = counters_of(states)
-        if not differ(counters, self._last_counters):
+        if not any_replaced(counters, self._last_counters):
             return None
         self._last_counters = counters
         votes = begin_vote()
@@ -341,9 +345,9 @@ def _check_continues(engine: EngineEntry, old: EngineReading, new: EngineReading
         raise HealStateError(
             f'the optimizer state of "{engine.name}" does not continue the state of the step '
             f"before: it has step {new.step}, after step {old.step}. Start each step from "
-            f"healer.state, `{LINE}`, and call tx.init(params) once, before the Healer: within the "
-            "loop it loses the moments, the detectors and the budgets. To reset only the moments: "
-            "with_heal_state(without_heal_state(tx.init(params)), like=old)"
+            f"healer.state, `{LOOP_LINE}`, and call tx.init(params) once, before the Healer: "
+            "within the loop it loses the moments, the detectors and the budgets. To reset only "
+            "the moments: with_heal_state(without_heal_state(tx.init(params)), like=old)"
         )
     if new.step - old.step > len(new.ring):
         steps = new.step - old.step
@@ -358,12 +362,12 @@ def _has_changed(old: EngineReading, new: EngineReading) -> bool:
 
     A step that is not judged, or that the caller skips, does not change the record.
     """
-    before = old.record(new.step)[_SEEN]
-    after = new.record(new.step)[_SEEN]
+    before = old.record(new.step)[_STEP_FIELDS]
+    after = new.record(new.step)[_STEP_FIELDS]
     return before.tobytes() != after.tobytes()
 
 
-def differ(arrays: list[Any], others: list[Any]) -> bool:
+def any_replaced(arrays: list[Any], others: list[Any]) -> bool:
     """Whether any array was replaced by another object, as each step does. Reads no values.
 
     Args:

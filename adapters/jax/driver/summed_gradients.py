@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from healcore.jax.driver.step_reader import differ
+from healcore.jax.driver.step_reader import any_replaced
 from healcore.runtime.store.ranks import Ranks
 
 
@@ -37,7 +37,7 @@ class SummedGradients:
 
     def has_stepped(self) -> bool:
         """Whether the state has been replaced since `begin_window`."""
-        return self._begin is not None and differ(self._counters(), self._begin)
+        return self._begin is not None and any_replaced(self._counters(), self._begin)
 
     def redo_window(self, kept_alive: list[Any], *, clear_cache: bool) -> None:
         """Frees unreferenced arrays before a batch is repeated in smaller parts.

@@ -30,12 +30,13 @@ transferring = jax.transfer_guard("allow")
 
 
 class JaxWeights:
-    """The weights of a state by path: the arrays that one comparison replaces together.
+    """Copies the weights of a state by path, and computes losses with earlier weights.
 
-    These are the parameters that the optimizers train, and the batch statistics that belong to
-    them, which a layer in evaluation mode reads. With the current statistics, damage in them would
-    spoil the loss of the earlier weights too, and the comparison would not show it. Everything else
-    stays as it is now, see `healcore.torch.driver.weights.TorchWeights`.
+    The weights are the arrays that one comparison replaces together: the parameters that the
+    optimizers train, and their batch statistics, which a layer in evaluation mode reads. With the
+    current statistics, damage in them would spoil the loss of the earlier weights too, and the
+    comparison would not show it. Everything else stays as it is now, see
+    `healcore.torch.driver.weights.TorchWeights`.
 
     Args:
         live: the state of the run, in which the weights are found, and replaced for an evaluation.

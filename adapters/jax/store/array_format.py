@@ -1,6 +1,6 @@
 """`JaxFormat`: copies JAX states to host memory, and writes them to disk in Orbax's format.
 
-A save passes these methods, of which `CheckpointStore` calls each:
+`CheckpointStore` calls these methods, in this order, for a save:
 
     state      {"params": {"w": array on 4 devices}, "step": 7}
       | JaxFormat.add            each array becomes a Leaf, with this process's shards as its parts

@@ -14,7 +14,7 @@ from healcore.torch.attachment import Healing
 
 
 class Accumulation:
-    """Whether `.grad` holds gradients that an optimizer has not stepped with.
+    """Tracks whether `.grad` holds gradients that the optimizer has not stepped with yet.
 
     Many loops clear gradients only before the next backward pass, so hooks record each backward
     pass and step. Losses count too, because some wrappers write `.grad` without autograd.
@@ -56,8 +56,9 @@ class Accumulation:
     def in_progress(self) -> bool:
         """Whether there are gradients that the optimizer has not stepped with.
 
-        A backward pass or a loss since the last step, and a `.grad` that is not None. Gradients of
-        the last step are still in `.grad` until the loop calls `zero_grad`, and do not count.
+        True if a backward pass or a loss has followed the last step, and a `.grad` is not None. The
+        gradients of the last step stay in `.grad` until the loop calls `zero_grad`. They do not
+        count.
         """
         self._watch()
         if not (self._reached or self.healing.has_loss):

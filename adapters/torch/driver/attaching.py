@@ -29,8 +29,8 @@ def attach_all(
             GradScaler, it is used as the scaler.
 
     Returns:
-        The handle of each optimizer, by its name in the state; and of these the handles that were
-        made here, which the caller has to detach when the run ends.
+        The handle of each optimizer, by its name in the state; and the handles among them that were
+        made here. The caller has to detach these when the run ends.
 
     Raises:
         AttachError: an optimizer belongs to another Healer or another policy, or `attach` raises
@@ -73,7 +73,7 @@ def _check_attached(name: str, healing: Healing, engine: Engine) -> None:
     differences = config_differences(healing.engine.config, engine.config)
     if differences:
         raise AttachError(
-            f'"{name}" is healed already under another policy than that of the Healer '
+            f'"{name}" is healed already under another policy than the policy of the Healer '
             f"({first_of(differences, 5, '; ')}): detach() its handle, or attach with the "
             "policy of the Healer"
         )

@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedBuffer
 
 from healcore.torch import gradients
 
-NAMES = ("running_mean", "running_var", "num_batches_tracked")
+BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 """torch's names of these buffers, which other libraries' layers use too."""
 
 
@@ -30,7 +30,7 @@ class BatchStatistics:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = [layer for layer in layers if {*NAMES} & {*layer._buffers}]
+        self._layers = [layer for layer in layers if {*BUFFER_NAMES} & {*layer._buffers}]
         self._buffers: list[Tensor] = []
         self._blocks: list[tuple[list[Tensor], Tensor]] = []
         """For each dtype and device: 1-d views of the buffers, and their saved values."""
@@ -73,7 +73,7 @@ class BatchStatistics:
                     continue
                 restored = ~torch.isfinite(now)
                 if isinstance(skipped, Tensor):
-                    restored |= gradients.moved(skipped, now.device) > 0
+                    restored |= gradients.to_device(skipped, now.device) > 0
                 saved = torch.where(restored, saved, now)
                 self._blocks[i] = (buffers, saved)
             parts = list(saved.split([buffer.numel() for buffer in buffers]))
@@ -88,7 +88,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
-    """The buffers named in `NAMES`, such as the running mean and variance.
+    """The buffers named in `BUFFER_NAMES`, such as the running mean and variance.
 
     Args:
         layers: the layers with batch statistics.
@@ -98,7 +98,7 @@ def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
     """
     buffers: list[Tensor] = []
     for layer in layers:
-        for name in NAMES:
+        for name in BUFFER_NAMES:
             buffer = layer._buffers.get(name)
             if buffer is not None and not isinstance(buffer, UninitializedBuffer):
                 buffers.append(buffer)

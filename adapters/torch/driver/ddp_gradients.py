@@ -22,7 +22,7 @@ _WAITING = "the other ranks wait in a collective that this rank has left: "
 def obstacle_of(
     ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: list[int]
 ) -> str:
-    """Why ranks that train these modules cannot repeat a step together.
+    """Finds out why ranks that train these modules cannot repeat a step together.
 
     A rank that runs out of memory leaves its forward or backward pass. If the ranks exchange
     something there, and the exchange cannot be delayed (`DDPGradients`), the other ranks wait.
@@ -96,7 +96,7 @@ def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Mo
 
 
 class DDPGradients:
-    """DistributedDataParallel (DDP) when a part of a batch may run out of memory.
+    """Delays the exchanges of DistributedDataParallel (DDP), so that all ranks can repeat a batch.
 
     DDP broadcasts buffers in the forward pass, and reduces gradients in the backward pass. After a
     failure on one rank the other ranks would wait there. Therefore buffers are broadcast before the

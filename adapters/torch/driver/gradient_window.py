@@ -102,7 +102,7 @@ class GradientWindow:
         """How the ranks' replicas repeat a window together.
 
         Args:
-            ranks: the ranks of the run, of which several step together.
+            ranks: the ranks of the run. Several of them step together.
 
         Returns:
             The gradients of the replicas, or the obstacle to repeating a window, as a sentence

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
-from healcore.torch.driver.batch_statistics import NAMES, BatchStatistics
+from healcore.torch.driver.batch_statistics import BUFFER_NAMES, BatchStatistics
 from healcore.torch.driver.written_buffers import WrittenBuffers
 from healcore.torch.live_state import State
 
@@ -35,7 +35,7 @@ class LayerBuffers:
 
     def __init__(self, layers: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
         self._statistics = BatchStatistics(layers)
-        self._written = WrittenBuffers(layers, NAMES, parameters)
+        self._written = WrittenBuffers(layers, BUFFER_NAMES, parameters)
 
     def save(self) -> None:
         """Saves the current values, including non-finite values."""
@@ -86,7 +86,7 @@ def _is_restored(name: str, buffer: Tensor | None) -> bool:
     """Whether a skipped step restores this buffer, if its layer is trained."""
     if buffer is None:
         return False
-    if name in NAMES:
+    if name in BUFFER_NAMES:
         return True
     return type(buffer) is Tensor and (buffer.is_floating_point() or buffer.is_complex())
 

@@ -1,4 +1,4 @@
-"""Who holds how much memory: the report after a failure for lack of memory."""
+"""Measures what holds how much memory, for the report after a run has run out of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from healcore.torch.live_state import State
 
 
 def memory_of(state: State, optimizers: Sequence[Optimizer]) -> dict[str, int]:
-    """The memory of each kind of tensors, see `Driver.memory`.
+    """Measures the memory of each kind of tensors, see `Driver.memory`.
 
     Args:
         state: the state of the run. Frozen parameters of its modules count too.

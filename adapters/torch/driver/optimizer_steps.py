@@ -18,10 +18,10 @@ STEPS_WITHOUT_DISPATCH = 100
 
 
 class OptimizerSteps:
-    """The steps of all optimizers since the Healer has looked, seen together.
+    """Knows which optimizers have stepped since the Healer last looked.
 
-    One `Accumulation` knows one optimizer. Questions about the whole run need all of them, because
-    an optimizer may step in every batch, in some batches, or not any more:
+    One `Accumulation` knows one optimizer. Questions about the whole run need all accumulations,
+    because an optimizer may step in every batch, in some batches, or not any more:
 
         GAN           both optimizers step for each batch, one after the other
         fine-tuning   the optimizer of the first stage does not step any more
@@ -113,7 +113,7 @@ class OptimizerSteps:
         return True
 
     def is_incomplete(self) -> bool:
-        """Whether some of the optimizers that stepped for the last batch have stepped, not all.
+        """Whether only some of the optimizers that stepped for the last batch have stepped since.
 
         For example the discriminator of a GAN, and not yet its generator.
         """
@@ -148,8 +148,8 @@ def learning_rates(healings: Mapping[str, Healing]) -> dict[str, float | None]:
 def trained_rates(healings: Mapping[str, Healing]) -> dict[str, float | None]:
     """The learning rates with which the optimizers took their last step.
 
-    A scheduler may have changed the rates since. What a step has trained with is known only for an
-    optimizer whose numbers are watched; other optimizers have their present rate.
+    A scheduler may have changed the rates since. The rate of the last step is known only for an
+    optimizer whose numbers are watched. For any other optimizer the current rate is returned.
 
     Args:
         healings: the handle of each optimizer, by name.

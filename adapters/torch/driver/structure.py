@@ -1,4 +1,4 @@
-"""`StructureWatch`: notices that the program changes which parameters it has, and how they look.
+"""`StructureWatch`: notices that the program has added, removed or resized parameters.
 
 Programs prune, widen and add layers, unfreeze a layer with `add_param_group`, replace a head, or
 densify a cloud of Gaussians. Older checkpoints and copies of weights do not fit such a model.
@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from healcore.torch.live_state import State
 
-_Ends = list[list[tuple[int, int, int]]]
-"""For each optimizer, what `_ends` compares."""
+_GroupEnds = list[list[tuple[int, int, int]]]
+"""For each optimizer, what `_group_ends` compares."""
 
 
 class StructureWatch:
@@ -52,7 +52,7 @@ class StructureWatch:
         Returns:
             A short text for each change, for example "model.0.weight is new". Empty without one.
         """
-        ends = _ends(self._optimizers)
+        ends = _group_ends(self._optimizers)
         if not self._has_sign and ends == self._seen_ends:
             return []
         before = self._layout
@@ -67,7 +67,7 @@ class StructureWatch:
     def _remember(self) -> None:
         """Remembers the structure as it is now."""
         self._has_sign = False
-        self._seen_ends = _ends(self._optimizers)
+        self._seen_ends = _group_ends(self._optimizers)
         self._layout = _layout(self._state, self._optimizers)
         # A set of weak references: modules that the program has dropped are not kept alive.
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -132,13 +132,13 @@ def _differences(before: _Layout, now: _Layout) -> list[str]:
 
 
 def _is_weight(*shapes: tuple[int, ...]) -> bool:
-    """Whether neither shape is of an empty buffer or a number, which layers fill as they run."""
+    """Whether both tensors have several elements: layers resize empty buffers as they run."""
     return all(torch.Size(shape).numel() > 1 for shape in shapes)
 
 
-def _ends(optimizers: Mapping[str, Optimizer]) -> _Ends:
+def _group_ends(optimizers: Mapping[str, Optimizer]) -> _GroupEnds:
     """Length, first and last parameter of each group, and the size of the very first and last."""
-    ends_of_all: _Ends = []
+    ends_of_all: _GroupEnds = []
     for optimizer in optimizers.values():
         ends: list[tuple[int, int, int]] = []
         first: Tensor | None = None

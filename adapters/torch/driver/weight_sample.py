@@ -23,11 +23,11 @@ from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.live_state import State
 
-BYTES = 64
+SAMPLE_BYTES = 64
 """Bytes of each parameter in the sample, from its middle."""
 MAX_MODULES = 4
 """Max modules of the state with a sample."""
-SMALL = 1 << 20
+PREFERRED_SIZE = 1 << 20
 """Size in bytes up to which a parameter is preferred. The sample of a parameter on an accelerator
 keeps the parameter's memory, also while the program has moved the model to the host."""
 
@@ -66,7 +66,7 @@ class _Candidate(NamedTuple):
 
 
 class WeightSample:
-    """A few bytes of the weights of a state.
+    """Keeps a few bytes of the weights, to notice that the program has replaced the weights.
 
     The sample has three trained parameters of each module, and two frozen parameters next to
     trained parameters, into which adapters are merged. Reading the sample takes the same time for
@@ -183,7 +183,7 @@ def _view(p: Any) -> Tensor | None:
     if not is_plain or p.is_meta or p.is_quantized or not p.numel():
         return None
     size = p.element_size()
-    elements = min(p.numel(), BYTES // size)
+    elements = min(p.numel(), SAMPLE_BYTES // size)
     first = p.storage_offset() + (p.numel() - elements) // 2
     if p.untyped_storage().nbytes() < (first + elements) * size:
         return None  # expanded, or its memory is freed
@@ -267,8 +267,8 @@ def _modules_of(path: str, count: int) -> list[str]:
 
 
 def _spread(candidates: Sequence[_Candidate], count: int) -> list[_Candidate]:
-    """At most `count` of them, from the first to the last; small parameters if possible."""
-    small = [each for each in candidates if each.parameter.nbytes <= SMALL]
+    """Chooses at most `count` candidates between the first and the last, small ones if possible."""
+    small = [each for each in candidates if each.parameter.nbytes <= PREFERRED_SIZE]
     if len(small) >= count:
         candidates = small
     if not candidates:

@@ -34,11 +34,12 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class TorchWeights:
-    """The weights of a state: the tensors that one comparison replaces together.
+    """Copies the weights of a state, and computes losses with earlier weights.
 
-    These are the parameters that the optimizers train, and the statistics of batch normalization,
-    which a layer in evaluation mode reads. If the statistics were not replaced, their damage would
-    be in both losses of a comparison.
+    The weights are the tensors that one comparison replaces together: the parameters that the
+    optimizers train, and the statistics of batch normalization, which a layer in evaluation mode
+    reads. If the statistics were not replaced, their damage would be in both losses of a
+    comparison.
 
     Everything else stays as it is now, because it belongs to the program and not to the weights: a
     mask of pruning, a flag of quantization, a temperature, and the queue of a momentum encoder.
@@ -165,7 +166,7 @@ class TorchWeights:
         return self.losses_of(loss_fn, batches, weights, redraw=redraw)
 
     def _redraw(self) -> None:
-        """Draws one number of each generator, so that all later numbers are others."""
+        """Draws one number of each generator, so that all later numbers differ."""
         for device in {part.device for part in self._trained().values()}:
             torch.rand((), device=device)
         random.random()
@@ -332,7 +333,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:
     """The loss of a copy of a batch, on the host. SignalError if the function changes the copy."""
-    batch = copied(batch)
+    batch = copy_of_batch(batch)
     before = dict(_marks(batch))
     loss = loss_fn(batch)
     if isinstance(loss, Tensor):
@@ -351,7 +352,7 @@ def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:
     return loss
 
 
-def copied(batch: Any) -> Any:
+def copy_of_batch(batch: Any) -> Any:
     """A copy of a batch and of the dictionaries, lists, tuples, dataclasses and tensors in it.
 
     Args:
@@ -362,7 +363,7 @@ def copied(batch: Any) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
-    parts = {key: copied(part) for key, part in _parts(batch).items()}
+    parts = {key: copy_of_batch(part) for key, part in _parts(batch).items()}
     with suppress(Exception):  # an object that cannot be copied is shared
         if isinstance(batch, tuple):
             return tuple.__new__(type(batch), parts.values())  # its class may take other arguments

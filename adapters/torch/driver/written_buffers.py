@@ -22,9 +22,9 @@ from torch.nn.parameter import is_lazy
 from healcore.torch import gradients
 from healcore.torch.engines import AsyncCopy
 
-COPIED_AT_ONCE = 1 << 18
+MAX_EAGER_BYTES = 1 << 18
 """Size in bytes up to which a buffer is copied before a forward pass has ever written it."""
-COPIED_ALONE = 1 << 16
+MAX_SHARED_BYTES = 1 << 16
 """Size in bytes above which a buffer is copied by itself, and not together with others."""
 STEPS_TO_READ = 12
 """Step at which a comparison of contents is read. It has arrived from an accelerator by then."""
@@ -94,7 +94,7 @@ class WrittenBuffers:
     ) -> None:
         self._modules = [*modules]
         self._without = without
-        self._largest = max(COPIED_AT_ONCE, sum(p.nbytes for p in parameters if not is_lazy(p)))
+        self._largest = max(MAX_EAGER_BYTES, sum(p.nbytes for p in parameters if not is_lazy(p)))
         self._counted: list[_Buffer] = []
         """The buffers whose writes torch counts."""
         self._uncounted: list[_Buffer] = []
@@ -120,7 +120,7 @@ class WrittenBuffers:
             if buffer is None:
                 buffer = _Buffer(table, name, now)
             value: Tensor | None = None
-            if now.nbytes <= COPIED_AT_ONCE or buffer.saved is not None:
+            if now.nbytes <= MAX_EAGER_BYTES or buffer.saved is not None:
                 value = now.clone().reshape(-1)
             buffer.note(now, value)
             if buffer.key in uncounted:
@@ -174,7 +174,7 @@ class WrittenBuffers:
                         buffers.remove(buffer)
             elif buffer.saved is not None and buffer.saved.numel() == now.numel():
                 alone: int | None = None
-                if now.nbytes > COPIED_ALONE:
+                if now.nbytes > MAX_SHARED_BYTES:
                     alone = id(buffer)
                 kinds.setdefault((now.device, now.dtype, alone), []).append(buffer)
             elif buffer.saved is not None and bool(skipped):
@@ -274,7 +274,7 @@ def _end(buffers: Sequence[_Buffer], skipped: bool | Tensor) -> None:
     if skipped is not True:
         restored = now.isnan()
         if isinstance(skipped, Tensor):
-            restored |= gradients.moved(skipped, now.device) > 0
+            restored |= gradients.to_device(skipped, now.device) > 0
         saved = torch.where(restored, saved, now)
     targets: list[Tensor] = []
     sources: list[Tensor] = []

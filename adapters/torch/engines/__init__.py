@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from healcore.torch.engines.async_copy import AsyncCopy, keep_after_cuda_error
 from healcore.torch.engines.device import DeviceEngine
-from healcore.torch.engines.host import HostEngine, PendingRecord, StepOrder, is_cut, to_host
+from healcore.torch.engines.host import EnforcedDecision, HostEngine, PendingRecord, is_cut, to_host
 from healcore.torch.engines.late_judge import RECORD_LAG
 from healcore.torch.engines.unread_records import UnreadRecords
 
@@ -30,10 +30,10 @@ __all__ = [
     "RECORD_LAG",
     "AsyncCopy",
     "DeviceEngine",
+    "EnforcedDecision",
     "HostEngine",
     "LiveEngine",
     "PendingRecord",
-    "StepOrder",
     "UnreadRecords",
     "is_cut",
     "keep_after_cuda_error",

@@ -18,7 +18,7 @@ from healcore.core.numerics import leaves
 from healcore.core.signals import Signals
 from healcore.torch.array_namespace import Namespace
 from healcore.torch.engines.async_copy import AsyncCopy
-from healcore.torch.engines.host import HostEngine, PendingRecord, StatefulEngine, StepOrder
+from healcore.torch.engines.host import EnforcedDecision, HostEngine, PendingRecord, StatefulEngine
 from healcore.torch.engines.late_judge import LateJudge
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
@@ -51,27 +51,27 @@ class DeviceEngine(StatefulEngine):
         self._device = device
         super().__init__(engine, groups, xp=Namespace(device), to_leaf=to_leaf)
         self.compiled = compile
-        self._compiled_step: Callable[..., tuple[StepOrder, Decision]] | None = None
+        self._compiled_step: Callable[..., tuple[EnforcedDecision, Decision]] | None = None
         if compile:
             self._compiled_step = _compiled(self._step)
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
-    ) -> StepOrder:
+    ) -> EnforcedDecision:
         """Judges one step without a sync, see `HostEngine.step`.
 
         Returns:
-            The order for this step, in 0-d tensors on the device.
+            The decision for this step, in 0-d tensors on the device.
         """
         if self._late is not None:
             return self._late.step(signals, found_inf, divisor)
         self._record_copies = None
-        order = None
+        enforced = None
         # Dynamo runs nothing compiled in such a mode (a FLOP counter), and torch.compile raises
         # only after it has called the step eagerly: the call below would be a second step.
         if self._compiled_step and not is_in_torch_dispatch_mode(include_infra_modes=False):
             try:
-                order, self._decision = self._compiled_step(signals, found_inf, divisor)
+                enforced, self._decision = self._compiled_step(signals, found_inf, divisor)
             except Exception as error:
                 # Tracing and compiling come before the first write, so the state is untouched.
                 warnings.warn(
@@ -82,9 +82,9 @@ class DeviceEngine(StatefulEngine):
                 )
                 self.compiled = False
                 self._compiled_step = None
-        if order is None:
-            order, self._decision = self._step(signals, found_inf, divisor)
-        return order
+        if enforced is None:
+            enforced, self._decision = self._step(signals, found_inf, divisor)
+        return enforced
 
     def start(self, state: EngineState) -> None:
         """See the base class. The policy may judge late again once a limit is gone."""
@@ -116,14 +116,14 @@ class DeviceEngine(StatefulEngine):
         """
         if self._late is None:
             return self._state
-        return self._late.finished().state
+        return self._late.judge_all().state
 
     @property
     def decision(self) -> Decision | None:
         """The last step's decision as enforced, or None. Waits as `state` does."""
         if self._late is None:
             return self._decision
-        return self._late.finished().decision
+        return self._late.judge_all().decision
 
     @property
     def compared_decision(self) -> Decision | None:
@@ -137,17 +137,17 @@ class DeviceEngine(StatefulEngine):
         if self._late is None:
             super().expect_change()
         else:
-            self._late.finished().expect_change()
+            self._late.judge_all().expect_change()
 
     def grow(self, groups: int) -> None:
         """Starts a clipping history for added parameters."""
         super().grow(groups)
         if self._late is not None:
-            self._late.finished().grow(groups)
+            self._late.judge_all().grow(groups)
 
     def _step(
         self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None
-    ) -> tuple[StepOrder, Decision]:
+    ) -> tuple[EnforcedDecision, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
         new, decision = self.step_engine.step(self._state, signals, xp=self._xp)
         if torch.compiler.is_compiling():
@@ -164,7 +164,7 @@ class DeviceEngine(StatefulEngine):
         lr_scale = None
         if self.step_engine.scales_lr:
             lr_scale = decision.lr_scale
-        order = StepOrder(
+        enforced = EnforcedDecision(
             skip=skip.to(torch.float32),
             grad_scale=decision.grad_scale,
             lr_scale=lr_scale,
@@ -172,7 +172,7 @@ class DeviceEngine(StatefulEngine):
             group_scale=decision.group_scale,
             grad_divisor=divisor,
         )
-        return order, decision
+        return enforced, decision
 
     def _write(self, new: EngineState) -> None:
         """Writes a new state in place, so that the graph has the same inputs at every step."""

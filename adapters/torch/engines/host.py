@@ -67,17 +67,17 @@ def to_host(tensors: Sequence[Tensor | None]) -> list[Any]:
     return numbers
 
 
-class StepOrder(NamedTuple):
+class EnforcedDecision(NamedTuple):
     """The decision to enforce at one step: Python numbers, or 0-d tensors on the device.
 
-    A `Decision` of the core says what the policy wants. An order adds what only the adapter knows:
-    the GradScaler's overflow, and the scale that the gradients still contain. All fields are on the
-    same side, except `clip_factor`, which stays a tensor: `isinstance(order.skip, Tensor)` tells
-    the `Enforcer` which side that is.
+    A `Decision` of the core says what the policy wants. An `EnforcedDecision` adds what only the
+    adapter knows: the GradScaler's overflow, and the scale that the gradients still contain. Its
+    numbers are either all on the host or all on the device. `isinstance(enforced.skip, Tensor)`
+    tells the `Enforcer` where they are. Only `clip_factor` is a tensor in both cases.
     """
 
     skip: Any
-    """Whether to skip, by order of the policy or of a GradScaler: a bool, or float32 0 or 1."""
+    """Whether to skip, because the policy or a GradScaler says so: a bool, or float32 0 or 1."""
     grad_scale: Any
     """Factor of all gradients, float32. 1 changes nothing."""
     lr_scale: Any
@@ -92,12 +92,12 @@ class StepOrder(NamedTuple):
     """Factor of `torch.nn.utils.clip_grad_norm_`, at most 1: applied in place of `grad_scale` and
     `grad_divisor`, from which it differs in the last bits. None except for a fixed clip."""
 
-    def to_host(self) -> StepOrder:
-        """The order as Python numbers: one sync on an accelerator, none on a CPU."""
+    def to_host(self) -> EnforcedDecision:
+        """The decision as Python numbers: one sync on an accelerator, none on a CPU."""
         skip, grad_scale, lr_scale, action, group_scale = to_host(self[:5])
         if lr_scale is None:
             lr_scale = 1.0
-        return StepOrder(
+        return EnforcedDecision(
             skip=bool(skip > 0),
             grad_scale=float(grad_scale),
             lr_scale=float(lr_scale),
@@ -297,17 +297,17 @@ class HostEngine(StatefulEngine):
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
-    ) -> StepOrder:
+    ) -> EnforcedDecision:
         """Judges one step.
 
         Args:
             signals: 0-d float32 tensors. A signal that the step does not have is None.
             found_inf: a GradScaler's flag, 0-d float32, above 0 to skip the step; or None.
             divisor: the GradScaler's scale if the gradients still contain it, 0-d float32; or None.
-                Only orders on the device need it.
+                Only decisions on the device need it.
 
         Returns:
-            The order for this step.
+            The decision for this step.
         """
         *values, overflow = to_host((*signals, found_inf))
         decision = self.judge(Signals._make(values))
@@ -317,7 +317,7 @@ class HostEngine(StatefulEngine):
         group_scale = decision.group_scale
         if group_scale is not None:
             group_scale = np.asarray(group_scale)
-        return StepOrder(
+        return EnforcedDecision(
             skip=skip,
             grad_scale=float(decision.grad_scale),
             lr_scale=float(decision.lr_scale),

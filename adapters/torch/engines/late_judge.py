@@ -16,7 +16,7 @@ from healcore.core.numerics import SIGNAL_LIMIT
 from healcore.core.signals import Signals
 from healcore.torch.array_namespace import Namespace
 from healcore.torch.engines.async_copy import AsyncCopy
-from healcore.torch.engines.host import HostEngine, PendingRecord, StepOrder
+from healcore.torch.engines.host import EnforcedDecision, HostEngine, PendingRecord
 
 RECORD_LAG = 10
 """Steps after which the record of a device engine is read. Its copy has arrived by then. The delay
@@ -49,7 +49,7 @@ class LateStep:
 
 
 class _Norm(NamedTuple):
-    """What a fixed clip reads of a step."""
+    """The only signal that a fixed clip reads, in place of `CheckedSignals`."""
 
     grad_norm: Tensor
 
@@ -81,7 +81,9 @@ class LateJudge:
         self._recent: deque[LateStep] = deque(maxlen=RECORD_LAG + 1)
         """The newest steps. The oldest of a full queue has been judged."""
 
-    def step(self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None) -> StepOrder:
+    def step(
+        self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None
+    ) -> EnforcedDecision:
         """Tests whether a step is finite, and keeps its signals. Reads nothing on the host.
 
         It also judges the step of `RECORD_LAG` steps ago, whose signals have arrived.
@@ -92,7 +94,7 @@ class LateJudge:
             divisor: as for `HostEngine.step`.
 
         Returns:
-            The order for this step, in 0-d tensors on the device.
+            The decision for this step, in 0-d tensors on the device.
         """
         present: list[str] = []
         values: list[Tensor] = []
@@ -108,7 +110,7 @@ class LateJudge:
         engine = self.host.step_engine
         skip = torch.zeros((), device=self._device)
         if engine.mode == "observe":
-            return StepOrder(skip, self._one, None, self._no_action, grad_divisor=divisor)
+            return EnforcedDecision(skip, self._one, None, self._no_action, grad_divisor=divisor)
         self._test(skip, numbers, present)
         if found_inf is not None:
             skip = ((skip + found_inf) > 0).to(torch.float32)
@@ -122,7 +124,7 @@ class LateJudge:
             if divisor is None:
                 divisor = self._one
             divisor = divisor / scale
-        return StepOrder(skip, scale, None, self._no_action, grad_divisor=divisor)
+        return EnforcedDecision(skip, scale, None, self._no_action, grad_divisor=divisor)
 
     def _test(self, found: Tensor, numbers: Tensor, present: Sequence[str]) -> None:
         """Sets `found` to 1 for a step with NaN or Inf."""
@@ -160,8 +162,8 @@ class LateJudge:
             return None
         return self._recent[0].decision
 
-    def finished(self) -> HostEngine:
-        """The engine after all steps, which are judged now. Waits for the device.
+    def judge_all(self) -> HostEngine:
+        """Judges all waiting steps, and returns the engine. Waits for the device.
 
         Code that reads or replaces the engine's state calls this method first. Otherwise the state
         would lack the steps that are not judged yet.

@@ -37,7 +37,7 @@ from healcore.runtime.store.single_file import ArrayType
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.checkpoint_reader import INDEX, read_index
 from healcore.torch.live_state import identities
-from healcore.torch.store.gloo import GlooRanks, initialized
+from healcore.torch.store.gloo import GlooRanks, is_distributed
 from healcore.torch.store.state import DTYPES, add_entry, decoded, dtype_name
 
 
@@ -93,7 +93,7 @@ class DCPStore(CheckpointStore):
     ) -> None:
         if ranks is None:
             ranks = Alone()
-            if initialized():
+            if is_distributed():
                 ranks = GlooRanks()
         super().__init__(TorchFormat(ranks), root, keep=in_memory, ranks=ranks)
 
@@ -231,8 +231,8 @@ class TorchFormat(ArrayFormat):
             leaf: the bytes of the tensor, with its layout.
 
         Returns:
-            The type, and the bytes in row-major order, uint8 (n,). None for a DTensor, of which
-            each rank has a part.
+            The type, and the bytes in row-major order, uint8 (n,). None for a DTensor, because each
+            rank has only a part of it.
         """
         dense = leaf.layout.dense
         raw = leaf.parts[""]

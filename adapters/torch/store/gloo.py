@@ -139,7 +139,7 @@ def _timeout() -> timedelta | None:
     return max(MIN_TIMEOUT, longest)
 
 
-def initialized() -> bool:
+def is_distributed() -> bool:
     """Whether this process is one of several ranks.
 
     False also if torch was built without torch.distributed, if the program has not called

@@ -1,10 +1,11 @@
-"""Records: the loss sets all-time records far more often than an exchangeable stream can.
+"""Detectors of a loss that sets all-time records more often than chance allows.
 
-In an exchangeable stream the t-th loss is a record with probability 1/t, for any unit, scale and
-tails of the losses. The score multiplies likelihood ratios: records with probability `record_rate`
-against records with probability 1/t. The probability of any alarm in an endless run is therefore at
-most `alpha`; docs/detectors.md has the proof. A loss that rises by design, or unshuffled data, set
-records too. So an alarm is evidence of damage only for a well-mixed stream.
+Records: in an exchangeable stream, whose order carries no information, the t-th loss is a record
+with probability 1/t, for any unit, scale and tails of the losses. The score multiplies likelihood
+ratios: records with probability `record_rate` against records with probability 1/t. The probability
+of any alarm in an endless run is therefore at most `alpha`; docs/detectors.md has the proof. A loss
+that rises by design, or unshuffled data, set records too. So an alarm is evidence of damage only
+for a well-mixed stream.
 
 Instability: loss and gradient norm grow together from update to update. A loss far above its level
 means a damaged model or different data. With different data the loss jumps at once and then falls
@@ -23,14 +24,14 @@ from typing import Annotated, NamedTuple
 
 from healcore.core import numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
-from healcore.core.decision import Cause, Reading
+from healcore.core.decision import Cause, DetectorResult
 from healcore.core.numerics import zero_init
 from healcore.core.ranges import Fraction, NotNegative, Ratio, Steps, number, whole
-from healcore.core.signals import Observed
+from healcore.core.signals import CheckedSignals
 
-_COUNTED = 1 << 22
+_MAX_COUNT = 1 << 22
 """Limit of the counts, exact as float32; `alpha` holds for 1e12 more steps."""
-_NORM = 0.03125
+_MIN_NORM_WEIGHT = 0.03125
 """Smallest weight of a norm in the usual norm, which covers about 32 steps."""
 
 
@@ -109,7 +110,7 @@ class RecordsConfig(NamedTuple):
     file for the statistics.
     """
 
-    alpha: Annotated[Number, number(least=1e-9, below=1)] = 1e-3
+    alpha: Annotated[Number, number(at_least=1e-9, below=1)] = 1e-3
     """Largest probability of any alarm in an endless exchangeable run."""
     record_rate: Fraction = 0.5
     """Probability of a record per step in a run with damage."""
@@ -124,8 +125,8 @@ class RecordsConfig(NamedTuple):
     init = zero_init(RecordsState)
 
     def update(
-        self, state: RecordsState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[RecordsState, Reading]:
+        self, state: RecordsState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[RecordsState, DetectorResult]:
         """Compares the loss with the largest earlier loss, then learns it.
 
         Multiplies the score by the likelihood ratio of this step: high for a record, below 1
@@ -137,7 +138,7 @@ class RecordsConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading. An alarm is sustained at once.
+            The state after the step, and the result. An alarm is sustained at once.
         """
         bad = seen.bad_loss
         before = xp.where(seen.restart, 0, state.count)
@@ -147,7 +148,7 @@ class RecordsConfig(NamedTuple):
         record = higher | (bad & state.record & ~first)
         learn = ~bad | record
 
-        count = xp.where(learn & (before < _COUNTED), before + 1, before)
+        count = xp.where(learn & (before < _MAX_COUNT), before + 1, before)
         t = numerics.as_float(count, xp=xp)
         record_ratio = xp.product(self.record_rate, t)
         numerator = xp.product(numerics.complement(self.record_rate, t), t)
@@ -166,7 +167,7 @@ class RecordsConfig(NamedTuple):
             score=numerics.flush(score, xp=xp),
             record=record,
         )
-        return new, Reading(alarm, alarm)
+        return new, DetectorResult(alarm, alarm)
 
 
 class InstabilityState(NamedTuple):
@@ -193,7 +194,7 @@ class InstabilityConfig(NamedTuple):
     """Thresholds of the instability detector: loss and gradient norm grow together.
 
     It finds a model that its own updates damage, from the first steps of a run on. A bad batch
-    raises both for one step only, and is no series of records.
+    raises loss and norm for one step only, and makes no series of records.
     """
 
     growth: NotNegative = 0.25
@@ -211,8 +212,8 @@ class InstabilityConfig(NamedTuple):
     init = zero_init(InstabilityState)
 
     def update(
-        self, state: InstabilityState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[InstabilityState, Reading]:
+        self, state: InstabilityState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[InstabilityState, DetectorResult]:
         """Compares loss and norm with the history, then learns them.
 
         Args:
@@ -221,7 +222,7 @@ class InstabilityConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading: an alarm at the last of `records` records
+            The state after the step, and the result: an alarm at the last of `records` records
             with a large norm. An alarm is sustained at once.
         """
         learn, norm = seen.finite, seen.grad_norm
@@ -236,11 +237,11 @@ class InstabilityConfig(NamedTuple):
         grown = xp.where(grows, xp.where(lasts, grown + 1, 1), xp.where(lasts, grown, 0))
         alarm = grows & (grown >= self.records)
 
-        count = xp.where(learn & (before < _COUNTED), before + 1, before)
+        count = xp.where(learn & (before < _MAX_COUNT), before + 1, before)
         learnt = xp.where(usual > 0, xp.minimum(norm, large), norm)
         one = numerics.zero_like(norm) + 1.0
         steps = xp.where(count > 0, numerics.as_float(count, xp=xp), one)
-        weight = xp.maximum(xp.quotient(one, steps), _NORM)
+        weight = xp.maximum(xp.quotient(one, steps), _MIN_NORM_WEIGHT)
         step = xp.product(weight, learnt - usual)
         new = InstabilityState(
             count=xp.where(alarm, 0, count),
@@ -249,4 +250,4 @@ class InstabilityConfig(NamedTuple):
             records=xp.where(alarm, 0, grown),
             since=xp.where(grows, 0, xp.where(learn & lasts, state.since + 1, state.since)),
         )
-        return new, Reading(alarm, alarm)
+        return new, DetectorResult(alarm, alarm)

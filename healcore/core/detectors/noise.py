@@ -19,9 +19,9 @@ NOISE_WINDOW = 36
 class NoiseState(NamedTuple):
     """Noise around a moving level that need not be known.
 
-    The mean absolute difference of successive values: neither a trend nor a plateau adds to it (von
-    Neumann et al., 1941). A repeated value is not learnt, so the noise of a rounded log is at least
-    its rounding step.
+    The noise is the mean absolute difference of successive values. Neither a trend nor a plateau
+    adds to it (von Neumann et al., 1941). A repeated value is not learnt, so the noise of a rounded
+    log is at least its rounding step.
     """
 
     count: Int

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from healcore.core import numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
-from healcore.core.decision import Cause, Reading
+from healcore.core.decision import Cause, DetectorResult
 from healcore.core.detectors.noise import (
     NOISE_WINDOW,
     SMALL_NOISE,
@@ -17,7 +17,7 @@ from healcore.core.detectors.noise import (
 )
 from healcore.core.numerics import zero_init
 from healcore.core.ranges import Positive, Steps, number
-from healcore.core.signals import Observed
+from healcore.core.signals import CheckedSignals
 
 THRESHOLD_GAIN = 0.2
 """Increase of the threshold per full vote, as a share of the threshold."""
@@ -54,7 +54,7 @@ class SpikeState(NamedTuple):
 
 
 class LossSpikeConfig(NamedTuple):
-    """One bad batch, or a sustained rise of the loss above the run's own noise.
+    """Thresholds of the loss-spike detector: one bad batch, or a sustained rise above the noise.
 
     The threshold is in units of the noise, so the same numbers fit any task and unit of the loss.
     """
@@ -62,7 +62,7 @@ class LossSpikeConfig(NamedTuple):
     z_threshold: Positive = 5.5
     """Height above the level, in units of the noise, from which a value is an outlier. A
     value at twice this height has a full vote. Frequent outliers raise the threshold."""
-    evidence: Annotated[Number, number(above=0, most=15)] = 2.0
+    evidence: Annotated[Number, number(above=0, at_most=15)] = 2.0
     """Sum of votes above which a spike is sustained."""
     window: Steps = NOISE_WINDOW
     """Number of values learnt before any is judged; later values have the weight 1 / window."""
@@ -74,8 +74,8 @@ class LossSpikeConfig(NamedTuple):
     init = zero_init(SpikeState)
 
     def update(
-        self, state: SpikeState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[SpikeState, Reading]:
+        self, state: SpikeState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[SpikeState, DetectorResult]:
         """Judges `seen.loss`, then learns it.
 
         Args:
@@ -84,7 +84,7 @@ class LossSpikeConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading. An alarm is a full vote; it is sustained if
+            The state after the step, and the result. An alarm is a full vote; it is sustained if
             the sum of the votes is above `evidence`. `z` is the height above the level in units of
             the noise.
         """
@@ -92,14 +92,14 @@ class LossSpikeConfig(NamedTuple):
 
 
 class GradSpikeConfig(NamedTuple):
-    """A global gradient norm far above its recent level.
+    """Thresholds of the gradient-spike detector: a global norm far above its recent level.
 
     The norm rises before the loss does (BLOOM-176B: 0.24, 0.95, 2.4, 16, 145, 960 in the iterations
     before the loss peak). Norms of 0 are neither judged nor learnt.
     """
 
     z_threshold: Positive = LossSpikeConfig().z_threshold
-    evidence: Annotated[Number, number(above=0, most=15)] = LossSpikeConfig().evidence
+    evidence: Annotated[Number, number(above=0, at_most=15)] = LossSpikeConfig().evidence
     window: Steps = LossSpikeConfig().window
     min_noise: Positive = 0.18
     """Smallest noise, as a share of the level: an alarm is three times the level or more."""
@@ -109,8 +109,8 @@ class GradSpikeConfig(NamedTuple):
     init = zero_init(SpikeState)
 
     def update(
-        self, state: SpikeState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[SpikeState, Reading]:
+        self, state: SpikeState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[SpikeState, DetectorResult]:
         """Judges `seen.grad_norm`, then learns it. Skips norms of 0.
 
         Args:
@@ -119,7 +119,7 @@ class GradSpikeConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the same reading as `LossSpikeConfig.update`, without the
+            The state after the step, and the same result as `LossSpikeConfig.update`, without the
             score `z`: `Telemetry` has the score of the loss only.
         """
         norm = seen.grad_norm
@@ -135,7 +135,7 @@ def _judge(
     restart: Flag,
     *,
     xp: ArrayNamespace,
-) -> tuple[SpikeState, Reading]:
+) -> tuple[SpikeState, DetectorResult]:
     """Judges `value` (float32, finite where `learn` holds), then learns it."""
     values, first = begin_noise(state.values, value, restart, xp=xp)
     judged = numerics.and_not(learn, values.count < config.window)
@@ -172,4 +172,4 @@ def _judge(
         numerics.flush(xp.where(restarts, 0.0, votes), xp=xp),
         xp.where(restarts, 0, lasting),
     )
-    return new, Reading(vote >= 1, sustained & (vote > 0), z=z)
+    return new, DetectorResult(vote >= 1, sustained & (vote > 0), z=z)

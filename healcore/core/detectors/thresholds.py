@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from healcore.core import numerics, ranges
 from healcore.core.array_namespace import ArrayNamespace, Float, Int
-from healcore.core.decision import NONFINITE, Cause, Reading
+from healcore.core.decision import NONFINITE, Cause, DetectorResult
 from healcore.core.numerics import zero_init
-from healcore.core.signals import Observed
+from healcore.core.signals import CheckedSignals
 
 
 class NonFiniteState(NamedTuple):
@@ -22,11 +22,11 @@ class NonFiniteState(NamedTuple):
 
 
 class NonFiniteConfig(NamedTuple):
-    """NaN or infinite loss or gradient, and norms that overflowed float32.
+    """Detector of NaN and Inf in loss or gradient, and of norms that overflowed float32.
 
     Every such step is an alarm. The rule's `when` sets how many are too many, in a row or within a
-    window. The window detects a run in which every other step is NaN. It needs no signal of its
-    own: a loss or a norm is always there.
+    window. The window detects a run in which every other step is NaN. The detector names no signal
+    in `NEEDS`, because every step has a loss or a norm.
     """
 
     CAUSE = NONFINITE
@@ -34,8 +34,8 @@ class NonFiniteConfig(NamedTuple):
     init = zero_init(NonFiniteState)
 
     def update(
-        self, state: NonFiniteState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[NonFiniteState, Reading]:
+        self, state: NonFiniteState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[NonFiniteState, DetectorResult]:
         """Reads the flags of `seen`.
 
         Args:
@@ -44,7 +44,7 @@ class NonFiniteConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The same state, and the reading, whose cause says whether loss, gradient or both are not
+            The same state, and the result, whose cause says whether loss, gradient or both are not
             finite. An alarm is sustained at once.
         """
         flags = []
@@ -54,7 +54,9 @@ class NonFiniteConfig(NamedTuple):
             flags.append(seen.bad_loss)  # combined with an int32, a bool is the flag 1
         elif seen.bad_loss is not None:
             flags.append(xp.flag(seen.bad_loss, 1))
-        return state, Reading(seen.bad, seen.bad, cause=functools.reduce(operator.or_, flags))
+        return state, DetectorResult(
+            seen.bad, seen.bad, cause=functools.reduce(operator.or_, flags)
+        )
 
 
 class VanishingState(NamedTuple):
@@ -65,7 +67,7 @@ class VanishingState(NamedTuple):
 
 
 class VanishingConfig(NamedTuple):
-    """A global gradient norm that stays below a threshold.
+    """Thresholds of the vanishing detector: the global gradient norm stays below a limit.
 
     It is a sign of a dead network, a detached graph or a loss without gradient. One tiny norm is
     normal (a fully masked batch), but `patience` tiny norms in a row are not. A norm that is not
@@ -82,8 +84,8 @@ class VanishingConfig(NamedTuple):
     init = zero_init(VanishingState)
 
     def update(
-        self, state: VanishingState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[VanishingState, Reading]:
+        self, state: VanishingState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[VanishingState, DetectorResult]:
         """Counts steps below the threshold. Non-finite steps change nothing.
 
         Args:
@@ -92,7 +94,7 @@ class VanishingConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading: an alarm from the step on at which `patience`
+            The state after the step, and the result: an alarm from the step on at which `patience`
             norms in a row were small. An alarm is sustained at once.
         """
         vanished = seen.grad_norm < self.threshold
@@ -100,7 +102,7 @@ class VanishingConfig(NamedTuple):
         streak = xp.where(seen.finite, xp.where(vanished, longer, 0), state.run)
         streak = xp.where(seen.restart, 0, streak)
         alarm = seen.finite & vanished & (streak >= self.patience)
-        return VanishingState(streak), Reading(alarm, alarm)
+        return VanishingState(streak), DetectorResult(alarm, alarm)
 
 
 class CeilingState(NamedTuple):
@@ -119,7 +121,7 @@ class CeilingState(NamedTuple):
 
 
 class LossCeilingConfig(NamedTuple):
-    """A loss above a fixed level, or above all losses of the first steps.
+    """Thresholds of the loss ceiling: a fixed level, or the largest loss of the first steps.
 
     These are the rules of Axolotl's loss watchdog (above `loss_watchdog_threshold` at three logs in
     a row) and of the second half of llm-foundry's `KillLossSpike` (half of the window above the
@@ -142,8 +144,8 @@ class LossCeilingConfig(NamedTuple):
     init = zero_init(CeilingState)
 
     def update(
-        self, state: CeilingState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[CeilingState, Reading]:
+        self, state: CeilingState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[CeilingState, DetectorResult]:
         """Judges `seen.loss`, or learns it in the first steps. Non-finite steps change nothing.
 
         Args:
@@ -152,7 +154,7 @@ class LossCeilingConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading: an alarm at each loss above a ceiling, which
+            The state after the step, and the result: an alarm at each loss above a ceiling, which
             is sustained after `sustain` of them in a row.
         """
         learn, loss = seen.finite, seen.loss
@@ -168,11 +170,13 @@ class LossCeilingConfig(NamedTuple):
         alarm = learn & ~early & over
         streak = numerics.streak(state.run, alarm, learn, seen.restart, self.sustain, xp=xp)
         count = xp.where(learn & early, count + 1, count)
-        return CeilingState(count, top, streak), Reading(alarm, alarm & (streak >= self.sustain))
+        return CeilingState(count, top, streak), DetectorResult(
+            alarm, alarm & (streak >= self.sustain)
+        )
 
 
 class GradCeilingConfig(NamedTuple):
-    """A gradient norm above an absolute limit, or many times the largest of the first norms.
+    """Thresholds of the norm ceiling: an absolute limit, or a multiple of the first norms.
 
     Two rules of Megatron-LM: `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py), and
     `is_unexpectedly_large` (megatron/core/rerun_state_machine.py), ten times the largest of the
@@ -197,8 +201,8 @@ class GradCeilingConfig(NamedTuple):
     init = zero_init(CeilingState)
 
     def update(
-        self, state: CeilingState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[CeilingState, Reading]:
+        self, state: CeilingState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[CeilingState, DetectorResult]:
         """Judges the norm, and learns the first norms. Non-finite steps change nothing.
 
         Args:
@@ -208,7 +212,7 @@ class GradCeilingConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading: an alarm at each outlier, which is sustained
+            The state after the step, and the result: an alarm at each outlier, which is sustained
             after `sustain` of them in a row.
         """
         norm = seen.grad_norm
@@ -231,4 +235,4 @@ class GradCeilingConfig(NamedTuple):
         if self.first_ratio is not None:
             escaped = alarm & (streak >= self.escape)
             count, streak = xp.where(escaped, 0, count), xp.where(escaped, 0, streak)
-        return CeilingState(count, top, streak), Reading(alarm, sustained)
+        return CeilingState(count, top, streak), DetectorResult(alarm, sustained)

@@ -1,12 +1,12 @@
 """Slow faults of the loss: divergence, plateau and overfitting.
 
 Divergence: the smoothed loss stays above its best level. No spike is needed: a noisy ramp from 2 to
-22 has none. The trend must exceed its best level by `rise` times the noise, and by the share `HIGH`
-of its highest excess, for `patience` steps. The alarm lasts for at most `patience` steps. Then the
-current level becomes the best level, and a further rise is a new alarm. The noise of a positive
-loss is often proportional to its level, so it rises with the loss. Where noise is small compared
-with the trend, the relative rise is compared with the relative noise: (trend - best) / best with
-noise / trend. A logarithm would do the same, but its last bits differ between backends.
+22 has none. The trend must exceed its best level by `rise` times the noise, and by
+`ELEVATED_SHARE` of its highest excess, for `patience` steps. The alarm lasts for at most `patience`
+steps. Then the current level becomes the best level, and a further rise is a new alarm. The noise
+of a positive loss is often proportional to its level, so it rises with the loss. Where noise is
+small compared with the trend, the relative rise is compared with the relative noise: (trend - best)
+/ best with noise / trend. A logarithm would do the same, but its last bits differ between backends.
 
 Plateau: the mean over each `window` steps is compared with the best window so far, in units of the
 loss's own step-to-step change. `chance_level` is the loss of guessing: ln 2 for a preference loss,
@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 
 from healcore.core import numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
-from healcore.core.decision import Cause, Reading
+from healcore.core.decision import Cause, DetectorResult
 from healcore.core.detectors.noise import (
     NOISE_WINDOW,
     SMALL_NOISE,
@@ -34,11 +34,11 @@ from healcore.core.detectors.noise import (
 )
 from healcore.core.numerics import map_leaves, zero_init
 from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
-from healcore.core.signals import Observed
+from healcore.core.signals import CheckedSignals
 
-HIGH = 0.5
+ELEVATED_SHARE = 0.5
 """Share of the highest excess from which the trend counts as elevated."""
-POSITIVE = 2.0
+POSITIVE_RATIO = 2.0
 """Multiple of the noise above which a trend has few losses below zero."""
 
 
@@ -81,8 +81,8 @@ class DivergenceConfig(NamedTuple):
     init = zero_init(DivergenceState)
 
     def update(
-        self, state: DivergenceState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[DivergenceState, Reading]:
+        self, state: DivergenceState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[DivergenceState, DetectorResult]:
         """Learns `seen.loss`, then compares the trend with the best level.
 
         Args:
@@ -91,7 +91,7 @@ class DivergenceConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading: an alarm while the trend has been elevated
+            The state after the step, and the result: an alarm while the trend has been elevated
             for `patience` steps, at most for as many steps. An alarm is sustained at once.
         """
         learn, loss = seen.finite, seen.loss
@@ -107,11 +107,11 @@ class DivergenceConfig(NamedTuple):
         trend = trend + xp.product(weight, distance)
         best = xp.where(warm, trend, xp.minimum(trend, state.best))
         excess = trend - best
-        positive = (best > 0) & (trend > POSITIVE * unit)
+        positive = (best > 0) & (trend > POSITIVE_RATIO * unit)
         at_best = xp.quotient(xp.product(threshold, best), trend)
         high = excess > xp.where(positive, at_best, threshold)
         peak = xp.where(high, xp.maximum(trend, state.peak), trend)
-        elevated = high & (excess > HIGH * (peak - best))
+        elevated = high & (excess > ELEVATED_SHARE * (peak - best))
         elevated_count = xp.where(elevated, state.run + 1, numerics.decremented(state.run, xp=xp))
         elevated_count = xp.where(high, elevated_count, 0)
         alarm = learn & elevated & (elevated_count >= self.patience)
@@ -125,14 +125,14 @@ class DivergenceConfig(NamedTuple):
         )
         before = state._replace(values=learnt)
         new = map_leaves(lambda a, b: a if a is b else xp.where(learn, a, b), after, before)
-        return new, Reading(alarm, alarm)
+        return new, DetectorResult(alarm, alarm)
 
 
 class PlateauState(NamedTuple):
     """The current window, the best window, and the change per step.
 
-    A window is `window` steps, of which only the mean is kept. The windows do not overlap, so the
-    state has the same few numbers for any length.
+    A window is `window` steps. Only the mean of a window is kept, and windows do not overlap. So
+    the state has the same few numbers for any length.
     """
 
     count: Int
@@ -175,8 +175,8 @@ class PlateauConfig(NamedTuple):
     init = zero_init(PlateauState)
 
     def update(
-        self, state: PlateauState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[PlateauState, Reading]:
+        self, state: PlateauState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[PlateauState, DetectorResult]:
         """Adds `seen.loss` to its window.
 
         Args:
@@ -185,7 +185,7 @@ class PlateauConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading. The alarm lasts until a window is better. An
+            The state after the step, and the result. The alarm lasts until a window is better. An
             alarm is sustained at once.
         """
         learn, loss, restart = seen.finite, seen.loss, seen.restart
@@ -222,7 +222,7 @@ class PlateauConfig(NamedTuple):
             change=change,
             chance=guessing & ~restart,
         )
-        return new, Reading(alarm, alarm)
+        return new, DetectorResult(alarm, alarm)
 
 
 class OverfitState(NamedTuple):
@@ -258,8 +258,8 @@ class OverfitConfig(NamedTuple):
     init = zero_init(OverfitState)
 
     def update(
-        self, state: OverfitState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[OverfitState, Reading]:
+        self, state: OverfitState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[OverfitState, DetectorResult]:
         """Learns `seen.loss`, and judges `seen.eval_loss` at steps with an evaluation.
 
         Args:
@@ -269,7 +269,7 @@ class OverfitConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading. The alarm lasts until an evaluation with a
+            The state after the step, and the result. The alarm lasts until an evaluation with a
             smaller gap. An alarm is sustained at once.
         """
         learn = seen.finite
@@ -282,4 +282,4 @@ class OverfitConfig(NamedTuple):
         streak = xp.where(seen.has_eval & started, xp.where(too_wide, longer, 0), state.run)
         streak = xp.where(seen.restart, 0, streak)
         alarm = streak >= self.patience
-        return OverfitState(train, started, streak), Reading(alarm, alarm)
+        return OverfitState(train, started, streak), DetectorResult(alarm, alarm)

@@ -16,10 +16,10 @@ import numpy as np
 
 from healcore.core import baseline, numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
-from healcore.core.decision import Cause, Reading
+from healcore.core.decision import Cause, DetectorResult
 from healcore.core.numerics import zero_init, zeros
 from healcore.core.ranges import Fraction, Limit, NotNegative, OnOff, Positive, Steps, number, whole
-from healcore.core.signals import Observed
+from healcore.core.signals import CheckedSignals
 
 
 class Window(NamedTuple):
@@ -194,8 +194,8 @@ class LossRatioConfig(NamedTuple):
         return zeros(LossRatioState)._replace(window=empty(self.window))
 
     def update(
-        self, state: LossRatioState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[LossRatioState, Reading]:
+        self, state: LossRatioState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[LossRatioState, DetectorResult]:
         """Judges `seen.loss` against the window, then learns it if accepted.
 
         Args:
@@ -204,7 +204,7 @@ class LossRatioConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading: an alarm at each outlier, which is sustained
+            The state after the step, and the result: an alarm at each outlier, which is sustained
             after `sustain` of them in a row.
         """
         learn, loss = seen.finite, seen.loss
@@ -229,7 +229,7 @@ class LossRatioConfig(NamedTuple):
         window = push(window, self.window, loss, accepted, xp=xp)
         last = xp.where(accepted, loss, state.last)
         new = LossRatioState(window, last, xp.where(escaped, 0, streak))
-        return new, Reading(alarm, sustained)
+        return new, DetectorResult(alarm, sustained)
 
 
 class WindowState(NamedTuple):
@@ -284,8 +284,8 @@ class LossWindowConfig(NamedTuple):
         return zeros(WindowState)._replace(window=empty(self.window))
 
     def update(
-        self, state: WindowState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[WindowState, Reading]:
+        self, state: WindowState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[WindowState, DetectorResult]:
         """Judges the signal in `NEEDS` against the window, then learns it.
 
         Args:
@@ -294,7 +294,7 @@ class LossWindowConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading: an alarm at each outlier, which is sustained
+            The state after the step, and the result: an alarm at each outlier, which is sustained
             after `sustain` of them in a row.
         """
         (signal,) = self.NEEDS
@@ -320,7 +320,7 @@ class LossWindowConfig(NamedTuple):
         limited = numerics.flush(xp.where(alarm, limit, value), xp=xp)
         window = push(window, self.window, limited, learn, xp=xp)
         streak = numerics.streak(state.run, alarm, learn, seen.restart, self.sustain, xp=xp)
-        return WindowState(window, streak), Reading(alarm, alarm & (streak >= self.sustain))
+        return WindowState(window, streak), DetectorResult(alarm, alarm & (streak >= self.sustain))
 
 
 class GradWindowConfig(LossWindowConfig):
@@ -387,8 +387,8 @@ class GradEmaConfig(NamedTuple):
     init = zero_init(GradEmaState)
 
     def update(
-        self, state: GradEmaState, seen: Observed, *, xp: ArrayNamespace
-    ) -> tuple[GradEmaState, Reading]:
+        self, state: GradEmaState, seen: CheckedSignals, *, xp: ArrayNamespace
+    ) -> tuple[GradEmaState, DetectorResult]:
         """Judges `seen.grad_norm`, then learns it if accepted. Skips norms of 0.
 
         Args:
@@ -397,7 +397,7 @@ class GradEmaConfig(NamedTuple):
             xp: the array namespace.
 
         Returns:
-            The state after the step, and the reading: an alarm at each outlier, which is sustained
+            The state after the step, and the result: an alarm at each outlier, which is sustained
             after `sustain` rejections, and where the average accepts the new level.
         """
         norm = seen.grad_norm
@@ -433,7 +433,7 @@ class GradEmaConfig(NamedTuple):
             var=xp.where(shift.escaped, shift.spread, xp.where(accepted, var, state.var)),
             shift=shift_state,
         )
-        return learnt, Reading(alarm, sustained | shift.escaped)
+        return learnt, DetectorResult(alarm, sustained | shift.escaped)
 
 
 def _is_outlier(

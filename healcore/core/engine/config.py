@@ -23,11 +23,11 @@ class RuleConfig(NamedTuple):
     causes: int
     """`Cause` flags that are hits of the rule. Static."""
     skip: bool = False
-    """Skip the step. Static."""
+    """Whether the rule skips the step. Static."""
     action: int = 0
-    """`Action` flags it orders. Static."""
+    """`Action` flags that the rule orders. Static."""
     sustained: bool = False
-    """Only sustained alarms are hits. Static."""
+    """Whether only sustained alarms are hits. Static."""
     consecutive: Number = 1
     """Hits in a row from which the rule fires."""
     count: Number = 0
@@ -79,18 +79,18 @@ class LrConfig(NamedTuple):
 
     factor: Fraction = 0.5
     """Factor of one cut, in (0, 1)."""
-    floor: Annotated[Number, number(above=0, most=1)] = 0.1
+    floor: Annotated[Number, number(above=0, at_most=1)] = 0.1
     """Lower limit of the multiplier."""
     hold_steps: StepsOrZero = 100
     """Healthy steps at the cut rate before the ramp."""
     ramp_steps: StepsOrZero = 200
     """Healthy steps of the linear ramp to exactly 1.0, or to the ceiling."""
-    ceiling: Annotated[Number, number(least=0, most=1)] = 0.0
+    ceiling: Annotated[Number, number(at_least=0, at_most=1)] = 0.0
     """Where the ramp ends, as a fraction of the rate at which the run was cut. When the run has
     been healthy for long, the limit rises by 1 / `factor`. With 0 the ramp ends at the full
     schedule, even if that rate broke the run."""
     reset_moments: OnOff = False
-    """A cut also resets the optimizer's moments and the counters of their bias correction.
+    """Whether a cut also resets the optimizer's moments and the counters of their bias correction.
     Static."""
 
     AT_MOST = (("floor", "factor"),)
@@ -104,7 +104,8 @@ class BudgetConfig(NamedTuple):
     """
 
     recoveries: Number = 3
-    """Rollbacks. When exhausted, NaN and Inf (with `confirm`: in the weights) stop the run."""
+    """Number of rollbacks. When they are exhausted, NaN and Inf stop the run; with `confirm`, only
+    NaN and Inf in the weights do."""
     lr_cuts: Number = 4
     """Cuts of the learning rate."""
     refund_after: Number = 1000

@@ -34,10 +34,10 @@ from healcore.core.engine.state import (
     WITHHELD,
     EngineState,
     StateError,
-    from_plain,
+    from_json_data,
     init,
-    plain,
     record_numbers,
+    to_json_data,
     with_unknown_rate,
 )
 from healcore.core.numerics import map_leaves, select
@@ -392,7 +392,7 @@ class Engine:
         return state._replace(last=state.last._replace(decision=last))
 
     def withhold(self, state: EngineState) -> EngineState:
-        """Withholds each step from the next one on for the host, until `limit_norm` is called.
+        """Makes the engine skip all steps from the next one on, until the host calls `limit_norm`.
 
         A withheld step changes neither weights nor moments. It is a skip without a cause: it opens
         no incident and costs no budget.
@@ -456,7 +456,7 @@ class Engine:
             "detectors": [name for name, _ in self.config.detectors],
             "groups": groups,
             "unknown_rate": UNKNOWN_RATE,
-            "state": plain(state),
+            "state": to_json_data(state),
         }
 
     def from_dict(self, data: Mapping[str, Any]) -> EngineState:
@@ -495,7 +495,7 @@ class Engine:
         count = data.get("groups")
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
             raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
-        state = from_plain(self.init(groups=count), data.get("state"), "state")
+        state = from_json_data(self.init(groups=count), data.get("state"), "state")
         if "unknown_rate" not in data:  # an older state
             return with_unknown_rate(state, reads_rate=self.scales_lr)
         if data["unknown_rate"] != UNKNOWN_RATE:

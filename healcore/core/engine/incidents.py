@@ -32,7 +32,7 @@ from typing import NamedTuple
 from healcore.core import numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Int, Number
 from healcore.core.decision import NONFINITE, Action
-from healcore.core.engine.config import EngineConfig, may_limit_rate
+from healcore.core.engine.config import EngineConfig, RuleConfig, may_limit_rate
 from healcore.core.engine.state import BudgetState, EngineState, IncidentState
 
 _NONFINITE = int(NONFINITE)
@@ -42,20 +42,20 @@ _RECOVERS = int(Action.ROLLBACK | Action.CUT_LR)
 class RuleOrders(NamedTuple):
     """What the rules that fire at one step ask for.
 
-    Several rules may fire at once. Their wishes are joined here, before the budget decides what is
-    ordered (`RecoveryOrders`).
+    Several rules may fire at once. This class joins what they ask for, before the budget decides
+    what is ordered (`RecoveryOrders`).
     """
 
     rollback: Flag
-    """Roll back."""
+    """Whether to roll back."""
     cut: Flag | None = None
-    """Cut the learning rate, or None if no rule of the policy cuts."""
+    """Whether to cut the learning rate, or None if no rule of the policy cuts."""
     depth: Int | Number = 1
     """Known-good checkpoint to restore, 1 = newest."""
 
 
 class RecoveryOrders(NamedTuple):
-    """What the engine orders at one step: the wishes of the rules for which the budget is left.
+    """What the engine orders at one step: what the rules ask for, as far as the budget is left.
 
     A field is None if no rule of the policy can give this order. Which fields are None is therefore
     the same at each step of a run, and a compiled step has no operations for orders that cannot be
@@ -63,11 +63,11 @@ class RecoveryOrders(NamedTuple):
     """
 
     healthy: Flag = None
-    """The step has no alarm, and no incident is open in which the model may get worse."""
+    """Whether the step has no alarm, and no incident is open in which the model may get worse."""
     refund: Flag = None
-    """Refund one rollback and one cut."""
+    """Whether to refund one rollback and one cut."""
     cut: Flag | None = None
-    """Cut the learning rate."""
+    """Whether to cut the learning rate."""
     depth: Int | None = None
     """Known-good checkpoint to restore, 1 = newest; 0 without a rollback."""
     action: Int | None = None
@@ -92,19 +92,21 @@ def incident_causes(config: EngineConfig) -> int:
 
 
 def _only_skips(config: EngineConfig) -> bool:
-    """Whether incidents are skipped non-finite steps only: one rule skips each, no rule does more.
+    """Whether each incident consists of skipped non-finite steps only.
 
-    Then no step of an incident changes the model, and there is nothing to order.
+    A rule of the policy skips every such step, and no rule does more. Then no step of an incident
+    changes the model, and there is nothing to order.
     """
-    skips = any(
-        rule.skip
-        and rule.causes & _NONFINITE == _NONFINITE
-        and isinstance(rule.consecutive, int)
-        and rule.consecutive == 1
-        and not rule.within
-        for rule in config.rules
-    )
-    return skips and incident_causes(config) == _NONFINITE and not _may_recover(config)
+    if _may_recover(config) or incident_causes(config) != _NONFINITE:
+        return False
+    return any(_skips_every_nonfinite_step(rule) for rule in config.rules)
+
+
+def _skips_every_nonfinite_step(rule: RuleConfig) -> bool:
+    """Whether a rule skips each step with NaN or Inf at once, in the loss and in the gradient."""
+    if not rule.skip or rule.causes & _NONFINITE != _NONFINITE or rule.within:
+        return False
+    return isinstance(rule.consecutive, int) and rule.consecutive == 1
 
 
 def _may_recover(config: EngineConfig) -> bool:

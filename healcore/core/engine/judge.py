@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from healcore.core import numerics
 from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Norms, Number
 from healcore.core.clipping import EPSILON, Clip
-from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry
+from healcore.core.decision import NONFINITE, Action, Decision, DetectorResult, Telemetry
 from healcore.core.engine.config import EngineConfig, RuleConfig
 from healcore.core.engine.incidents import RecoveryOrders, RuleOrders, update_incidents
 from healcore.core.engine.learning_rate import update_rate
 from healcore.core.engine.state import EngineState, RuleState, Tally
-from healcore.core.signals import Observed, Signals, observe
+from healcore.core.signals import CheckedSignals, Signals, check_signals
 
 ORDERED_ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 """Flags of the actions that a rule orders once, not at each step of the same trouble."""
@@ -60,7 +60,7 @@ def judge(
 ) -> tuple[EngineState, Decision]:
     """Judges one step.
 
-        signals -> observe -> detectors -> rules -> skip -> clipping rule -> factor ----.
+        signals -> check -> detectors -> rules -> skip -> clipping rule -> factor ----.
                                              |                                           |
                                              '-> incidents, budget -> learning rate -> Decision
 
@@ -74,24 +74,17 @@ def judge(
     Returns:
         The new state, and the decision as the policy orders it, in any mode.
     """
-    change_expected = state.change_expected
-    if signals.change_expected is not None:
-        change_expected = change_expected | signals.change_expected
-    grace = numerics.decremented(state.grace, xp=xp)  # steps left of the window, with this step
-    grace = xp.where(change_expected, config.grace_steps, grace)
+    change_expected, grace = _grace_window(config, state, signals, xp=xp)
     clips = config.clip is not None
-    seen = observe(signals, change_expected, state.last, clips=clips, xp=xp)
+    seen = check_signals(signals, change_expected, state.last, clips=clips, xp=xp)
 
-    detectors, readings = _run_detectors(config, state.detectors, seen, grace <= 0, xp=xp)
-    cause = xp.shared(_cause_flags(config, readings, seen, xp=xp))
+    detectors, results = _run_detectors(config, state.detectors, seen, grace <= 0, xp=xp)
+    cause = xp.shared(_cause_flags(config, results, seen, xp=xp))
     no_flag = xp.never(cause)
-    rule_states, fired = _run_rules(config, state, readings, no_flag, xp=xp)
+    rule_states, fired = _run_rules(config, state, results, no_flag, xp=xp)
 
-    wished = _any([f.fired for rule, f in fired if rule.skip], no_flag)
-    skips, skip = _limit_skips(config, state.skips, wished, seen, xp=xp)
-    if skip is not seen.bad:
-        skip = xp.shared(skip)
-    skip_by_rules = skip
+    skips, skip_by_rules = _skip_by_rules(config, state.skips, fired, seen, no_flag, xp=xp)
+    skip = skip_by_rules
     if limits_norm:
         skip = skip | (state.norm_limit < 0)  # `WITHHELD` by the host
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
@@ -129,18 +122,29 @@ def judge(
         lr=lr_state,
         norm_limit=state.norm_limit,
         tally=tally,
-        last=_telemetry(state.last, ordered, seen, clip, readings, clips=clips, xp=xp),
+        last=_telemetry(state.last, ordered, seen, clip, results, clips=clips, xp=xp),
     ), ordered
+
+
+def _grace_window(
+    config: EngineConfig, state: EngineState, signals: Signals, *, xp: ArrayNamespace
+) -> tuple[Flag, Int]:
+    """Whether a change is expected, and the steps left of the grace window that it opens."""
+    change_expected = state.change_expected
+    if signals.change_expected is not None:
+        change_expected = change_expected | signals.change_expected
+    grace = numerics.decremented(state.grace, xp=xp)
+    return change_expected, xp.where(change_expected, config.grace_steps, grace)
 
 
 def _run_detectors(
     config: EngineConfig,
     states: tuple[Any, ...],
-    seen: Observed,
+    seen: CheckedSignals,
     may_alarm: Flag,
     *,
     xp: ArrayNamespace,
-) -> tuple[tuple[Any, ...], dict[str, Reading]]:
+) -> tuple[tuple[Any, ...], dict[str, DetectorResult]]:
     """Runs the detectors that have their signals.
 
     Args:
@@ -151,61 +155,67 @@ def _run_detectors(
         xp: the array namespace.
 
     Returns:
-        The new states, and the readings of the detectors that ran, by name.
+        The new states, and the results of the detectors that ran, by name.
     """
-    new, readings = [], {}
+    new, results = [], {}
     for (name, detector), state in zip(config.detectors, states, strict=True):
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
-            state, reading = detector.update(state, seen, xp=xp)
+            state, result = detector.update(state, seen, xp=xp)
             if not detector.CAUSE & NONFINITE:
-                alarm = sustained = reading.alarm & may_alarm
-                if reading.sustained is not reading.alarm:
-                    sustained = reading.sustained & may_alarm
-                reading = reading._replace(alarm=alarm, sustained=sustained)
-            readings[name] = reading
+                alarm = sustained = result.alarm & may_alarm
+                if result.sustained is not result.alarm:
+                    sustained = result.sustained & may_alarm
+                result = result._replace(alarm=alarm, sustained=sustained)
+            results[name] = result
         new.append(state)
-    return tuple(new), readings
+    return tuple(new), results
 
 
 def _cause_flags(
-    config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: ArrayNamespace
+    config: EngineConfig,
+    results: Mapping[str, DetectorResult],
+    seen: CheckedSignals,
+    *,
+    xp: ArrayNamespace,
 ) -> Int:
     """`Cause` flags (int32) of this step's alarms, including sustained alarms."""
     causes = []
     for name, detector in config.detectors:
-        if name in readings:
-            reading = readings[name]
-            if reading.cause is not None:
-                causes.append(reading.cause)
+        if name in results:
+            result = results[name]
+            if result.cause is not None:
+                causes.append(result.cause)
                 continue
-            alarm = reading.alarm
-            if reading.sustained is not alarm:
-                alarm = alarm | reading.sustained
+            alarm = result.alarm
+            if result.sustained is not alarm:
+                alarm = alarm | result.sustained
             causes.append(xp.flag(alarm, detector.CAUSE))
     if not causes:  # no detector has its signals
         return xp.astype(numerics.false_like(seen.finite), xp.int32)
     return functools.reduce(operator.or_, causes)
 
 
-def _hits(config: EngineConfig, rule: RuleConfig, readings: Mapping[str, Reading]) -> list[Flag]:
+def _hits(
+    config: EngineConfig, rule: RuleConfig, results: Mapping[str, DetectorResult]
+) -> list[Flag]:
     """Whether each detector of the rule's causes has found its cause."""
     found = []
     for name, detector in config.detectors:
-        if name in readings and rule.causes & detector.CAUSE:
-            reading = readings[name]
-            if reading.cause is not None and detector.CAUSE & ~rule.causes:
-                found.append((reading.cause & rule.causes) != 0)  # some of its causes
+        if name in results and rule.causes & detector.CAUSE:
+            result = results[name]
+            if result.cause is not None and detector.CAUSE & ~rule.causes:
+                found.append((result.cause & rule.causes) != 0)  # some of its causes
             elif rule.sustained:
-                found.append(reading.sustained)
+                found.append(result.sustained)
             else:
-                found.append(reading.alarm)
+                found.append(result.alarm)
     return found
 
 
 def _run_rules(
     config: EngineConfig,
     old: EngineState,
-    readings: Mapping[str, Reading],
+    results: Mapping[str, DetectorResult],
     no_flag: Flag,
     *,
     xp: ArrayNamespace,
@@ -215,7 +225,7 @@ def _run_rules(
     for rule, state in zip(config.rules, old.rules, strict=True):
         key = rule.sustained, rule.causes
         if key not in hits:
-            found = _hits(config, rule, readings)
+            found = _hits(config, rule, results)
             hits[key] = _any(found, no_flag)
             if len(found) > 1:
                 hits[key] = xp.shared(hits[key])
@@ -295,8 +305,25 @@ def _ordered_actions(
     return _any(actions, None)
 
 
+def _skip_by_rules(
+    config: EngineConfig,
+    streak: Int,
+    fired: Sequence[tuple[RuleConfig, Firing]],
+    seen: CheckedSignals,
+    no_flag: Flag,
+    *,
+    xp: ArrayNamespace,
+) -> tuple[Int, Flag]:
+    """Whether the fired rules skip the step; returns the new `streak` of finite skips first."""
+    wanted = _any([each.fired for rule, each in fired if rule.skip], no_flag)
+    streak, skip = _limit_skips(config, streak, wanted, seen, xp=xp)
+    if skip is not seen.bad:
+        skip = xp.shared(skip)
+    return streak, skip
+
+
 def _limit_skips(
-    config: EngineConfig, streak: Int, wished: Flag, seen: Observed, *, xp: ArrayNamespace
+    config: EngineConfig, streak: Int, wanted: Flag, seen: CheckedSignals, *, xp: ArrayNamespace
 ) -> tuple[Int, Flag]:
     """Decides which steps are skipped; returns the new `streak` of finite skips, and the skip.
 
@@ -304,11 +331,11 @@ def _limit_skips(
     row. If all batches look bad, the batches are not the cause. The spike is then sustained and
     recovery is ordered, so more skips would not help.
     """
-    granted = wished
+    granted = wanted
     if any(rule.skip and rule.causes & ~int(NONFINITE) for rule in config.rules):
-        order = wished & seen.finite
+        order = wanted & seen.finite
         allowed = streak < config.max_skips
-        granted = wished & (~seen.finite | allowed)
+        granted = wanted & (~seen.finite | allowed)
         streak = xp.where(seen.finite, (streak + (order & allowed)) * order, streak)
     if seen.bad_grad is not None and granted is not seen.bad:
         granted = granted | seen.bad_grad  # under every policy
@@ -316,7 +343,12 @@ def _limit_skips(
 
 
 def _clip(
-    config: EngineConfig, state: EngineState, seen: Observed, skip: Flag, *, xp: ArrayNamespace
+    config: EngineConfig,
+    state: EngineState,
+    seen: CheckedSignals,
+    skip: Flag,
+    *,
+    xp: ArrayNamespace,
 ) -> tuple[Any, Clip | None]:
     """Runs the clipping rule if the policy has one and the signals have its norms."""
     if config.clip is None:
@@ -366,7 +398,8 @@ def _limit_norm(
 ) -> Scales:
     """The result of `_clip_scales` with the host's limit, 0 or the largest norm after scaling.
 
-    `norm` is the raw one, because the limited one of `Observed` is too small above SIGNAL_LIMIT.
+    `norm` is the raw norm. The norm in `CheckedSignals` is limited, so it is too small above
+    `SIGNAL_LIMIT`.
     A norm that is NaN or Inf belongs to a skipped step. Per-tensor factors are at most the factor
     that scales the whole gradient to the limit. So the norm stays within the limit without a sum
     of norms, which each backend would round differently.
@@ -397,9 +430,9 @@ def _counted(tally: Tally, skip: Flag, cause: Int, clipped: Flag | None, cut: Fl
 def _telemetry(
     last: Telemetry,
     ordered: Decision,
-    seen: Observed,
+    seen: CheckedSignals,
     clip: Clip | None,
-    readings: Mapping[str, Reading],
+    results: Mapping[str, DetectorResult],
     *,
     clips: bool,
     xp: ArrayNamespace,
@@ -414,9 +447,9 @@ def _telemetry(
             norm = xp.where(seen.bad_grad, last.grad_norm, seen.grad_norm)
     if clip is not None and ordered.group_scale is None:
         threshold, z = clip.threshold, numerics.flush(clip.z, xp=xp)
-    for reading in readings.values():
-        if reading.z is not None:
-            z_loss = numerics.flush(reading.z, xp=xp)
+    for result in results.values():
+        if result.z is not None:
+            z_loss = numerics.flush(result.z, xp=xp)
     if ordered.group_scale is None and last.decision.group_scale is not None:
         ordered = ordered._replace(group_scale=last.decision.group_scale)
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)

@@ -67,7 +67,7 @@ def update_rate(
 
 
 def _continues_schedule(state: LrState, rate: Float, has_rate: Flag, *, xp: ArrayNamespace) -> Flag:
-    """Whether the rate belongs to the schedule of the last step, as a rate of 0 always does.
+    """Whether the rate continues the schedule of the last step. A rate of 0 always does.
 
     A sudden fall of the rate begins another schedule with a new peak, and so does the first rate
     after a rate of 0.

@@ -80,19 +80,19 @@ class IncidentState(NamedTuple):
     """
 
     open: Flag
-    """An incident is open in which a step may have changed the model."""
+    """Whether an incident is open in which a step may have changed the model."""
     only_skips: Flag
-    """An incident is open that has only skipped non-finite steps."""
+    """Whether an incident is open that has only skipped non-finite steps."""
     number: Int
     """Incidents so far, including the open one."""
     onset: Int
-    """Step of its first alarm."""
+    """Step of the incident's first alarm."""
     quiet: Int
-    """Steps since its last alarm; counted from -`quiet_steps` if a policy only skips."""
+    """Steps since the incident's last alarm; counted from -`quiet_steps` if a policy only skips."""
     alarms_since_rollback: Int
-    """Alarms since its last rollback order; -1 = no order."""
+    """Alarms since the incident's last rollback order; -1 = no order."""
     alarms_since_cut: Int
-    """Alarms since its last cut; -1 = no cut."""
+    """Alarms since the incident's last cut; -1 = no cut."""
     last_onset: Int
     """Onset of the last incident with a rollback order; -1 = no order."""
     escalations: Int
@@ -100,10 +100,10 @@ class IncidentState(NamedTuple):
 
 
 class BudgetState(NamedTuple):
-    """What is left of `BudgetConfig`.
+    """The rollbacks and cuts that a run may still use, see `BudgetConfig`.
 
-    A rollback restores an old state of the engine, but not its budget: `Engine.on_rollback` keeps
-    the budget of the live run, or a run could roll back for ever.
+    A rollback restores an old state of the engine, except the budget. `Engine.on_rollback` keeps
+    the budget of the live run. Otherwise a run could roll back for ever.
     """
 
     recoveries: Int
@@ -161,7 +161,7 @@ class EngineState(NamedTuple):
     step: Int
     """Steps judged."""
     change_expected: Flag
-    """The next step opens the grace window."""
+    """Whether the next step opens the grace window."""
     grace: Int
     """Remaining steps of the grace window."""
     clip: Any
@@ -310,7 +310,7 @@ def with_unknown_rate(state: EngineState, *, reads_rate: bool) -> EngineState:
     return state._replace(lr=state.lr._replace(rate=rate))
 
 
-def plain(tree: Any) -> Any:
+def to_json_data(tree: Any) -> Any:
     """Converts a state to data that `json.dumps` accepts.
 
     Args:
@@ -323,14 +323,14 @@ def plain(tree: Any) -> Any:
     if tree is None:
         return None
     if hasattr(tree, "_fields"):
-        return {name: plain(part) for name, part in tree._asdict().items()}
+        return {name: to_json_data(part) for name, part in tree._asdict().items()}
     if isinstance(tree, tuple):
-        return [plain(part) for part in tree]
+        return [to_json_data(part) for part in tree]
     return np.asarray(tree).tolist()
 
 
-def from_plain(template: Any, data: Any, place: str) -> Any:
-    """Restores a state from the result of `plain`.
+def from_json_data(template: Any, data: Any, place: str) -> Any:
+    """Restores a state from the result of `to_json_data`.
 
     Args:
         template: a state of the policy, whose structure, dtypes and shapes the result has.
@@ -348,14 +348,15 @@ def from_plain(template: Any, data: Any, place: str) -> Any:
     is_mapping = isinstance(data, Mapping)
     if hasattr(template, "_fields") and is_mapping and set(data) == set(template._fields):
         fields = template._asdict().items()
-        return type(template)(*(from_plain(x, data[n], f"{place}.{n}") for n, x in fields))
+        return type(template)(*(from_json_data(x, data[n], f"{place}.{n}") for n, x in fields))
     if type(template) is tuple and isinstance(data, list | tuple) and len(data) == len(template):
         parts: Any = enumerate(zip(template, data, strict=True))
-        return tuple(from_plain(part, each, f"{place}[{i}]") for i, (part, each) in parts)
+        return tuple(from_json_data(part, each, f"{place}[{i}]") for i, (part, each) in parts)
     if template is None and data is None:
         return None
+    expected = to_json_data(template)
     raise StateError(
-        f"{place} must have the structure of {plain(template)!r:.120}, got {data!r:.80}: the "
+        f"{place} must have the structure of {expected!r:.120}, got {data!r:.80}: the "
         "saved state belongs to another policy, or is damaged"
     )
 

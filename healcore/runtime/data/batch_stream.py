@@ -297,7 +297,7 @@ class BatchStream:
         """
         adapter, batches = self._epoch.adapter, self._epoch.batches
         if not self.can_rewind:
-            if batches is None or not adapter.stay(batches):
+            if batches is None or not adapter.retry_in_place(batches):
                 return None
             return functools.partial(self._stay_at, which, batches, put_back)
         if not adapter.can_read_again(which.index):
@@ -314,7 +314,7 @@ class BatchStream:
 
     def _stay_at(self, which: BatchId, batches: BatchIterator, put_back: PutBack) -> None:
         """Goes back to a batch that the loader's iterator has not passed."""
-        self._epoch.adapter.stay(batches)
+        self._epoch.adapter.retry_in_place(batches)
         put_back()
         self.next_id = which
 

@@ -125,13 +125,13 @@ class LoaderAdapter:
         """
         return True
 
-    def stay(self, batches: BatchIterator) -> bool:
-        """Whether the next `next` of an epoch's batches reads the batch that has just raised.
+    def retry_in_place(self, batches: BatchIterator) -> bool:
+        """Prepares to read the batch again that has just raised, from the same iterator.
 
-        It is used only for loaders that cannot be rewound. Most iterators have passed that batch,
-        or have ended. What a wrapper around another iterator does is unknown. But a stream that
-        connects again continues where it was. So an iterator of the program's own class that holds
-        no other iterator is asked again.
+        Used only for loaders that cannot be rewound. Most iterators have passed that batch, or have
+        ended, and a wrapper may have lost what the inner iterator has read. But a stream that
+        connects again continues where it was. So only an iterator of the program's own class that
+        holds no other iterator is read again.
 
         Args:
             batches: the rest of the epoch.

@@ -31,7 +31,7 @@ def is_type(thing: object, package: str, *names: str) -> bool:
     Args:
         thing: a loader, a sampler, a dataset, or an iterator of these.
         package: first part of the module's name, such as "torch.utils.data".
-        *names: names of classes there, of which any may be a base of the object's class.
+        *names: names of classes there. One of them has to be a base of the object's class.
     """
     for kind in type(thing).__mro__:
         if kind.__name__ in names and kind.__module__.startswith(package):

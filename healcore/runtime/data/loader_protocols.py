@@ -1,8 +1,8 @@
 """What healcore looks for in a user's loader, sampler, dataset and batch, as Protocols.
 
-No loader has to implement any of these. healcore looks for each attribute with `getattr` and
-`hasattr`, and uses what it finds. This file lists all of them, so that the author of a loader can
-see what to offer, and what healcore then does with it.
+No loader has to implement any of these Protocols. healcore looks for each attribute with `getattr`
+and `hasattr`, and uses what it finds. This file lists all of them, so that the author of a loader
+can see what to offer, and what healcore then does with it.
 
     what the loader offers                         what healcore can do
     ---------------------------------------------  -----------------------------------------------
@@ -60,7 +60,8 @@ class Indexed(Protocol[BatchT]):
 
 
 Loader = Iterable[BatchT] | Indexed[BatchT]
-"""What `Healer.batches` takes, besides a function without arguments that makes one of these."""
+"""What `Healer.batches` takes. It also takes a function without arguments that makes such a
+loader."""
 
 
 class StatefulLoader(Protocol):

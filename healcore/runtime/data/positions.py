@@ -49,7 +49,7 @@ Division = list[Any]
 
 
 class DataError(HealcoreError, RuntimeError):
-    """The data cursor cannot do what was requested.
+    """A position in the data, or a request to the cursor, is not valid.
 
     Exceptions of the user's loader propagate unchanged, and are no `DataError`. So a program can
     distinguish a bad batch from a wrong use of healcore. The message says what to write instead.

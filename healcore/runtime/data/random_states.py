@@ -112,7 +112,7 @@ class _NumpyState:
     def _has_spare_normal(self) -> bool:
         """Whether the second number of a pair of normals was left over.
 
-        It is outside of this memory. So a program may have taken it since.
+        This number is outside of the compared memory, so a program may have taken it unnoticed.
         """
         return bool(self._state[3])
 

@@ -1,4 +1,4 @@
-"""`ReadRetries`: what a loader that is read needs to know of the policy's `[retry]`."""
+"""`ReadRetries`: repeats the read of a batch, as the policy's `[retry]` says."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from healcore.runtime.data.run_loader import RunLoader
 def rewind_each(loaders: Iterable[RunLoader], position: Mapping[str, Any]) -> RewindObstacle | None:
     """Rewinds some loaders.
 
-    Loaders that cannot be rewound come first, so that no loader has moved if there is one.
+    Loaders that cannot be rewound are tried first. So no loader has moved if one of them fails.
 
     Args:
         loaders: the loaders. A loader without a position there moves to its start.

@@ -30,13 +30,13 @@ from healcore.runtime.data.loader_protocols import (
 from healcore.runtime.data.positions import DataError
 from healcore.runtime.data.unreadable_batch import catch_unreadable
 
-BEGUN = "_healcore_begun"
+EPOCH_BEGUN = "_healcore_begun"
 """Attribute of a loader whose next epoch other code has begun: `iter` has drawn a seed."""
-_KEPT = 64
+_MAX_EXACT_BATCHES = 64
 """Number of recent batches to which a rewind is exact."""
-_FRESH = {"_iterator": None, "_initial_iter_for_state_dict": False}
+_UNBEGUN_ATTRIBUTES = {"_iterator": None, "_initial_iter_for_state_dict": False}
 """Attributes of a DataLoader that has not begun an epoch, also of a StatefulDataLoader."""
-_GLOBAL = 3
+_GLOBAL_GENERATORS = 3
 """Number of global random generators: of Python, NumPy and torch."""
 
 RandomStateList = list[Any]
@@ -98,7 +98,7 @@ def _recorded(loader: AnyLoader) -> AnyLoader:
     reads_ahead = base is not loader and not base.num_workers
     generators = random_generators_of((loader, *samplers_of(loader)))
     order = _RecordedSampler(getattr(base, name), generators, ahead, reads_ahead)
-    copied = _with(base, **{name: order}, **_FRESH)
+    copied = _with(base, **{name: order}, **_UNBEGUN_ATTRIBUTES)
     if base is loader:
         return copied
     # Accelerate calls `__iter__` of the inner loader, in a generator that an exception would end.
@@ -161,13 +161,13 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
     def start(self, epoch: int) -> BatchIterator:
         """Begins an epoch, whose order is drawn when its first batch is read.
 
-        A trainer may have begun the epoch itself, see `BEGUN`; then the order is drawn before
+        A trainer may have begun the epoch itself, see `EPOCH_BEGUN`; then the order is drawn before
         `iter`.
         """
         self._copy_settings()
         self._order.begin()
         self._reading, self._index = None, 0
-        self._draws_first = vars(self._loader).pop(BEGUN, False)
+        self._draws_first = vars(self._loader).pop(EPOCH_BEGUN, False)
         return self
 
     def state(self, *, ended: bool) -> LoaderState:
@@ -182,7 +182,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         # A new iterator draws a seed for its workers, and running workers do not.
         has_workers = self._base.persistent_workers and self._base._iterator is not None
         return {
-            "generators": order.states()[_GLOBAL:],
+            "generators": order.states()[_GLOBAL_GENERATORS:],
             "begun": has_workers or self._draws_first,
         }
 
@@ -247,7 +247,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
                     order.planned = list(state.get("ahead", ()))
             else:
                 self._reading = self._begin()
-            current[_GLOBAL:] = after[_GLOBAL:]
+            current[_GLOBAL_GENERATORS:] = after[_GLOBAL_GENERATORS:]
         finally:
             order.set_states(current)
         self._index = index + skip
@@ -298,7 +298,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
 
     def _copy_settings(self) -> None:
         """Copies what the loop may set, such as `collate_fn`, and Accelerate's count of epochs."""
-        own = {_order_name(self._base), *_FRESH}
+        own = {_order_name(self._base), *_UNBEGUN_ATTRIBUTES}
         for name, value in vars(base_of(self._loader)).items():
             if name not in own:
                 vars(self._base)[name] = value  # `setattr` of a DataLoader refuses some names
@@ -383,7 +383,7 @@ class _RecordedSampler:
         """The states before the order was drawn, or None before that."""
         self.planned: list[RandomStateList] | None = None
         """After a resume: the states to set before each of the next items is read, else None."""
-        self._before: deque[RandomStateList] = deque(maxlen=_KEPT)
+        self._before: deque[RandomStateList] = deque(maxlen=_MAX_EXACT_BATCHES)
         """If `reads_ahead`: the states before each of the last items was read."""
         self._drawn: Iterator[Item] | None = None
         """The rest of an order of `draw`, for `__iter__`, or None."""
@@ -512,7 +512,7 @@ class _RecordedSampler:
 
 def _no_items(ahead: int) -> deque[tuple[Item, int]]:
     """The items of an epoch that has not begun: none, whose digest is 0."""
-    return deque([(None, 0)], maxlen=ahead + _KEPT)
+    return deque([(None, 0)], maxlen=ahead + _MAX_EXACT_BATCHES)
 
 
 def _digested(item: Item, recent: deque[tuple[Item, int]]) -> tuple[Item, int]:

@@ -11,7 +11,7 @@ from healcore.runtime.data.loader_protocols import AnyBatch
 
 
 class _ReplayedSamples(Iterator[Any]):
-    """The samples of a dataset. The samples of the current batch can be read again.
+    """The samples of a dataset, which can yield the samples of the current batch again.
 
     If a sample of a batch raises, torch drops the samples of this batch that it has read already. A
     stream that connects again continues after these samples, so they would never be trained on.
@@ -83,8 +83,8 @@ class TorchStream(LoaderAdapter, Iterator[AnyBatch]):
             self._samples.end_batch()
         return batch
 
-    def stay(self, batches: BatchIterator) -> bool:
-        """Yields the samples of the batch that has raised once more; False if they are unknown."""
+    def retry_in_place(self, batches: BatchIterator) -> bool:
+        """Prepares to yield the samples of the failed batch again. False if they are unknown."""
         if self._samples is None:
             return False
         self._samples.begin_batch_again()

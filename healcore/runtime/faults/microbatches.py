@@ -311,9 +311,10 @@ def _samples(leaves: list[_Leaf], batch: Any) -> int:
         if samples is not None:
             return samples
         if group:
-            shown = ", ".join(
-                f"{leaf.path or 'the batch'} has {_length_of(leaf)}" for leaf in group
-            )
+            lengths = []
+            for leaf in group:
+                lengths.append(f"{leaf.path or 'the batch'} has {_length_of(leaf)}")
+            shown = ", ".join(lengths)
             raise UnsplittableBatch(
                 "a batch is split along the first axis of its arrays, which must be equally long, "
                 f"and here {shown}: use arrays of one length, and a first axis of length 1 for "

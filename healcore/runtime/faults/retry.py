@@ -58,7 +58,7 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default")
     Args:
         call: function to call; no coroutine function and no generator function.
         policy: its rule for `network` and its `[retry]` apply. Without such a rule, or if the
-            policy only observes, no call is repeated. An open Healer stands for its policy: each
+            policy only observes, no call is repeated. With an open Healer its policy applies: each
             failed attempt is then an event, and a signal that asks the run to end ends the wait.
 
     Returns:
@@ -121,7 +121,7 @@ class Retries:
     failed: int = field(default=0, init=False)
     """Number of failures since the last success."""
     last_text: str = field(default="", init=False)
-    """Text of the last of these failures, which is not repeated in the log."""
+    """Text of the last failure, which is not repeated in the log."""
 
     def wait_after(self, error: BaseException) -> bool:
         """Reports a failed attempt, and waits if there is another attempt.

@@ -16,7 +16,7 @@ from healcore.runtime.reporting.run_outcome import RunOutcome
 
 _WIDTH = 96
 _SHOWN = 5
-_MOST_FAULTS = 10  # limit of the faults that a diagnosis lists
+_MAX_FAULTS = 10  # limit of the faults that a diagnosis lists
 
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
 """Causes of exceptions. A rollback is not a response to them."""
@@ -127,7 +127,7 @@ def _headline(outcome: RunOutcome) -> str:
 
 
 def _hints(outcome: RunOutcome) -> list[str]:
-    """What to look at. The advice about this run comes before the advice about its causes."""
+    """Collects the advice for a person, about this run first, then about its causes."""
     hints: list[str] = []
     cause = outcome.cause
     damaged = _damaged_weights(outcome)
@@ -250,7 +250,7 @@ def _list_faults(outcome: RunOutcome) -> list[str]:
     if not faults:
         return []
     # If a run has many faults, the list has the faults with a remedy first, then the newest faults.
-    important = sorted(faults, key=lambda fault: (fault.has_remedy, fault.first))[-_MOST_FAULTS:]
+    important = sorted(faults, key=lambda fault: (fault.has_remedy, fault.first))[-_MAX_FAULTS:]
     lines = ["Faults found:"]
     for fault in faults:
         if fault in important:

@@ -39,8 +39,8 @@ def nonfinite_streak_text(
     """Describes many consecutive steps that were not finite.
 
     Args:
-        record: the last of these steps.
-        steps: number of these steps.
+        record: the record of the last such step.
+        steps: number of such steps.
         weights: names of the parameters with NaN or Inf, in their order. A skip changes no
             parameter, so a run without a finite step has the parameters that it was started with.
         from_start: whether the run has had no finite step at all.

@@ -345,9 +345,9 @@ class ArrayFormat(ABC):
         has_pytrees = any("leaves" in entry for entry in flat.entries.values())
         wrong: list[str] = []
         if not common or has_pytrees:
-            wrong = [
-                f'"{name}" is missing in the saved state' for name in live if name not in saved
-            ]
+            for name in live:
+                if name not in saved:
+                    wrong.append(f'"{name}" is missing in the saved state')
             for name, entry in flat.entries.items():
                 if name in saved:
                     wrong += mismatches(name, saved[name], entry)

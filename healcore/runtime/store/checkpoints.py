@@ -215,7 +215,7 @@ class CheckpointInfo(NamedTuple):
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether a rollback has gone back to before the checkpoint, so that it is not restored."""
+        """Whether a rollback to an older step has followed. Nothing restores it then."""
         return self.status == "abandoned"
 
     @property
@@ -230,7 +230,7 @@ class CheckpointInfo(NamedTuple):
     def of(
         cls, saved: HasSaveFacts, path: str | None, nonfinite_ok: Collection[str]
     ) -> CheckpointInfo:
-        """The entry of a saved state in a list. `AttemptHistory.with_status` sets the status.
+        """Makes the list's entry of a saved state. `AttemptHistory.with_status` sets the status.
 
         Args:
             saved: a manifest or a copy in memory.
@@ -338,7 +338,7 @@ class AttemptHistory(NamedTuple):
         return newest
 
     def abandons(self, step: int, attempt: int) -> bool:
-        """Whether a rollback has gone back to before a checkpoint, after it was saved.
+        """Whether a rollback to an older step has followed the save of a checkpoint.
 
         Args:
             step: step of the checkpoint.
@@ -469,8 +469,9 @@ def superfluous(
 ) -> list[int]:
     """Chooses the checkpoints to delete.
 
-    The newest known-good checkpoint always stays. While there is none, the oldest finite candidate
-    stays, because it is the first that can become known-good. Abandoned checkpoints are deleted.
+    The newest known-good checkpoint always stays. Without a known-good checkpoint, the oldest
+    finite candidate stays, because it is the first that can become known-good. Abandoned
+    checkpoints are deleted.
 
     Args:
         saves: all checkpoints of a store, in any order.
@@ -507,8 +508,8 @@ def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:
     return set(by_doubling.values())
 
 
-def _surplus_candidates(steps: Sequence[int], most: int) -> list[int]:
-    """The steps to delete so that at most `most` stay, evenly spread.
+def _surplus_candidates(steps: Sequence[int], limit: int) -> list[int]:
+    """The steps to delete so that at most `limit` stay, evenly spread.
 
     The oldest and the newest stay. The step whose neighbours are closest together is deleted first.
     Without the oldest, and with saves more frequent than the probation is long, every candidate
@@ -516,7 +517,7 @@ def _surplus_candidates(steps: Sequence[int], most: int) -> list[int]:
     """
     remaining = list(steps)
     surplus = []
-    while len(remaining) > most:
+    while len(remaining) > limit:
         # A gap is the distance between the two neighbours of a step, and is found at its place.
         gaps = [after - before for before, after in zip(remaining, remaining[2:], strict=False)]
         narrowest = 1 + gaps.index(min(gaps))

@@ -20,7 +20,7 @@ from healcore import regular_file
 
 DIFFERS = "is not what was written: its digest differs"
 """End of a message that begins with the name of the file."""
-_MAX_SEALED = 1 << 26
+_MAX_SEALED_BYTES = 1 << 26
 """Largest size of a sealed file: enough for a manifest of half a million files."""
 
 
@@ -103,7 +103,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read, or is too large.
         ChecksumError: the file has changed.
     """
-    return unseal(regular_file.read(path, _MAX_SEALED))
+    return unseal(regular_file.read(path, _MAX_SEALED_BYTES))
 
 
 def _sealed(body: Mapping[str, Any]) -> bytes:

@@ -24,9 +24,9 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = "healcore.lock"
-_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags that open the lock file safely if a link or a pipe has just replaced it."""
-_LENGTH = 300
+_QUOTED_BYTES = 300
 """Bytes of the lock file that an error message quotes."""
 
 
@@ -107,7 +107,7 @@ def claim(root: str | os.PathLike[str]) -> Claim:
     name = f"process {os.getpid()} on {socket.gethostname()}"
     try:
         # Opened for writing, because network disks lock only writable files.
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
         if fcntl is None:
             raise OSError("this system has no flock")
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,7 +115,7 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         os.pwrite(handle, f"{name}\n".encode(), 0)
     except BlockingIOError:
         assert handle is not None
-        holder = clean(os.pread(handle, _LENGTH, 0).decode(errors="replace").strip())
+        holder = clean(os.pread(handle, _QUOTED_BYTES, 0).decode(errors="replace").strip())
         os.close(handle)
         if holder == name:
             advice = "leave the `with` block of the earlier Healer, or delete the object"

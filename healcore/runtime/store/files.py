@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from healcore.runtime.store.checksums import Digest, digest_of
 
-_WORTH_THREADS = 8 << 20
+_MIN_BYTES_FOR_THREADS = 8 << 20
 """Least number of bytes that are worth several threads."""
 TEMPORARY = re.compile(r"\.tmp-healcore-[0-9a-f]{16}")
 """Names of work in progress, see `new_temporary`."""
@@ -176,7 +176,7 @@ def map_in_threads(action: Callable[[A], B], items: Iterable[A], nbytes: int) ->
     """
     items = list(items)
     workers = 1
-    if nbytes >= _WORTH_THREADS:
+    if nbytes >= _MIN_BYTES_FOR_THREADS:
         workers = threads()
     if workers == 1:
         return list(map(action, items))

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-_PIECE = 1 << 19
-"""Bytes that stay in a core's cache: a second read of them costs no memory bandwidth."""
-_CACHE_LINE = 64
-"""Bytes; also the alignment that XLA needs to use memory without a copy."""
-_HUGE_PAGE = 2 << 20
-"""Bytes. With pages of 4 KB the first touch takes several times as long as the copy."""
+_PIECE_BYTES = 1 << 19
+"""Size of a piece in bytes. It stays in a core's cache, so a second read of it costs no memory
+bandwidth."""
+_CACHE_LINE_BYTES = 64
+"""Size of a cache line in bytes, and the alignment that XLA needs to use memory without a copy."""
+_HUGE_PAGE_BYTES = 2 << 20
+"""Size of a huge page in bytes. With pages of 4 KB the first touch takes several times as long as
+the copy."""
 
 
 def allocate(nbytes: int) -> np.ndarray:
@@ -27,9 +29,9 @@ def allocate(nbytes: int) -> np.ndarray:
     Returns:
         Fresh memory, uint8 (nbytes,), not set to anything.
     """
-    alignment = _CACHE_LINE
-    if nbytes >= 2 * _HUGE_PAGE:
-        alignment = _HUGE_PAGE
+    alignment = _CACHE_LINE_BYTES
+    if nbytes >= 2 * _HUGE_PAGE_BYTES:
+        alignment = _HUGE_PAGE_BYTES
     whole = np.empty(nbytes + alignment, np.uint8)
     start = -whole.ctypes.data % alignment
     return whole[start : start + nbytes]
@@ -70,11 +72,11 @@ def digest(raw: np.ndarray, dtype: str = "", *, into: np.ndarray | None = None) 
         finite.
     """
     state, is_finite = xxhash.xxh3_128(), True
-    for at in range(0, len(raw), _PIECE):
-        piece = raw[at : at + _PIECE]
+    for at in range(0, len(raw), _PIECE_BYTES):
+        piece = raw[at : at + _PIECE_BYTES]
         if into is not None:
-            np.copyto(into[at : at + _PIECE], piece)
-            piece = into[at : at + _PIECE]
+            np.copyto(into[at : at + _PIECE_BYTES], piece)
+            piece = into[at : at + _PIECE_BYTES]
         state.update(piece.data)
         is_finite = is_finite and finite(piece, dtype)
     return state.hexdigest(), is_finite

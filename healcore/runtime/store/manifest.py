@@ -308,8 +308,8 @@ def step_of(folder: Path) -> int | None:
     return int(match[1])
 
 
-class Scan(NamedTuple):
-    """What a directory of checkpoints holds. The content of the files is not read.
+class FoundCheckpoints(NamedTuple):
+    """The checkpoints that were found in a directory. The content of the files is not read.
 
     A scan is made for each list and each restore, because other programs may change the directory.
     It reads the manifests and the records, which are small, and the sizes of the files.
@@ -336,7 +336,7 @@ class Scan(NamedTuple):
             return []
         return [self.complete[step], *self.twins.get(step, ())]
 
-    def without(self, folders: Collection[Path]) -> Scan:
+    def without(self, folders: Collection[Path]) -> FoundCheckpoints:
         """The scan without the checkpoints in some folders."""
         left: dict[int, StoredCheckpoint] = {}
         for step, stored in self.complete.items():
@@ -345,7 +345,7 @@ class Scan(NamedTuple):
         return self._replace(complete=left)
 
 
-def scan(root: Path | None, step: int | None = None) -> Scan:
+def scan(root: Path | None, step: int | None = None) -> FoundCheckpoints:
     """Looks at every checkpoint, or at the checkpoints of one step.
 
     Args:
@@ -376,11 +376,11 @@ def scan(root: Path | None, step: int | None = None) -> Scan:
             if folder.exists():  # else the checkpoint was being deleted
                 damaged.append(error)
     found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
-    return Scan({each.manifest.step: each for each in found}, records, damaged)
+    return FoundCheckpoints({each.manifest.step: each for each in found}, records, damaged)
 
 
-def merge(scans: Sequence[Scan]) -> Scan:
-    """One scan of several directories of one run, in the order of preference.
+def merge(scans: Sequence[FoundCheckpoints]) -> FoundCheckpoints:
+    """Combines what was found in several directories of one run.
 
     A directory may have missed saves and replacements of records, because its disk was full or
     away. So the save of the latest attempt counts, and among equal saves first the save with the
@@ -395,27 +395,29 @@ def merge(scans: Sequence[Scan]) -> Scan:
         for step, stored in scan.complete.items():
             found.setdefault(step, []).append(stored)
         for step, record in scan.records.items():
-            records[step] = max(records.get(step, record), record, key=_age)
+            records[step] = max(records.get(step, record), record, key=_recency)
     complete: dict[int, StoredCheckpoint] = {}
     twins: dict[int, list[StoredCheckpoint]] = {}
     for step in sorted(found):
         newest_first = sorted(
-            found[step], key=lambda each: (each.manifest.attempt, _age(each.record)), reverse=True
+            found[step],
+            key=lambda each: (each.manifest.attempt, _recency(each.record)),
+            reverse=True,
         )
         complete[step] = newest_first[0]
         attempt = newest_first[0].manifest.attempt
         twins[step] = [each for each in newest_first[1:] if each.manifest.attempt == attempt]
     damaged = [error for scan in scans for error in scan.damaged if error.step not in complete]
-    return Scan(complete, records, damaged, twins)
+    return FoundCheckpoints(complete, records, damaged, twins)
 
 
-def _age(record: Mapping[str, Any] | None) -> tuple[int, int, bool]:
+def _recency(record: Mapping[str, Any] | None) -> tuple[int, int, bool]:
     """Compares records of one checkpoint: the larger, the later it was written."""
     history = AttemptHistory.of(record)
     return len(history.starts), history.known_good_up_to, bool((record or {}).get("completed"))
 
 
-def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
+def listed(found: FoundCheckpoints, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
     """The complete checkpoints of a scan with their statuses.
 
     Args:

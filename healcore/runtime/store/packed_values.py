@@ -15,9 +15,10 @@ import numpy as np
 from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StoreError, UnsavableState
 
-_SMALLEST = 4096
-"""Bytes of the array for up to as many bytes. Twice as many follow, and so on: a store reuses the
-memory of its last copy as long as all arrays keep their sizes."""
+_MIN_BYTES = 4096
+"""Smallest size of the array in bytes. Larger sizes are this number times a power of two, so that
+the size rarely changes: a store reuses the memory of its last copy as long as all arrays keep their
+sizes."""
 
 
 class PackedValues:
@@ -79,7 +80,7 @@ class PackedValues:
             "texts", number -> text; and "bytes", one uint8 array (n,) with the bytes of all arrays.
             Its size is a power of two, so that it mostly stays the same from save to save.
         """
-        capacity = _SMALLEST
+        capacity = _MIN_BYTES
         while capacity < self._size:
             capacity *= 2
         data = np.zeros(capacity, np.uint8)

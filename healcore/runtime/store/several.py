@@ -201,7 +201,7 @@ class SeveralStores(CheckpointStore):
         for root, error in failures.items():
             self._report_once(f"deletions in {root}", error)
 
-    def _scan(self, step: int | None = None) -> manifest.Scan:
+    def _scan(self, step: int | None = None) -> manifest.FoundCheckpoints:
         """The checkpoints of all directories that can be read, see `manifest.merge`."""
         scans, errors = [], []
         for each in self.stores:

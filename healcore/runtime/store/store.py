@@ -371,7 +371,7 @@ class CheckpointStore(Writer):
             copy.record = sealed
             self.ring.prune(self.nonfinite_ok)
         failure = f"the record of step {step} cannot be written"
-        self._change_each(
+        self._change_in_each_directory(
             failure, stored, lambda each: files.replace(each / manifest.RECORD, sealed)
         )
 
@@ -386,13 +386,13 @@ class CheckpointStore(Writer):
         """
         _, stored = self._locate(step)
         self.ring.forget(step)
-        self._change_each(f"step {step} cannot be deleted", stored, manifest.remove)
+        self._change_in_each_directory(f"step {step} cannot be deleted", stored, manifest.remove)
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
 
-        For a message at the start of a run: a step that is missing in the list without a reason
-        would look like one that was never saved.
+        A run names them at its start. Otherwise a step that is missing in the list would look like
+        a step that was never saved.
         """
         return self._scan().damaged
 
@@ -482,11 +482,11 @@ class CheckpointStore(Writer):
         with suppress(type(failure)):  # `save` raises it on this rank
             ranks.run_on_each(self.ranks, fail)
 
-    def _scan(self, step: int | None = None) -> manifest.Scan:
+    def _scan(self, step: int | None = None) -> manifest.FoundCheckpoints:
         """The checkpoints on disk, all or of one step; StoreError if they cannot be read."""
         return manifest.scan(self.root, step)
 
-    def _on_disk(self, step: int | None = None) -> manifest.Scan:
+    def _on_disk(self, step: int | None = None) -> manifest.FoundCheckpoints:
         """The checkpoints in the directory, or the checkpoints of one step.
 
         Nothing if only memory can be read.
@@ -564,7 +564,7 @@ class CheckpointStore(Writer):
 
         ranks.run_on_each(self.ranks, check)
 
-    def _change_each(
+    def _change_in_each_directory(
         self, failure: str, stored: Sequence[StoredCheckpoint], action: Callable[[Path], None]
     ) -> None:
         """Changes the folder of a checkpoint in each directory, from rank 0.

@@ -37,7 +37,7 @@ Keep = Callable[[np.ndarray], Any]
 Fetch = Callable[[str, Any], Any]
 """Decodes the tag and the content of a node whose tag this module does not know."""
 
-_SIMPLE = {type(None), bool, int, str}
+_PLAIN_TYPES = {type(None), bool, int, str}
 """Types that JSON stores unchanged."""
 _CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _FACTORIES = (None, bool, bytes, dict, float, int, list, set, str, tuple)
@@ -127,7 +127,7 @@ def encode(value: Any, path: Path, special: Special) -> Node:
     """
     # By exact type: an enum or a NumPy number, which may also be an int, would lose its type.
     kind = type(value)
-    if kind in _SIMPLE or (kind is float and math.isfinite(value)):
+    if kind in _PLAIN_TYPES or (kind is float and math.isfinite(value)):
         return value
     if kind in _CODECS:
         return {kind.__name__: _CODECS[kind][0](value)}
@@ -159,7 +159,7 @@ def encode(value: Any, path: Path, special: Special) -> Node:
 
 def _encode_parts(value: Collection[Any], path: Path, special: Special) -> list[Node]:
     """The nodes of the items of a container."""
-    if set(map(type, value)) <= _SIMPLE:
+    if set(map(type, value)) <= _PLAIN_TYPES:
         return list(value)
     return [encode(part, (*path, i), special) for i, part in enumerate(value)]
 
@@ -272,7 +272,7 @@ def dumps(value: Any, path: Path, keep: Keep = base64_text) -> str:
     Raises:
         UnsavableState: a part has no plain form.
     """
-    return to_json(encode(value, path, lambda _, part: _inline(part, keep))).decode()
+    return to_json(encode(value, path, lambda _, part: _framework_node(part, keep))).decode()
 
 
 def loads(text: str, path: Path, bytes_at: Callable[[Any], np.ndarray] = base64_bytes) -> Any:
@@ -312,7 +312,7 @@ def decode_other(tag: str, content: Any) -> Any:
             `base64_text`.
 
     Raises:
-        ValueError: the tag is none of these.
+        ValueError: the tag is not one of these four.
     """
     if tag == "numpy":
         return unpack_array(content)
@@ -371,7 +371,7 @@ def unpack_array(content: Mapping[str, Any]) -> np.ndarray:
     return data.view(np.dtype(content["dtype"])).reshape(content["shape"])
 
 
-def _inline(value: Any, keep: Keep) -> Node | None:
+def _framework_node(value: Any, keep: Keep) -> Node | None:
     """The node of a value of NumPy, torch or JAX, or None. Imports no other framework."""
     if type(value) is np.ndarray:
         tag, content = "numpy", pack_array(value, keep)

@@ -1,4 +1,4 @@
-"""Groups of commands that say what to write instead of a command line that cannot be meant."""
+"""Groups of commands that say what to write instead of a wrong command line."""
 
 from __future__ import annotations
 

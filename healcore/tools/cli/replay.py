@@ -242,8 +242,8 @@ def _print(
     _print_first(printer, problems, "yellow")
     _print_first(printer, table.notes(summaries), "")
     if not sums_only:
-        _print_first(printer, table.climbs(traces, summaries), "yellow")
-        _print_first(printer, table.limits(policies, summaries), "")
+        _print_first(printer, table.unalarmed_rises(traces, summaries), "yellow")
+        _print_first(printer, table.limits_of_replay(policies, summaries), "")
     _print_first(printer, notes, "dim")
     printer.print(table.LEGEND, style="dim", highlight=False)
 

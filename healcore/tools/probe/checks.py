@@ -144,7 +144,7 @@ class ProbeVerdict(enum.Enum):
     def exit_code(self) -> int:
         """Exit status of a command with this verdict: 0 pass, 1 warn, 2 fail, 3 no verdict.
 
-        A script can so tell a diverged run (2) from a run that nobody could judge (3).
+        So a script can distinguish a diverged run (2) from a run that could not be judged (3).
         """
         return {"PASS": 0, "WARN": 1, "FAIL": 2}.get(self.name, 3)
 
@@ -255,7 +255,7 @@ def score(
     checks: Sequence[Check],
     fatal: Sequence[str],
     weights: Mapping[str, float] = {},
-    most: Mapping[str, float] = {},
+    upper_bounds: Mapping[str, float] = {},
 ) -> float | None:
     """Computes the score of a subject, from 0 to 1.
 
@@ -265,7 +265,7 @@ def score(
         checks: the checks of one subject. Only checks with `decides` count.
         fatal: names of checks. If one of them fails, the score is 0.
         weights: weights by name of the check; the default is 1.
-        most: upper bounds of the score by name of the check, which apply if the check fails.
+        upper_bounds: name of a check -> largest score of a subject that fails this check.
 
     Returns:
         The score, or None if a check that counts has no verdict, or no check has a weight.
@@ -284,7 +284,7 @@ def score(
         importance.append(weight)
         closeness.append(_CLOSENESS[check.verdict] * weight)
         if check.verdict is FAIL:
-            limit = min(limit, most.get(check.name, 1.0))
+            limit = min(limit, upper_bounds.get(check.name, 1.0))
     total = sum(importance)
     if not total > 0:
         return None

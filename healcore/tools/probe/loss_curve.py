@@ -12,7 +12,7 @@ from healcore.core import numerics
 from healcore.core.array_namespace import NUMPY
 from healcore.core.detectors import LossSpikeConfig
 from healcore.core.numerics import map_leaves
-from healcore.core.signals import Observed
+from healcore.core.signals import CheckedSignals
 from healcore.core.tape import to_program
 from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
@@ -23,7 +23,7 @@ _MEDIAN_TO_MEAN_SIGMA = 1.2533
 sqrt(pi / 2)."""
 _TREND_POINTS = 64
 """Number of means over which the trend is computed."""
-_ENDS = 0.05
+_END_SHARE = 0.05
 """Fraction of the curve that counts as its start, and as its end."""
 _MAX_VALUES = 16_384
 """Largest number of values for the detector. A longer curve is reduced to block medians."""
@@ -35,18 +35,18 @@ _CHANGE_TO_SIGMA = 0.886
 """Standard deviation of Gaussian noise divided by the mean absolute difference of neighbours."""
 
 
-def block_medians(values: np.ndarray, most: int = BLOCKS) -> np.ndarray:
+def block_medians(values: np.ndarray, max_blocks: int = BLOCKS) -> np.ndarray:
     """Reduces a curve to the medians of equally long blocks, which keep its level and lose noise.
 
     Args:
         values: the curve, float (n,).
-        most: upper bound of the number of whole blocks. A shorter curve keeps its values.
+        max_blocks: upper bound of the number of whole blocks. A shorter curve keeps its values.
 
     Returns:
         The medians, float (b,). The last block counts if it is at least half full.
     """
     size = 1
-    while len(values) // size >= most:
+    while len(values) // size >= max_blocks:
         size *= 2
     whole = len(values) // size * size
     medians = np.median(values[:whole].reshape(-1, size), axis=1)
@@ -95,7 +95,7 @@ class Shape(NamedTuple):
     def regret(self) -> float:
         """End minus best, at least 0, in the unit of the curve.
 
-        It is what the run has lost again: a run that stopped at its best has 0.
+        The run has lost this progress again. A run that stopped at its best has 0.
         """
         return max(0.0, self.end - self.best)
 
@@ -112,7 +112,7 @@ def measure_shape(curve: np.ndarray) -> Shape:
     # Scaled by the largest value, so that differences of very large values stay finite.
     unit = float(np.abs(curve).max()) or 1.0
     scaled = curve / unit
-    width = max(3, round(_ENDS * len(curve)))
+    width = max(3, round(_END_SHARE * len(curve)))
     medians = np.median(sliding_window_view(scaled, width), axis=1)
     single = _deviation(scaled)
     # The larger of two estimates: from single values as if they were independent, and from medians
@@ -250,7 +250,7 @@ def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     rows = []
     update = None
     true, false = np.bool_(True), np.bool_(False)
-    blank = Observed._make([None] * len(Observed._fields))
+    blank = CheckedSignals._make([None] * len(CheckedSignals._fields))
     blank = blank._replace(bad_loss=false, bad=false, finite=true, restart=false)
     with np.errstate(all="ignore"):  # as in the engine
         for loss in numerics.sanitized(values.astype(np.float32), -np.inf, np.inf, xp=NUMPY)[0]:

@@ -120,7 +120,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         checks += [_dead(judged, inputs), _outliers(compared, inputs)]
     facts = {
         "format": contents.format,
-        "score": score(checks, ("step", "finite"), most={"dead": _MAX_SCORE_IF_DEAD}),
+        "score": score(checks, ("step", "finite"), upper_bounds={"dead": _MAX_SCORE_IF_DEAD}),
         "parameters": len(moments),
         "elements": sum(moment.size for moment in moments),
         "step": max(_known_steps(moments), default=None),
@@ -424,8 +424,8 @@ def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
     far = [deviation for deviation in compared if deviation.outlier]
     far.sort(key=lambda deviation: -abs(deviation.sigmas))
     if not far:
-        most = max(compared, key=lambda each: abs(math.log(each.ratio)))
-        message = f"none; the farthest is {most.parameter}, {most}"
+        extreme = max(compared, key=lambda each: abs(math.log(each.ratio)))
+        message = f"none; the farthest is {extreme.parameter}, {extreme}"
         return Check("outliers", PASS, message, 0.0, bound)
     layers: set[str] = set()
     similar: set[str] = set()  # without the embedding and the head, which have no similar layers

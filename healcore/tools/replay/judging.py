@@ -1,4 +1,4 @@
-"""Runs a policy's engine over the rows of a trace.
+"""Runs a policy's engine over the rows of a trace, which takes seconds for a million rows.
 
 The engine's step is recorded as a loop, once for each set of signals that rows log together, so
 that a trace of a million rows takes seconds. Rollbacks do not use up the budget of the replay,
@@ -18,7 +18,7 @@ from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
 from healcore.core.tape import to_loop
-from healcore.tools.traces.columns import JUDGED
+from healcore.tools.traces.columns import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Rows, Trace
 
 _DECIDED = np.dtype(
@@ -36,7 +36,7 @@ _DECIDED = np.dtype(
     ]
 )
 """What the engine returns for a row: fields of `StepRecord`, and the incident."""
-ROWS = np.dtype([("index", "i8"), ("step", "f8"), ("attempt", "i8"), *_DECIDED.descr])
+ROW_DTYPE = np.dtype([("index", "i8"), ("step", "f8"), ("attempt", "i8"), *_DECIDED.descr])
 """A judged row: the row of the trace, and what the engine returned."""
 
 
@@ -51,8 +51,8 @@ def judge_trace(engine: Engine, trace: Trace) -> np.recarray:
         trace: the recorded run, with the rows of all its attempts.
 
     Returns:
-        One record of `ROWS` for each judged row, shape (n,), in the order of the trace. Rows that
-        log neither a loss nor a gradient norm have no record.
+        One record of `ROW_DTYPE` for each judged row, shape (n,), in the order of the trace. Rows
+        that log neither a loss nor a gradient norm have no record.
     """
     #   rows       0 1 2 3 4 5 6 7 8 9 . . n
     #   attempt 0  |---------------|          the log of the first process
@@ -61,7 +61,7 @@ def judge_trace(engine: Engine, trace: Trace) -> np.recarray:
     # The engine judges the rows from one cut to the next in one call. Its state is saved at each
     # cut, so that the state before row 5 is there when attempt 1 begins.
     index, combinations, kind = _choose_signals(engine, trace.rows)
-    rows = np.zeros(len(index), ROWS).view(np.recarray)
+    rows = np.zeros(len(index), ROW_DTYPE).view(np.recarray)
     rows.index = index
     rows.step = trace.rows.step[index]
     rows.attempt = trace.rows.attempt[index]
@@ -107,7 +107,7 @@ def _choose_signals(
     of an engine are fixed for a run. Returns the rows, int (n,), the distinct sets of
     signals, and the place of each row's set, int (n,).
     """
-    names = [name for name in JUDGED if name in rows.logged]
+    names = [name for name in JUDGED_SIGNALS if name in rows.logged]
     has_evaluations = "eval_loss" in engine.needs and rows.logged.get("eval_loss", np.False_).any()
     logged = np.array([rows.logged[name] for name in names])
     index = np.flatnonzero(logged.any(axis=0))

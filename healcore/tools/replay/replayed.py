@@ -30,7 +30,7 @@ from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
 from healcore.tools.replay.judging import judge_trace
 from healcore.tools.report.run_report import MAX_LINES, PageReport
-from healcore.tools.traces.columns import JUDGED
+from healcore.tools.traces.columns import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Trace
 
 
@@ -50,7 +50,7 @@ class NotJudgedError(ReplayError):
     """
 
 
-class Decided(NamedTuple):
+class DecidedRow(NamedTuple):
     """One row of a trace with the decision of the policy.
 
     A live run in mode "observe" records the same decisions, and a run in mode "heal" carries them
@@ -140,11 +140,11 @@ class Replay:
     policy: Policy | Engine
     engine: Engine
     rows: np.recarray
-    """The rows with a loss or a gradient norm, see `healcore.tools.replay.judging.ROWS`."""
+    """The rows with a loss or a gradient norm, see `healcore.tools.replay.judging.ROW_DTYPE`."""
     summary: Summary
     incidents: tuple[Incident, ...]
 
-    def __iter__(self) -> Iterator[Decided]:
+    def __iter__(self) -> Iterator[DecidedRow]:
         rows, config = self.rows, self.engine.config
         is_decided = (rows.cause != 0) | (rows.action != 0) | rows.skip
         is_decided |= (rows.grad_scale != 1) | (rows.lr_scale != 1)
@@ -164,7 +164,7 @@ class Replay:
             threshold = None
             if "grad_norm" in z:
                 threshold = shortest_decimal(row["threshold"])
-            yield Decided(
+            yield DecidedRow(
                 index=int(row["index"]),
                 step=float(row["step"]),
                 cause=Cause(int(row["cause"])),
@@ -321,7 +321,7 @@ def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple
 
     Raises ReplayError if the policy has nothing to judge.
     """
-    passed = trace.signals & {*JUDGED, *engine.needs}
+    passed = trace.signals & {*JUDGED_SIGNALS, *engine.needs}
     parts: list[tuple[str, Set[str]]] = []
     if engine.config.clip is not None:
         clip_needs = "grad_norm"
@@ -374,8 +374,9 @@ def _judged_from(
     return float(later[0])
 
 
-_LEAST_EMPTY, _EMPTY_SHARE = 10, 0.1
-"""Rows, and fraction of all rows: a trace with a longer end without values is not judged."""
+_MAX_EMPTY_ROWS, _MAX_EMPTY_SHARE = 10, 0.1
+"""Limits of the rows at the end without a value, as a number and as a fraction of all rows. A trace
+with more such rows is not judged."""
 
 
 def _refuse_empty_end(trace: Trace) -> None:
@@ -385,12 +386,12 @@ def _refuse_empty_end(trace: Trace) -> None:
     rows has them at regular distances.
     """
     rows = trace.rows
-    judged = [rows.logged[name] for name in JUDGED if name in rows.logged]
+    judged = [rows.logged[name] for name in JUDGED_SIGNALS if name in rows.logged]
     logged = np.flatnonzero(np.any(judged, axis=0))
     # Numbers of empty rows between two logged rows, and after the last logged row.
     *gaps, last = (np.diff(logged, append=len(rows.step)) - 1).tolist()
-    least = max(_LEAST_EMPTY, _EMPTY_SHARE * len(rows.step), 2 * max(gaps, default=0))
-    if last > least:
+    allowed = max(_MAX_EMPTY_ROWS, _MAX_EMPTY_SHARE * len(rows.step), 2 * max(gaps, default=0))
+    if last > allowed:
         raise NotJudgedError(
             f"{trace.name}: not judged: the last {last:,} of {len(rows.step):,} rows, from "
             f"{trace.unit} {rows.step[-last]:.15g} on, have no loss and no norm, which may be NaN "

@@ -23,7 +23,7 @@ _MAX_NAMED = 4
 _MAX_ALARMED = 10
 """Limit of summaries whose first alarm is listed; a screen has no more."""
 _PARTS = 10
-"""Parts of a loss curve whose medians `climbs` compares."""
+"""Parts of a loss curve whose medians `unalarmed_rises` compares."""
 LEGEND = (
     "alarms: rows with a cause. incidents: runs of alarms that the policy acts on. rollbacks: "
     "incidents with a rollback. lowest LR: multiplier (cuts; a recorded curve does not recover, so "
@@ -201,8 +201,8 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
     return lines
 
 
-def climbs(traces: Sequence[Trace], summaries: Sequence[Summary]) -> list[str]:
-    """Points at losses that end far above their lowest level without an alarm.
+def unalarmed_rises(traces: Sequence[Trace], summaries: Sequence[Summary]) -> list[str]:
+    """Names the losses that end far above their lowest level without an alarm.
 
     Args:
         traces: the traces.
@@ -230,7 +230,7 @@ def climbs(traces: Sequence[Trace], summaries: Sequence[Summary]) -> list[str]:
     return lines
 
 
-def limits(policies: Mapping[str, Policy], summaries: Sequence[Summary]) -> list[str]:
+def limits_of_replay(policies: Mapping[str, Policy], summaries: Sequence[Summary]) -> list[str]:
     """Describes what a replay cannot show: rows of the warm-up, and comparisons of weights.
 
     Args:

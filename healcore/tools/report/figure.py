@@ -27,13 +27,13 @@ STYLE: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "axes
 STYLE |= {"figure.facecolor": _PAGE, "font.size": 9.0, "text.color": _TEXT}
 STYLE |= dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _QUIET)
 """Settings of matplotlib for `to_svg`."""
-_LEFT = 1.0
+_LEFT_MARGIN = 1.0
 """Inches left of the axes."""
-_CHARACTER = 0.07
+_CHARACTER_WIDTH = 0.07
 """Width of a character in inches."""
-_WIDE = 30.0
+_LOG_AXIS_RATIO = 30.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
-_ROOM = 1e4
+_UNDONE_ROOM = 1e4
 """Ratio to the largest kept value from which an undone curve leaves a logarithmic axis."""
 _MAX_MARKS = 300
 """Limit of events of one kind."""
@@ -112,7 +112,7 @@ def plot(figure: Any, report: PageReport, width: float) -> None:
     steps = curves.step
     if not len(steps):
         steps = np.zeros(1)
-    per_inch = max(np.ptp(steps), 1.0) / (width - _LEFT - 0.3)
+    per_inch = max(np.ptp(steps), 1.0) / (width - _LEFT_MARGIN - 0.3)
     limits = steps.min() - 0.1 * per_inch, max(steps.max(), steps.min() + 1) + 0.1 * per_inch
     axes = [figure.add_axes((0, 0, 1, i + 1), xlim=limits) for i in range(1 + len(panels))]
     heights = [_draw_timeline(axes[0], _timeline(report), limits, per_inch)]
@@ -132,7 +132,7 @@ def plot(figure: Any, report: PageReport, width: float) -> None:
         _shade_incidents(axis, report.incidents)
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             legend.setdefault(label, handle)
-    left, columns = _LEFT - 0.1, 6
+    left, columns = _LEFT_MARGIN - 0.1, 6
     if width < 9:  # a page of the documentation
         columns = 4
     if width < 6:  # a phone
@@ -142,7 +142,12 @@ def plot(figure: Any, report: PageReport, width: float) -> None:
     figure.set_size_inches(width, total)
     for axis, height in zip(axes, heights, strict=True):
         y += height + 0.14
-        box = (_LEFT / width, 1 - (y - 0.14) / total, 1 - (_LEFT + 0.1) / width, height / total)
+        box = (
+            _LEFT_MARGIN / width,
+            1 - (y - 0.14) / total,
+            1 - (_LEFT_MARGIN + 0.1) / width,
+            height / total,
+        )
         axis.set_position(box)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(length=2, labelbottom=axis is axes[-1])
@@ -289,7 +294,7 @@ def _label_of(mark: _Mark, limits: tuple[float, float], per_inch: float) -> _Lab
     first, last = mark.first, mark.last
     if mark.to is not None:
         first = min(first, mark.to)
-    size = (len(mark.text) * _CHARACTER + 0.15) * per_inch
+    size = (len(mark.text) * _CHARACTER_WIDTH + 0.15) * per_inch
     room_left = first - limits[0]
     room_right = limits[1] - last
     is_left = room_right < min(size, room_left)
@@ -297,7 +302,7 @@ def _label_of(mark: _Mark, limits: tuple[float, float], per_inch: float) -> _Lab
     if is_left:
         room = room_left
     text = mark.text
-    max_characters = int(room / per_inch / _CHARACTER) - 3
+    max_characters = int(room / per_inch / _CHARACTER_WIDTH) - 3
     if len(text) > max_characters + 1:
         text = f"{text[: max(max_characters, 0)]}…"
     if is_left:
@@ -366,18 +371,18 @@ def _draw_curve(axis: Any, curves: Curves, values: np.ndarray, colour: str) -> N
     low = high = 0.0
     if len(kept):
         low, high = kept.min(), kept.max()
-    is_log = len(shown) and 0 < shown.min() < shown.max() / _WIDE
+    is_log = len(shown) and 0 < shown.min() < shown.max() / _LOG_AXIS_RATIO
     if is_log:
-        room = _ROOM
+        room = _UNDONE_ROOM
         axis.set_yscale("log")
     else:
-        room = _WIDE
+        room = _LOG_AXIS_RATIO
         axis.set_yscale("linear")
     axis.yaxis.set_major_formatter("{x:g}")
     if 0 < high < shown.max() / room:
         # The undone steps leave the panel, so that the kept steps are not flat.
         if is_log:
-            axis.set_ylim(low / 1.3, high * _ROOM)
+            axis.set_ylim(low / 1.3, high * _UNDONE_ROOM)
         else:
             axis.set_ylim(min(low, 0.0) * 1.3, high * 1.3)
         at = curves.step[finite][shown.argmax()]

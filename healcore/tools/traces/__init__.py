@@ -1,4 +1,4 @@
-"""Reads the logs of recorded runs.
+"""Reads the logs of recorded runs, which replays and probes then judge.
 
 A trace is the log of one run, joined from its files.
 

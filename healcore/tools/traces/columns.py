@@ -25,11 +25,12 @@ SIGNALS = ("loss", "grad_norm", "eval_loss")
 
 STEP, EPOCH = "step", "epoch"
 
-LENGTH = "epoch_length"
+EPOCH_LENGTH = "epoch_length"
 """Number of batches in an epoch, where a log counts its steps within each epoch."""
 
-JUDGED = ("loss", "grad_norm")
-"""A row can be judged if it has one of these. Only these show where a run was resumed."""
+JUDGED_SIGNALS = ("loss", "grad_norm")
+"""A row can be judged if it has one of these signals. Only these signals show where a run was
+resumed."""
 
 KNOWN_FORMATS = (
     "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, console output "
@@ -316,11 +317,11 @@ class _Columns:
                 return
             if problem is not None and name in SIGNALS:
                 text = f"{label}: {problem}: the row is read without {name}"
-                self._add_damage(name, Problem(line, text, unusable=name in JUDGED))
+                self._add_damage(name, Problem(line, text, unusable=name in JUDGED_SIGNALS))
             if _is_placeholder(cell):
                 placeholders.append(name)
             values[name] = number
-        if placeholders and all(values.get(name) is None for name in JUDGED):
+        if placeholders and all(values.get(name) is None for name in JUDGED_SIGNALS):
             text = f"{labels[placeholders[0]]}: N/A: the row has neither a loss nor a norm"
             self._add_damage(placeholders[0], Problem(line, text, unusable=True))
         for (name, number), cell in zip(values.items(), cells, strict=True):

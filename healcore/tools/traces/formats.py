@@ -14,8 +14,8 @@ from pydantic_core import from_json
 
 from healcore import adapter_registry, regular_file
 from healcore.tools.traces.columns import (
-    JUDGED,
-    LENGTH,
+    EPOCH_LENGTH,
+    JUDGED_SIGNALS,
     SIGNALS,
     STEP,
     Problem,
@@ -28,7 +28,7 @@ from healcore.tools.traces.columns import (
     plain_column,
     quote_excerpt,
 )
-from healcore.tools.traces.names import is_known, is_step, normalize, resolve
+from healcore.tools.traces.names import find_columns, is_known, is_step, normalize
 from healcore.tools.traces.printed import Fields, Records
 
 _MAX_LAYOUTS = 1000
@@ -253,7 +253,7 @@ def is_kept(name: str) -> bool:
         name: the key of the field. Records may have hundreds of fields, which would need a
             gigabyte of memory in a long log.
     """
-    return name == LENGTH or is_known(name) or bool(_RUN_NAME.fullmatch(normalize(name)))
+    return name == EPOCH_LENGTH or is_known(name) or bool(_RUN_NAME.fullmatch(normalize(name)))
 
 
 def refuse_table_of_runs(
@@ -424,17 +424,17 @@ def read_records(
         if problems:
             first = f": line {problems[0].line}: {problems[0].text}"
         raise TraceError(f"it has no record that could be read{first}")
-    keys, notes = resolve(list(steps.names), columns)
+    keys, notes = find_columns(list(steps.names), columns)
     refuse_table_of_runs(steps.names, steps.column, keys.get(STEP))
     notes = [f"{path}: {note}" for note in notes]
-    if LENGTH in steps.names:
-        keys[LENGTH] = LENGTH
+    if EPOCH_LENGTH in steps.names:
+        keys[EPOCH_LENGTH] = EPOCH_LENGTH
     labels = {name: f"'{key}'" for name, key in keys.items()}
     step_at = None
     if STEP in keys:
         step_at = list(keys).index(STEP)
     signals = {keys[name] for name in SIGNALS if name in keys}
-    judged = {keys[name] for name in JUDGED if name in keys}
+    judged = {keys[name] for name in JUDGED_SIGNALS if name in keys}
 
     def rows(engine: str | None) -> Iterator[tuple[int, list[Any]]]:
         read_cells = _Reader([*keys.values()])

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from healcore.console import first_of
-from healcore.tools.traces.columns import EPOCH, JUDGED, SIGNALS, STEP, TraceError
+from healcore.tools.traces.columns import EPOCH, JUDGED_SIGNALS, SIGNALS, STEP, TraceError
 
 KNOWN_COLUMNS = (STEP, EPOCH, *SIGNALS)
 _NAMES = {
@@ -145,9 +145,9 @@ def is_judged(name: str) -> bool:
     """Whether a column name is a name of the training loss or of the gradient norm.
 
     Args:
-        name: as for `is_step`. A row without one of these two cannot be judged.
+        name: as for `is_step`. A row without a loss and a norm cannot be judged.
     """
-    return any((signal, normalize(name)) in _TIER for signal in JUDGED)
+    return any((signal, normalize(name)) in _TIER for signal in JUDGED_SIGNALS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,7 +170,9 @@ def is_known(name: str) -> bool:
     return is_step(name) or any((signal, normalize(name)) in _TIER for signal in _NAMES)
 
 
-def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def find_columns(
+    names: Sequence[str], columns: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
     """Finds the step and the signals among the names of columns, tags or keys in a file.
 
     Args:
@@ -240,7 +242,7 @@ def _choose(signal: str, names: Sequence[tuple[str, str]]) -> tuple[str | None, 
         message = (
             f"{quote_names(best)} may each be the {signal}: choose one, --column {signal}=NAME"
         )
-        if signal in (STEP, *JUDGED):
+        if signal in (STEP, *JUDGED_SIGNALS):
             raise TraceError(message)
         return None, f"{message} ({signal} is not read)"
     chosen = best[0]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from healcore.console import counted
 from healcore.tools.traces import formats, printed
 from healcore.tools.traces.columns import (
-    JUDGED,
+    JUDGED_SIGNALS,
     KNOWN_FORMATS,
     Problem,
     RawLog,
@@ -149,14 +149,14 @@ class _Found(NamedTuple):
     """Whether the logs are one run, not a run each."""
 
 
-_DEPTH = 4
+_MAX_DEPTH = 4
 """Levels of folders that are searched, as logs/experiment/seed-1/version_0."""
-_IS_NO_RUN = re.compile(r"\..*|__.*|(?:checkpoint|step|global_step|iter)[-_]?\d+(?:\.\d+)?")
+_SKIPPED_FOLDERS = re.compile(r"\..*|__.*|(?:checkpoint|step|global_step|iter)[-_]?\d+(?:\.\d+)?")
 """Names of folders that are not searched, because they have no logs or the logs of a checkpoint."""
 
 
 def _read_path(
-    path: str, columns: Mapping[str, str], failed: list[Unreadable], depth: int = _DEPTH
+    path: str, columns: Mapping[str, str], failed: list[Unreadable], depth: int = _MAX_DEPTH
 ) -> list[_Found]:
     """Reads a file, a directory, or the runs in the folders of a directory without a log.
 
@@ -177,7 +177,7 @@ def _read_path(
         names = sorted(os.listdir(path), key=_natural)
     for name in names:
         folder = os.path.join(path, name)
-        if not os.path.isdir(folder) or os.path.islink(folder) or _IS_NO_RUN.fullmatch(name):
+        if not os.path.isdir(folder) or os.path.islink(folder) or _SKIPPED_FOLDERS.fullmatch(name):
             continue
         try:
             found += _read_path(folder, columns, failed, depth - 1)
@@ -305,7 +305,7 @@ def _read_file(path: str, columns: Mapping[str, str]) -> _Found:
         logs = formats.read_records(path, form.read, form.is_step, columns)
     usable: list[RawLog] = []
     for log in logs:
-        if any(name in log.logged and log.logged[name].any() for name in JUDGED):
+        if any(name in log.logged and log.logged[name].any() for name in JUDGED_SIGNALS):
             usable.append(log)
     if usable:
         return _Found(path, usable, form.is_one_run)

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.columns import EPOCH, LENGTH, STEP, Problem, open_text, quote_excerpt
+from healcore.tools.traces.columns import (
+    EPOCH,
+    EPOCH_LENGTH,
+    STEP,
+    Problem,
+    open_text,
+    quote_excerpt,
+)
 from healcore.tools.traces.names import (
     is_judged,
     is_loss,
@@ -288,10 +295,10 @@ def _with_places_of_other_lines(records: list[_Printed]) -> list[_Printed]:
     return [each._replace(place=place) for each, place in zip(records, chosen, strict=True)]
 
 
-def _count_distances(places: Sequence[Place], most: int) -> int:
-    """Counts the different distances of neighbours; `most` for fewer than two places."""
+def _count_distances(places: Sequence[Place], limit: int) -> int:
+    """Counts the different distances of neighbours; `limit` for fewer than two places."""
     if len(places) < 2:
-        return most
+        return limit
     distances = np.diff([place.step or 0 for place in places])
     return len(np.unique(distances))
 
@@ -340,7 +347,7 @@ def _with_place(record: Fields, place: Place) -> Fields:
     if place.step is not None and (named is None or str(named) == str(place.step)):
         record = {name: value for name, value in record.items() if not is_step(name)}
         record[STEP] = place.step
-        record[LENGTH] = place.length
+        record[EPOCH_LENGTH] = place.length
     return record
 
 

@@ -27,7 +27,7 @@ from healcore.tools.traces.columns import (
     parse_rows,
 )
 from healcore.tools.traces.formats import refuse_table_of_runs
-from healcore.tools.traces.names import is_known, is_step, normalize, resolve
+from healcore.tools.traces.names import find_columns, is_known, is_step, normalize
 
 _SHARED = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 """Columns of a W&B export that all runs share, in addition to the step."""
@@ -73,7 +73,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
         for signal, name in columns.items():
             chosen[signal] = name.removeprefix(prefix)
         try:
-            found, notes = resolve(metrics, chosen)
+            found, notes = find_columns(metrics, chosen)
         except TraceError as error:
             reason = str(error)
             if run:

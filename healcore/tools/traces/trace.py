@@ -21,7 +21,7 @@ import numpy as np
 from healcore.console import counted
 from healcore.tools.traces.columns import (
     EPOCH,
-    LENGTH,
+    EPOCH_LENGTH,
     ROUNDED,
     SIGNALS,
     STEP,
@@ -92,7 +92,7 @@ class Unreadable(NamedTuple):
     path: str
     problem: str
     not_judged: bool = False
-    """Whether the path has a log, of which too little can be used to judge the run."""
+    """Whether the path has a log, but too little of the log can be used to judge the run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +189,7 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     if unit == EPOCH:
         numbers[STEP] = numbers[EPOCH]
     else:
-        length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[LENGTH])
+        length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[EPOCH_LENGTH])
         if length:
             notes.append(
                 f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
@@ -263,7 +263,7 @@ def _join_columns(
     """The numbers and masks of all files; without a column of steps its rows are counted."""
     rows = begins[-1]
     numbers = {STEP: np.arange(rows, dtype=np.float64)}
-    for name in (EPOCH, LENGTH, *SIGNALS):
+    for name in (EPOCH, EPOCH_LENGTH, *SIGNALS):
         numbers[name] = np.full(rows, np.nan)
     masks: dict[str, np.ndarray] = {}
     for signal in SIGNALS:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from dataclasses import asdict
 from typing import Literal
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from healcore.policy import engine_of
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.healthy_ranges import (
     HealthyNumber,
@@ -19,6 +21,7 @@ from healcore.runtime.run.healthy_ranges import (
     HeldNorm,
     HeldNumber,
 )
+from healcore.runtime.run.rollback.rate_limits import limit_rates
 
 
 def constant(value: float) -> NumberRange:
@@ -223,3 +226,13 @@ def test_a_rate_has_no_room_above_its_range():
     assert rates.healthy_rate("b", 0.3) == 0.1, "the last healthy rate"
     assert rates.healthy_rate("b", 0.15) == 0.15
     assert rates.healthy_rate("c", 7.0) == 7.0
+
+
+def test_a_rate_beyond_float32_counts_as_unknown_without_a_warning():
+    engine = engine_of("default")
+    engines = {"": engine.to_dict(engine.init())}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rates = {"": 1e300}
+        after = limit_rates(engine, engines, None, rates, healthy=True, learnt=HealthyValues())
+    assert (after.scales, after.limits) == ({"": 1.0}, {})

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.tools.traces import TraceError, lineage, open_traces
-from healcore.tools.traces.names import resolve
+from healcore.tools.traces.names import find_columns
 from tests.tools.traces.opened_traces import open_one, refusal, write
 
 
@@ -95,7 +95,7 @@ TRAINERS = {
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_names_of_trainers(trainer):
     columns = [column.split("=") for column in TRAINERS[trainer].split(", ")]
-    found, _ = resolve([name for *_, name in columns], {})
+    found, _ = find_columns([name for *_, name in columns], {})
     assert found == {signal: name for *signals, name in columns for signal in signals}
 
 
@@ -111,9 +111,9 @@ def test_names_of_trainers(trainer):
 )
 def test_unknown_or_ambiguous_columns_are_refused(names, columns, message):
     with pytest.raises(TraceError) as error:
-        resolve(names, columns)
+        find_columns(names, columns)
     assert message in str(error.value)
-    _, notes = resolve(["step", "loss", "train_loss"], {})
+    _, notes = find_columns(["step", "loss", "train_loss"], {})
     assert notes == ["loss is read from 'loss', not from 'train_loss'"], "an earlier tier wins"
 
 

@@ -26,7 +26,7 @@ from healcore.policy.overrides import check_spelling
 from healcore.policy.variants import with_limit
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, heal_optimizer, healing_of
-from healcore.torch.engines import StepOrder
+from healcore.torch.engines import EnforcedDecision
 from healcore.torch.grad_scaler import MAX_OVERFLOWS, DroppedSteps, Overflows
 from healcore.torch.healed_step import HealedStep
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
@@ -360,7 +360,7 @@ class DeepSpeedMeasurer(Measurer):
         # DeepSpeed computes this norm before it calls the basic optimizer: reduced over the ranks,
         # without the loss scale, before clipping. get_global_grad_norm() is one step behind.
         norm = torch.as_tensor(self._deepspeed._global_grad_norm, dtype=torch.float32)
-        norm = gradients.moved(norm, self.home)
+        norm = gradients.to_device(norm, self.home)
         # DeepSpeed sets -1 if the norm is not finite.
         norm = norm.masked_fill(norm < 0, math.nan)
         return measured._replace(signals=measured.signals._replace(grad_norm=norm))
@@ -381,22 +381,22 @@ class DeepSpeedStep(HealedStep):
         super().__init__(*args)
         self.adopted_limit = adopted_limit
         self._first = gradients.parameters(self.optimizer)[0]
-        self._group_order: StepOrder | None = None
+        self._group_decision: EnforcedDecision | None = None
         self._sharded = _is_sharded(engine)
 
     @torch.no_grad()
     def _judge(self) -> None:
-        """Judges the first group of a step, and enforces the same order in the other groups.
+        """Judges the first group of a step, and enforces the same decision in the other groups.
 
         With ZeRO DeepSpeed calls the optimizer once for each group, with only this group in it.
         """
         params = gradients.parameters(self.optimizer)
         if not self._sharded or params[0] is self._first:
             super()._judge()
-            self._group_order = self._current.order
-        elif self._group_order is not None:
-            self._current.order = self._group_order
-            self.enforcer.enforce(params, self._group_order, self.enforcer.amp_flags()[0])
+            self._group_decision = self._current.enforced
+        elif self._group_decision is not None:
+            self._current.enforced = self._group_decision
+            self.enforcer.enforce(params, self._group_decision, self.enforcer.amp_flags()[0])
 
     def _report(self, norms: StepNorms) -> None:
         """See `HealedStep._report`."""

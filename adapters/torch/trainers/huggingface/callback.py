@@ -553,8 +553,8 @@ def _wrap_train_when_added() -> None:
     `Trainer.__init__` calls `add_callback` too, for its printer or progress bar, when it already
     has the callbacks of its argument `callbacks`. So this replaced method sees the callbacks of
     both ways. A callback otherwise learns that it was added only in `train()`, when the Trainer has
-    loaded its own checkpoint, or has raised because it has none although the store has the run.
-    Trainers without a `HealingCallback` behave as before.
+    loaded its own checkpoint. Or it has raised because it has no checkpoint, although the store has
+    the run. Trainers without a `HealingCallback` behave as before.
     """
     original = Trainer.add_callback
 

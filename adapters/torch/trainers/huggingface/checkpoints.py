@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from healcore import regular_file
 from healcore.console import warning
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_first
-from healcore.torch.store.gloo import GlooRanks, initialized
+from healcore.torch.store.gloo import GlooRanks, is_distributed
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
@@ -38,7 +38,7 @@ def to_resume_from(requested: Requested, folder: Path) -> Requested | None:
             return requested
         found = found[: names.index(Path(requested).absolute()) + 1]
     ranks: Ranks = Alone()
-    if initialized():
+    if is_distributed():
         ranks = GlooRanks()
     target, defects = run_on_first(ranks, lambda: _newest_complete(found))
     for path, defect in defects.items():

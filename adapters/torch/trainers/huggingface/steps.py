@@ -27,7 +27,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.attachment import unwrapped
-from healcore.torch.driver.weights import copied
+from healcore.torch.driver.weights import copy_of_batch
 from healcore.torch.trainers import patched
 from healcore.torch.trainers.huggingface import trainer_internals as internals
 from healcore.torch.trainers.huggingface.epochs import Counters, CountsBefore
@@ -323,7 +323,7 @@ def loss_fn_of(trainer: HfTrainer) -> Callable[..., Any] | None:
 
     def loss_of(batch: Batch, items: Any = None) -> Any:
         # compute_loss may change its inputs, log, set attributes, and in TRL change metrics.
-        inputs = internals.prepared_inputs(trainer, copied(batch))
+        inputs = internals.prepared_inputs(trainer, copy_of_batch(batch))
         items = items or internals.items_in_batch(trainer, inputs)
         given = {}
         if items is not None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from healcore.core.errors import AttachError
 from healcore.runtime.data import EmptyLoader
-from healcore.runtime.data.torch_loader import BEGUN
+from healcore.runtime.data.torch_loader import EPOCH_BEGUN
 from healcore.runtime.data.unreadable_batch import UnreadableBatch, catch_unreadable
 from healcore.runtime.driver import json_setting
 from healcore.runtime.trainer_access import TrainerAccess
@@ -69,7 +69,7 @@ class Feed:
         """
         for loader in combined_loader.flattened:
             if begun and isinstance(loader, DataLoader):
-                vars(loader)[BEGUN] = True
+                vars(loader)[EPOCH_BEGUN] = True
         self.combined_loader = combined_loader
         internals.make_length_known(combined_loader)
 

@@ -61,6 +61,7 @@ def limit_rates(
     known: dict[str, np.float32] = {}  # rates at the restored step that the engine can limit
     for name, rate in rates.items():
         if rate is not None and engine.limits_lr and name in states:
+            # A rate beyond float32 counts as unknown. Without the limit NumPy would warn of it.
             known[name] = np.float32(min(rate, FLOAT32_MAX))
     if at_fault is not None:
         last_healthy = _last_healthy(states, known, rates, learnt) if healthy else {}
