@@ -22,7 +22,7 @@ from healcore.jax.driver.edits import Edits
 from healcore.jax.driver.engine_readings import BlockRecords
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.processes import Processes
-from healcore.jax.driver.program_state import program_state_of
+from healcore.jax.driver.program_state import check_not_donated, is_donated, program_state_of
 from healcore.jax.driver.step_reader import LINE, Dispatch, StepReader, counters_of
 from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
@@ -52,7 +52,8 @@ class JaxDriver(Driver):
         policy: the optimizer's policy.
 
     Raises:
-        HealStateError: `state` has no healing state, or its policy differs.
+        HealStateError: `state` has no healing state, its policy differs, or an array of `state`
+            was donated to a compiled function.
     """
 
     framework = "jax"
@@ -63,6 +64,7 @@ class JaxDriver(Driver):
         self._live = program_state_of(state)
         """The state of the program. `ProgramState` hides its form."""
         tree = self._live.read()
+        check_not_donated(tree)
         self._engines = engine_states.find_engines(tree, self._live.trained, self._engine)
         self._weights = self._make_weights()
         self._changes: list[str] = []
@@ -126,6 +128,8 @@ class JaxDriver(Driver):
         before, self._live.state = self._live.state, state
         try:
             self._check_structure()
+            if any(is_donated(state.heal_engine) for state in self._states()):
+                check_not_donated(self._live.read())
             if self._edits.is_stale(self._states):
                 raise HealStateError(_STALE)
         except HealStateError:

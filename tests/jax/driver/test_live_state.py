@@ -196,6 +196,20 @@ def test_a_state_without_its_healing_part_is_refused():
             JaxDriver(state, policy)
 
 
+def test_a_state_that_was_donated_to_a_step_is_refused():
+    run, driver = driven(plain())
+    live = driver.live
+    donated = jax.tree.map(jnp.copy, live)
+    jax.tree.map(lambda leaf: leaf.delete(), donated)
+    with pytest.raises(HealStateError, match="was donated to a compiled function"):
+        driver.update(donated)
+    assert driver.live is live
+    with pytest.raises(HealStateError, match=r"state\['opt_state'\].* was donated"):
+        JaxDriver({**run.state, "opt_state": donated["opt_state"]}, POLICY)
+    with pytest.raises(HealStateError, match=r"state\['params'\].* was donated"):
+        JaxDriver({**run.state, "params": donated["params"]}, POLICY)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [(jnp.zeros(2, jnp.bfloat16), jnp.full(2, 0.3)), (0, jnp.float32(0.3))],
