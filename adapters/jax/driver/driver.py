@@ -74,6 +74,8 @@ class JaxDriver(Driver):
         self.warnings: list[str] = []
         if any(nodes(HealState, guard) for _, guard in nodes(optax.ApplyIfFiniteState, tree)):
             self.warnings.append(_GUARDED)
+        if not engine_states.has_parameters(tree, self._engines):
+            self.warnings.append(_NO_PARAMETERS)
         self.on_step: Callable[[], None] = lambda: None
         steps = nodes(optax.MultiStepsState, tree)
         accumulates = any(nodes(HealState, state) for _, state in steps)
@@ -503,6 +505,11 @@ _STALE = (
     f"expect_change() has replaced. Write `{LINE}`, so that each step starts from "
     "healer.state. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
+)
+_NO_PARAMETERS = (
+    "the state has no parameters outside of the optimizer's state, so no checkpoint holds them: a "
+    "restart or a rollback would combine old moments with new weights. Add the parameters, as in "
+    'state=(params, opt_state), with nnx state={"model": model, "optimizer": optimizer}'
 )
 _GUARDED = (
     "optax.apply_if_finite around protect hides each step with NaN or Inf in its gradients: "
