@@ -254,7 +254,7 @@ def _full_like(leaf: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
     """An array of one value; both parts of a complex element are the value."""
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         value = jax.lax.complex(value, value)
-    return jnp.full(leaf.shape, value, leaf.dtype)
+    return jnp.full_like(leaf, value)
 
 
 def _square_sum(leaf: jax.Array) -> jax.Array:

@@ -143,6 +143,11 @@ def test_inside_shard_map_on_four_devices():
     assert Program("", scenario, world=1, devices=4).of(scenario) == [None]
 
 
+def test_parameters_that_are_sharded_over_an_explicit_mesh():
+    scenario = "four_devices:explicit"
+    assert Program("", scenario, world=1, devices=4).of(scenario) == [None]
+
+
 def test_signals_are_reduced_over_a_named_vmap():
     tx = protect(optax.sgd(0.1), policies.SKIP, axis_name="lane")
     params = grads = jnp.ones(2)

@@ -31,11 +31,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import keystr, tree_leaves_with_path
 
+from healcore.console import first_of
 from healcore.jax.array_leaves import Leaf, PyTree, is_array, is_number
 from healcore.jax.driver.engine_readings import BlockRecords, block_records
 from healcore.jax.driver.engine_tensors import Path
 from healcore.jax.driver.step_reader import any_replaced
+from healcore.jax.heal_state import HealStateError
 from healcore.jax.tree_nodes import node_at
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
@@ -166,7 +169,8 @@ class CompiledBlocks:
         assert split is not None
 
         def body(traced: PyTree, step: Any) -> tuple[Any, Any]:
-            state, outputs = self._update(split.whole(traced), step)
+            old = split.whole(traced)
+            state, outputs = _checked_result(self._update(old, step), old)
             states = [node_at(state, path) for path in self._paths]
             return split.traced(state), (outputs, block_records(states))
 
@@ -232,6 +236,47 @@ class CompiledBlocks:
             if type(found[i]) is not type(number) or found[i] != number:
                 changed.add(i)
         return changed
+
+
+def _checked_result(result: Any, old: PyTree) -> tuple[Any, Any]:
+    """The new state and the outputs, as `update` has returned them.
+
+    Args:
+        result: what `update` has returned.
+        old: the state that `update` got.
+
+    Raises:
+        HealStateError: `result` is not a pair, or its state has other leaves than `old`.
+    """
+    rule = (
+        "`update` of healer.scan gets a state and the number of the update, and returns the new "
+        "state and its outputs, as a function for lax.scan does"
+    )
+    remedy = "Write `return state, outputs`, or `return state, None` for no outputs"
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise HealStateError(f"{rule}, and it returned {_name_of(result)}. {remedy}")
+    state, outputs = result
+    before, after = _paths(old), _paths(state)
+    missing = [f"state{path} is missing" for path in before if path not in after]
+    added = [f"state{path} was not present" for path in after if path not in before]
+    if missing or added:
+        differences = first_of([*missing, *added], separator="; ")
+        raise HealStateError(
+            f"{rule}, and the state that it returned has another structure: {differences}. {remedy}"
+        )
+    return state, outputs
+
+
+def _name_of(result: Any) -> str:
+    """The type of a wrong result, and its length."""
+    if isinstance(result, tuple | list):
+        return f"a {type(result).__name__} of {len(result)}"
+    return f"an object of type {type(result).__name__}"
+
+
+def _paths(tree: PyTree) -> dict[str, None]:
+    """The paths of the leaves, in flattening order."""
+    return dict.fromkeys(keystr(path) for path, _ in tree_leaves_with_path(tree))
 
 
 class ScanPrograms:

@@ -22,7 +22,7 @@ from healcore.jax.driver.edits import Edits
 from healcore.jax.driver.engine_readings import BlockRecords
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.processes import Processes
-from healcore.jax.driver.program_state import program_state_of
+from healcore.jax.driver.program_state import check_not_donated, is_donated, program_state_of
 from healcore.jax.driver.step_reader import LOOP_LINE, Dispatch, StepReader, counters_of
 from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
@@ -52,7 +52,8 @@ class JaxDriver(Driver):
         policy: the optimizer's policy.
 
     Raises:
-        HealStateError: `state` has no healing state, or its policy differs.
+        HealStateError: `state` has no healing state, its policy differs, or an array of `state`
+            was donated to a compiled function.
     """
 
     framework = "jax"
@@ -63,6 +64,7 @@ class JaxDriver(Driver):
         self._live = program_state_of(state)
         """The state of the program. `ProgramState` hides its form."""
         tree = self._live.read()
+        check_not_donated(tree)
         self._engines = engine_states.find_engines(tree, self._live.trained, self._engine)
         self._weights = self._make_weights()
         self._changes: list[str] = []
@@ -72,6 +74,8 @@ class JaxDriver(Driver):
         self.warnings: list[str] = []
         if any(nodes(HealState, guard) for _, guard in nodes(optax.ApplyIfFiniteState, tree)):
             self.warnings.append(_GUARDED)
+        if not engine_states.has_parameters(tree, self._engines):
+            self.warnings.append(_NO_PARAMETERS)
         self.on_step: Callable[[], None] = lambda: None
         steps = nodes(optax.MultiStepsState, tree)
         accumulates = any(nodes(HealState, state) for _, state in steps)
@@ -126,6 +130,8 @@ class JaxDriver(Driver):
         before, self._live.state = self._live.state, state
         try:
             self._check_structure()
+            if any(is_donated(state.heal_engine) for state in self._states()):
+                check_not_donated(self._live.read())
             if self._edits.is_stale(self._states):
                 raise HealStateError(_STALE)
         except HealStateError:
@@ -499,6 +505,11 @@ _STALE = (
     f"expect_change() has replaced. Write `{LOOP_LINE}`, so that each step starts from "
     "healer.state. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
+)
+_NO_PARAMETERS = (
+    "the state has no parameters outside of the optimizer's state, so no checkpoint holds them: a "
+    "restart or a rollback would combine old moments with new weights. Add the parameters, as in "
+    'state=(params, opt_state), with nnx state={"model": model, "optimizer": optimizer}'
 )
 _GUARDED = (
     "optax.apply_if_finite around protect hides each step with NaN or Inf in its gradients: "

@@ -116,6 +116,24 @@ def find_engines(
     return engines
 
 
+def has_parameters(tree: PyTree, engines: Sequence[EngineEntry]) -> bool:
+    """Whether a state has any floating array outside of the optimizers' states.
+
+    Without the parameters, a restart would continue with old moments and new weights.
+
+    Args:
+        tree: the live state, as `ProgramState.read` returns it.
+        engines: the engines of this state.
+    """
+    optimizers = [_optimizer_of(entry.path) for entry in engines]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(array_of(leaf), "dtype", None)
+        is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+        if is_floating and not is_within(path, optimizers):
+            return True
+    return False
+
+
 def _item_of(path: Path) -> str:
     """The item of the state that contains the node at a path. A state of one node is `state`."""
     if not path:

@@ -15,6 +15,20 @@ import numpy as np
 from healcore.runtime.data.loader_adapter import LoaderAdapter
 
 
+def _whole_number(name: str, value: Any) -> int:
+    """The value as an int. Raises ValueError unless the value is a whole number >= 1."""
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1:
+        return int(value)
+    shape = getattr(value, "shape", ())
+    if not shape:
+        raise ValueError(f"{name} is a whole number >= 1, not {value!r}")
+    raise ValueError(
+        f"{name} is a whole number >= 1, not an array of shape {tuple(shape)}. Unlike lax.scan, "
+        "healer.scan gives `update` only the number of the update: pass the number of updates, and "
+        "read the data in `update`, as in data[number]"
+    )
+
+
 class ScanBlocks(LoaderAdapter):
     """Yields the number of each block's last update, which a `loss_fn` gets as its batch.
 
@@ -40,11 +54,9 @@ class ScanBlocks(LoaderAdapter):
     kind = "scan"
 
     def __init__(self, updates: int, every: int) -> None:
-        for name, number in (("steps", updates), ("every", every)):
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{name} is a whole number >= 1, not {number!r}")
         super().__init__(self)
-        self.updates, self.every = updates, every
+        self.updates = _whole_number("steps", updates)
+        self.every = _whole_number("every", every)
         self.first = self.count = self.next_count = 0
         self._done = 0
         """Updates up to the end of the newest block."""

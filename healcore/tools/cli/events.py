@@ -66,6 +66,8 @@ def _show_once(path: Path) -> int:
     damaged = events_file.problems
     if damaged and not events_file.events:
         fail(f"{path} is no events file: line {damaged[0].line}: {damaged[0].problem}")
+    if not events_file.events:
+        fail(f"{path} is no events file: it is empty")
     _print_events(events_file.events, None)
     _print_damage(damaged)
     if damaged:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.console import counted, first_lines
+from healcore.console import counted, first_lines, first_of
 from healcore.core.errors import HealcoreError
 from healcore.events import read
 from healcore.events.file_names import metrics_path
@@ -181,6 +181,11 @@ def find_events_file(path: Path) -> Path:
     files = sorted(path.glob("*events.jsonl"))
     if len(files) == 1:
         return files[0]
+    runs = sorted({str(file.parent) for file in path.glob("*/*events.jsonl")})
+    if runs and not files:
+        raise ReportError(
+            f"{path} has no events file; pass a folder that has one: {first_of(runs, MAX_LINES)}"
+        )
     found = ", ".join(file.name for file in files) or "none"
     raise ReportError(
         f"{path} must have one events file (*events.jsonl) and has {found}: name the file of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -354,12 +355,18 @@ def detect_format(start: bytes) -> Format:
         The format. Text that is nothing else is taken for a table.
 
     Raises:
-        TraceError: the file is empty, binary, or JSON without a log.
+        TraceError: the file is empty, binary, UTF-16 text, or JSON without a log.
     """
     if not start.strip():
         raise TraceError("it is empty")
     if b"brain.Event:" in start[:64]:
         return _TENSORBOARD
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise TraceError(
+            "it is UTF-16 text, and healcore reads UTF-8. `>` of Windows PowerShell writes UTF-16: "
+            "write `Get-Content OLD | Set-Content -Encoding utf8 NEW`, or elsewhere "
+            "`iconv -f UTF-16 -t UTF-8 OLD > NEW`"
+        )
     text = start.decode("utf-8-sig", errors="replace").lstrip()
     if "\0" in text[:512]:
         raise TraceError(f"it is binary, and not {KNOWN_FORMATS}")

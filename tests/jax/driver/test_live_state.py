@@ -196,6 +196,36 @@ def test_a_state_without_its_healing_part_is_refused():
             JaxDriver(state, policy)
 
 
+def test_a_state_without_the_parameters_is_warned_of():
+    run = plain()
+    for state, is_warned in (
+        ({"opt_state": run.state["opt_state"]}, True),
+        ({"opt_state": run.state["opt_state"], "key": jax.random.key(0), "epoch": 1.0}, True),
+        (run.state, False),
+        ((run.state["params"], run.state["opt_state"]), False),
+    ):
+        warnings = JaxDriver(state, POLICY).warnings
+        assert any("no parameters" in line for line in warnings) is is_warned
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, protect(optax.adam(0.1), POLICY), wrt=nnx.Param)
+    assert "no parameters" in JaxDriver({"optimizer": optimizer}, POLICY).warnings[0]
+    assert not JaxDriver({"model": model, "optimizer": optimizer}, POLICY).warnings
+
+
+def test_a_state_that_was_donated_to_a_step_is_refused():
+    run, driver = driven(plain())
+    live = driver.live
+    donated = jax.tree.map(jnp.copy, live)
+    jax.tree.map(lambda leaf: leaf.delete(), donated)
+    with pytest.raises(HealStateError, match="was donated to a compiled function"):
+        driver.update(donated)
+    assert driver.live is live
+    with pytest.raises(HealStateError, match=r"state\['opt_state'\].* was donated"):
+        JaxDriver({**run.state, "opt_state": donated["opt_state"]}, POLICY)
+    with pytest.raises(HealStateError, match=r"state\['params'\].* was donated"):
+        JaxDriver({**run.state, "params": donated["params"]}, POLICY)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [(jnp.zeros(2, jnp.bfloat16), jnp.full(2, 0.3)), (0, jnp.float32(0.3))],

@@ -314,9 +314,19 @@ def test_wrong_arguments_say_what_to_write():
         for wrong in ({"steps": 0, "every": 1}, {"steps": 5, "every": 2.5}):
             with pytest.raises(ValueError, match="a whole number >= 1"):
                 healer.scan(UPDATE, healer.state, **wrong)
+        with pytest.raises(ValueError, match=r"not an array of shape \(300, 4\).*data\[number\]"):
+            healer.scan(UPDATE, healer.state, jnp.zeros((300, 4)), every=5)
+        for result in (
+            lambda state: state,
+            lambda state: state[:2],
+            lambda state: (state[0], state[1:]),
+            lambda state: None,
+        ):
+            with pytest.raises(HealStateError, match="return state, outputs"):
+                healer.scan(lambda state, number, result=result: result(state), state, 5, every=5)
         with pytest.raises(HealStateError, match=r"was (not present|int32)"):
             healer.scan(UPDATE, state[1:], 5, every=5)
-        healer.scan(UPDATE, healer.state, 1, every=1)
+        healer.scan(UPDATE, healer.state, np.int64(1), every=np.int32(1))
     objects = in_place("default")
     with pytest.raises(HealerError, match="split"), Healer(state=objects.state) as healer:
         healer.scan(UPDATE, None, 5, every=5)

@@ -106,6 +106,25 @@ def test_events_show_prints_one_line_for_each_event(tmp_path):
     assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
 
 
+def test_an_events_file_without_an_event_is_refused(tmp_path):
+    (tmp_path / "run.events.jsonl").write_bytes(b"")
+    done = healcore_cli("events", "show", str(tmp_path))
+    assert done.exit_code == 2
+    assert "run.events.jsonl is no events file: it is empty" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("events", "show"), ("report",)])
+def test_a_folder_of_several_runs_says_which_folders_have_the_runs(tmp_path, command):
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        Log(tmp_path / name / "healcore.events.jsonl").write("over", step=1, **SAMPLES["over"])
+    done = healcore_cli(*command, str(tmp_path))
+    assert done.exit_code == 2
+    runs = f"{tmp_path / 'a'}, {tmp_path / 'b'}"
+    text = done.stderr.replace("\n", " ")
+    assert f"has no events file; pass a folder that has one: {runs}" in text
+
+
 @pytest.mark.parametrize(
     ("words", "lines"),
     [

@@ -33,6 +33,13 @@ def test_files_without_a_usable_row(tmp_path, text, message):
     assert message in refusal(write(tmp_path / "run.csv", text))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_text_in_utf_16_is_refused_with_the_remedy(tmp_path, encoding):
+    path = tmp_path / "run.csv"  # `>` of Windows PowerShell writes such files
+    path.write_bytes("\ufeffstep,loss\n1,2\n".encode(encoding))
+    assert "it is UTF-16 text, and healcore reads UTF-8" in refusal(path)
+
+
 def test_paths_that_cannot_be_read_do_not_stop_the_others_and_a_pipe_is_not_waited_for(tmp_path):
     good = write(tmp_path / "good.csv", "step,loss\n1,2\n")
     os.mkfifo(tmp_path / "pipe")

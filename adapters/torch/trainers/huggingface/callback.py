@@ -510,10 +510,17 @@ def _wrap_train(trainer: HfTrainer) -> None:
     @functools.wraps(original)
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         own = _healing_callbacks(trainer)
-        steps = [newest_step(each._resolved_store(trainer)) for each in own]
+        steps = []
+        for each in own:
+            step = newest_step(each._resolved_store(trainer))
+            if step is not None:
+                steps.append(step)
         resume = resume_from_checkpoint
-        if resume and steps.count(None) < len(steps):
-            info(f"the store continues the run, not the Trainer's {resume}")
+        if resume and steps:
+            info(
+                f"resume_from_checkpoint={resume!r} is ignored, because the store continues the "
+                f"run, from its checkpoint of step {steps[0]}"
+            )
             resume = None
         elif resume:
             resume = checkpoints.to_resume_from(resume, _folder(trainer))
