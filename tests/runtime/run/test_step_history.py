@@ -11,7 +11,6 @@ from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.step_history import (
     MAX_HIGH_STEPS,
-    STEPS_AFTER_SIGN,
     STEPS_BEFORE_SIGN,
     Signs,
     StepHistory,
@@ -122,8 +121,21 @@ def test_suspects_are_bounded():
     add(history, [5.0] * 1000, first=150)
     found = history.suspect_steps(150, 1150)
     assert found is not None
-    assert len(found.steps) == STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN + MAX_HIGH_STEPS
-    assert found.steps[-1].index == 1149
+    assert len(found.steps) == STEPS_BEFORE_SIGN + MAX_HIGH_STEPS
+    assert found.steps[-1].index == 150 + MAX_HIGH_STEPS - 1
+
+
+def test_the_first_steps_of_a_long_burst_stay_and_an_earlier_burst_makes_room():
+    """The bad batches come first. Later, damaged weights have high losses on good batches, too."""
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    add(history, [5.0] * 10, first=150)
+    add(history, [1.0] * 40, first=160)
+    add(history, [6.0] * 100, first=200)
+    found = history.suspect_steps(200, 300)
+    assert found is not None
+    indices = [each.index for each in found.steps]
+    assert indices == [*range(192, 200 + MAX_HIGH_STEPS)]
 
 
 def test_equal_passes_have_equal_digests():
@@ -196,6 +208,27 @@ def test_a_rollback_takes_back_the_norms_that_were_learnt_after_its_target():
     assert history.largest_norms() == {"a": 8.0}
     history.forget(at_target)
     assert history.largest_norms() == {"a": 1.0}
+
+
+def test_a_loss_that_was_high_before_a_rollback_is_high_in_the_repeat():
+    """Without it, only the first bad batches of a repeat would be found, and not the others."""
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    at_target = history.largest_usual_loss()
+    add(history, [5.0] * 30, first=150)
+    history.forget({}, at_target)
+    add(history, [1.0] * 10, first=150)
+    signs = add(history, [5.0] * 30, first=160)
+    assert [each.high for each in signs] == [True] * 30
+    assert [each.sign for each in signs] == [True] + [False] * 29
+    add(history, [0.5] * 100, first=190)
+    assert add(history, [1.0], first=290)[0].high, "the losses of the repeat are the usual ones"
+
+
+def test_few_losses_say_nothing_about_the_usual_loss():
+    history = StepHistory()
+    add(history, [1.0] * 99)
+    assert history.largest_usual_loss() is None
 
 
 def test_the_rates_of_all_healthy_steps_are_learnt_and_not_those_at_a_sign():

@@ -327,7 +327,7 @@ class Comparisons:
         if self.anchors:
             ranges.values = ranges.values.with_better(self.anchors[-1].healthy)
         self._forget_trouble()
-        self.history.forget(ranges.values.norms)
+        self.history.forget(ranges.values.norms, ranges.values.loss)
         self.run.holding.on_rollback(target)
 
     def pause_until(self, step: int) -> None:

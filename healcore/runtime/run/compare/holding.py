@@ -145,7 +145,12 @@ class Holding:
         rates: dict[str, float] = {}
         if step > self._record.first_step:  # no step was trained before the first checkpoint
             rates = self.known_rates()
-        ranges.learn(history.healthy_rates(rates), seen, history.largest_norms())
+        ranges.learn(
+            history.healthy_rates(rates),
+            seen,
+            history.largest_norms(),
+            history.largest_usual_loss(),
+        )
 
         # Release, and adapt what stays held.
         held = ranges.held

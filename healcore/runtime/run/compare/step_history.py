@@ -123,23 +123,30 @@ class StepHistory:
         self._norms = NormHistory(_UNTIL_HEALTHY)
         self.forget()
 
-    def forget(self, norms: Mapping[str, float] | None = None) -> None:
+    def forget(
+        self, norms: Mapping[str, float] | None = None, usual_loss: float | None = None
+    ) -> None:
         """Drops the steps, which are repeated after a rollback.
 
         Args:
             norms: engine name -> largest healthy gradient norm at the step from which on the run
                 repeats its steps, or None to keep the known norms.
+            usual_loss: largest usual loss at this step, or None if unknown. Without it no loss of
+                the next `REGULAR_INTERVAL` steps would be high, and the bad batches of a repeat
+                would not be found.
         """
         self._norms.forget(norms or {})
-        self._level = LossLevel()
+        self._level = LossLevel(usual_loss)
         self._newest: deque[tuple[int, float, float]] = deque(maxlen=REGULAR_INTERVAL)
         """Step, loss and largest gradient norm of the last steps, for `digest`."""
         self._last: deque[TrainedStep] = deque(maxlen=STEPS_BEFORE_SIGN)
         """The last steps, with their batches."""
         self._windows: deque[_Window] = deque(maxlen=WINDOWS)
         """The steps around the first sign of each trouble."""
-        self._high: deque[TrainedStep] = deque(maxlen=MAX_HIGH_STEPS)
-        """Steps with a sign or a high loss."""
+        self._high: deque[TrainedStep] = deque()
+        """At most `MAX_HIGH_STEPS` steps with a sign or a high loss, see `_add_high`."""
+        self._burst = (-STEPS_AFTER_SIGN - 1, -STEPS_AFTER_SIGN - 1)  # none
+        """First and last step of the newest burst of high steps."""
         self._last_sign = -STEPS_AFTER_SIGN - 1  # none
         self._last_alarm = -STEPS_AFTER_SIGN - 1  # none
 
@@ -176,7 +183,7 @@ class StepHistory:
             "last": [each.index for each in self._last],
             "windows": windows,
             "high": [each.index for each in self._high],
-            "signs": (self._last_sign, self._last_alarm),
+            "signs": (self._last_sign, self._last_alarm, *self._burst),
             **self._level.to_values(),
             **self._norms.to_values(),
         }
@@ -203,7 +210,9 @@ class StepHistory:
         self._high.extend(steps[index] for index in found["high"])
         for start, indices in found["windows"]:
             self._windows.append(_Window(start, [steps[index] for index in indices]))
-        self._last_sign, self._last_alarm = found["signs"]
+        self._last_sign, self._last_alarm, *burst = found["signs"]
+        if burst:  # records of earlier versions have no burst
+            self._burst = (burst[0], burst[1])
         return steps
 
     def add(
@@ -245,10 +254,26 @@ class StepHistory:
         if self._windows and trained.index < self._windows[-1].start + STEPS_AFTER_SIGN:
             self._windows[-1].steps.append(trained)
         if high:
-            self._high.append(trained)
+            self._add_high(trained)
         self._norms.add(trained, norm_limits, is_bad=is_bad, healthy=healthy)
         self._last.append(trained)
         return Signs(sign, first_alarm, not sign and since_sign == STEPS_AFTER_SIGN, high)
+
+    def _add_high(self, trained: TrainedStep) -> None:
+        """Adds a step with a sign or a high loss, if there is room for it.
+
+        The first steps of a long burst stay, because the cause of the trouble is near its onset.
+        Later, damaged weights have high losses on good batches, too.
+        """
+        first, last = self._burst
+        if trained.index - last > STEPS_AFTER_SIGN:
+            first = trained.index
+        self._burst = (first, trained.index)
+        if len(self._high) == MAX_HIGH_STEPS:
+            if self._high[0].index >= first:
+                return
+            self._high.popleft()  # of an earlier burst
+        self._high.append(trained)
 
     def accept_level(self) -> None:
         """Makes the last losses the usual losses, if most of them are high.
@@ -286,6 +311,14 @@ class StepHistory:
             Engine name -> gradient norm, without engines of which no healthy norm is known.
         """
         return self._norms.largest()
+
+    def largest_usual_loss(self) -> float | None:
+        """The largest of the last usual losses, see `LossLevel.largest_usual`.
+
+        Returns:
+            The loss, or None before `REGULAR_INTERVAL` usual losses are known.
+        """
+        return self._level.largest_usual()
 
     def typical_norms(self) -> dict[str, float]:
         """The median gradient norm of each engine, see `NormHistory.typical`.

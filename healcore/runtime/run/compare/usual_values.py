@@ -90,9 +90,19 @@ class LossLevel:
         usual: the last `REGULAR_INTERVAL` usual losses.
     """
 
-    def __init__(self) -> None:
-        self.last = LastValues(REGULAR_INTERVAL)
-        self.usual = LastValues(REGULAR_INTERVAL)
+    def __init__(self, usual_loss: float | None = None) -> None:
+        """Begins a level.
+
+        Args:
+            usual_loss: the largest usual loss so far. Until `REGULAR_INTERVAL` losses follow, a
+                loss is high if it exceeds this loss too. None if unknown; then no loss is high
+                until so many losses follow.
+        """
+        first: list[float] = []
+        if usual_loss is not None:
+            first = [usual_loss] * REGULAR_INTERVAL
+        self.last = LastValues(REGULAR_INTERVAL, first)
+        self.usual = LastValues(REGULAR_INTERVAL, first)
         self._were_high: deque[bool] = deque(maxlen=REGULAR_INTERVAL)
         """Whether each of the last losses was high."""
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -126,6 +136,16 @@ class LossLevel:
         if 2 * sum(self._were_high) > REGULAR_INTERVAL:
             self.usual = copy.deepcopy(self.last)
             self._were_high.clear()
+
+    def largest_usual(self) -> float | None:
+        """The largest usual loss, which a new level begins with after a rollback.
+
+        Returns:
+            The loss, or None before `REGULAR_INTERVAL` usual losses are known.
+        """
+        if not self.usual.is_full:
+            return None
+        return self.usual.largest
 
     def mean(self) -> float | None:
         """The mean of the last `RECENT` finite losses, high losses included.
