@@ -643,7 +643,7 @@ class Healer(Generic[State]):
         Raises:
             HealerError: the call is outside the Healer's block.
         """
-        self._live.loop.queue_dispatch()
+        self._live.loop.count_in_body()
         if self._live.loop.returns_to_epoch:
             self._live.log.info(
                 f"step {self._live.progress.step}: not saved, because healer.epochs is about to "

@@ -102,9 +102,9 @@ class RunBatches:
             StopIteration: the last epoch has ended.
         """
         run = self.run
-        # A signal ends a run of one process while it waits, but not within a step.
+        # A signal ends a run of one process while it waits, but not within a step or an evaluation.
         waits = nullcontext()
-        if run.step_batches.between_steps:
+        if run.step_batches.between_steps and not run.loop.in_evaluation:
             waits = run.end_requests.stop_signals.waiting_for_data()
         loader.put_back_random_states = None
         if directly_after_step and run.host_state.keeps_states:

@@ -56,6 +56,8 @@ class Loop:
         use: how the program uses the loop, for the end of the run.
         reading_error: error of the program that the reading of a step has shown, such as a step
             from an older state in JAX, or None. Nothing is saved after it.
+        in_evaluation: whether an evaluation in the body of the training loop has begun, and has not
+            read its last batch. A restart would not repeat the rest of it.
     """
 
     def __init__(self, run: Run, *, has_trainer: bool) -> None:
@@ -64,6 +66,7 @@ class Loop:
         self.has_trainer = has_trainer
         self.use = LoopUse(run)
         self.reading_error: HealcoreError | None = None
+        self.in_evaluation = False
         self._has_random_states = False
         """Whether the random states of the checkpoint were restored for the loop that runs."""
         self._update_rolled_back = False
@@ -74,6 +77,8 @@ class Loop:
         self._step_is_epoch = False
         """Whether each epoch of a loop over `epochs` is one step without `batches`."""
         self._structure = StructureChanges(run)
+        self._counted_in_body = False
+        """Whether the body has continued after its step was counted, see `count_in_body`."""
 
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
@@ -233,6 +238,8 @@ class Loop:
         ):
             return
         acts = not self._is_evaluation(known)
+        if not acts:
+            self.in_evaluation = self._counted_in_body = True
         begun = batches.begin(loader, epochs, epoch, limit)
         self._has_random_states = True
         if known is not None and known.trains:  # what the code before this pass has changed
@@ -277,6 +284,7 @@ class Loop:
             has_stepped = progress.step > step_before
             if not self._is_evaluation(begun):
                 self.after_step()
+        self.in_evaluation = False
         evaluates = self._is_evaluation(begun)
         batches.end(begun, evaluates=evaluates)
         # A pass with a number is one of several, as a pass of few steps may be.
@@ -387,12 +395,16 @@ class Loop:
         run, step_batches = self.run, self.run.step_batches
         run.hang_guard.pause()
         self.use.was_used = True
+        self.in_evaluation = False
         self.queue_dispatch()
         if self.use.own_count_obstacle or not self._has_random_states:
             self.continue_by_step_number()
         has_stepped = self.phase is LoopPhase.AFTER_STEP
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()
+            if self._counted_in_body:
+                run.saver.keep_random_states()
+                self._counted_in_body = False
         if self.phase is not LoopPhase.COMPLETED:
             self.phase = LoopPhase.BEFORE_STEP
         if last:
@@ -445,14 +457,15 @@ class Loop:
         return self.phase is LoopPhase.COMPLETED
 
     @property
-    def has_unfinished_trainer_work(self) -> bool:
-        """Whether a trainer has stepped, and still has to evaluate, log or save after the step.
+    def has_unfinished_work(self) -> bool:
+        """Whether an evaluation in the body of the loop, or the work of a trainer, is incomplete.
 
-        An exception then leaves the work of the step incomplete, so nothing is saved. In a loop of
-        the program, the state after a step is saved.
+        An exception then leaves the work of the step incomplete, so nothing is saved. A trainer has
+        stepped, and still has to evaluate, log or save after the step. In a loop of the program
+        that does not evaluate, the state after a step is saved.
         """
         if self.phase is LoopPhase.AFTER_STEP:
-            return self.has_trainer
+            return self.has_trainer or self.in_evaluation
         return self.phase is LoopPhase.EPOCH_END
 
     def queue_dispatch(self) -> None:
@@ -474,6 +487,7 @@ class Loop:
                 "further, pass resume=True; for a new run, pass an empty directory"
             )
         self.phase = LoopPhase.AFTER_STEP
+        self.in_evaluation = False
         loaders = run.loaders
         loader = loaders.last_trained
         first = run.step_batches.count_dispatch(pending)
@@ -484,6 +498,15 @@ class Loop:
         run.step_reader.push(pending, first)
         run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()
+
+    def count_in_body(self) -> None:
+        """Counts the step of a body that continues, as `queue_dispatch` does.
+
+        The rest of the body may draw random numbers. So the random states are kept once more after
+        it, for a save at a later end of the run.
+        """
+        self.queue_dispatch()
+        self._counted_in_body = True
 
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it.
@@ -608,6 +631,30 @@ class Loop:
         if self.run.driver.is_interrupted():
             return False
         self.queue_dispatch()
+        return True
+
+    def keep_last_steps(self) -> bool:
+        """Reads the unread steps at the end of a run, and leaves them for the next start.
+
+        The last checkpoint holds them, so the next start acts on them where this run would have.
+
+        Returns:
+            Whether none of them has an alarm, as the ledger counts alarms.
+        """
+        self.queue_dispatch()
+        self.log_warnings()
+        self.run.hang_guard.watch()
+        try:
+            unread = self.run.step_reader.read_ahead()
+        except HealcoreError as error:
+            self.reading_error = error
+            raise
+        finally:
+            self.run.hang_guard.pause()
+        for each in unread:
+            for records in each.dispatch.steps:
+                if self.run.monitor.has_alarm(records):
+                    return False
         return True
 
     def report_last_steps(self) -> None:

@@ -20,9 +20,11 @@ from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.host_state import HOST_ITEM, HostState
+from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.run.restore.stored import StoredCheckpoints
+from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
@@ -150,6 +152,8 @@ class Process:
         self.run.step_batches = step_batches
         self.run.host_state = HostState(self.loaders.position)
         self.run.schedule = SaveSchedule(self.run, EVERY)
+        self.run.step_reader = DelayedReader()
+        self.run.loop = SimpleNamespace(phase=LoopPhase.BEFORE_STEP)  # type: ignore[assignment]
         self.run.known_checkpoints = KnownCheckpoints(self.run)
         no_comparisons: Any = SimpleNamespace(
             is_enabled=False,

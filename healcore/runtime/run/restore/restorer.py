@@ -36,6 +36,7 @@ from healcore.runtime.run.rollback.dead_run import Revival, revivals_at
 from healcore.runtime.run.rollback.next_trial import Trial
 from healcore.runtime.run.rollback.rate_limits import RatesAfterRollback, limit_rates
 from healcore.runtime.run.run_record import Ledger, RunRecord, Trials
+from healcore.runtime.run.unread_steps import unread_from_text
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointInfo,
@@ -463,6 +464,9 @@ class Restorer:
         self._forget_changes(since=own.step)
         self.run.driver.structure_changes()  # those of the restart itself
         self.run.saver.begin_attempt(own.step)
+        record.is_in_body = own.is_in_body
+        if own.last_regular is not None:
+            self.run.schedule.last_regular = own.last_regular
         return own.step, saved.host
 
     def _load_resumed(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> dict[int, Any]:
@@ -497,10 +501,12 @@ class Restorer:
             saved: the checkpoint.
             weights: result of `_load_resumed`.
         """
+        batches = None
+        if saved.host is not None:
+            batches = saved.host.batches
+        if own.unread:
+            self.run.step_reader.resume(unread_from_text(own.unread, batches or {}))
         if own.comparisons is not None:
-            batches = None
-            if saved.host is not None:
-                batches = saved.host.batches
             self.run.comparisons.continue_from(
                 own.comparisons, weights, step=saved.step, batches=batches
             )
