@@ -128,6 +128,8 @@ class Restorer:
             self.run.host_state.put_back(saved.host)
         self.run.holding.held = self._held_after(order)
         self.run.comparisons.on_rollback(saved.step)
+        if saved.step < self.run.ledger.accepted_until:  # the record has to say so, for a restart
+            self.run.comparisons.pause_until(self.run.ledger.accepted_until)
         self.run.record.monitor.on_rollback(saved.step)
         self.run.record.part_growth.on_rollback(saved.step)
         self.run.record.evaluation_growth.on_rollback(saved.step)
