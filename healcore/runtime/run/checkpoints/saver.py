@@ -23,10 +23,10 @@ from healcore.runtime.run.checkpoints.storage_need import (
     checkpoints_on_disk,
     copies_in_memory,
 )
+from healcore.runtime.run.checkpoints.unread_steps import unread_to_text
 from healcore.runtime.run.compare.saved_form import MAX_BATCH_BYTES
 from healcore.runtime.run.host_state import HOST_ITEM
 from healcore.runtime.run.loop_phase import LoopPhase
-from healcore.runtime.run.unread_steps import unread_to_text
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     Keep,

@@ -20,6 +20,7 @@ from healcore.console import counted, first_of
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
+from healcore.runtime.run.checkpoints.unread_steps import unread_from_text
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.engine_states import (
     engines_after_rollback,
@@ -36,7 +37,6 @@ from healcore.runtime.run.rollback.dead_run import Revival, revivals_at
 from healcore.runtime.run.rollback.next_trial import Trial
 from healcore.runtime.run.rollback.rate_limits import RatesAfterRollback, limit_rates
 from healcore.runtime.run.run_record import Ledger, RunRecord, Trials
-from healcore.runtime.run.unread_steps import unread_from_text
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointInfo,
