@@ -105,6 +105,8 @@ class BatchLoop:
         if loop.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
             return False
         is_evaluation = loop.is_evaluation(known)
+        if is_evaluation:
+            loop.begin_evaluation()
         self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)
         loop.has_random_states = True
         if known is not None and known.trains:  # what the code before this pass has changed
@@ -125,7 +127,11 @@ class BatchLoop:
         while not (loop.returns_to_epoch and loader.trains):
             try:
                 hang_guard.watch()
-                self._batch = batches.next(loader, directly_after_step=self._has_stepped)
+                self._batch = batches.next(
+                    loader,
+                    directly_after_step=self._has_stepped,
+                    in_evaluation=loop.in_evaluation,
+                )
                 return True
             except StopIteration:
                 hang_guard.pause()
@@ -167,6 +173,7 @@ class BatchLoop:
     def _end(self) -> None:
         """Ends the loop after the last batch, and judges the run if no other loop may follow."""
         loop, loader = self._loop, self._loader
+        loop.in_evaluation = False
         evaluates = loop.is_evaluation(loader)
         self._run.batches.end(loader, evaluates=evaluates)
         if evaluates or not loader.trains:

@@ -115,7 +115,9 @@ class RunBatches:
                 "empty directory",
             )
 
-    def next(self, loader: RunLoader, *, directly_after_step: bool = False) -> Any:
+    def next(
+        self, loader: RunLoader, *, directly_after_step: bool = False, in_evaluation: bool = False
+    ) -> Any:
         """Reads the next batch of a loader.
 
         Args:
@@ -123,6 +125,7 @@ class RunBatches:
             directly_after_step: whether nothing of the program has run since the last step was
                 counted. Then the random states are the states that `DataState` may have kept after
                 the step.
+            in_evaluation: see `Loop.in_evaluation`.
 
         Returns:
             The batch, as the loader has yielded it.
@@ -130,13 +133,12 @@ class RunBatches:
         Raises:
             StopIteration: the last epoch has ended.
         """
-        between_steps = self._step_batches.between_steps
+        # A signal ends a run of one process while it waits, but not within a step or an evaluation.
+        may_end = self._step_batches.between_steps and not in_evaluation
         loader.put_back_random_states = None
         if directly_after_step and self._data_state.keeps_states:
             loader.put_back_random_states = self._data_state.put_back_after_step
-        batch, batch_id = self._reader.read(
-            loader, self._progress.step, between_steps=between_steps
-        )
+        batch, batch_id = self._reader.read(loader, self._progress.step, between_steps=may_end)
         if loader is not self._resumed_evaluation:
             self._pass_states.forget()
         self._step_batches.add(loader, batch, batch_id)

@@ -62,6 +62,8 @@ class Loop:
             from an older state in JAX, or None. Nothing is saved after it.
         has_random_states: whether the random states of the checkpoint were restored for the loop
             that runs.
+        in_evaluation: whether an evaluation in the body of the training loop has begun, and has not
+            read its last batch. A restart would not repeat the rest of it.
     """
 
     def __init__(self, run: Run, structure: StructureChanges, *, has_trainer: bool) -> None:
@@ -71,9 +73,12 @@ class Loop:
         self.use = LoopUse(run.loaders, has_trainer=has_trainer)
         self.reading_error: HealcoreError | None = None
         self.has_random_states = False
+        self.in_evaluation = False
         self._rolled_back_by_update: RollbackRecord | None = None
         """The newest rollback by an `update` since the last `after_step`, or None without one."""
         self._structure = structure
+        self._counted_in_body = False
+        """Whether the body has continued after its step was counted, see `count_in_body`."""
 
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
@@ -133,6 +138,11 @@ class Loop:
                 return True
         return self.has_taken_yielded_step
 
+    def begin_evaluation(self) -> None:
+        """Notes that the body of the training loop begins an evaluation over a loader."""
+        self.in_evaluation = True
+        self._counted_in_body = True
+
     @property
     def has_taken_yielded_step(self) -> bool:
         """Whether the body of a loop over `steps` has taken its step. What follows evaluates."""
@@ -150,14 +160,15 @@ class Loop:
             self.phase = LoopPhase.EPOCH_END
 
     @property
-    def has_unfinished_trainer_work(self) -> bool:
-        """Whether a trainer has stepped, and still has to evaluate, log or save after the step.
+    def has_unfinished_work(self) -> bool:
+        """Whether an evaluation in the body of the loop, or the work of a trainer, is incomplete.
 
-        An exception then leaves the work of the step incomplete, so nothing is saved. In a loop of
-        the program, the state after a step is saved.
+        An exception then leaves the work of the step incomplete, so nothing is saved. A trainer has
+        stepped, and still has to evaluate, log or save after the step. In a loop of the program
+        that does not evaluate, the state after a step is saved.
         """
         if self.phase is LoopPhase.AFTER_STEP:
-            return self.has_trainer
+            return self.has_trainer or self.in_evaluation
         return self.phase is LoopPhase.EPOCH_END
 
     # -- the work between two steps -------------------------------------------------------------
@@ -212,12 +223,16 @@ class Loop:
         run, step_batches = self.run, self.run.step_batches
         run.hang_guard.pause()
         self.use.was_used = True
+        self.in_evaluation = False
         self.queue_dispatch()
         if self.use.own_count_obstacle or not self.has_random_states:  # a loop begins
             self.continue_by_step_number()
         has_stepped = self.phase is LoopPhase.AFTER_STEP
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()
+            if self._counted_in_body:
+                run.saver.keep_random_states()
+                self._counted_in_body = False
         if self.phase is not LoopPhase.COMPLETED:
             self.phase = LoopPhase.BEFORE_STEP
         rollback: RollbackRecord | None = None
@@ -265,6 +280,7 @@ class Loop:
                 "further, pass resume=True; for a new run, pass an empty directory"
             )
         self.phase = LoopPhase.AFTER_STEP
+        self.in_evaluation = False
         loaders = run.loaders
         loader = loaders.last_trained
         first = run.step_batches.count_dispatch(pending)
@@ -275,6 +291,15 @@ class Loop:
         run.step_reader.push(pending, first)
         run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()
+
+    def count_in_body(self) -> None:
+        """Counts the step of a body that continues, as `queue_dispatch` does.
+
+        The rest of the body may draw random numbers. So the random states are kept once more after
+        it, for a save at a later end of the run.
+        """
+        self.queue_dispatch()
+        self._counted_in_body = True
 
     def _skip_if_nonfinite(self) -> RollbackRecord | None:
         """Skips the batch that brings back NaN or Inf, by a rollback to before its step.
@@ -326,7 +351,7 @@ class Loop:
 
     def save(self) -> None:
         """Saves a checkpoint because the program asks for it; see `Healer.save`."""
-        self.queue_dispatch()
+        self.count_in_body()
         if self.returns_to_epoch:
             self.run.log.info(
                 f"step {self.run.progress.step}: not saved, because healer.epochs is about to "
@@ -448,6 +473,30 @@ class Loop:
         if self.run.driver.is_interrupted():
             return False
         self.queue_dispatch()
+        return True
+
+    def keep_last_steps(self) -> bool:
+        """Reads the unread steps at the end of a run, and leaves them for the next start.
+
+        The last checkpoint holds them, so the next start acts on them where this run would have.
+
+        Returns:
+            Whether none of them has an alarm, as the ledger counts alarms.
+        """
+        self.queue_dispatch()
+        self.log_warnings()
+        self.run.hang_guard.watch()
+        try:
+            unread = self.run.step_reader.read_ahead()
+        except HealcoreError as error:
+            self.reading_error = error
+            raise
+        finally:
+            self.run.hang_guard.pause()
+        for each in unread:
+            for records in each.dispatch.steps:
+                if self.run.monitor.has_alarm(records):
+                    return False
         return True
 
     def report_last_steps(self) -> None:

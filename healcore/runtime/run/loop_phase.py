@@ -22,6 +22,7 @@ class LoopPhase(Enum):
                        logs or saves (`mark_step_unfinished`)
         EPOCH_END      a step is counted                                       AFTER_STEP
         EPOCH_END      the work between two steps begins                       BEFORE_STEP
+        BEFORE_STEP    the start resumes from a save in the body of a loop     AFTER_STEP
         COMPLETED      a step is taken: AlreadyCompleted is raised             COMPLETED
 
     Any other event leaves the phase as it is.

@@ -431,6 +431,14 @@ class RunRecord:
     """Number of a loader that cannot be rewound -> its position, which a rollback keeps."""
     comparisons: ComparisonState | None = None
     """Evidence of the comparisons of weights, or None without a `loss_fn`."""
+    unread: str = ""
+    """The steps before `step` that the run had not acted on, see
+    `checkpoints/unread_steps.py`; or empty."""
+    is_in_body: bool = False
+    """Whether the program saved in the body of its loop. The work between two steps that follows
+    `step` was not done then."""
+    last_regular: int | None = None
+    """Step of the last regular save, or None in a checkpoint of an older version."""
 
     def add_change(self, step: int, epoch: int) -> None:
         """Adds a change of the structure of the model, and drops the oldest of too many.

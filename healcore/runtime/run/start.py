@@ -418,6 +418,8 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     # A completed run stays COMPLETED only if its last checkpoint could be loaded.
     if not run.progress.had_completed:
         run.loop.phase = LoopPhase.BEFORE_STEP
+        if run.record.is_in_body and not run.loop.has_trainer:
+            run.loop.phase = LoopPhase.AFTER_STEP  # the loop begins with the work between two steps
     start_log.log_first_lines(run, settings, changes, resumed=bool(saves))
     if saves and not run.loop.has_trainer:
         start_log.warn_of_snapshot(run, settings, saved_settings)

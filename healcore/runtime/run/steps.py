@@ -7,7 +7,8 @@ ranks have to act at the same step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from healcore.core.decision import StepRecord
@@ -38,6 +39,9 @@ class StepResult(NamedTuple):
     vote_requested: bool = False
     """Whether the dispatch asks the ranks to vote on the end, see `PendingDispatch`. Only the last
     step of a dispatch has it."""
+    has_lost_contents: bool = False
+    """Whether the step is from before a restart, and the checkpoint did not hold its contents. Such
+    a step cannot be compared."""
 
 
 class StepFlags(NamedTuple):
@@ -74,6 +78,31 @@ class StepFlags(NamedTuple):
     def is_quiet(self) -> bool:
         """Whether the step has neither a cause nor an action, as most steps."""
         return not self.causes and not self.actions
+
+
+@dataclass
+class ReadDispatch:
+    """A dispatch whose records are on the host already. Implements `PendingDispatch`."""
+
+    steps: list[list[StepRecord]]
+    """The records of each step, oldest step first."""
+    count: int
+    """Expected number of steps, see `PendingDispatch`."""
+    vote_requested: bool = False
+    """See `PendingDispatch`. False after a restart: the new process was not asked to end."""
+
+    def read(self) -> list[list[StepRecord]]:
+        """The records of each step, without waiting."""
+        return self.steps
+
+
+class UnreadDispatch(NamedTuple):
+    """A dispatch that the run has not acted on, as a checkpoint holds it."""
+
+    dispatch: ReadDispatch
+    """The records of its steps."""
+    first: StepResult
+    """The index of its first step, and its batches."""
 
 
 class DelayedReader:
@@ -129,6 +158,41 @@ class DelayedReader:
             return bool(self._queue)
         return len(self._queue) > LAG
 
+    def read_ahead(self) -> list[UnreadDispatch]:
+        """The queued dispatches with their records. They stay queued. Waits for the device.
+
+        A checkpoint holds them. So a run that resumes from the checkpoint acts on each of them
+        after the same later step as the run that has saved it.
+
+        Returns:
+            The dispatches, oldest first. A step of a dispatch that is read in part counts as one.
+        """
+        found: list[UnreadDispatch] = []
+        for result in self._read_steps:
+            found.append(UnreadDispatch(ReadDispatch([result.records], 1), result))
+        for pending, first in self._queue:
+            steps = pending.read()
+            found.append(UnreadDispatch(ReadDispatch(steps, pending.count), first))
+        return found
+
+    def unread_contents(self) -> dict[int, tuple[Any, ...]]:
+        """Index of the first step of each queued dispatch -> the contents of its batches."""
+        found: dict[int, tuple[Any, ...]] = {}
+        for result in self._read_steps:
+            found[result.index] = result.contents
+        for _, first in self._queue:
+            found[first.index] = first.contents
+        return found
+
+    def resume(self, unread: Sequence[UnreadDispatch]) -> None:
+        """Queues the dispatches that an earlier process had not acted on.
+
+        Args:
+            unread: the dispatches, oldest first.
+        """
+        for each in unread:
+            self.push(each.dispatch, each.first)
+
     def read_next(self) -> StepResult:
         """The oldest step. Waits for the device, unless the dispatch of the step has been read.
 
@@ -162,7 +226,8 @@ class DelayedReader:
         is_whole = len(steps) == 1 and not (self._accumulated or self._contents)
         if is_whole and _has_stepped(steps[0]):  # most dispatches: one step with its own batches
             vote = pending.vote_requested
-            return [StepResult(first.index, steps[0], first.batches, first.contents, 1, vote)]
+            lost = first.has_lost_contents
+            return [StepResult(first.index, steps[0], first.batches, first.contents, 1, vote, lost)]
         found: list[StepResult] = []
         # With as many batches as steps, each step has its own batch. Otherwise steps share them.
         has_own_batch = len(steps) > 1 and len(first.batches) == len(steps)
@@ -193,6 +258,7 @@ class DelayedReader:
                 contents,
                 len(steps),
                 pending.vote_requested and is_last,
+                first.has_lost_contents,
             )
             found.append(result)
         return found

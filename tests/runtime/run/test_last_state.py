@@ -37,7 +37,7 @@ def test_the_state_of_an_end(error, place, exact, state):
             pending_steps=lambda: 0, is_interrupted=lambda: place == "within step"
         ),
         end_requests=SimpleNamespace(stop_signals=signals),
-        loop=SimpleNamespace(has_unfinished_trainer_work=place == "trainer work"),
+        loop=SimpleNamespace(has_unfinished_work=place == "trainer work"),
         saver=SimpleNamespace(resumes_exactly=exact),
         step_batches=SimpleNamespace(between_steps=place == "between"),
     )

@@ -36,7 +36,7 @@ def test_a_step_is_counted_in_the_body_and_dealt_with_after_it():
             loop.queue_dispatch()
             assert loop.phase is LoopPhase.AFTER_STEP
             assert (
-                not loop.has_unfinished_trainer_work
+                not loop.has_unfinished_work
             )  # of a program: the state is saved after an exception
         assert loop.phase is LoopPhase.BEFORE_STEP
 
@@ -50,7 +50,7 @@ def test_the_code_of_a_trainer_after_an_epoch_is_a_phase():
             if step == 0:
                 trainer_access_of(healer).mark_step_unfinished()
                 assert loop.phase is LoopPhase.EPOCH_END
-                assert loop.has_unfinished_trainer_work
+                assert loop.has_unfinished_work
                 loop.queue_dispatch()
                 assert loop.phase is LoopPhase.AFTER_STEP
                 trainer_access_of(healer).mark_step_unfinished()

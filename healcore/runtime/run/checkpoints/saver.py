@@ -23,8 +23,10 @@ from healcore.runtime.run.checkpoints.storage_need import (
     checkpoints_on_disk,
     copies_in_memory,
 )
+from healcore.runtime.run.checkpoints.unread_steps import unread_to_text
 from healcore.runtime.run.compare.saved_form import MAX_BATCH_BYTES
 from healcore.runtime.run.data_state import DATA_STATE_ITEM
+from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     Keep,
@@ -79,6 +81,8 @@ class Saver:
             run.data_state.save_batches(run.comparisons.batches_to_save)
         self.resumes_exactly = run.store.durable and run.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
+        self.keeps_unread = run.store.durable and run.store.trainer_save is None
+        """Whether a checkpoint of this class holds the unread steps for the next start."""
         self.unsaved: dict[int, str] = {}
         """Step whose save failed and was not repeated -> the problem."""
         self._deleter = Deleter(
@@ -138,7 +142,23 @@ class Saver:
             skipped=self.run.loaders.skipped_by_loader(),
             forward=self.run.loaders.forward_positions(),
             comparisons=comparisons.to_save() if comparisons.is_enabled else None,
+            unread=self._unread_text(),
+            is_in_body=self.run.loop.phase is LoopPhase.AFTER_STEP,
+            last_regular=self.run.schedule.last_regular,
         ).to_dict()
+
+    def _unread_text(self) -> str:
+        """The text of the steps that the run has not acted on yet, for the record.
+
+        Steps that cannot be read are reported, and not in the record: the save is worth more.
+        """
+        try:
+            return unread_to_text(self.run.step_reader.read_ahead())
+        except Exception as error:
+            what = "the newest steps could not be read for the checkpoint"
+            problem = f"{what}: {type(error).__name__}: {error}"
+            self.run.log.problem(self.run.progress.step, problem)
+            return ""
 
     def replace_record(self, step: int) -> None:
         """Replaces the record of a checkpoint by the current record.
@@ -155,14 +175,14 @@ class Saver:
         """Begins an attempt at a step. Called at a start and after a rollback.
 
         Checkpoints of later steps are abandoned, because their steps are trained again. The next
-        regular save is due one interval after this step.
+        regular save is due in the interval after this step.
 
         Args:
             step: first step of the attempt.
         """
         self._deleter.begin_attempt(step)
         self.run.known_checkpoints.begin_attempt(step)
-        self.run.schedule.last_saved = step
+        self.run.schedule.last_saved = self.run.schedule.last_regular = step
 
     def keep_random_states(self) -> None:
         """Keeps the random states after a step or an epoch, for a save at a later exception.

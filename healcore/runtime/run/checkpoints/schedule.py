@@ -62,6 +62,10 @@ class SaveSchedule:
         """Steps between two saves."""
         self.last_saved = -1
         """Step of the last checkpoint or of the start."""
+        self.last_regular = -1
+        """Step of the last regular save, of the start or of the last rollback. Another save changes
+        neither when weights are saved regularly nor with which weights later weights are compared.
+        """
         self.after_change = False
         """Whether no checkpoint has the structure that the program has given to its model."""
         self._policy = policy
@@ -121,8 +125,8 @@ class SaveSchedule:
 
     @property
     def _missed_saves(self) -> int:
-        """Number of regular saves that were due since the last checkpoint."""
-        return self._progress.step // self.every - self.last_saved // self.every
+        """Number of regular saves that were due since the last one."""
+        return self._progress.step // self.every - self.last_regular // self.every
 
     @property
     def delayed(self) -> bool:
@@ -154,6 +158,8 @@ class SaveSchedule:
         """
         began = time.monotonic()
         self.last_saved = self._progress.step
+        if regular:
+            self.last_regular = self.last_saved
         self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield

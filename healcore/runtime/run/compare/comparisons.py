@@ -407,6 +407,8 @@ class Comparisons:
         if not self.is_enabled:
             return None
         steps: list[TrainedStep] = []
+        for index, contents in self.run.step_reader.unread_contents().items():
+            steps.append(TrainedStep(index, contents))
         for anchor in self.anchors:
             steps += [*anchor.sample, *anchor.usual]
         return pack_batches([*steps, *self.history.steps_with_batches()])

@@ -76,7 +76,8 @@ class LastState(Enum):
         ------------------------------------------------------------------   --------------
         the loop has ended by itself                                         COMPLETE
         within an optimizer step, or with a step that was not counted        UNUSABLE
-        while a trainer still evaluates, logs or saves after its step        UNUSABLE
+        within an evaluation in the body of the training loop, or while a    UNUSABLE
+        trainer still evaluates, logs or saves after its step
         between two steps, by a stop of the policy                           UNUSABLE
         between two steps, for another reason                                COMPLETE
         after batches were read for a step, by a stop file, if the run       BEFORE_BATCHES
@@ -194,7 +195,7 @@ class Shutdown:
         if self.completed:
             return LastState.COMPLETE
         has_begun_step = self.run.driver.pending_steps() or self.run.driver.is_interrupted()
-        if has_begun_step or self.run.loop.has_unfinished_trainer_work:
+        if has_begun_step or self.run.loop.has_unfinished_work:
             return LastState.UNUSABLE
         if self.run.step_batches.between_steps:
             if self.ending == Ending.STOPPED:
@@ -297,10 +298,10 @@ class Shutdown:
         return self.raised is None
 
     def _read_last_steps(self) -> None:
-        """Reads the unread steps of a completed run, or carries out their orders after a request.
+        """Reads the unread steps of a completed run, and leaves those of another run for a restart.
 
-        The host reads each step some steps late. A restart from a later state would not see the
-        orders of these steps, and would train on from weights that the policy has rejected.
+        The host reads each step some steps late. The last checkpoint holds the steps that were not
+        read, so that the next start carries out their orders.
         """
         failed = "the last steps could not be read"
         if isinstance(self.error, Terminated | Interrupted | EndRequested):
@@ -309,7 +310,10 @@ class Shutdown:
             except RunStopped as stop:
                 self.error, self.ending = stop, Ending.STOPPED
         if self.completed:
-            problem = self._collect(failed, self.run.loop.report_last_steps)
+            read = self.run.loop.report_last_steps
+            if self.run.loop.use.break_place and self.run.saver.keeps_unread:
+                read = self._keep_or_report_last_steps  # the next start trains the rest
+            problem = self._collect(failed, read)
             error = self.run.loop.reading_error
             if error is not None:
                 # Raised, as for any earlier step: the next start would take the run for completed.
@@ -321,14 +325,26 @@ class Shutdown:
                     self.problems.pop()  # the line of the fault says the same
 
     def _act_on_last_steps(self) -> None:
-        """Carries out the orders of the last steps, or only reports the steps."""
+        """Leaves the last steps for the next start, or carries out their orders.
+
+        The next start cannot resume from weights that are not finite, so the orders are carried out
+        here for them, and in a run that healcore does not save on disk. If the program has replaced
+        the weights, nothing is saved, and the steps are only reported.
+        """
         loop = self.run.loop
         if not loop.count_last_step():
             return
         if self.replaced:  # an order may compare the weights, which the training has not made
             loop.report_last_steps()
+        elif self.run.saver.keeps_unread and self.run.nonfinite_state.weights_are_finite():
+            loop.keep_last_steps()
         else:
             loop.read_and_act(every=True)
+
+    def _keep_or_report_last_steps(self) -> None:
+        """Leaves the unread steps for the next start, or reports them after an alarm."""
+        if not self.run.loop.keep_last_steps():
+            self.run.loop.report_last_steps()
 
     def _explain_nan(self) -> None:
         """Says what to do about a program that raises at NaN itself, before the policy can skip.
@@ -445,9 +461,9 @@ class Shutdown:
             obstacle = "the exception interrupted the updates of a step"
             try:
                 if self.run.loop.count_last_step():
-                    self.run.loop.report_last_steps()
+                    self._keep_or_report_last_steps()
                     obstacle = "a restart repeats the step, whose evaluation or log is incomplete"
-                    if not self.run.loop.has_unfinished_trainer_work:
+                    if not self.run.loop.has_unfinished_work:
                         obstacle = self.run.saver.save_emergency(self._replaced_text())
             except StoreError as problem:
                 obstacle = str(problem)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from healcore.console import counted, first_of
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines
+from healcore.runtime.run.checkpoints.unread_steps import unread_from_text
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import SavedDataState
 from healcore.runtime.run.engine_states import limit_norms
@@ -80,6 +81,9 @@ class Resumption:
         forget_changes(self.run, since=own.step)
         self.run.driver.structure_changes()  # those of the restart itself
         self.run.saver.begin_attempt(own.step)
+        record.is_in_body = own.is_in_body
+        if own.last_regular is not None:
+            self.run.schedule.last_regular = own.last_regular
         return own.step, saved.data_state
 
     def _add_param_groups(self, steps: Sequence[int]) -> None:
@@ -154,10 +158,12 @@ class Resumption:
             saved: the checkpoint.
             weights: result of `_load_resumed`.
         """
+        batches = None
+        if saved.data_state is not None:
+            batches = saved.data_state.batches
+        if own.unread:
+            self.run.step_reader.resume(unread_from_text(own.unread, batches or {}))
         if own.comparisons is not None:
-            batches = None
-            if saved.data_state is not None:
-                batches = saved.data_state.batches
             self.run.comparisons.continue_from(
                 own.comparisons, weights, step=saved.step, batches=batches
             )

@@ -287,6 +287,8 @@ class RollbackRestore:
         """Makes the parts that remember single steps forget the steps from `target` on."""
         run = self.run
         run.comparisons.on_rollback(target)
+        if target < run.ledger.accepted_until:  # the record has to say so, for a restart
+            run.comparisons.pause_until(run.ledger.accepted_until)
         run.monitor.state.on_rollback(target)
         run.record.part_growth.on_rollback(target)
         run.record.evaluation_growth.on_rollback(target)

@@ -59,7 +59,7 @@ class BetterWeights:
         """
         records, taken = result.records, result.records[0].taken
         comparisons = self.run.comparisons
-        if not comparisons.is_enabled:
+        if not comparisons.is_enabled or result.has_lost_contents:
             return None
         if taken and not any(each.judged for each in records):
             return None  # a micro-step of an accumulation
