@@ -135,10 +135,10 @@ def test_the_difference_and_its_error_are_those_of_scipy():
 @pytest.mark.parametrize(
     ("on", "worse"),
     [
-        ((101.2, 101.2, 101.2), True),  # 1.2 % without any noise
-        ((100.9, 100.9, 100.9), False),
-        ((103.0, 99.0, 101.2), False),  # 1.07 %, standard error 1.2 %
-        ((109.0, 97.0, 101.0), True),  # 2.3 %, whatever the noise
+        pytest.param((101.2, 101.2, 101.2), True, id="1.2 % without any noise"),
+        pytest.param((100.9, 100.9, 100.9), False, id="0.9 % better"),
+        pytest.param((103.0, 99.0, 101.2), False, id="1.07 %, standard error 1.2 %"),
+        pytest.param((109.0, 97.0, 101.0), True, id="2.3 %, whatever the noise"),
     ],
 )
 def test_worse_is_beyond_two_standard_errors_or_beyond_the_margin(on, worse):
@@ -160,12 +160,26 @@ def test_a_metric_that_is_not_finite_is_infinitely_bad():
 @pytest.mark.parametrize(
     ("metrics", "more", "said"),
     [
-        ([1.1, 1.2], {}, ["no healthy task is worse"]),
-        ([1.0, 1.1], {"lr_scale": 0.25}, ["no healthy run ends at a learning rate"]),
-        ([1.0, 1.1], {"rollbacks": 1}, ["at most 1 of 200"]),
-        ([1.0, 1.13], {"rollbacks": 1}, ["at most 1 of 200", "no healthy run that is rolled"]),
-        ([1.0, 1.1], {"stopped": "enough"}, ["no healthy run is stopped"]),
-        ([1.0, 1.1], {"status": "error", "error": "why"}, ["every run ends"]),
+        pytest.param([1.1, 1.2], {}, ["no healthy task is worse"], id="worse metric"),
+        pytest.param(
+            [1.0, 1.1],
+            {"lr_scale": 0.25},
+            ["no healthy run ends at a learning rate"],
+            id="lower rate",
+        ),
+        pytest.param([1.0, 1.1], {"rollbacks": 1}, ["at most 1 of 200"], id="rolled back"),
+        pytest.param(
+            [1.0, 1.13],
+            {"rollbacks": 1},
+            ["at most 1 of 200", "no healthy run that is rolled"],
+            id="rolled back and worse",
+        ),
+        pytest.param(
+            [1.0, 1.1], {"stopped": "enough"}, ["no healthy run is stopped"], id="stopped"
+        ),
+        pytest.param(
+            [1.0, 1.1], {"status": "error", "error": "why"}, ["every run ends"], id="failed"
+        ),
     ],
 )
 def test_each_part_of_the_promise_can_be_broken(metrics, more, said):

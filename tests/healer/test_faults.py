@@ -110,9 +110,14 @@ def test_an_unreadable_batch_is_left_out_and_logged(framework, tmp_path):
 @pytest.mark.parametrize(
     ("bad", "limits", "ends"),
     [
-        ([4, 5, 6, 7], {}, True),
-        (range(2, 20, 2), {"consecutive": 1, "count": 3}, True),
-        (range(2, 20, 2), {"consecutive": 1, "count": 3, "within": 6}, False),
+        pytest.param([4, 5, 6, 7], {}, True, id="four in a row"),
+        pytest.param(range(2, 20, 2), {"consecutive": 1, "count": 3}, True, id="more than three"),
+        pytest.param(
+            range(2, 20, 2),
+            {"consecutive": 1, "count": 3, "within": 6},
+            False,
+            id="more than three, not within six",
+        ),
     ],
 )
 def test_beyond_the_limits_the_error_ends_the_run(bad, limits, ends, tmp_path):

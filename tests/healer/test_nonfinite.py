@@ -218,11 +218,13 @@ def test_an_array_that_no_loss_reads_is_no_evidence_for_a_rule(tmp_path):
 @pytest.mark.parametrize(
     ("batch", "what", "value", "preset", "steps"),
     [
-        (49, "weights", np.nan, "default", 100),  # a save sees it
-        (49, "statistics", np.inf, "test", 100),
-        (57, "weights", np.inf, "test", 100),  # no save sees it
-        (57, "statistics", np.inf, "default", 100),
-        (52, "weights", np.nan, "default", 60),  # too few skips for an order, and no save
+        pytest.param(49, "weights", np.nan, "default", 100, id="weights, a save sees it"),
+        pytest.param(49, "statistics", np.inf, "test", 100, id="statistics, a save sees it"),
+        pytest.param(57, "weights", np.inf, "test", 100, id="weights, no save sees it"),
+        pytest.param(57, "statistics", np.inf, "default", 100, id="statistics, no save sees it"),
+        pytest.param(
+            52, "weights", np.nan, "default", 60, id="too few skips for an order, and no save"
+        ),
     ],
 )
 def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(

@@ -178,10 +178,14 @@ def test_a_loop_over_range_with_a_loader_for_each_epoch_begins_this_epoch_again(
 @pytest.mark.parametrize(
     ("framework", "data"),
     [
-        ("torch", lambda: range(40)),
-        ("torch", lambda: DataLoader(listed(), batch_size=None, shuffle=True)),
-        ("torch", shuffled),
-        pytest.param("jax", lambda: range(40), marks=pytest.mark.slow),
+        pytest.param("torch", lambda: range(40), id="torch, range"),
+        pytest.param(
+            "torch",
+            lambda: DataLoader(listed(), batch_size=None, shuffle=True),
+            id="torch, samples of a DataLoader",
+        ),
+        pytest.param("torch", shuffled, id="torch, DataLoader"),
+        pytest.param("jax", lambda: range(40), marks=pytest.mark.slow, id="jax, range"),
     ],
 )
 def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):

@@ -98,10 +98,10 @@ def test_skips_without_an_event_are_in_the_postmortem():
 @pytest.mark.parametrize(
     ("first", "together"),
     [
-        (("resume", 3, {"checkpoint": 3}), True),
-        (("start", 3, {"resumes": True}), True),
-        (("start", 0, {"resumes": False}), False),
-        (("save", 3, {}), False),
+        pytest.param(("resume", 3, {"checkpoint": 3}), True, id="resumed"),
+        pytest.param(("start", 3, {"resumes": True}), True, id="start that resumes"),
+        pytest.param(("start", 0, {"resumes": False}), False, id="new start"),
+        pytest.param(("save", 3, {}), False, id="killed before it resumed"),
     ],
 )
 def test_which_processes_are_one_run(first, together):

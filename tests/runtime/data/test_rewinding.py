@@ -214,10 +214,10 @@ def global_batches(cursors: list[Cursor]) -> list[set[int]]:
 @pytest.mark.parametrize(
     ("kind", "before", "now", "read"),
     [
-        (DataLoader, (4, 2), (2, 4), 0),
-        (DataLoader, (2, 4), (1, 8), 15),
-        (StatefulDataLoader, (2, 4), (4, 2), 5),
-        (StatefulDataLoader, (4, 2), (2, 4), 12),  # the end of an epoch
+        pytest.param(DataLoader, (4, 2), (2, 4), 0, id="fewer ranks"),
+        pytest.param(DataLoader, (2, 4), (1, 8), 15, id="one rank"),
+        pytest.param(StatefulDataLoader, (2, 4), (4, 2), 5, id="more ranks"),
+        pytest.param(StatefulDataLoader, (4, 2), (2, 4), 12, id="at the end of an epoch"),
     ],
 )
 def test_the_same_global_batches_with_another_number_of_ranks(kind, before, now, read):
@@ -237,14 +237,30 @@ def test_the_same_global_batches_with_another_number_of_ranks(kind, before, now,
 @pytest.mark.parametrize(
     ("before", "now", "why"),
     [
-        (range(10), range(5), r"the loader had 10 batches, and range has 5 batches"),
-        (iter(range(10)), iter(range(10)), "how the loader divided the data"),
-        (
+        pytest.param(
+            range(10),
+            range(5),
+            r"the loader had 10 batches, and range has 5 batches",
+            id="number of batches",
+        ),
+        pytest.param(
+            iter(range(10)),
+            iter(range(10)),
+            "how the loader divided the data",
+            id="unknown division",
+        ),
+        pytest.param(
             loaders(DataLoader, 2, 4)[0],
             loaders(DataLoader, 4, 4)[0],
             "the loader had 8 rows of a global batch, and .* has 16 rows of a global batch",
+            id="rows of a global batch",
         ),
-        (loaders(DataLoader, 2, 4)[0], iter(range(10)), "has an unknown number"),
+        pytest.param(
+            loaders(DataLoader, 2, 4)[0],
+            iter(range(10)),
+            "has an unknown number",
+            id="unknown number",
+        ),
     ],
 )
 def test_another_division_is_refused(before, now, why):

@@ -155,9 +155,15 @@ def test_a_timeout_is_a_transient_network_fault(client):
 
 @pytest.mark.parametrize(
     ("client", "header", "seconds"),
-    [(by_requests, "7", 7), (by_httpx, "120", 120), (by_urllib, "soon", None),
-     (by_models_of_hub, "-3", None), (by_urllib, "7", 7), (by_models_of_hub, "7", 7)],
-)  # fmt: skip
+    [
+        pytest.param(by_requests, "7", 7, id="requests"),
+        pytest.param(by_httpx, "120", 120, id="httpx"),
+        pytest.param(by_urllib, "soon", None, id="urllib, no number"),
+        pytest.param(by_models_of_hub, "-3", None, id="hub, below 0"),
+        pytest.param(by_urllib, "7", 7, id="urllib"),
+        pytest.param(by_models_of_hub, "7", 7, id="hub"),
+    ],
+)
 def test_how_long_the_server_asks_to_wait(client, header, seconds):
     with serving(429, headers={"Retry-After": header}) as server:
         assert classify(error_of(client, server.url)).retry_after_s == seconds
@@ -174,13 +180,13 @@ def test_memory_runs_out(allocate):
 @pytest.mark.parametrize(
     "read",
     [
-        lambda: Image.open(io.BytesIO(b"no image")),
-        lambda: pyarrow.parquet.read_table(io.BytesIO(b"no parquet")),
-        lambda: zlib.decompress(b"x"),
-        lambda: gzip.decompress(b"xx"),
-        lambda: zipfile.ZipFile(io.BytesIO(b"xx")),
-        lambda: json.loads("{"),
-        lambda: b"\xff".decode(),
+        pytest.param(lambda: Image.open(io.BytesIO(b"no image")), id="image"),
+        pytest.param(lambda: pyarrow.parquet.read_table(io.BytesIO(b"no parquet")), id="parquet"),
+        pytest.param(lambda: zlib.decompress(b"x"), id="zlib"),
+        pytest.param(lambda: gzip.decompress(b"xx"), id="gzip"),
+        pytest.param(lambda: zipfile.ZipFile(io.BytesIO(b"xx")), id="zip"),
+        pytest.param(lambda: json.loads("{"), id="json"),
+        pytest.param(lambda: b"\xff".decode(), id="text"),
     ],
 )
 def test_data_that_cannot_be_read(read):
@@ -190,20 +196,29 @@ def test_data_that_cannot_be_read(read):
 @pytest.mark.parametrize(
     "operate",
     [
-        lambda: torch.nn.Linear(3, 2)(torch.ones(4, 2)),
-        lambda: torch.ones(3) + torch.ones(4),
-        lambda: torch.ones(3).view(2, 2),
-        lambda: default_collate([torch.ones(2), torch.ones(3)]),
-        lambda: functional.cross_entropy(torch.ones(4, 3), torch.zeros(3, dtype=torch.long)),
-        lambda: torch.nn.Conv2d(3, 4, 3)(torch.ones(1, 4, 8, 8)),
-        lambda: torch.nn.MultiheadAttention(4, 2)(*[torch.ones(2, 2, 3)] * 3),
-        lambda: torch.ones(3)[0, 0],
-        lambda: jnp.ones(3) + jnp.ones(4),
-        lambda: jnp.ones((2, 3)) @ jnp.ones((2, 3)),
-        lambda: jax.jit(lambda x: x.reshape(2, 2))(jnp.ones(3)),
-        lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((1, 4))),
-        lambda: np.stack([np.ones(2), np.ones(3)]),
-        lambda: np.ones(3) + np.ones(4),
+        pytest.param(lambda: torch.nn.Linear(3, 2)(torch.ones(4, 2)), id="linear"),
+        pytest.param(lambda: torch.ones(3) + torch.ones(4), id="sum"),
+        pytest.param(lambda: torch.ones(3).view(2, 2), id="view"),
+        pytest.param(lambda: default_collate([torch.ones(2), torch.ones(3)]), id="collate"),
+        pytest.param(
+            lambda: functional.cross_entropy(torch.ones(4, 3), torch.zeros(3, dtype=torch.long)),
+            id="cross entropy",
+        ),
+        pytest.param(lambda: torch.nn.Conv2d(3, 4, 3)(torch.ones(1, 4, 8, 8)), id="convolution"),
+        pytest.param(
+            lambda: torch.nn.MultiheadAttention(4, 2)(*[torch.ones(2, 2, 3)] * 3), id="attention"
+        ),
+        pytest.param(lambda: torch.ones(3)[0, 0], id="index"),
+        pytest.param(lambda: jnp.ones(3) + jnp.ones(4), id="jax sum"),
+        pytest.param(lambda: jnp.ones((2, 3)) @ jnp.ones((2, 3)), id="jax product"),
+        pytest.param(
+            lambda: jax.jit(lambda x: x.reshape(2, 2))(jnp.ones(3)), id="jax reshape in jit"
+        ),
+        pytest.param(
+            lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((1, 4))), id="flax linear"
+        ),
+        pytest.param(lambda: np.stack([np.ones(2), np.ones(3)]), id="numpy stack"),
+        pytest.param(lambda: np.ones(3) + np.ones(4), id="numpy sum"),
     ],
 )
 def test_shapes_that_do_not_fit_have_a_hint(operate):
@@ -215,11 +230,14 @@ def test_shapes_that_do_not_fit_have_a_hint(operate):
 @pytest.mark.parametrize(
     "operate",
     [
-        lambda: torch.nn.Embedding(3, 2)(torch.tensor([5])),
-        lambda: functional.cross_entropy(torch.ones(1, 3), torch.tensor([7])),
-        lambda: torch.gather(torch.ones(3), 0, torch.tensor([5])),
-        lambda: functional.one_hot(torch.tensor([5]), 3),
-        lambda: np.ones(3)[5],
+        pytest.param(lambda: torch.nn.Embedding(3, 2)(torch.tensor([5])), id="embedding"),
+        pytest.param(
+            lambda: functional.cross_entropy(torch.ones(1, 3), torch.tensor([7])),
+            id="cross entropy",
+        ),
+        pytest.param(lambda: torch.gather(torch.ones(3), 0, torch.tensor([5])), id="gather"),
+        pytest.param(lambda: functional.one_hot(torch.tensor([5]), 3), id="one_hot"),
+        pytest.param(lambda: np.ones(3)[5], id="numpy"),
     ],
 )
 def test_an_index_that_is_too_large_has_a_hint(operate):
@@ -235,13 +253,29 @@ def raises(error: Exception, cause: BaseException | None = None) -> None:
 @pytest.mark.parametrize(
     ("call", "cause"),
     [
-        (lambda: raises(ValueError("model size 7 is unknown, not one of 13, 70")), Cause.UNKNOWN),
-        (lambda: [1, 2][5], Cause.UNKNOWN),
-        (lambda: torch.ones(2, requires_grad=True).numpy(), Cause.UNKNOWN),
-        (lambda: torch.ones(2).backward(), Cause.UNKNOWN),
-        (lambda: jax.jit(lambda x: 1 if x else 2)(1.0), Cause.UNKNOWN),
+        pytest.param(
+            lambda: raises(ValueError("model size 7 is unknown, not one of 13, 70")),
+            Cause.UNKNOWN,
+            id="another size in words",
+        ),
+        pytest.param(lambda: [1, 2][5], Cause.UNKNOWN, id="list index"),
+        pytest.param(
+            lambda: torch.ones(2, requires_grad=True).numpy(),
+            Cause.UNKNOWN,
+            id="a tensor with a gradient as NumPy",
+        ),
+        pytest.param(
+            lambda: torch.ones(2).backward(), Cause.UNKNOWN, id="backward without a gradient"
+        ),
+        pytest.param(
+            lambda: jax.jit(lambda x: 1 if x else 2)(1.0), Cause.UNKNOWN, id="a branch in jit"
+        ),
         # The error of the network is the cause, whatever the text of the outer error.
-        (lambda: raises(RuntimeError("got size 10 of 20"), ConnectionError()), Cause.NETWORK),
+        pytest.param(
+            lambda: raises(RuntimeError("got size 10 of 20"), ConnectionError()),
+            Cause.NETWORK,
+            id="an error of the network is the cause",
+        ),
     ],
 )
 def test_other_errors_are_no_errors_of_shapes(call, cause):

@@ -92,14 +92,26 @@ def test_lines_of_json(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["RUN", "--policy", "defualt"], "did you mean 'default'"),
-        (["RUN", "--set", "lr.factor=2"], "lr.factor = 2"),
-        (["RUN", "--set", "clip.max_norm="], "KEY=VALUE"),
-        (["RUN", "-p", "zclip", "-p", "zclip"], "a policy is repeated"),
-        (["RUN", "--column", "loss"], "SIGNAL=NAME, like loss=train/ce, got 'loss'"),
-        (["RUN", "--jsonl", "RUN"], "is an input: write to another file"),
-        (["RUN", "--report", "no/such/r.html"], "the folder no/such does not exist"),
-        (["gone.csv"], "no trace could be replayed"),
+        pytest.param(["RUN", "--policy", "defualt"], "did you mean 'default'", id="unknown policy"),
+        pytest.param(["RUN", "--set", "lr.factor=2"], "lr.factor = 2", id="value out of range"),
+        pytest.param(["RUN", "--set", "clip.max_norm="], "KEY=VALUE", id="no value"),
+        pytest.param(
+            ["RUN", "-p", "zclip", "-p", "zclip"], "a policy is repeated", id="repeated policy"
+        ),
+        pytest.param(
+            ["RUN", "--column", "loss"],
+            "SIGNAL=NAME, like loss=train/ce, got 'loss'",
+            id="column without a name",
+        ),
+        pytest.param(
+            ["RUN", "--jsonl", "RUN"], "is an input: write to another file", id="output is an input"
+        ),
+        pytest.param(
+            ["RUN", "--report", "no/such/r.html"],
+            "the folder no/such does not exist",
+            id="no such folder",
+        ),
+        pytest.param(["gone.csv"], "no trace could be replayed", id="no such file"),
     ],
 )
 def test_invalid_arguments(run, arguments, message):

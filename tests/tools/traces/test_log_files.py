@@ -102,11 +102,23 @@ def test_names_of_trainers(trainer):
 @pytest.mark.parametrize(
     ("names", "columns", "message"),
     [
-        (["step", "a"], {}, "only 'step', 'a'. Name one: --column loss=NAME"),
-        (["train_loss", "train/loss"], {}, "may each be the loss"),
-        (["loss", "iter", "iteration"], {}, "may each be the step"),
-        (["loss"], {"loss": "x"}, "--column loss=x: the log has no 'x'; it has 'loss'"),
-        (["a", "a"], {"loss": "a"}, "two columns have the name 'a': rename one"),
+        pytest.param(
+            ["step", "a"], {}, "only 'step', 'a'. Name one: --column loss=NAME", id="no loss"
+        ),
+        pytest.param(["train_loss", "train/loss"], {}, "may each be the loss", id="two losses"),
+        pytest.param(["loss", "iter", "iteration"], {}, "may each be the step", id="two steps"),
+        pytest.param(
+            ["loss"],
+            {"loss": "x"},
+            "--column loss=x: the log has no 'x'; it has 'loss'",
+            id="no such column",
+        ),
+        pytest.param(
+            ["a", "a"],
+            {"loss": "a"},
+            "two columns have the name 'a': rename one",
+            id="two columns of one name",
+        ),
     ],
 )
 def test_unknown_or_ambiguous_columns_are_refused(names, columns, message):
