@@ -19,8 +19,13 @@ from torch.utils.data import DataLoader
 from healcore import Checkpoints
 from healcore.torch import LightningHealingCallback
 from tests.open_run import run_of
-from tests.torch.trainers.lightning.fits import Regression, data, fit, vector
-from tests.torch.trainers.lightning.test_fit import Gan
+from tests.torch.trainers.lightning.fits import (
+    Gan,
+    Regression,
+    data,
+    fit,
+    vector,
+)
 
 
 class Notes:
