@@ -67,14 +67,32 @@ class Unavailable(Exception):
 
 DIED = Path(tempfile.gettempdir()) / f"healbench-test-{os.environ.get('PYTEST_XDIST_TESTRUNUID')}"
 """Exists once the arm `die` has ended its process: workers inherit the environment."""
-TASKS = {
-    name: SimpleNamespace(
-        name=name, kind="faulty" if reference else "healthy", metric="loss", build=FakeProblem,
-        about=f"The task {name}.", reference=reference, quick=quick,
-        family="fault" if reference else "plain",
+
+
+def healthy_task(name: str, *, quick: bool) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name,
+        kind="healthy",
+        family="plain",
+        reference="",
+        quick=quick,
+        metric="loss",
+        build=FakeProblem,
+        about=f"The task {name}.",
     )
-    for name, reference, quick in (("well", "", False), ("fine", "", True), ("ill", "well", True))
-}  # fmt: skip
+
+
+def faulty_task(name: str, *, reference: str) -> SimpleNamespace:
+    task = healthy_task(name, quick=True)
+    task.kind, task.family, task.reference = "faulty", "fault", reference
+    return task
+
+
+TASKS = {
+    "well": healthy_task("well", quick=False),
+    "fine": healthy_task("fine", quick=True),
+    "ill": faulty_task("ill", reference="well"),
+}
 DOES = ("raise", "die", "hang", "nan", "stop", "unavailable")
 ARMS: dict[str, Any] = {
     **dict.fromkeys(("nothing", *comparing.OURS), FakeRun),
@@ -102,15 +120,15 @@ def fakes(monkeypatch):
 
 def results_of(arms: dict[str, list[float]], task: str = "fine", **more: Any) -> list[Result]:
     """A result for each metric, by arm."""
-    return [
-        Result(
-            "jax", task, arm, seed, metric=metric if math.isfinite(metric) else None,
-            metric_text="" if math.isfinite(metric) else str(metric),
-            **{"steps": 1000, "cpu_s": 2.0, **more},
-        )
-        for arm, metrics in arms.items()
-        for seed, metric in enumerate(metrics)
-    ]  # fmt: skip
+    fields: dict[str, Any] = {"steps": 1000, "cpu_s": 2.0, **more}
+    results = []
+    for arm, metrics in arms.items():
+        for seed, metric in enumerate(metrics):
+            number: dict[str, Any] = {"metric": metric, "metric_text": ""}
+            if not math.isfinite(metric):
+                number = {"metric": None, "metric_text": str(metric)}
+            results.append(Result("jax", task, arm, seed, **number, **fields))
+    return results
 
 
 def by_seed(*metrics: float) -> dict[int, float]:

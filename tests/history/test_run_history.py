@@ -135,7 +135,7 @@ def test_fields_that_are_not_in_their_shape_are_left_out_and_named():
     limit=st.integers(20, 400),
     places=st.lists(st.tuples(st.integers(0, 39_999), st.sampled_from("^v?!")), max_size=3),
 )
-def test_outliers_are_kept(length, limit, places):
+def test_a_thinned_curve_keeps_its_outliers(length, limit, places):
     generator = np.random.default_rng(length)
     loss = generator.normal(size=length).astype(np.float32)
     norm = np.abs(generator.normal(size=length)).astype(np.float32)

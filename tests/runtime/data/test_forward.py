@@ -80,7 +80,7 @@ def test_why_not_names_what_to_pass(make, reason):
 
 
 @over([*FORWARD, *REWINDING[::4]])
-def test_fast_forward(kind):
+def test_fast_forward_reads_to_the_position_of_another_loader(kind):
     """To the position of another kind of loader; batches left out by then do not count."""
     everything = take(Cursor(kind.make(), epochs=kind.epochs))
     earlier = Cursor(range(len(everything) // kind.epochs), epochs=kind.epochs)

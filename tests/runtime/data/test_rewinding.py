@@ -123,7 +123,7 @@ def random_walks(kind: Kind, count: int, length: int) -> None:
 
 
 @over([k for k in REWINDING if k.name in ("list", "stateful generator", "user's iterator")])
-def test_random_walks(kind):
+def test_random_rewinds_give_the_same_batches(kind):
     random_walks(kind, 60, 25)
 
 
@@ -147,6 +147,7 @@ STATEFUL: Any = (StatefulDistributedSampler, StatefulDataLoader)
 @pytest.mark.parametrize(("types", "by_cursor"), [((), True), ((), False), (STATEFUL, False)])
 def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
     """The cursor numbers the epochs, or an outer loop sets its own numbers."""
+    # Three epochs are read.
     loader = distributed(*types)
     cursor = Cursor(loader, epochs=None if by_cursor else 1)
     handed, positions = [], []
@@ -158,11 +159,15 @@ def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
         for _ in range(BATCHES):
             positions.append(cursor.position())
             handed += take(cursor, 1)
-    alone = distributed()  # a loop without healcore
+
+    # They have the batches of a loop without healcore.
+    alone = distributed()
     for epoch, number in enumerate([0, 1, 2] if by_cursor else [7, 3, 4]):
         alone.sampler.set_epoch(number)
         batches = [batch for which, batch in handed if which.epoch == epoch]
         assert batches == [batch.tolist() for batch in alone]
+
+    # A rewind into each of them returns the same batches, also in a new process.
     for place in (11, 6, 2):
         assert cursor.rewind(positions[place])
         assert take(cursor, 12 - place) == handed[place:]

@@ -173,7 +173,7 @@ def test_how_long_the_server_asks_to_wait(client, header, seconds):
     "allocate",
     [lambda: torch.empty(1 << 50), lambda: jnp.ones((1 << 44,)), lambda: np.ones(1 << 50)],
 )
-def test_memory_runs_out(allocate):
+def test_an_allocation_that_fails_is_out_of_memory(allocate):
     assert classify(error_of(allocate)).cause is Cause.OOM
 
 

@@ -92,7 +92,7 @@ def test_the_parts_of_a_batch_keep_its_structure(batch):
     ("batch", "message"),
     [({"x": rows(4), "y": rows(5)}, "x has 4, y has 5"), (7, "7 of type int has neither")],
 )
-def test_no_common_length(batch, message):
+def test_a_batch_without_a_common_length_is_refused(batch, message):
     for refuse in (count_samples, lambda batch: split(batch, 2)):
         with pytest.raises(UnsplittableBatch, match=message):
             refuse(batch)

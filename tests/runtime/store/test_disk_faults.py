@@ -69,7 +69,7 @@ FULL = [*((each, small_disk) for each in (*DISKS, *TIERS)), *((each, size_limit)
 
 
 @pytest.mark.parametrize(("case", "disk"), FULL, ids=lambda each: getattr(each, "name", None))
-def test_disk_full(case, disk, tmp_path, monkeypatch):
+def test_a_full_disk_costs_one_save_and_not_the_training(case, disk, tmp_path, monkeypatch):
     with disk(tmp_path / "disk", megabytes=4) as root:
         store = case.filled(root, 1)
         mark_good(store, 1)
@@ -98,7 +98,7 @@ def test_disk_full(case, disk, tmp_path, monkeypatch):
 
 
 @over(*DISKS)
-def test_read_only_directory(case, tmp_path):
+def test_a_read_only_directory_can_still_be_restored_from(case, tmp_path):
     root = tmp_path / "checkpoints"
     case.filled(root, 1)
     stale = root / ".tmp-healcore-0000000000000000"
@@ -405,7 +405,7 @@ def test_a_kill_anywhere_in_a_save_leaves_whole_checkpoints(case, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_killed_while_deleting(tmp_path, monkeypatch):
+def test_a_kill_while_deleting_leaves_no_damaged_checkpoint(tmp_path, monkeypatch):
     store = DCP.filled(tmp_path, 1, 2, record={"attempts": [0], "known_good_up_to": 2})
 
     def some(folder: Path) -> None:

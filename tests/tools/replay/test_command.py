@@ -71,7 +71,7 @@ def test_the_table_and_the_page(run, spiked, tmp_path):
     assert cells(twice, "./losses.csv")
 
 
-def test_lines_of_json(run, tmp_path):
+def test_each_row_and_summary_is_a_line_of_json(run, tmp_path):
     out = tmp_path / "out.jsonl"
     assert healcore_replay(run, "-p", "pretraining", "-p", "zclip", "--jsonl", out).exit_code == 0
     *lines, last = (json.loads(line, parse_constant=pytest.fail) for line in out.open())
@@ -114,7 +114,7 @@ def test_lines_of_json(run, tmp_path):
         pytest.param(["gone.csv"], "no trace could be replayed", id="no such file"),
     ],
 )
-def test_invalid_arguments(run, arguments, message):
+def test_invalid_arguments_are_told_and_change_nothing(run, arguments, message):
     before = run.read_bytes()
     done = healcore_replay(*(str(run) if each == "RUN" else each for each in arguments))
     assert (done.exit_code, message in done.output) == (2, True)
@@ -200,7 +200,7 @@ def test_the_table_is_what_the_command_prints(tmp_path, monkeypatch):
     assert line.strip() in Path("out.jsonl").read_text().splitlines()
 
 
-def test_the_program_runs(tmp_path, monkeypatch, capsys):
+def test_the_program_of_the_page_prints_the_causes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     losses = [2.0 + 0.01 * (step % 7) for step in range(60)]
     losses[50] = float("nan")
