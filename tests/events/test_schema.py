@@ -17,7 +17,7 @@ from healcore.events.schema import ENVELOPE, KINDS, MAX_ROWS, batch_names, sente
 from healcore.runtime.run_options import IncidentContext
 from tests.events import page_tables
 from tests.events.sample_events import EXPORTED, READINGS, SAMPLES, VALIDATOR, problems
-from tests.packaging.test_pages import blocks, snippet
+from tests.packaging.page_text import blocks, snippet
 
 ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "healcore" / "runtime"

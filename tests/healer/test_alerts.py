@@ -15,7 +15,7 @@ from healcore.core.decision import Cause
 from healcore.runtime.faults.failures import FAILURES
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import SKIPS
-from tests.runtime.faults.test_page import assert_on_the_page
+from tests.runtime.faults.fault_page import assert_on_the_page
 
 NAN = float("nan")
 PLATEAU, OVERFIT = {"window": 5, "patience": 2}, {"max_gap": 0.5, "patience": 1}

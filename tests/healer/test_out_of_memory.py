@@ -15,7 +15,7 @@ from tests.healer.limited_memory import Memory
 from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
 from tests.open_run import run_of
-from tests.runtime.faults.test_page import assert_on_the_page
+from tests.runtime.faults.fault_page import assert_on_the_page
 
 
 def train(

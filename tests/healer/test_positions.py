@@ -16,7 +16,6 @@ from healcore.core.decision import Action
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
 from tests.healer.run_directory import events, postmortems
-from tests.healer.test_faults import with_answers
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
     EVERY_5,
@@ -28,6 +27,7 @@ from tests.healer.training_loops import (
     rules,
     same,
     train,
+    with_answers,
 )
 
 BATCHES = 7

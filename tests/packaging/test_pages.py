@@ -19,7 +19,7 @@ from healcore.policy import Policy, load, loads
 from healcore.runtime.run.rollback.next_trial import MAX_HOLDS, Trial, TroubleFacts, next_trial
 from healcore.torch.trainers import healings_of
 from tests import forked_programs
-from tests.packaging.page_text import DOCS, blocks, snippet, text
+from tests.packaging.page_text import DOCS, HOLE, blocks, snippet, text
 
 
 @pytest.mark.parametrize("page", ["choose-a-policy.md", "recipes.md", "evidence.md"])
@@ -220,10 +220,6 @@ def test_the_ranks_snippet_on_one_rank(tmp_path, monkeypatch):
     exec(block, {})
     assert not torch.distributed.is_initialized()
     assert list((tmp_path / "checkpoints").glob("step-*"))
-
-
-HOLE = "…"
-"""Stands for a value, in the page and in the collected f-strings."""
 
 
 def strings(tree: ast.AST) -> Iterator[str]:

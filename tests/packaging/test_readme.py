@@ -13,8 +13,6 @@ import healcore.torch
 from tests.packaging.page_text import DOCS, blocks, text, whole_change
 
 PAGE = "../README.md"
-
-
 ROOT = DOCS.parent
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from healcore.tools.cli import app
 from healcore.tools.replay import replay
 from healcore.tools.replay.table import summary_table
-from tests.packaging.test_pages import blocks, snippet
+from tests.packaging.page_text import blocks, snippet
 from tests.tools import recorded_runs
 from tests.tools.replay import logs
 

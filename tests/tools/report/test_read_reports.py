@@ -31,7 +31,7 @@ from healcore.tools.report.run_report import PageReport, ReportError, read_repor
 from tests.healer import training_loops
 from tests.healer.run_directory import events_of, postmortems
 from tests.healer.training_loops import Faults, broken_at, loop_of
-from tests.packaging.test_pages import blocks
+from tests.packaging.page_text import blocks
 
 RUNS = pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
 

@@ -30,8 +30,6 @@ STEPS, BATCHES = 200, 8
 
 
 IN_EPOCHS = {"max_epochs": STEPS // BATCHES}
-
-
 IN_STEPS = {"max_steps": STEPS, "max_epochs": -1}
 
 
