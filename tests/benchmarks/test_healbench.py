@@ -67,14 +67,32 @@ class Unavailable(Exception):
 
 DIED = Path(tempfile.gettempdir()) / f"healbench-test-{os.environ.get('PYTEST_XDIST_TESTRUNUID')}"
 """Exists once the arm `die` has ended its process: workers inherit the environment."""
-TASKS = {
-    name: SimpleNamespace(
-        name=name, kind="faulty" if reference else "healthy", metric="loss", build=FakeProblem,
-        about=f"The task {name}.", reference=reference, quick=quick,
-        family="fault" if reference else "plain",
+
+
+def healthy_task(name: str, *, quick: bool) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name,
+        kind="healthy",
+        family="plain",
+        reference="",
+        quick=quick,
+        metric="loss",
+        build=FakeProblem,
+        about=f"The task {name}.",
     )
-    for name, reference, quick in (("well", "", False), ("fine", "", True), ("ill", "well", True))
-}  # fmt: skip
+
+
+def faulty_task(name: str, *, reference: str) -> SimpleNamespace:
+    task = healthy_task(name, quick=True)
+    task.kind, task.family, task.reference = "faulty", "fault", reference
+    return task
+
+
+TASKS = {
+    "well": healthy_task("well", quick=False),
+    "fine": healthy_task("fine", quick=True),
+    "ill": faulty_task("ill", reference="well"),
+}
 DOES = ("raise", "die", "hang", "nan", "stop", "unavailable")
 ARMS: dict[str, Any] = {
     **dict.fromkeys(("nothing", *comparing.OURS), FakeRun),
@@ -102,15 +120,15 @@ def fakes(monkeypatch):
 
 def results_of(arms: dict[str, list[float]], task: str = "fine", **more: Any) -> list[Result]:
     """A result for each metric, by arm."""
-    return [
-        Result(
-            "jax", task, arm, seed, metric=metric if math.isfinite(metric) else None,
-            metric_text="" if math.isfinite(metric) else str(metric),
-            **{"steps": 1000, "cpu_s": 2.0, **more},
-        )
-        for arm, metrics in arms.items()
-        for seed, metric in enumerate(metrics)
-    ]  # fmt: skip
+    fields: dict[str, Any] = {"steps": 1000, "cpu_s": 2.0, **more}
+    results = []
+    for arm, metrics in arms.items():
+        for seed, metric in enumerate(metrics):
+            number: dict[str, Any] = {"metric": metric, "metric_text": ""}
+            if not math.isfinite(metric):
+                number = {"metric": None, "metric_text": str(metric)}
+            results.append(Result("jax", task, arm, seed, **number, **fields))
+    return results
 
 
 def by_seed(*metrics: float) -> dict[int, float]:
@@ -135,10 +153,10 @@ def test_the_difference_and_its_error_are_those_of_scipy():
 @pytest.mark.parametrize(
     ("on", "worse"),
     [
-        ((101.2, 101.2, 101.2), True),  # 1.2 % without any noise
-        ((100.9, 100.9, 100.9), False),
-        ((103.0, 99.0, 101.2), False),  # 1.07 %, standard error 1.2 %
-        ((109.0, 97.0, 101.0), True),  # 2.3 %, whatever the noise
+        pytest.param((101.2, 101.2, 101.2), True, id="1.2 % without any noise"),
+        pytest.param((100.9, 100.9, 100.9), False, id="0.9 % better"),
+        pytest.param((103.0, 99.0, 101.2), False, id="1.07 %, standard error 1.2 %"),
+        pytest.param((109.0, 97.0, 101.0), True, id="2.3 %, whatever the noise"),
     ],
 )
 def test_worse_is_beyond_two_standard_errors_or_beyond_the_margin(on, worse):
@@ -160,12 +178,26 @@ def test_a_metric_that_is_not_finite_is_infinitely_bad():
 @pytest.mark.parametrize(
     ("metrics", "more", "said"),
     [
-        ([1.1, 1.2], {}, ["no healthy task is worse"]),
-        ([1.0, 1.1], {"lr_scale": 0.25}, ["no healthy run ends at a learning rate"]),
-        ([1.0, 1.1], {"rollbacks": 1}, ["at most 1 of 200"]),
-        ([1.0, 1.13], {"rollbacks": 1}, ["at most 1 of 200", "no healthy run that is rolled"]),
-        ([1.0, 1.1], {"stopped": "enough"}, ["no healthy run is stopped"]),
-        ([1.0, 1.1], {"status": "error", "error": "why"}, ["every run ends"]),
+        pytest.param([1.1, 1.2], {}, ["no healthy task is worse"], id="worse metric"),
+        pytest.param(
+            [1.0, 1.1],
+            {"lr_scale": 0.25},
+            ["no healthy run ends at a learning rate"],
+            id="lower rate",
+        ),
+        pytest.param([1.0, 1.1], {"rollbacks": 1}, ["at most 1 of 200"], id="rolled back"),
+        pytest.param(
+            [1.0, 1.13],
+            {"rollbacks": 1},
+            ["at most 1 of 200", "no healthy run that is rolled"],
+            id="rolled back and worse",
+        ),
+        pytest.param(
+            [1.0, 1.1], {"stopped": "enough"}, ["no healthy run is stopped"], id="stopped"
+        ),
+        pytest.param(
+            [1.0, 1.1], {"status": "error", "error": "why"}, ["every run ends"], id="failed"
+        ),
     ],
 )
 def test_each_part_of_the_promise_can_be_broken(metrics, more, said):

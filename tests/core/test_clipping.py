@@ -15,7 +15,7 @@ from zclip import ZClip
 from healcore.core.clipping import RULES
 from healcore.core.engine import EngineConfig
 from tests.core.engine_runner import Runner
-from tests.packaging.test_pages import text
+from tests.packaging.page_text import text
 
 MODES = {
     "reciprocal": {"mode": "zscore", "clip_option": "adaptive_scaling"},

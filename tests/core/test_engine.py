@@ -71,10 +71,14 @@ ESCALATION = watching(
 @pytest.mark.parametrize(
     ("at", "depths", "cuts"),
     [
-        ((10, 14), {10: 1}, [10]),  # one incident
-        ((10, 16, 22), {10: 1, 16: 3, 22: 5}, [10, 16]),
-        ((10, 40, 80, 150), {10: 1, 40: 3, 80: 5, 150: 1}, [10, 40]),  # another region
-        (range(20, 45), {20: 1, 31: 3, 42: 5}, [20, 31]),  # alarms that continue after `patience`
+        pytest.param((10, 14), {10: 1}, [10], id="one incident"),
+        pytest.param((10, 16, 22), {10: 1, 16: 3, 22: 5}, [10, 16], id="three incidents"),
+        pytest.param(
+            (10, 40, 80, 150), {10: 1, 40: 3, 80: 5, 150: 1}, [10, 40], id="another region"
+        ),
+        pytest.param(
+            range(20, 45), {20: 1, 31: 3, 42: 5}, [20, 31], id="alarms that continue after patience"
+        ),
     ],
 )
 def test_cuts_have_a_budget_of_their_own(at, depths, cuts):

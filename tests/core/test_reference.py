@@ -58,7 +58,7 @@ def test_every_clipping_rule_with_every_detector_and_rule(policy, lanes, clip, w
     ("which", "seed"),
     [*((name, 40) for name in policies.PUBLISHED), ("instability", 50), ("records", 50)],
 )
-def test_some_detectors_alone(lanes, wild, which, seed):
+def test_a_detector_alone_decides_as_the_reference(lanes, wild, which, seed):
     trace = fuzz.signals(np.random.default_rng(seed + wild), STEPS, lanes, wild=wild)
     check(policies.only(which), trace)
 
@@ -91,7 +91,7 @@ def test_the_traces_reach_everything():
 @pytest.mark.parametrize(
     "examples", [15, pytest.param(300, marks=pytest.mark.stress)], ids=["some", "many"]
 )
-def test_random_policies(examples):
+def test_random_policies_decide_as_the_reference(examples):
     @settings(max_examples=examples, **BOUNDED)
     @given(config=engine_configs(), seed=st.integers(0, 1 << 20), wild=st.booleans())
     def decides_as_the_reference(config, seed, wild):

@@ -177,8 +177,8 @@ def test_a_damaged_line_is_listed_and_left_out(path, junk, reason):
     assert "torn" in torn.problem
 
 
-def test_every_prefix_reads(path):
-    """Fault 39: a file cut anywhere still gives all its whole lines."""
+def test_a_file_that_is_cut_anywhere_gives_its_whole_lines(path):
+    """Also within a character of several bytes, or before the line feed."""
     log = Log(path)
     for step in range(3):
         log.write("alarm", step=step, why="ü\n" * step)

@@ -56,7 +56,7 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
     loop = loop_of(framework, Faults(always=range(28, 40)), policy)
     with pytest.raises(RunStopped):
         train(loop, policy, range(40), **options)
-    # For alerts see tests/healer/test_actions.py.
+    # For alerts see tests/healer/test_alerts.py.
     absent = {"save_failed", "problem", "assessment", "retried", "vote", "alert"}
     assert kinds_in(path) >= set(KINDS) - absent
 

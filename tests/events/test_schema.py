@@ -17,7 +17,7 @@ from healcore.events.schema import ENVELOPE, KINDS, MAX_ROWS, batch_names, sente
 from healcore.runtime.run_options import IncidentContext
 from tests.events import page_tables
 from tests.events.sample_events import EXPORTED, READINGS, SAMPLES, VALIDATOR, problems
-from tests.packaging.test_pages import blocks, snippet
+from tests.packaging.page_text import blocks, snippet
 
 ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "healcore" / "runtime"
@@ -128,15 +128,30 @@ def test_a_list_of_rows_that_is_cut_has_the_number_of_the_others(number, end):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, "learning rate 0.01;"),
-        ({"lr_scale": 0.25}, "learning rate 0.0025 (the schedule's rate was 0.01);"),
-        ({"lr_scale": 0.25, "observed": True}, "learning rate 0.01;"),
-        ({"readings": READINGS._replace(loss=1e15)}, "loss above 1e15, "),
-        (
+        pytest.param({}, "learning rate 0.01;", id="full rate"),
+        pytest.param(
+            {"lr_scale": 0.25},
+            "learning rate 0.0025 (the schedule's rate was 0.01);",
+            id="lower rate",
+        ),
+        pytest.param(
+            {"lr_scale": 0.25, "observed": True},
+            "learning rate 0.01;",
+            id="lower rate, only observed",
+        ),
+        pytest.param(
+            {"readings": READINGS._replace(loss=1e15)}, "loss above 1e15, ", id="huge loss"
+        ),
+        pytest.param(
             {"rows": [list(range(32))]},
             "nothing is changed; epoch 0 batch 7 (rows 0, 1, 2, 3 and 28",
+            id="rows of a batch",
         ),
-        ({"rows": [list(range(32))], "skip": True}, "14, 15 and 16 more)"),
+        pytest.param(
+            {"rows": [list(range(32))], "skip": True},
+            "14, 15 and 16 more)",
+            id="rows of a skipped batch",
+        ),
     ],
 )
 def test_the_sentence_about_an_alarm(changes, text):

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.packaging.test_pages import HOLE, blocks
+from tests.packaging.page_text import HOLE, blocks
 
 
 def masked(output: str) -> list[str]:

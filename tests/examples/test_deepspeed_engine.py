@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.quoted_lines import check_lines
-from tests.packaging.test_pages import blocks
+from tests.packaging.page_text import blocks
 from tests.torch.forked_ranks import free_port
 
 pytest.importorskip("deepspeed", reason="run by make test-deepspeed")

@@ -16,7 +16,7 @@ from healcore.tools.traces import open_traces
 from tests import forked_programs
 from tests.examples.quoted_lines import check_lines, masked
 from tests.forked_programs import ROOT
-from tests.packaging.test_pages import snippet
+from tests.packaging.page_text import snippet
 
 IMPORTS = (*forked_programs.TRANSFORMERS, "lightning", "torchdata.stateful_dataloader")
 PROGRAMS = {

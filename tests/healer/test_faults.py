@@ -18,25 +18,22 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from healcore import Healer, retrying
 from healcore.core.decision import Cause
 from healcore.errors import Terminated
-from healcore.policy import load, to_dict
+from healcore.policy import load
 from healcore.runtime.faults.array_errors import SHAPES
 from healcore.runtime.faults.failures import FAILURES
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import BOTH_FRAMEWORKS, EVERY_5, Faults, at, loop_of, rules, train
+from tests.healer.training_loops import (
+    ANSWERS,
+    BOTH_FRAMEWORKS,
+    EVERY_5,
+    Faults,
+    at,
+    loop_of,
+    train,
+    with_answers,
+)
+from tests.runtime.faults.fault_page import assert_on_the_page
 from tests.runtime.faults.local_server import by_requests, serving
-from tests.runtime.faults.test_page import assert_on_the_page
-
-ANSWERS = [
-    {"to": ["data"], "do": ["skip_batch"]},
-    {"to": ["network"], "do": ["retry"]},
-    {"to": ["unknown"], "do": ["save"]},
-]
-
-
-def with_answers(**more: Any) -> Any:
-    """The policy of the other tests, which also answers faults."""
-    policy = rules()
-    return load(policy, respond=[*to_dict(policy)["respond"], *ANSWERS], **more)
 
 
 class Corrupt(Dataset):
@@ -110,9 +107,14 @@ def test_an_unreadable_batch_is_left_out_and_logged(framework, tmp_path):
 @pytest.mark.parametrize(
     ("bad", "limits", "ends"),
     [
-        ([4, 5, 6, 7], {}, True),
-        (range(2, 20, 2), {"consecutive": 1, "count": 3}, True),
-        (range(2, 20, 2), {"consecutive": 1, "count": 3, "within": 6}, False),
+        pytest.param([4, 5, 6, 7], {}, True, id="four in a row"),
+        pytest.param(range(2, 20, 2), {"consecutive": 1, "count": 3}, True, id="more than three"),
+        pytest.param(
+            range(2, 20, 2),
+            {"consecutive": 1, "count": 3, "within": 6},
+            False,
+            id="more than three, not within six",
+        ),
     ],
 )
 def test_beyond_the_limits_the_error_ends_the_run(bad, limits, ends, tmp_path):

@@ -23,7 +23,7 @@ from tests import forked_programs
 from tests.healer.killed_runs import STEP, Kind, Watched, digest
 from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, loop_of, rules, train
 
-pytestmark = pytest.mark.slow  # many processes; one kill is in test_restarts.py
+pytestmark = pytest.mark.slow  # many processes; kills without processes: test_restarted_loops.py
 
 VARIANTS: dict[str, tuple[int, ...]] = {"rewound": (13, 14, 31), "forward": (13, 33)}
 """Whether the data can be put back, and the batches that are NaN each time."""

@@ -117,11 +117,21 @@ def jax_run(loss_fn: Any, read: Any = Healer.batches, count: int = 5, **how: Any
 @pytest.mark.parametrize(
     ("loss_fn", "said"),
     [
-        (lambda state, batch: None, "a number, got None"),
-        (lambda batch: 0.0, "TypeError on the first batch"),
-        (lambda state, batch: batch, r"one number, got shape \(2,\)"),
-        (lambda state, batch: (batch, batch.sum()), r"one number, got shape \(2,\)"),
-        (lambda state, batch: {"cost": batch.sum()}, "got a dict of 1"),
+        pytest.param(lambda state, batch: None, "a number, got None", id="returns nothing"),
+        pytest.param(lambda batch: 0.0, "TypeError on the first batch", id="takes one argument"),
+        pytest.param(
+            lambda state, batch: batch, r"one number, got shape \(2,\)", id="returns an array"
+        ),
+        pytest.param(
+            lambda state, batch: (batch, batch.sum()),
+            r"one number, got shape \(2,\)",
+            id="returns a tuple with an array",
+        ),
+        pytest.param(
+            lambda state, batch: {"cost": batch.sum()},
+            "got a dict of 1",
+            id="returns a dictionary without loss",
+        ),
     ],
 )
 def test_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):

@@ -17,7 +17,7 @@ from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.ending import stopping
 from healcore.runtime.run.ending.shutdown import Shutdown
 from tests.healer.run_directory import events, new_process
-from tests.healer.test_restarts import Crash, end_without_log
+from tests.healer.simulated_kills import Crash, end_without_log
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
     Faults,

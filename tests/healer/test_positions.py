@@ -16,7 +16,6 @@ from healcore.core.decision import Action
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
 from tests.healer.run_directory import events, postmortems
-from tests.healer.test_faults import with_answers
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
     EVERY_5,
@@ -28,6 +27,7 @@ from tests.healer.training_loops import (
     rules,
     same,
     train,
+    with_answers,
 )
 
 BATCHES = 7
@@ -178,10 +178,14 @@ def test_a_loop_over_range_with_a_loader_for_each_epoch_begins_this_epoch_again(
 @pytest.mark.parametrize(
     ("framework", "data"),
     [
-        ("torch", lambda: range(40)),
-        ("torch", lambda: DataLoader(listed(), batch_size=None, shuffle=True)),
-        ("torch", shuffled),
-        pytest.param("jax", lambda: range(40), marks=pytest.mark.slow),
+        pytest.param("torch", lambda: range(40), id="torch, range"),
+        pytest.param(
+            "torch",
+            lambda: DataLoader(listed(), batch_size=None, shuffle=True),
+            id="torch, samples of a DataLoader",
+        ),
+        pytest.param("torch", shuffled, id="torch, DataLoader"),
+        pytest.param("jax", lambda: range(40), marks=pytest.mark.slow, id="jax, range"),
     ],
 )
 def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):

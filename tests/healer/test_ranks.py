@@ -28,8 +28,8 @@ from healcore.events import read
 from healcore.runtime.run.ending import exits, requests
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped
-from tests.healer.test_faults import Corrupt, with_answers
-from tests.healer.training_loops import Faults, rules
+from tests.healer.test_faults import Corrupt
+from tests.healer.training_loops import Faults, rules, with_answers
 from tests.open_run import run_of
 from tests.runtime.store.disk_faults import flip
 from tests.torch.forked_ranks import Worlds, folder, serve, worlds_of

@@ -19,8 +19,7 @@ from torch import nn
 from healcore import Healer
 from healcore.errors import Terminated
 from tests.healer.run_directory import events, new_process
-from tests.healer.test_faults import with_answers
-from tests.healer.training_loops import EVERY_5, same
+from tests.healer.training_loops import EVERY_5, same, with_answers
 
 
 class LowRank(nn.Module):

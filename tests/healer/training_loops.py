@@ -56,6 +56,20 @@ def rules(
     )
 
 
+ANSWERS = [
+    {"to": ["data"], "do": ["skip_batch"]},
+    {"to": ["network"], "do": ["retry"]},
+    {"to": ["unknown"], "do": ["save"]},
+]
+
+
+def with_answers(**more: Any) -> Any:
+    """The policy of `rules`, which also answers faults."""
+    policy = rules()
+    respond = policies.to_dict(policy)["respond"]
+    return policies.load(policy, respond=[*respond, *ANSWERS], **more)
+
+
 class Faults:
     """Which batches are bad: their targets are NaN each time, or the first time only."""
 

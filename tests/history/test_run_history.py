@@ -100,10 +100,10 @@ def test_skips_without_an_event_are_in_the_postmortem():
 @pytest.mark.parametrize(
     ("first", "together"),
     [
-        (("resume", 3, {"checkpoint": 3}), True),
-        (("start", 3, {"resumes": True}), True),
-        (("start", 0, {"resumes": False}), False),
-        (("save", 3, {}), False),
+        pytest.param(("resume", 3, {"checkpoint": 3}), True, id="resumed"),
+        pytest.param(("start", 3, {"resumes": True}), True, id="start that resumes"),
+        pytest.param(("start", 0, {"resumes": False}), False, id="new start"),
+        pytest.param(("save", 3, {}), False, id="killed before it resumed"),
     ],
 )
 def test_which_processes_are_one_run(first, together):
@@ -137,7 +137,7 @@ def test_fields_that_are_not_in_their_shape_are_left_out_and_named():
     limit=st.integers(20, 400),
     places=st.lists(st.tuples(st.integers(0, 39_999), st.sampled_from("^v?!")), max_size=3),
 )
-def test_outliers_are_kept(length, limit, places):
+def test_a_thinned_curve_keeps_its_outliers(length, limit, places):
     generator = np.random.default_rng(length)
     loss = generator.normal(size=length).astype(np.float32)
     norm = np.abs(generator.normal(size=length)).astype(np.float32)

@@ -96,7 +96,7 @@ def changed(content: bytes, asked: list[tuple[float, str, bytes]]) -> bytes:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("examples", [100, pytest.param(20_000, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("name", READERS)
-def test_changed_bytes(name, examples):
+def test_a_file_with_changed_bytes_is_read_or_refused(name, examples):
     content, file, use = READERS[name]
 
     @settings(

@@ -103,7 +103,7 @@ def test_any_text_is_a_value_or_refused(node):
         '{"subclass":{"made":"CODE","shape":[2],"stride":[1],"parts":[]}}',
     ],
 )
-def test_crafted_texts(text, tmp_path):
+def test_a_crafted_text_is_refused_and_runs_nothing(text, tmp_path):
     ran = tmp_path / "ran"
     with pytest.raises(StoreError, match=r"state\['x'\]"):
         values.loads(text.replace("CODE", base64_of(code(ran))), ("x",))

@@ -143,7 +143,7 @@ def orbax(folder: Path, name: str = "w", **zarray: object) -> Path:
     return folder
 
 
-def test_orbax_checkpoints(tmp_path):
+def test_crafted_orbax_checkpoints_do_not_stop_the_probe_of_the_next(tmp_path):
     nested = orbax(tmp_path / "nested")
     (nested / "_METADATA").write_text("[" * 100_000)
     paths = [
@@ -157,7 +157,7 @@ def test_orbax_checkpoints(tmp_path):
 
 
 @pytest.mark.slow
-def test_safetensors(tmp_path):
+def test_crafted_safetensors_do_not_stop_the_probe_of_the_next(tmp_path):
     digits = '{"w": {"dtype": "F32", "shape": [' + "9" * 400_000 + '], "data_offsets": [0, 8]}}'
     longer = (1 << 40).to_bytes(8, "little") + b'{"w":'
     (tmp_path / "a").write_bytes(len(digits).to_bytes(8, "little") + digits.encode() + bytes(8))

@@ -199,25 +199,45 @@ def without_rank(content: Any) -> Any:
     return {name: entry for name, entry in content.items() if not entry.get("per_rank")}
 
 
+def with_incidents(record: Any) -> Any:
+    return record | {"ledger": record["ledger"] | {"incidents": 7}}
+
+
+Change = Callable[[Any], Any]
+
+
+def with_entry(name: str, value: Any) -> Change:
+    """Replaces an entry of a file."""
+    return lambda old: old | {name: value}
+
+
+def with_tree(name: str, tree: Any) -> Change:
+    """Replaces the tree of a part of the state."""
+    return lambda old: old | {name: old[name] | {"tree": tree}}
+
+
 RANK = "state-rank-00000.json"
-NOT_WRITTEN: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "incidents": (RECORD, lambda old: old | {"ledger": old["ledger"] | {"incidents": 7}}),
+NOT_WRITTEN: dict[str, tuple[str, Change]] = {
+    "incidents": (RECORD, with_incidents),
     "nothing of this rank": (RANK, without_rank),
     "position": (RANK, position),
-    **{
-        name: (RECORD, lambda old, name=name, value=value: old | {name: value})
-        for name, value in {
-            "engines": "nan", "ledger": {"a": 1}, "world": "x", "step": 1, "settings": [],
-            "part_limit": "", "forward": {"0": {"a": 1}}, "skipped": {"x": []}, "attempts": [""],
-        }.items()
-    },
-}  # fmt: skip
-OF_TORCH = {
-    name: (STATE, lambda old, name=name, tree=tree: old | {name: old[name] | {"tree": tree}})
-    for name, tree in {
-        "model": 7, "optimizer": {"dict": [["param_groups", {"list": [{"dict": []}]}]]}
-    }.items()
-}  # fmt: skip
+    "engines": (RECORD, with_entry("engines", "nan")),
+    "ledger": (RECORD, with_entry("ledger", {"a": 1})),
+    "world": (RECORD, with_entry("world", "x")),
+    "step": (RECORD, with_entry("step", 1)),
+    "settings": (RECORD, with_entry("settings", [])),
+    "part_limit": (RECORD, with_entry("part_limit", "")),
+    "forward": (RECORD, with_entry("forward", {"0": {"a": 1}})),
+    "skipped": (RECORD, with_entry("skipped", {"x": []})),
+    "attempts": (RECORD, with_entry("attempts", [""])),
+}
+OF_TORCH: dict[str, tuple[str, Change]] = {
+    "model": (STATE, with_tree("model", 7)),
+    "optimizer": (
+        STATE,
+        with_tree("optimizer", {"dict": [["param_groups", {"list": [{"dict": []}]}]]}),
+    ),
+}
 
 
 @pytest.mark.slow
@@ -225,7 +245,8 @@ OF_TORCH = {
 def test_values_that_healcore_does_not_write_are_damage(framework, tmp_path):
     """The digests hold: the checkpoint is restored, and what it holds cannot be loaded."""
     runs.cut_short(framework, tmp_path / "run")
-    for name, (file, change) in (NOT_WRITTEN | (OF_TORCH if framework == "torch" else {})).items():
+    changes = NOT_WRITTEN | OF_TORCH if framework == "torch" else NOT_WRITTEN
+    for name, (file, change) in changes.items():
         root = tmp_path / name
         shutil.copytree(tmp_path / "run", root)
         newest = runs.checkpoints(root)[-1]

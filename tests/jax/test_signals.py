@@ -28,12 +28,16 @@ every_transformation = pytest.mark.parametrize("tx", TRANSFORMATIONS, ids=["heal
 @pytest.mark.parametrize(
     ("signal", "message"),
     [
-        ({"value": np.ones(3, np.float32)}, r"shape \(3,\).*mean"),
-        ({"value": 3}, "int32"),
-        ({"value": {"loss": 1.0}}, "dict"),
-        ({"grad_norm": np.ones(1, np.float32)}, "grad_norm"),
-        ({"change_expected": np.float32(1)}, "change_expected"),
-        ({"externally_skipped": np.ones(2, bool)}, "externally_skipped"),
+        pytest.param(
+            {"value": np.ones(3, np.float32)}, r"shape \(3,\).*mean", id="loss of each sample"
+        ),
+        pytest.param({"value": 3}, "int32", id="integer loss"),
+        pytest.param({"value": {"loss": 1.0}}, "dict", id="dictionary as loss"),
+        pytest.param({"grad_norm": np.ones(1, np.float32)}, "grad_norm", id="norm of a shape"),
+        pytest.param({"change_expected": np.float32(1)}, "change_expected", id="float as flag"),
+        pytest.param(
+            {"externally_skipped": np.ones(2, bool)}, "externally_skipped", id="flag of a shape"
+        ),
     ],
 )
 def test_a_bad_signal_is_named_while_tracing(tx, signal, message):

@@ -203,10 +203,16 @@ FLOAT = {"a": jnp.ones(2)}
 @pytest.mark.parametrize(
     ("skip", "old", "new", "message"),
     [
-        (True, FLOAT, {"b": jnp.ones(2)}, "same structure"),
-        (True, FLOAT, {"a": jnp.ones(3)}, r"\['a'\] was float32\[2\].*float32\[3\]"),
-        (True, {"a": "relu"}, {"a": "gelu"}, r"\['a'\] is a str"),
-        ([True, False], {}, {}, "skip"),
+        pytest.param(True, FLOAT, {"b": jnp.ones(2)}, "same structure", id="other keys"),
+        pytest.param(
+            True,
+            FLOAT,
+            {"a": jnp.ones(3)},
+            r"\['a'\] was float32\[2\].*float32\[3\]",
+            id="another shape",
+        ),
+        pytest.param(True, {"a": "relu"}, {"a": "gelu"}, r"\['a'\] is a str", id="static leaves"),
+        pytest.param([True, False], {}, {}, "skip", id="skip is a list"),
     ],
 )
 def test_states_that_do_not_match_are_named(skip, old, new, message):

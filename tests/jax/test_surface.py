@@ -53,12 +53,26 @@ ADAM = optax.adam(1e-3)
 @pytest.mark.parametrize(
     ("tx", "warned"),
     [
-        (optax.chain(ADAM, heal_zclip()), True),
-        (optax.chain(SGD, optax.inject_hyperparams(heal_zclip)()), True),
-        (optax.chain(optax.clip(1.0), optax.chain(ADAM, heal("zclip"))), True),
-        (optax.chain(heal_zclip(), ADAM), False),
-        (optax.chain(optax.zero_nans(), optax.clip(1.0), heal_zclip()), False),  # keep nothing
-        (protect(optax.chain(optax.clip(1.0), ADAM), "zclip"), False),
+        pytest.param(optax.chain(ADAM, heal_zclip()), True, id="behind Adam"),
+        pytest.param(
+            optax.chain(SGD, optax.inject_hyperparams(heal_zclip)()),
+            True,
+            id="behind SGD, injected",
+        ),
+        pytest.param(
+            optax.chain(optax.clip(1.0), optax.chain(ADAM, heal("zclip"))),
+            True,
+            id="behind a chain",
+        ),
+        pytest.param(optax.chain(heal_zclip(), ADAM), False, id="before Adam"),
+        pytest.param(
+            optax.chain(optax.zero_nans(), optax.clip(1.0), heal_zclip()),
+            False,
+            id="behind transformations without a state",
+        ),
+        pytest.param(
+            protect(optax.chain(optax.clip(1.0), ADAM), "zclip"), False, id="around the optimizer"
+        ),
     ],
 )
 def test_only_healing_behind_the_optimizer_is_warned_of(tx, warned):

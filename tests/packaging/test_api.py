@@ -141,18 +141,22 @@ def test_nav_has_every_page_once():
     assert set(listed) == made | {page for page in written if not page.startswith(hidden)}
 
 
+def error_classes() -> set[type[BaseException]]:
+    """The public exception classes of all modules of healcore."""
+    found: set[type[BaseException]] = set()
+    for module in pkgutil.walk_packages(healcore.__path__, "healcore."):
+        for member in vars(importlib.import_module(module.name)).values():
+            if not inspect.isclass(member) or not issubclass(member, BaseException):
+                continue
+            is_ours = member.__module__.startswith("healcore")
+            if is_ours and not member.__name__.startswith("_"):
+                found.add(member)
+    return found
+
+
 def test_each_error_has_the_base_and_can_be_imported_from_a_top_level_module():
-    modules = pkgutil.walk_packages(healcore.__path__, "healcore.")
-    members = [each for m in modules for each in vars(importlib.import_module(m.name)).values()]
-    errors = {
-        each
-        for each in members
-        if inspect.isclass(each)
-        and issubclass(each, BaseException)
-        and each.__module__.startswith("healcore")
-        and each.__name__[0] != "_"
-    }
-    assert {each.__name__ for each in errors} >= INTERNAL | ENDS | {"PolicyError"}
+    errors = error_classes()
+    assert {error.__name__ for error in errors} >= INTERNAL | ENDS | {"PolicyError"}
     for error in errors:
         name = error.__name__
         if name in INTERNAL | {"HealcoreError"}:

@@ -26,8 +26,11 @@ def below(module: str, names: tuple[str, ...]) -> bool:
 
 
 def floor_of(module: str) -> int:
-    """The number of a module's floor; -1: of another package, or above them all."""
-    return next((number for number, names in enumerate(FLOORS) if below(module, names)), -1)
+    """The number of a module's floor, or -1 for another package, or a module above all floors."""
+    for number, names in enumerate(FLOORS):
+        if below(module, names):
+            return number
+    return -1
 
 
 def imports_of(path: Path) -> set[str]:
@@ -42,13 +45,16 @@ def imports_of(path: Path) -> set[str]:
 
 
 def test_imports_go_down():
-    for path in [path for floor in FLOORS[:-1] for path in (ROOT / floor[0]).rglob("*.py")]:
-        roots = {name.partition(".")[0] for name in imports_of(path)}
-        assert path.parts[len(ROOT.parts)] != "core" or not roots & {"jax", "torch", "optax"}, path
-        module = ".".join(("healcore", *path.relative_to(ROOT).with_suffix("").parts))
-        own = floor_of(module.removesuffix(".__init__"))
-        assert own >= 0
-        assert [name for name in imports_of(path) if floor_of(name) > own] == [], path
+    for folder, *_ in FLOORS[:-1]:
+        for path in (ROOT / folder).rglob("*.py"):
+            imported = imports_of(path)
+            if folder == "core":
+                roots = {name.partition(".")[0] for name in imported}
+                assert not roots & {"jax", "torch", "optax"}, path
+            module = ".".join(("healcore", *path.relative_to(ROOT).with_suffix("").parts))
+            own = floor_of(module.removesuffix(".__init__"))
+            assert own >= 0
+            assert [name for name in imported if floor_of(name) > own] == [], path
 
 
 def test_adapters_import_no_tools():
@@ -61,15 +67,26 @@ def test_adapters_import_no_tools():
         assert [name for name in ours if not below(name, allowed)] == [], path
 
 
+IMPORTING = ("import_module", "__import__")
+
+
+def imports_an_adapter(call: ast.Call) -> bool:
+    """Whether a call imports an adapter by its name, or any module by a name that it computes."""
+    function = ast.unparse(call.func).rpartition(".")[2]
+    if function not in IMPORTING:
+        return False
+    is_computed = not isinstance(call.args[0], ast.Constant)
+    text = ast.unparse(call)
+    return is_computed or "healcore.torch" in text or "healcore.jax" in text
+
+
 def test_only_the_registry_imports_an_adapter_by_name():
     """And `healcore/__init__.py`, for `healcore.torch` and `healcore.jax` as attributes."""
-    for path in [path for floor in FLOORS for path in (ROOT / floor[0]).rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-            text = ast.unparse(node) if name in ("import_module", "__import__") else ""
-            constant = text and isinstance(node.args[0], ast.Constant)  # type: ignore[attr-defined]
-            adapters = "healcore.torch" in text or "healcore.jax" in text
-            assert not text or (constant and not adapters), f"{path}: use adapter_registry.find"
+    for folder, *_ in FLOORS:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call):
+                    assert not imports_an_adapter(node), f"{path}: use adapter_registry.find"
 
 
 RUN = "healcore.runtime.run."

@@ -122,7 +122,7 @@ def test_compiled_by_torch_as_one_graph(config, backend):
         pytest.param(60, 200, 1, ("recorded",), marks=pytest.mark.stress),
     ],
 )
-def test_random_policies(examples, steps, lanes, against):
+def test_random_policies_have_the_same_bits(examples, steps, lanes, against):
     @settings(max_examples=examples, **BOUNDED)
     @given(config=engine_configs(), seed=st.integers(0, 1 << 20))
     def compared(config, seed):

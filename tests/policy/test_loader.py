@@ -109,10 +109,24 @@ def test_one_rule_is_changed_by_its_number():
 @pytest.mark.parametrize(
     ("overrides", "key", "value", "rule"),
     [
-        ({"clip": {"max_norm": -1}}, "clip.max_norm", "-1", "above 0"),
-        ({"clip": {"max_nrom": 1.0}}, "clip.max_nrom", "1.0", "a key of this table"),
-        ({"clip": 1.0}, "clip", "1.0", "a table"),
-        ({"detect": {"loss_spike": None}}, "respond[", '"loss_spike"', "detector is on"),
+        pytest.param(
+            {"clip": {"max_norm": -1}}, "clip.max_norm", "-1", "above 0", id="outside of the range"
+        ),
+        pytest.param(
+            {"clip": {"max_nrom": 1.0}},
+            "clip.max_nrom",
+            "1.0",
+            "a key of this table",
+            id="misspelled key",
+        ),
+        pytest.param({"clip": 1.0}, "clip", "1.0", "a table", id="no table"),
+        pytest.param(
+            {"detect": {"loss_spike": None}},
+            "respond[",
+            '"loss_spike"',
+            "detector is on",
+            id="a rule for a detector that is off",
+        ),
     ],
 )
 def test_an_invalid_override_names_key_value_and_rule(overrides, key, value, rule):
@@ -127,10 +141,20 @@ def test_an_invalid_override_names_key_value_and_rule(overrides, key, value, rul
 @pytest.mark.parametrize(
     ("overrides", "write"),
     [
-        ({"clip": 1.0}, 'clip.max_norm = 1.0, as clip={"max_norm": 1.0} in Python'),
-        ({"clip": True}, 'clip.max_norm, as clip={"max_norm": ...} in Python'),
-        ({"retry": 3}, 'retry.base_delay_s, as retry={"base_delay_s": ...} in Python'),
-        ({"retry": None}, 'retry.base_delay_s, as retry={"base_delay_s": ...} in Python'),
+        pytest.param(
+            {"clip": 1.0}, 'clip.max_norm = 1.0, as clip={"max_norm": 1.0} in Python', id="float"
+        ),
+        pytest.param(
+            {"clip": True}, 'clip.max_norm, as clip={"max_norm": ...} in Python', id="bool"
+        ),
+        pytest.param(
+            {"retry": 3}, 'retry.base_delay_s, as retry={"base_delay_s": ...} in Python', id="int"
+        ),
+        pytest.param(
+            {"retry": None},
+            'retry.base_delay_s, as retry={"base_delay_s": ...} in Python',
+            id="None",
+        ),
     ],
 )
 def test_a_value_in_place_of_a_table_is_told_a_key_of_the_table(overrides, write):
@@ -198,13 +222,13 @@ def by_heal(policy, **options):
 @pytest.mark.parametrize(
     ("take", "wrong", "right"),
     [
-        (by_healer, "los_fn", "loss_fn"),
-        (by_start, "checkpoint", "checkpoints"),
-        (by_callback, "stopfile", "stop_file"),
-        (by_callback, "los_fn", "loss_fn"),
-        (by_attach, "proces_group", "process_group"),
-        (by_protect, "record", "records"),
-        (by_heal, "axisname", "axis_name"),
+        pytest.param(by_healer, "los_fn", "loss_fn", id="Healer"),
+        pytest.param(by_start, "checkpoint", "checkpoints", id="start"),
+        pytest.param(by_callback, "stopfile", "stop_file", id="callback, stop_file"),
+        pytest.param(by_callback, "los_fn", "loss_fn", id="callback, loss_fn"),
+        pytest.param(by_attach, "proces_group", "process_group", id="attach"),
+        pytest.param(by_protect, "record", "records", id="protect"),
+        pytest.param(by_heal, "axisname", "axis_name", id="heal"),
     ],
 )
 def test_a_misspelled_argument_is_told_the_argument(take, wrong, right):

@@ -12,7 +12,7 @@ from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.policy import Policy, loads
 from healcore.policy.document import ACTIONS, FAULTS, Detect, NoClip, When, detector_of
 from healcore.policy.tables import keys_of, rounded
-from tests.packaging.test_pages import blocks
+from tests.packaging.page_text import blocks
 from tests.policy import key_tables
 
 HEAD = 'schema = 1\nname = "x"\n'

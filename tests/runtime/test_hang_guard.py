@@ -29,7 +29,7 @@ from tests import forked_programs
 from tests.events.sample_events import problems
 from tests.healer.killed_runs import forked
 from tests.healer.run_directory import events, postmortems
-from tests.runtime.faults.test_page import assert_on_the_page
+from tests.runtime.faults.fault_page import assert_on_the_page
 
 pytestmark = pytest.mark.slow  # several processes that wait for their limits
 

@@ -77,10 +77,12 @@ def test_a_rollback_keeps_the_cut_and_costs_one_recovery(where: Any):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (lambda d: None, "mapping"),
-        (lambda d: {**d, "schema": 99}, "99"),
-        (lambda d: {**d, "clip": "fixed"}, "policy"),
-        (lambda d: {**d, "state": {**d["state"], "step": [1, 2]}}, "shape"),
+        pytest.param(lambda d: None, "mapping", id="no mapping"),
+        pytest.param(lambda d: {**d, "schema": 99}, "99", id="later schema"),
+        pytest.param(lambda d: {**d, "clip": "fixed"}, "policy", id="another rule"),
+        pytest.param(
+            lambda d: {**d, "state": {**d["state"], "step": [1, 2]}}, "shape", id="another shape"
+        ),
     ],
 )
 def test_a_state_that_does_not_fit_loads_nothing(where: Any, broken: Any, message: str):

@@ -144,22 +144,24 @@ def test_each_engine_is_reported_at_its_own_cadence():
     tx = protect(optax.sgd(0.1), POLICY)
     params = {"w": jnp.ones(3)}
     driver = JaxDriver({"slow": tx.init(params), "fast": tx.init(params)}, POLICY)
-    records = []
-    for i in range(5):
+    good, bad = {"w": jnp.full(3, 0.5)}, {"w": jnp.full(3, jnp.nan)}
+    # The slow one sees a NaN in step 1, and is inactive in steps 0, 2 and 3.
+    of_slow = {1: bad, 4: good}
+    slow, fast = [], []
+    for step in range(5):
         state = dict(driver.live)
-        # The slow one sees a NaN in step 1, and is inactive in steps 2 and 3.
-        for name in ("slow", "fast") if i in (1, 4) else ("fast",):
-            bad = name == "slow" and i == 1
-            grads = {"w": jnp.full(3, jnp.nan if bad else 0.5)}
-            _, state[name] = tx.update(grads, state[name], params)
+        _, state["fast"] = tx.update(good, state["fast"], params)
+        if step in of_slow:
+            _, state["slow"] = tx.update(of_slow[step], state["slow"], params)
         driver.update(state)
-        records.append({each.engine: each for each in driver.take_dispatch().read()[-1]})
-    assert [each["slow"].step for each in records] == [0, 1, 1, 1, 2]
-    assert [each["fast"].step for each in records] == [1, 2, 3, 4, 5]
-    causes = [each["slow"].cause for each in records]
-    assert causes == [0, Cause.NONFINITE_GRAD, 0, 0, 0]
-    assert all(neutral(each["slow"]) for each in (records[0], *records[2:]))
-    assert all(neutral(each["fast"]) for each in records)
+        records = {record.engine: record for record in driver.take_dispatch().read()[-1]}
+        slow.append(records["slow"])
+        fast.append(records["fast"])
+
+    assert [record.step for record in slow] == [0, 1, 1, 1, 2]
+    assert [record.step for record in fast] == [1, 2, 3, 4, 5]
+    assert [record.cause for record in slow] == [0, Cause.NONFINITE_GRAD, 0, 0, 0]
+    assert all(neutral(record) for record in (slow[0], *slow[2:], *fast))
 
 
 def start_many(records=32):

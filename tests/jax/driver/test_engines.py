@@ -272,19 +272,28 @@ PLATEAU = policy.load("default", detect={"plateau": {}})
     ("made", "passed", "message"),
     [
         # A state of another size: its own fingerprint names its policy.
-        (
+        pytest.param(
             "default",
             PLATEAU,
             'is "default", .* or a changed one .* differ in detect.plateau: absent',
+            id="a state of another size",
         ),
-        (PLATEAU, "default", "detect.plateau: present and absent"),
-        ("default", policy.load("default", max_skips=7), "differ in max_skips: 10 and 7"),
-        (
+        pytest.param(
+            PLATEAU, "default", "detect.plateau: present and absent", id="one detector less"
+        ),
+        pytest.param(
+            "default",
+            policy.load("default", max_skips=7),
+            "differ in max_skips: 10 and 7",
+            id="a number",
+        ),
+        pytest.param(
             policy.load("default", max_skips=5),
             policy.load("default", lr={"floor": 0.05}),
             r"lr.floor: 0.1 and 0.05",
+            id="two numbers",
         ),
-        ("default", "zclip", "clip.kind: none and zclip"),
+        pytest.param("default", "zclip", "clip.kind: none and zclip", id="the clip"),
     ],
 )
 def test_the_error_for_another_policy_names_what_differs(made, passed, message):

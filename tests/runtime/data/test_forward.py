@@ -52,11 +52,27 @@ def test_a_limited_iterator_continues_in_the_next_epoch(length):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: DataLoader(Stream()), "StatefulDataLoader"),
-        (lambda: accelerated(dispatch_batches=True), "dispatch_batches=False"),
-        (lambda: accelerated(Stream(), dispatch_batches=False), "map-style dataset"),
-        (lambda: stateful(sampler=RandomSampler(range(11))), "does not record the order"),
-        (lambda: stateful(num_workers=2, in_order=False), "no fixed order"),
+        pytest.param(lambda: DataLoader(Stream()), "StatefulDataLoader", id="stream"),
+        pytest.param(
+            lambda: accelerated(dispatch_batches=True),
+            "dispatch_batches=False",
+            id="dispatch_batches",
+        ),
+        pytest.param(
+            lambda: accelerated(Stream(), dispatch_batches=False),
+            "map-style dataset",
+            id="stream in accelerate",
+        ),
+        pytest.param(
+            lambda: stateful(sampler=RandomSampler(range(11))),
+            "does not record the order",
+            id="sampler without its order",
+        ),
+        pytest.param(
+            lambda: stateful(num_workers=2, in_order=False),
+            "no fixed order",
+            id="workers out of order",
+        ),
     ],
 )
 def test_why_not_names_what_to_pass(make, reason):
@@ -64,7 +80,7 @@ def test_why_not_names_what_to_pass(make, reason):
 
 
 @over([*FORWARD, *REWINDING[::4]])
-def test_fast_forward(kind):
+def test_fast_forward_reads_to_the_position_of_another_loader(kind):
     """To the position of another kind of loader; batches left out by then do not count."""
     everything = take(Cursor(kind.make(), epochs=kind.epochs))
     earlier = Cursor(range(len(everything) // kind.epochs), epochs=kind.epochs)

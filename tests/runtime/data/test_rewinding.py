@@ -123,7 +123,7 @@ def random_walks(kind: Kind, count: int, length: int) -> None:
 
 
 @over([k for k in REWINDING if k.name in ("list", "stateful generator", "user's iterator")])
-def test_random_walks(kind):
+def test_random_rewinds_give_the_same_batches(kind):
     random_walks(kind, 60, 25)
 
 
@@ -147,6 +147,7 @@ STATEFUL: Any = (StatefulDistributedSampler, StatefulDataLoader)
 @pytest.mark.parametrize(("types", "by_cursor"), [((), True), ((), False), (STATEFUL, False)])
 def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
     """The cursor numbers the epochs, or an outer loop sets its own numbers."""
+    # Three epochs are read.
     loader = distributed(*types)
     cursor = Cursor(loader, epochs=None if by_cursor else 1)
     handed, positions = [], []
@@ -158,11 +159,15 @@ def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
         for _ in range(BATCHES):
             positions.append(cursor.position())
             handed += take(cursor, 1)
-    alone = distributed()  # a loop without healcore
+
+    # They have the batches of a loop without healcore.
+    alone = distributed()
     for epoch, number in enumerate([0, 1, 2] if by_cursor else [7, 3, 4]):
         alone.sampler.set_epoch(number)
         batches = [batch for which, batch in handed if which.epoch == epoch]
         assert batches == [batch.tolist() for batch in alone]
+
+    # A rewind into each of them returns the same batches, also in a new process.
     for place in (11, 6, 2):
         assert cursor.rewind(positions[place])
         assert take(cursor, 12 - place) == handed[place:]
@@ -214,10 +219,10 @@ def global_batches(cursors: list[Cursor]) -> list[set[int]]:
 @pytest.mark.parametrize(
     ("kind", "before", "now", "read"),
     [
-        (DataLoader, (4, 2), (2, 4), 0),
-        (DataLoader, (2, 4), (1, 8), 15),
-        (StatefulDataLoader, (2, 4), (4, 2), 5),
-        (StatefulDataLoader, (4, 2), (2, 4), 12),  # the end of an epoch
+        pytest.param(DataLoader, (4, 2), (2, 4), 0, id="fewer ranks"),
+        pytest.param(DataLoader, (2, 4), (1, 8), 15, id="one rank"),
+        pytest.param(StatefulDataLoader, (2, 4), (4, 2), 5, id="more ranks"),
+        pytest.param(StatefulDataLoader, (4, 2), (2, 4), 12, id="at the end of an epoch"),
     ],
 )
 def test_the_same_global_batches_with_another_number_of_ranks(kind, before, now, read):
@@ -237,14 +242,30 @@ def test_the_same_global_batches_with_another_number_of_ranks(kind, before, now,
 @pytest.mark.parametrize(
     ("before", "now", "why"),
     [
-        (range(10), range(5), r"the loader had 10 batches, and range has 5 batches"),
-        (iter(range(10)), iter(range(10)), "how the loader divided the data"),
-        (
+        pytest.param(
+            range(10),
+            range(5),
+            r"the loader had 10 batches, and range has 5 batches",
+            id="number of batches",
+        ),
+        pytest.param(
+            iter(range(10)),
+            iter(range(10)),
+            "how the loader divided the data",
+            id="unknown division",
+        ),
+        pytest.param(
             loaders(DataLoader, 2, 4)[0],
             loaders(DataLoader, 4, 4)[0],
             "the loader had 8 rows of a global batch, and .* has 16 rows of a global batch",
+            id="rows of a global batch",
         ),
-        (loaders(DataLoader, 2, 4)[0], iter(range(10)), "has an unknown number"),
+        pytest.param(
+            loaders(DataLoader, 2, 4)[0],
+            iter(range(10)),
+            "has an unknown number",
+            id="unknown number",
+        ),
     ],
 )
 def test_another_division_is_refused(before, now, why):

@@ -1,4 +1,4 @@
-"""Real exceptions of real libraries are the fault that they are, and network calls are repeated."""
+"""Real exceptions of real libraries are the fault that they are."""
 
 import asyncio
 import errno
@@ -7,15 +7,11 @@ import importlib.util
 import io
 import itertools
 import json
-import logging
-import time
 import urllib.request
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -37,16 +33,13 @@ from torch._utils import ExceptionWrapper
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-import healcore
 from healcore import classify
 from healcore.core.decision import Cause
-from healcore.policy import load
-from healcore.runtime.faults.retry import Retries, retrying
-from healcore.runtime.run_options import HostPolicy
 from tests.runtime.faults.local_server import by_httpx, by_requests, serving
 
 
 def error_of(action, *arguments, **options) -> BaseException:
+    """The error that a call raises."""
     try:
         action(*arguments, **options)
     except BaseException as error:
@@ -73,8 +66,12 @@ def by_aiohttp(url):
 
 
 CLIENTS = [by_requests, by_httpx, by_urllib, by_models_of_hub]
+
+
 if importlib.util.find_spec("aiohttp"):  # only other libraries bring it along
     CLIENTS.append(by_aiohttp)
+
+
 CLOSES, LATE = 0, -1  # see `serving`
 
 
@@ -155,9 +152,15 @@ def test_a_timeout_is_a_transient_network_fault(client):
 
 @pytest.mark.parametrize(
     ("client", "header", "seconds"),
-    [(by_requests, "7", 7), (by_httpx, "120", 120), (by_urllib, "soon", None),
-     (by_models_of_hub, "-3", None), (by_urllib, "7", 7), (by_models_of_hub, "7", 7)],
-)  # fmt: skip
+    [
+        pytest.param(by_requests, "7", 7, id="requests"),
+        pytest.param(by_httpx, "120", 120, id="httpx"),
+        pytest.param(by_urllib, "soon", None, id="urllib, no number"),
+        pytest.param(by_models_of_hub, "-3", None, id="hub, below 0"),
+        pytest.param(by_urllib, "7", 7, id="urllib"),
+        pytest.param(by_models_of_hub, "7", 7, id="hub"),
+    ],
+)
 def test_how_long_the_server_asks_to_wait(client, header, seconds):
     with serving(429, headers={"Retry-After": header}) as server:
         assert classify(error_of(client, server.url)).retry_after_s == seconds
@@ -167,20 +170,20 @@ def test_how_long_the_server_asks_to_wait(client, header, seconds):
     "allocate",
     [lambda: torch.empty(1 << 50), lambda: jnp.ones((1 << 44,)), lambda: np.ones(1 << 50)],
 )
-def test_memory_runs_out(allocate):
+def test_an_allocation_that_fails_is_out_of_memory(allocate):
     assert classify(error_of(allocate)).cause is Cause.OOM
 
 
 @pytest.mark.parametrize(
     "read",
     [
-        lambda: Image.open(io.BytesIO(b"no image")),
-        lambda: pyarrow.parquet.read_table(io.BytesIO(b"no parquet")),
-        lambda: zlib.decompress(b"x"),
-        lambda: gzip.decompress(b"xx"),
-        lambda: zipfile.ZipFile(io.BytesIO(b"xx")),
-        lambda: json.loads("{"),
-        lambda: b"\xff".decode(),
+        pytest.param(lambda: Image.open(io.BytesIO(b"no image")), id="image"),
+        pytest.param(lambda: pyarrow.parquet.read_table(io.BytesIO(b"no parquet")), id="parquet"),
+        pytest.param(lambda: zlib.decompress(b"x"), id="zlib"),
+        pytest.param(lambda: gzip.decompress(b"xx"), id="gzip"),
+        pytest.param(lambda: zipfile.ZipFile(io.BytesIO(b"xx")), id="zip"),
+        pytest.param(lambda: json.loads("{"), id="json"),
+        pytest.param(lambda: b"\xff".decode(), id="text"),
     ],
 )
 def test_data_that_cannot_be_read(read):
@@ -190,20 +193,29 @@ def test_data_that_cannot_be_read(read):
 @pytest.mark.parametrize(
     "operate",
     [
-        lambda: torch.nn.Linear(3, 2)(torch.ones(4, 2)),
-        lambda: torch.ones(3) + torch.ones(4),
-        lambda: torch.ones(3).view(2, 2),
-        lambda: default_collate([torch.ones(2), torch.ones(3)]),
-        lambda: functional.cross_entropy(torch.ones(4, 3), torch.zeros(3, dtype=torch.long)),
-        lambda: torch.nn.Conv2d(3, 4, 3)(torch.ones(1, 4, 8, 8)),
-        lambda: torch.nn.MultiheadAttention(4, 2)(*[torch.ones(2, 2, 3)] * 3),
-        lambda: torch.ones(3)[0, 0],
-        lambda: jnp.ones(3) + jnp.ones(4),
-        lambda: jnp.ones((2, 3)) @ jnp.ones((2, 3)),
-        lambda: jax.jit(lambda x: x.reshape(2, 2))(jnp.ones(3)),
-        lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((1, 4))),
-        lambda: np.stack([np.ones(2), np.ones(3)]),
-        lambda: np.ones(3) + np.ones(4),
+        pytest.param(lambda: torch.nn.Linear(3, 2)(torch.ones(4, 2)), id="linear"),
+        pytest.param(lambda: torch.ones(3) + torch.ones(4), id="sum"),
+        pytest.param(lambda: torch.ones(3).view(2, 2), id="view"),
+        pytest.param(lambda: default_collate([torch.ones(2), torch.ones(3)]), id="collate"),
+        pytest.param(
+            lambda: functional.cross_entropy(torch.ones(4, 3), torch.zeros(3, dtype=torch.long)),
+            id="cross entropy",
+        ),
+        pytest.param(lambda: torch.nn.Conv2d(3, 4, 3)(torch.ones(1, 4, 8, 8)), id="convolution"),
+        pytest.param(
+            lambda: torch.nn.MultiheadAttention(4, 2)(*[torch.ones(2, 2, 3)] * 3), id="attention"
+        ),
+        pytest.param(lambda: torch.ones(3)[0, 0], id="index"),
+        pytest.param(lambda: jnp.ones(3) + jnp.ones(4), id="jax sum"),
+        pytest.param(lambda: jnp.ones((2, 3)) @ jnp.ones((2, 3)), id="jax product"),
+        pytest.param(
+            lambda: jax.jit(lambda x: x.reshape(2, 2))(jnp.ones(3)), id="jax reshape in jit"
+        ),
+        pytest.param(
+            lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((1, 4))), id="flax linear"
+        ),
+        pytest.param(lambda: np.stack([np.ones(2), np.ones(3)]), id="numpy stack"),
+        pytest.param(lambda: np.ones(3) + np.ones(4), id="numpy sum"),
     ],
 )
 def test_shapes_that_do_not_fit_have_a_hint(operate):
@@ -215,11 +227,14 @@ def test_shapes_that_do_not_fit_have_a_hint(operate):
 @pytest.mark.parametrize(
     "operate",
     [
-        lambda: torch.nn.Embedding(3, 2)(torch.tensor([5])),
-        lambda: functional.cross_entropy(torch.ones(1, 3), torch.tensor([7])),
-        lambda: torch.gather(torch.ones(3), 0, torch.tensor([5])),
-        lambda: functional.one_hot(torch.tensor([5]), 3),
-        lambda: np.ones(3)[5],
+        pytest.param(lambda: torch.nn.Embedding(3, 2)(torch.tensor([5])), id="embedding"),
+        pytest.param(
+            lambda: functional.cross_entropy(torch.ones(1, 3), torch.tensor([7])),
+            id="cross entropy",
+        ),
+        pytest.param(lambda: torch.gather(torch.ones(3), 0, torch.tensor([5])), id="gather"),
+        pytest.param(lambda: functional.one_hot(torch.tensor([5]), 3), id="one_hot"),
+        pytest.param(lambda: np.ones(3)[5], id="numpy"),
     ],
 )
 def test_an_index_that_is_too_large_has_a_hint(operate):
@@ -235,13 +250,29 @@ def raises(error: Exception, cause: BaseException | None = None) -> None:
 @pytest.mark.parametrize(
     ("call", "cause"),
     [
-        (lambda: raises(ValueError("model size 7 is unknown, not one of 13, 70")), Cause.UNKNOWN),
-        (lambda: [1, 2][5], Cause.UNKNOWN),
-        (lambda: torch.ones(2, requires_grad=True).numpy(), Cause.UNKNOWN),
-        (lambda: torch.ones(2).backward(), Cause.UNKNOWN),
-        (lambda: jax.jit(lambda x: 1 if x else 2)(1.0), Cause.UNKNOWN),
+        pytest.param(
+            lambda: raises(ValueError("model size 7 is unknown, not one of 13, 70")),
+            Cause.UNKNOWN,
+            id="another size in words",
+        ),
+        pytest.param(lambda: [1, 2][5], Cause.UNKNOWN, id="list index"),
+        pytest.param(
+            lambda: torch.ones(2, requires_grad=True).numpy(),
+            Cause.UNKNOWN,
+            id="a tensor with a gradient as NumPy",
+        ),
+        pytest.param(
+            lambda: torch.ones(2).backward(), Cause.UNKNOWN, id="backward without a gradient"
+        ),
+        pytest.param(
+            lambda: jax.jit(lambda x: 1 if x else 2)(1.0), Cause.UNKNOWN, id="a branch in jit"
+        ),
         # The error of the network is the cause, whatever the text of the outer error.
-        (lambda: raises(RuntimeError("got size 10 of 20"), ConnectionError()), Cause.NETWORK),
+        pytest.param(
+            lambda: raises(RuntimeError("got size 10 of 20"), ConnectionError()),
+            Cause.NETWORK,
+            id="an error of the network is the cause",
+        ),
     ],
 )
 def test_other_errors_are_no_errors_of_shapes(call, cause):
@@ -250,9 +281,13 @@ def test_other_errors_are_no_errors_of_shapes(call, cause):
 
 TIMEOUT = """[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: \
 WorkNCCL(SeqNum=1, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600001"""
+
+
 REMOTE = """NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network \
 error, NCCL version 2.21.5
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting."""
+
+
 OOM_MESSAGES = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported"),
@@ -319,7 +354,11 @@ def test_an_error_is_the_one_from_which_it_was_raised_but_a_bug_in_a_handler_is_
 
 WORDS = ["capital", "API", "rate limit", "429", "503", "timeout", "out of memory", "CUDA", "NCCL",
          "connection reset", "OOM", "RESOURCE_EXHAUSTED", "http", "errno 104", "data"]  # fmt: skip
+
+
 PROSE = st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=20)), max_size=8).map(" ".join)
+
+
 TYPES = [ValueError, KeyError, IndexError, ZeroDivisionError, Exception, Wrapped, TypeError]
 
 
@@ -337,83 +376,3 @@ def test_only_errors_of_http_are_transient_or_network(status):
     assert (fault.cause is Cause.NETWORK) == (400 <= status <= 599)
     for_a_while = {408, 425, 429, *range(500, 600)} - {501, 505}
     assert fault.transient == (status in for_a_while)
-
-
-def recorded(call: Any, **rules: Any) -> Any:
-    """The repeated call, with its `waits` and `attempts`; nothing waits for real."""
-    defaults = {"jitter": 0.0, "base_delay_s": 1.0, "factor": 2.0, "max_delay_s": 5.0}
-    policy = HostPolicy.of(load("default", retry={**defaults, "attempts": 5, **rules}))
-    found = SimpleNamespace(waits=[], attempts=[])
-    report, sleep = found.attempts.append, found.waits.append
-    retries = partial(Retries, policy=policy, report=report, sleep=sleep)
-    healer: Any = SimpleNamespace(_retries=retries)
-    found.call = retrying(call, healer)
-    return found
-
-
-def by_hub(url: str) -> str:
-    huggingface_hub.HfApi(endpoint=url).whoami(token="x")
-    return "done"
-
-
-@pytest.mark.parametrize("client", [by_requests, by_httpx, by_hub])
-def test_the_failed_call_is_made_again_until_it_succeeds_or_gives_up(client):
-    # The fourth call succeeds.
-    run = recorded(client)
-    with serving(503, 0, 429, 200) as server:
-        assert run.call(server.url) == "done"
-    assert server.requests == 4
-    assert run.waits == [1, 2, 4]
-    assert [(each.number, each.wait_s) for each in run.attempts] == [
-        (1, 1), (2, 2), (3, 4), (4, None),
-    ]  # fmt: skip
-    assert run.attempts[0].fault.sign == "HTTP 503"
-    assert run.attempts[-1].fault is None
-
-    # No call succeeds.
-    run = recorded(client)
-    with serving(503) as server, pytest.raises(Exception, match="503") as caught:
-        run.call(server.url)
-    assert server.requests == 5
-    assert run.waits == [1, 2, 4, 5]
-    assert type(caught.value).__module__.startswith(("requests", "httpx", "huggingface_hub"))
-    assert "gives up" in run.attempts[-1].line
-
-
-def test_how_long_a_server_may_ask_to_wait():
-    run = recorded(by_requests)
-    with serving(429, 200, headers={"Retry-After": "42"}) as server:
-        run.call(server.url)
-    day = {"Retry-After": "86400"}
-    with serving(429, headers=day) as server, pytest.raises(requests.HTTPError):
-        run.call(server.url)
-    assert (server.requests, run.waits) == (1, [42])
-
-
-@given(st.floats(1e-3, 1e3), st.floats(1, 1e4), st.floats(1, 1e6))
-def test_waits_grow_by_the_factor_up_to_the_limit(base, more, factor):
-    def fail():
-        raise ConnectionResetError
-
-    run = recorded(fail, base_delay_s=base, max_delay_s=base * more, factor=factor, attempts=6)
-    with pytest.raises(ConnectionResetError):
-        run.call()
-    assert run.waits == pytest.approx([min(base * factor**n, base * more) for n in range(5)])
-
-
-def test_retrying_without_a_healer_waits_and_logs(monkeypatch, caplog):
-    waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    policy = load("default", retry={"attempts": 3, "jitter": 0.0, "base_delay_s": 0.5})
-    with serving(503, 503, 200, 404) as server, caplog.at_level(logging.INFO, "healcore"):
-        get = healcore.retrying(by_requests, policy)
-        assert get(server.url) == "done"
-        with pytest.raises(requests.HTTPError, match="404"):
-            get(server.url)
-    assert (server.requests, waits) == (4, [0.5, 1])
-    with serving(503) as server, pytest.raises(requests.HTTPError, match="503"):
-        healcore.retrying(by_requests, "observe")(server.url)
-    assert server.requests == 1, "a policy that does not repeat"
-    lines = [each.getMessage() for each in caplog.records][:3]
-    assert lines[0].startswith("by_requests failed (HTTP 503, attempt 1), next attempt in 0.5 s:")
-    assert lines[-1] == "by_requests has succeeded at attempt 3"

@@ -1,7 +1,6 @@
 """docs/faults.md agrees with the table of failures, the default policy and the examples."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,31 +9,7 @@ from healcore.policy import dumps, load, loads
 from healcore.policy.document import FAULTS
 from healcore.runtime.faults.array_errors import INDICES, SHAPES
 from healcore.runtime.faults.failures import FAILURES
-from tests.healer.run_directory import events
-
-ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "faults.md").read_text()
-SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
-
-
-def section_of(cause: Cause) -> str:
-    (target,) = re.findall(rf"^\[`\w+`\]\(#([\w-]+)\) \| `{cause.name}` \|", PAGE, re.M)
-    return {each.lower().replace(" ", "-"): text for each, text in SECTIONS.items()}[target]
-
-
-def log_line(cause: Cause) -> str:
-    return re.findall(r"^- \*\*Log.*?\*\*: `(.+)`$", section_of(cause), re.M)[0]
-
-
-def assert_on_the_page(cause: Cause, printed: str, folder: Path) -> None:
-    """A run has printed, or logged as a problem, the page's line, apart from the numbers."""
-
-    def without_numbers(text: str) -> str:
-        return re.sub(r"\d[\d.]*(e[+-]?\d+)?", "#", text)
-
-    printed += "".join(each.get("problem") or "" for each in events(folder))
-    for piece in log_line(cause).split("…"):
-        assert without_numbers(piece) in without_numbers(printed)
+from tests.runtime.faults.fault_page import PAGE, ROOT, log_line, section_of
 
 
 def responses(cause: Cause) -> list[str]:

@@ -47,19 +47,38 @@ def test_parts_put_together_are_the_batch(n, data, framework):
 @pytest.mark.parametrize(
     "batch",
     [
-        rows(4, 2),
-        [{"a": rows(4)}, rows(4)],
-        Pair(rows(4, 2), rows(4)),
-        {"x": [rows(4), rows(4, 5)], "lr": torch.tensor(0.1), "n": None},
-        MappingProxyType({"x": rows(4)}),
-        BatchEncoding({"input_ids": rows(4, 7), "labels": rows(4, 7)}),
-        [{"x": rows(3)}, {"x": rows(3)}, {"x": rows(3)}, {"x": rows(3)}],  # not split along 3
-        [rows(5), rows(7), rows(2), rows(9)],
-        [Record(rows(3))] * 4,
-        {"image": rows(4, 3, 2, 2), "boxes": [rows(2, 4), rows(1, 4), rows(5, 4), rows(3, 4)]},
+        pytest.param(rows(4, 2), id="tensor"),
+        pytest.param([{"a": rows(4)}, rows(4)], id="list of a dictionary"),
+        pytest.param(Pair(rows(4, 2), rows(4)), id="named tuple"),
+        pytest.param(
+            {"x": [rows(4), rows(4, 5)], "lr": torch.tensor(0.1), "n": None},
+            id="numbers beside tensors",
+        ),
+        pytest.param(MappingProxyType({"x": rows(4)}), id="read-only mapping"),
+        pytest.param(
+            BatchEncoding({"input_ids": rows(4, 7), "labels": rows(4, 7)}), id="BatchEncoding"
+        ),
+        pytest.param(
+            [{"x": rows(3)}, {"x": rows(3)}, {"x": rows(3)}, {"x": rows(3)}],
+            id="list of samples, not split along 3",
+        ),
+        pytest.param([rows(5), rows(7), rows(2), rows(9)], id="tensors of other lengths"),
+        pytest.param([Record(rows(3))] * 4, id="dataclasses"),
+        pytest.param(
+            {"image": rows(4, 3, 2, 2), "boxes": [rows(2, 4), rows(1, 4), rows(5, 4), rows(3, 4)]},
+            id="images with boxes",
+        ),
         # torchvision's detection collate, tuple(zip(*samples)): pictures of three channels
-        (tuple(rows(3, 8, w) for w in (5, 6, 7, 8)), tuple({"boxes": rows(2, 4)} for _ in "abcd")),
-        {"text": ["a", "b", "c", "d"], "label": [0, 1, 0, 1]},
+        pytest.param(
+            (
+                tuple(rows(3, 8, width) for width in (5, 6, 7, 8)),
+                tuple({"boxes": rows(2, 4)} for _ in range(4)),
+            ),
+            id="detection collate of torchvision",
+        ),
+        pytest.param(
+            {"text": ["a", "b", "c", "d"], "label": [0, 1, 0, 1]}, id="lists of texts and labels"
+        ),
     ],
 )
 def test_the_parts_of_a_batch_keep_its_structure(batch):
@@ -73,7 +92,7 @@ def test_the_parts_of_a_batch_keep_its_structure(batch):
     ("batch", "message"),
     [({"x": rows(4), "y": rows(5)}, "x has 4, y has 5"), (7, "7 of type int has neither")],
 )
-def test_no_common_length(batch, message):
+def test_a_batch_without_a_common_length_is_refused(batch, message):
     for refuse in (count_samples, lambda batch: split(batch, 2)):
         with pytest.raises(UnsplittableBatch, match=message):
             refuse(batch)

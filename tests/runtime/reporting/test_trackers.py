@@ -41,22 +41,30 @@ def test_a_restarted_run_with_a_rollback_is_stored_as_one_run(name, folder):
         time.sleep(1.1)  # the folder of an offline run is named by the second in which it begins
     loop = loop_of("torch", Faults(once=[13]))
     assert train(loop, rules(), data, **options)["rollbacks"] == 1
+
+    # Tracking changes nothing, and nothing went wrong.
     plain = loop_of("torch", Faults(once=[13]))
     train(plain, rules(), data)
-    assert same(plain.weights(), loop.weights()), "tracking changes nothing"
+    assert same(plain.weights(), loop.weights())
     events = events_of(folder / "c" / "healcore.events.jsonl")
-    assert not [each for each in events if each["kind"] == "problem"]
+    assert not [event for event in events if event["kind"] == "problem"]
+
+    # The tracker has the rows of the metrics file, of both processes in one run.
     found = STORED[name](folder)
     expected = events_of(folder / "c" / "healcore.metrics.jsonl")
-    assert {each["step"] for each in expected} == set(range(19)), "one bad batch is left out"
-    assert (found.runs, len({each["run"] for each in expected})) == (1, 2)
-    assert [step for step, _ in found.rows] == [each["step"] for each in expected]
+    assert {line["step"] for line in expected} == set(range(19)), "one bad batch is left out"
+    assert (found.runs, len({line["run"] for line in expected})) == (1, 2)
+    assert [step for step, _ in found.rows] == [line["step"] for line in expected]
     for (_, row), line in zip(found.rows, expected, strict=True):
-        for of in ("loss", "grad_norm", "lr_scale", "skip"):
-            assert row[f"heal/{of}"] == pytest.approx(float(line[of]), nan_ok=True), (of, line)
+        for metric in ("loss", "grad_norm", "lr_scale", "skip"):
+            value = pytest.approx(float(line[metric]), nan_ok=True)
+            assert row[f"heal/{metric}"] == value, (metric, line)
+
+    # And the sentences about what happened.
     assert any("rollback" in text and "checkpoint" in text for text in found.texts), found.texts
     if name == "tensorboard":  # the others have alerts
-        assert all(any(kind in each for each in found.texts) for kind in ("resume", "completed"))
+        for kind in ("resume", "completed"):
+            assert any(kind in text for text in found.texts), kind
 
 
 def test_own_objects_get_everything(folder):

@@ -8,37 +8,45 @@ import pytest
 from healcore.errors import EndRequested, RunStopped, Terminated
 from healcore.runtime.run.ending.shutdown import LastState, Shutdown
 
-STOPPED = RunStopped("diagnosis", "why", None)
-STOP_FILE = EndRequested("the stop file")
-SIGNAL = Terminated(15)
+ERRORS = {
+    "no error": None,
+    "an exception": ValueError(),
+    "stopped": RunStopped("diagnosis", "why", None),
+    "stop file": EndRequested("the stop file"),
+    "signal": Terminated(15),
+}
+
+
+def run_at(place: str, *, resumes_exactly: bool) -> Any:
+    """A run that ends at a place of its loop."""
+    is_within_step = place == "within step"
+    driver = SimpleNamespace(pending_steps=lambda: 0, is_interrupted=lambda: is_within_step)
+    return SimpleNamespace(
+        driver=driver,
+        end_requests=SimpleNamespace(stop_signals=SimpleNamespace(signal_number=None)),
+        loop=SimpleNamespace(has_unfinished_work=place == "trainer work"),
+        saver=SimpleNamespace(resumes_exactly=resumes_exactly),
+        step_batches=SimpleNamespace(between_steps=place == "between steps"),
+    )
 
 
 @pytest.mark.parametrize(
-    ("error", "place", "exact", "state"),
+    ("error", "place", "resumes_exactly", "state"),
     [
-        (None, "between", True, LastState.COMPLETE),
-        (None, "batches read", False, LastState.COMPLETE),
-        (ValueError(), "within step", True, LastState.UNUSABLE),
-        (STOP_FILE, "within step", True, LastState.UNUSABLE),
-        (SIGNAL, "trainer work", True, LastState.UNUSABLE),
-        (STOPPED, "between", True, LastState.UNUSABLE),
-        (SIGNAL, "between", False, LastState.COMPLETE),
-        (ValueError(), "between", True, LastState.COMPLETE),
-        (STOP_FILE, "batches read", True, LastState.BEFORE_BATCHES),
-        (STOP_FILE, "batches read", False, LastState.UNUSABLE),
-        (SIGNAL, "batches read", True, LastState.UNUSABLE),
-        (ValueError(), "batches read", True, LastState.UNUSABLE),
+        ("no error", "between steps", True, LastState.COMPLETE),
+        ("no error", "batches read", False, LastState.COMPLETE),
+        ("an exception", "within step", True, LastState.UNUSABLE),
+        ("stop file", "within step", True, LastState.UNUSABLE),
+        ("signal", "trainer work", True, LastState.UNUSABLE),
+        ("stopped", "between steps", True, LastState.UNUSABLE),
+        ("signal", "between steps", False, LastState.COMPLETE),
+        ("an exception", "between steps", True, LastState.COMPLETE),
+        ("stop file", "batches read", True, LastState.BEFORE_BATCHES),
+        ("stop file", "batches read", False, LastState.UNUSABLE),
+        ("signal", "batches read", True, LastState.UNUSABLE),
+        ("an exception", "batches read", True, LastState.UNUSABLE),
     ],
 )
-def test_the_state_of_an_end(error, place, exact, state):
-    signals = SimpleNamespace(signal_number=None)
-    run: Any = SimpleNamespace(
-        driver=SimpleNamespace(
-            pending_steps=lambda: 0, is_interrupted=lambda: place == "within step"
-        ),
-        end_requests=SimpleNamespace(stop_signals=signals),
-        loop=SimpleNamespace(has_unfinished_work=place == "trainer work"),
-        saver=SimpleNamespace(resumes_exactly=exact),
-        step_batches=SimpleNamespace(between_steps=place == "between"),
-    )
-    assert Shutdown(run, error)._last_state() is state
+def test_the_last_save_holds_what_the_place_of_the_end_allows(error, place, resumes_exactly, state):
+    run = run_at(place, resumes_exactly=resumes_exactly)
+    assert Shutdown(run, ERRORS[error])._last_state() is state

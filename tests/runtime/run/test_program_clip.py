@@ -77,7 +77,9 @@ def trained(optimizer: torch.optim.Optimizer, model: nn.Module, heal: Any, *, cl
 
 
 @pytest.mark.parametrize("clip", [0.5, 0.0])
-def test_attach(clip: float, caplog: pytest.LogCaptureFixture):
+def test_a_clip_of_the_program_is_named_once_with_attach(
+    clip: float, caplog: pytest.LogCaptureFixture
+):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -62,12 +62,14 @@ def test_the_reason_of_lost_steps_is_saved_and_not_cut_out_of_the_text():
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"attempt": 2}, OrderReason.DEAD_RUN),
-        ({"better_step": 20, "intended": "lr of 3"}, OrderReason.INTENDED),
-        ({"arrays": ["model.seen"]}, OrderReason.SAVED_NAN),
-        ({}, OrderReason.HOOK),
-        ({"by_host": False}, OrderReason.RULE),
-        ({"reason": "batch"}, OrderReason.BATCH),
+        pytest.param({"attempt": 2}, OrderReason.DEAD_RUN, id="attempt"),
+        pytest.param(
+            {"better_step": 20, "intended": "lr of 3"}, OrderReason.INTENDED, id="intended"
+        ),
+        pytest.param({"arrays": ["model.seen"]}, OrderReason.SAVED_NAN, id="arrays"),
+        pytest.param({}, OrderReason.HOOK, id="no other key"),
+        pytest.param({"by_host": False}, OrderReason.RULE, id="by a rule"),
+        pytest.param({"reason": "batch"}, OrderReason.BATCH, id="its own reason"),
     ],
 )
 def test_a_saved_order_without_a_reason_gets_it_from_its_other_keys(changed, reason):

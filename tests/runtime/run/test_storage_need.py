@@ -146,23 +146,49 @@ def test_in_jax_the_state_has_its_moments(tmp_path):
     assert not need.at_least
 
 
-def test_the_words():
-    need = StorageNeed(84e9, 10.5e9, 6, 4, older=True)
-    assert need.text() == (
-        "up to 6 x 84 GB on disk (one more at each doubling of the steps) "
-        "and 4 x 10.5 GB in host memory"
-    )
-    assert need._replace(directories=0).text() == "up to 4 x 10.5 GB"
-    assert (
-        need._replace(batches=16 << 20)
-        .text()
-        .endswith(" in host memory, plus up to 16.8 MB of batches in each")
-    )
-    plain = need._replace(older=False, at_least=True, directories=2).text()
-    assert plain == "at least 6 x 84 GB in each directory and 4 x 10.5 GB in host memory"
-    sizes = (0, 999, 999.6, 20_000, 999_600, 1.2e9, 1e12)
-    texts = ["0 bytes", "999 bytes", "1 kB", "20 kB", "1 MB", "1.2 GB", "1 TB"]
-    assert [size_text(each) for each in sizes] == texts
+NEED = StorageNeed(84e9, 10.5e9, 6, 4, older=True)
+
+
+@pytest.mark.parametrize(
+    ("need", "text"),
+    [
+        pytest.param(
+            NEED,
+            "up to 6 x 84 GB on disk (one more at each doubling of the steps) "
+            "and 4 x 10.5 GB in host memory",
+            id="one directory",
+        ),
+        pytest.param(NEED._replace(directories=0), "up to 4 x 10.5 GB", id="memory only"),
+        pytest.param(
+            NEED._replace(older=False, at_least=True, directories=2),
+            "at least 6 x 84 GB in each directory and 4 x 10.5 GB in host memory",
+            id="two directories",
+        ),
+    ],
+)
+def test_the_need_in_words(need, text):
+    assert need.text() == text
+
+
+def test_kept_batches_are_a_part_of_the_need():
+    text = NEED._replace(batches=16 << 20).text()
+    assert text.endswith(" in host memory, plus up to 16.8 MB of batches in each")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (999.6, "1 kB"),
+        (20_000, "20 kB"),
+        (999_600, "1 MB"),
+        (1.2e9, "1.2 GB"),
+        (1e12, "1 TB"),
+    ],
+)
+def test_a_size_has_three_digits_at_most(size, text):
+    assert size_text(size) == text
 
 
 def most_on_disk(keep: Keep, saves: int) -> int:

@@ -78,7 +78,17 @@ def test_the_array_keeps_its_size_while_the_values_change_a_little():
     assert sizes == {4096}
 
 
-@pytest.mark.parametrize("place", [[0, 5000], [-1, 2], [3, 1], "ab", [0], None])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param([0, 5000], id="beyond the end"),
+        pytest.param([-1, 2], id="before the start"),
+        pytest.param([3, 1], id="end before start"),
+        pytest.param("ab", id="text"),
+        pytest.param([0], id="one number"),
+        pytest.param(None, id="None"),
+    ],
+)
 def test_places_outside_of_the_array_are_refused(place):
     packed = PackedValues(10_000)
     packed.add(0, np.ones(2), PATH)

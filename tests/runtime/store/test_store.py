@@ -223,14 +223,18 @@ def saves(text: str) -> list[CheckpointInfo]:
 @pytest.mark.parametrize(
     ("text", "keep", "dropped"),
     [
-        ("", Keep(), []),
-        ("ggggg", Keep(good=3), [0, 10]),
-        ("gc", Keep(good=1), []),
-        ("gaana", Keep(good=1), [10, 20, 40]),
-        ("cccc", Keep(candidates=2), [10, 20]),  # the oldest is the next to be good
-        ("gcccc", Keep(good=1, candidates=2), [20, 30]),
-        ("nncccc", Keep(candidates=2), [30, 40]),
-        ("nnnn", Keep(), [0, 10]),
+        pytest.param("", Keep(), [], id="no checkpoint"),
+        pytest.param("ggggg", Keep(good=3), [0, 10], id="three good ones stay"),
+        pytest.param("gc", Keep(good=1), [], id="the only good one stays"),
+        pytest.param("gaana", Keep(good=1), [10, 20, 40], id="abandoned ones go"),
+        pytest.param(
+            "cccc", Keep(candidates=2), [10, 20], id="the oldest candidate is the next good one"
+        ),
+        pytest.param(
+            "gcccc", Keep(good=1, candidates=2), [20, 30], id="candidates after a good one"
+        ),
+        pytest.param("nncccc", Keep(candidates=2), [30, 40], id="candidates with NaN go first"),
+        pytest.param("nnnn", Keep(), [0, 10], id="only NaN: two stay"),
     ],
 )
 def test_which_checkpoints_are_superfluous(text, keep, dropped):
@@ -299,13 +303,24 @@ def test_any_value_comes_back(value):
 @pytest.mark.parametrize(
     "value",
     [
-        {1, "a"}, frozenset({(1, 2)}), range(3, 9, 2), bytearray(b"\0x"), deque(), set(),
-        OrderedDict([("b", 1), ("a", OrderedDict())]), Counter("abca"),
-        {"pair": Pair(1, [Pair(2, (3,))]), Pair(0, 1): 2},
-        [defaultdict(each, {"a": defaultdict(int, b=2)})
-         for each in (None, int, list, dict, set, str, float, tuple)],
+        pytest.param({1, "a"}, id="set"),
+        pytest.param(frozenset({(1, 2)}), id="frozenset"),
+        pytest.param(range(3, 9, 2), id="range"),
+        pytest.param(bytearray(b"\0x"), id="bytearray"),
+        pytest.param(deque(), id="deque"),
+        pytest.param(set(), id="empty set"),
+        pytest.param(OrderedDict([("b", 1), ("a", OrderedDict())]), id="OrderedDict"),
+        pytest.param(Counter("abca"), id="Counter"),
+        pytest.param({"pair": Pair(1, [Pair(2, (3,))]), Pair(0, 1): 2}, id="named tuples"),
+        pytest.param(
+            [
+                defaultdict(each, {"a": defaultdict(int, b=2)})
+                for each in (None, int, list, dict, set, str, float, tuple)
+            ],
+            id="defaultdict",
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_types_of_the_standard_library(value):
     assert same(value, back(value))
 

@@ -17,7 +17,7 @@ from healcore.policy import load, loads, preset_names, preset_text, recipe_names
 from healcore.tools.cli import app
 from healcore.tools.output import OutputError, check_outputs, write_output
 from tests.events.sample_events import SAMPLES
-from tests.packaging.test_pages import text
+from tests.packaging.page_text import text
 
 ALL = (*preset_names(), *recipe_names())
 

@@ -89,7 +89,7 @@ def test_several_attempts_of_one_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_optimizer_probe(tmp_path):
+def test_the_optimizer_probe_judges_each_file(tmp_path):
     net, optimizer = trained()
     well = saved(tmp_path, net, optimizer)
     optimizer.state[net.head.weight]["exp_avg_sq"][0, 0] = float("inf")

@@ -1,7 +1,7 @@
 """The optimizer probe on checkpoints of torch's own optimizers."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -40,11 +40,11 @@ def dcp(net, optimizer, folder):
 
 
 def safetensors(net, optimizer, folder):
-    tensors = {
-        f"state.{name}.{slot}": value.reshape(-1) if not value.ndim else value
-        for (name, _), slots in zip(net.named_parameters(), optimizer.state.values(), strict=True)
-        for slot, value in slots.items()
-    }
+    tensors = {}
+    for name, parameter in net.named_parameters():
+        for slot, value in optimizer.state[parameter].items():
+            is_scalar = value.ndim == 0
+            tensors[f"state.{name}.{slot}"] = value.reshape(-1) if is_scalar else value
     save_file(tensors, folder / "optimizer.safetensors")
     return folder / "optimizer.safetensors"
 
@@ -128,16 +128,23 @@ def test_what_a_trainer_saves_about_the_run_is_reported(tmp_path):
     assert verdicts(probe(tmp_path, global_step=60))["step"] == "PASS"
 
 
+def low_rank_matrices(
+    prefix: str, layers: int, sizes: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Zeros of an adapter's shapes, as PEFT names and orders them; `sizes` are of the outputs."""
+    weights = {}
+    for layer in range(layers):
+        for projection, size in sizes.items():
+            name = f"{prefix}.{layer}.{projection}"
+            weights[f"{name}.lora_A.weight"] = torch.zeros(4, 16)
+            weights[f"{name}.lora_B.weight"] = torch.zeros(size, 4)
+    return weights
+
+
 def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path):
-    """Low-rank matrices beside projections in each layer, as PEFT names and orders them."""
     prefix = "base_model.model.model.layers"
-    sizes = {"q_proj": 16, "o_proj": 16, "v_proj": 8}
-    weights = {
-        f"{prefix}.{layer}.{name}.{half}.weight": nn.Parameter(torch.zeros(shape))
-        for layer in range(12)
-        for name, out in sizes.items()
-        for half, shape in (("lora_A", (4, 16)), ("lora_B", (out, 4)))
-    }
+    matrices = low_rank_matrices(prefix, 12, {"q_proj": 16, "o_proj": 16, "v_proj": 8})
+    weights = {name: nn.Parameter(matrix) for name, matrix in matrices.items()}
     optimizer = torch.optim.AdamW(weights.values())
     for name, each in weights.items():
         square = 1e-6 * torch.rand_like(each) * (1e6 if "v_proj" in name else 1)
@@ -175,12 +182,8 @@ def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path):
 )
 def test_a_healthy_adapter_of_two_layers_passes(sizes, tmp_path):
     """The gradients of queries are far smaller than those of values, in each layer."""
-    weights = {
-        f"base_model.model.layers.{layer}.self_attn.{name}.{half}.weight": torch.zeros(shape)
-        for layer in range(2)
-        for name, out in sizes.items()
-        for half, shape in (("lora_A", (4, 16)), ("lora_B", (out, 4)))
-    }
+    projections = {f"self_attn.{name}": size for name, size in sizes.items()}
+    weights = low_rank_matrices("base_model.model.layers", 2, projections)
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW([nn.Parameter(each) for each in weights.values()])
     for name, each in zip(weights, optimizer.param_groups[0]["params"], strict=True):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from healcore.tools.cli import app
 from healcore.tools.replay import replay
 from healcore.tools.replay.table import summary_table
-from tests.packaging.test_pages import blocks, snippet
+from tests.packaging.page_text import blocks, snippet
 from tests.tools import recorded_runs
 from tests.tools.replay import logs
 
@@ -71,7 +71,7 @@ def test_the_table_and_the_page(run, spiked, tmp_path):
     assert cells(twice, "./losses.csv")
 
 
-def test_lines_of_json(run, tmp_path):
+def test_each_row_and_summary_is_a_line_of_json(run, tmp_path):
     out = tmp_path / "out.jsonl"
     assert healcore_replay(run, "-p", "pretraining", "-p", "zclip", "--jsonl", out).exit_code == 0
     *lines, last = (json.loads(line, parse_constant=pytest.fail) for line in out.open())
@@ -92,17 +92,29 @@ def test_lines_of_json(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["RUN", "--policy", "defualt"], "did you mean 'default'"),
-        (["RUN", "--set", "lr.factor=2"], "lr.factor = 2"),
-        (["RUN", "--set", "clip.max_norm="], "KEY=VALUE"),
-        (["RUN", "-p", "zclip", "-p", "zclip"], "a policy is repeated"),
-        (["RUN", "--column", "loss"], "SIGNAL=NAME, like loss=train/ce, got 'loss'"),
-        (["RUN", "--jsonl", "RUN"], "is an input: write to another file"),
-        (["RUN", "--report", "no/such/r.html"], "the folder no/such does not exist"),
-        (["gone.csv"], "no trace could be replayed"),
+        pytest.param(["RUN", "--policy", "defualt"], "did you mean 'default'", id="unknown policy"),
+        pytest.param(["RUN", "--set", "lr.factor=2"], "lr.factor = 2", id="value out of range"),
+        pytest.param(["RUN", "--set", "clip.max_norm="], "KEY=VALUE", id="no value"),
+        pytest.param(
+            ["RUN", "-p", "zclip", "-p", "zclip"], "a policy is repeated", id="repeated policy"
+        ),
+        pytest.param(
+            ["RUN", "--column", "loss"],
+            "SIGNAL=NAME, like loss=train/ce, got 'loss'",
+            id="column without a name",
+        ),
+        pytest.param(
+            ["RUN", "--jsonl", "RUN"], "is an input: write to another file", id="output is an input"
+        ),
+        pytest.param(
+            ["RUN", "--report", "no/such/r.html"],
+            "the folder no/such does not exist",
+            id="no such folder",
+        ),
+        pytest.param(["gone.csv"], "no trace could be replayed", id="no such file"),
     ],
 )
-def test_invalid_arguments(run, arguments, message):
+def test_invalid_arguments_are_told_and_change_nothing(run, arguments, message):
     before = run.read_bytes()
     done = healcore_replay(*(str(run) if each == "RUN" else each for each in arguments))
     assert (done.exit_code, message in done.output) == (2, True)
@@ -188,7 +200,7 @@ def test_the_table_is_what_the_command_prints(tmp_path, monkeypatch):
     assert line.strip() in Path("out.jsonl").read_text().splitlines()
 
 
-def test_the_program_runs(tmp_path, monkeypatch, capsys):
+def test_the_program_of_the_page_prints_the_causes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     losses = [2.0 + 0.01 * (step % 7) for step in range(60)]
     losses[50] = float("nan")

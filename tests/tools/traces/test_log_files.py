@@ -100,7 +100,7 @@ TRAINERS = {
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_names_of_trainers(trainer):
+def test_the_columns_of_each_trainer_are_known(trainer):
     columns = [column.split("=") for column in TRAINERS[trainer].split(", ")]
     found, _ = find_columns([name for *_, name in columns], {})
     assert found == {signal: name for *signals, name in columns for signal in signals}
@@ -109,11 +109,23 @@ def test_names_of_trainers(trainer):
 @pytest.mark.parametrize(
     ("names", "columns", "message"),
     [
-        (["step", "a"], {}, "only 'step', 'a'. Name one: --column loss=NAME"),
-        (["train_loss", "train/loss"], {}, "may each be the loss"),
-        (["loss", "iter", "iteration"], {}, "may each be the step"),
-        (["loss"], {"loss": "x"}, "--column loss=x: the log has no 'x'; it has 'loss'"),
-        (["a", "a"], {"loss": "a"}, "two columns have the name 'a': rename one"),
+        pytest.param(
+            ["step", "a"], {}, "only 'step', 'a'. Name one: --column loss=NAME", id="no loss"
+        ),
+        pytest.param(["train_loss", "train/loss"], {}, "may each be the loss", id="two losses"),
+        pytest.param(["loss", "iter", "iteration"], {}, "may each be the step", id="two steps"),
+        pytest.param(
+            ["loss"],
+            {"loss": "x"},
+            "--column loss=x: the log has no 'x'; it has 'loss'",
+            id="no such column",
+        ),
+        pytest.param(
+            ["a", "a"],
+            {"loss": "a"},
+            "two columns have the name 'a': rename one",
+            id="two columns of one name",
+        ),
     ],
 )
 def test_unknown_or_ambiguous_columns_are_refused(names, columns, message):
@@ -164,23 +176,32 @@ def test_tables_in_one_folder_are_runs(tmp_path):
     steps=st.lists(st.integers(0, 12), min_size=1, max_size=40), cuts=st.sets(st.integers(0, 40))
 )
 def test_the_lineage_is_that_of_a_list_that_is_cut_back(tmp_path_factory, steps, cuts):
-    """The oracle keeps the whole run in a list and cuts it where the run goes back."""
+    """The oracle keeps the whole run in a list and cuts it where the run goes back.
+
+    `steps` are of the rows, and `cuts` are the rows at which another file begins.
+    """
+    # The log, in several files.
     folder = tmp_path_factory.mktemp("run")
     edges = sorted({0, len(steps), *(cut for cut in cuts if cut < len(steps))})
-    parts = {f"{low}.csv": csv(steps[low:high], low) for low, high in pairwise(edges)}
-    paths = [str(write(folder / name, text)) for name, text in parts.items()]
+    paths = []
+    for low, high in pairwise(edges):
+        paths.append(str(write(folder / f"{low}.csv", csv(steps[low:high], low))))
     (trace,), _ = open_traces(paths, join=True)
+
+    # The oracle: a list of (step, row).
     run: list[tuple[int, int]] = []
     ancestors: list[int | None] = [None]
     replaced = 0
     for index, step in enumerate(steps):
-        back = run and (step < run[-1][0] or (step == run[-1][0] and index in edges))
-        if back:
+        newest = run[-1][0] if run else -1
+        begins_again = step == newest and index in edges
+        if step < newest or begins_again:
             stays = [row for row in run if row[0] < step]
             replaced += len(run) - len(stays)
             run = stays
             ancestors.append(run[-1][1] if run else None)
         run.append((step, index))
+
     assert [attempt.resumes_after for attempt in trace.attempts] == ancestors
     assert trace.replaced.sum() == replaced
     notes = [note for note in trace.notes if "the run went back" in note]

@@ -38,20 +38,34 @@ def parsed(rows: list[list[Any]], problems: list[columns.Problem]) -> Any:
     return found, log.problems, log.notes
 
 
+def text_of(cell: Any) -> str:
+    """A cell as in a CSV."""
+    return "" if cell is None else str(cell)
+
+
+def random_rows(rng: random.Random, *, as_text: bool) -> list[list[Any]]:
+    """Rows of four columns, most of them of plain numbers; the first is usually the step."""
+    kinds: list[Any] = []
+    for _ in range(4):
+        kinds.append(PLAIN if rng.random() < 0.7 else CELLS)
+    rows: list[list[Any]] = []
+    for number in range(rng.choice((0, 1, 30, 200))):
+        row = [rng.choice(kind) for kind in kinds]
+        if rng.random() < 0.95:
+            row[0] = number
+        rows.append([text_of(cell) for cell in row] if as_text else row)
+    return rows
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_blocks_give_what_single_rows_give(seed, monkeypatch):
-    rng = random.Random(seed)
-    kinds: Any = [PLAIN if rng.random() < 0.7 else CELLS for _ in range(4)]
-    if seed % 3 == 0:
-        kinds = [[str(cell) if cell is not None else "" for cell in each] for each in kinds]
-    rows = [[rng.choice(kind) for kind in kinds] for _ in range(rng.choice((0, 1, 30, 200)))]
-    for number, row in enumerate(rows):
-        if rng.random() < 0.95:
-            row[0] = str(number) if seed % 3 == 0 else number
+    rows = random_rows(random.Random(seed), as_text=seed % 3 == 0)
     found = []
     for block in (1, 5, 4096):
         monkeypatch.setattr(columns, "_BLOCK", block)
         found.append(parsed(rows, []))
+
+    # Each row by itself, and none as plain numbers.
     monkeypatch.setattr(columns._Columns, "add_plain", lambda self, rows: False)
     monkeypatch.setattr(columns, "_BLOCK", 1)
     assert found == [parsed(rows, [])] * 3

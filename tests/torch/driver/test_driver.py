@@ -40,14 +40,22 @@ def model_and(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "NoneType"),
-        ({"model": nn.Linear(2, 2)}, "Optimizer"),
-        (model_and(heal=lambda o: attach(o, ROLLS_BACK)), "attach"),
-        ({"optimizer": model_and()["optimizer"]}, "parameters"),
-        (model_and(model=lambda o: nn.Linear(2, 2)), "not in the state"),
-        (model_and(epoch=lambda o: 3), "dictionary"),
-        (model_and(loader=lambda o: SimpleNamespace(state_dict=dict)), "load_state_dict"),
-        (model_and(model=lambda o: nn.LazyLinear(2)), "lazy"),
+        pytest.param(None, "NoneType", id="no state"),
+        pytest.param({"model": nn.Linear(2, 2)}, "Optimizer", id="no optimizer"),
+        pytest.param(
+            model_and(heal=lambda o: attach(o, ROLLS_BACK)), "attach", id="attached before"
+        ),
+        pytest.param({"optimizer": model_and()["optimizer"]}, "parameters", id="no model"),
+        pytest.param(
+            model_and(model=lambda o: nn.Linear(2, 2)), "not in the state", id="another model"
+        ),
+        pytest.param(model_and(epoch=lambda o: 3), "dictionary", id="a number"),
+        pytest.param(
+            model_and(loader=lambda o: SimpleNamespace(state_dict=dict)),
+            "load_state_dict",
+            id="no load_state_dict",
+        ),
+        pytest.param(model_and(model=lambda o: nn.LazyLinear(2)), "lazy", id="lazy parameters"),
     ],
 )
 def test_a_state_that_cannot_be_healed_is_rejected(state, message):

@@ -75,7 +75,7 @@ def run():
     ],
     ids=["tokens by key", "tokens by function", "samples"],
 )
-def test_mean_losses(run, loss_fn, options, batch, most):
+def test_parts_of_a_batch_have_its_gradient_and_its_mean_loss(run, loss_fn, options, batch, most):
     healer, model = run
     loss = loss_fn(model, batch)
     loss.backward()

@@ -116,10 +116,18 @@ OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (zero(3), "ZeRO-3"),
-        ({"zero_optimization": OFFLOADED, "zero_force_ds_cpu_optimizer": False}, "offloading"),
-        ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "compute_grad_norm"),
-        (FP16, "fp16"),
+        pytest.param(zero(3), "ZeRO-3", id="ZeRO-3"),
+        pytest.param(
+            {"zero_optimization": OFFLOADED, "zero_force_ds_cpu_optimizer": False},
+            "offloading",
+            id="offloading",
+        ),
+        pytest.param(
+            {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
+            "compute_grad_norm",
+            id="without a norm",
+        ),
+        pytest.param(FP16, "fp16", id="fp16"),
     ],
 )
 def test_what_cannot_be_healed_is_refused(config: Any, reason: str):

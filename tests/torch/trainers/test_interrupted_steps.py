@@ -194,7 +194,9 @@ def trained(folder: Path, bad: tuple[int, ...], **arguments: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bad", "workers"), [((0,), 0), ((5,), 2), ((6,), 0), ((6, 7), 0)])
-def test_trainer_under_accumulation(bad: tuple[int, ...], workers: int, tmp_path: Path):
+def test_a_bad_batch_of_a_trainer_leaves_only_whole_windows(
+    bad: tuple[int, ...], workers: int, tmp_path: Path
+):
     """No gradient of one epoch is added to a step of the next one."""
     options = {"gradient_accumulation_steps": 3, "dataloader_num_workers": workers}
     trainer = trained(tmp_path, bad, max_steps=6, **options)
@@ -236,7 +238,9 @@ class Validated(fits.Regression):
         (StatefulDataLoader, (6, 7), [0, 1, 2, 3, 4, 5, 0], [1, 2, 3, 4, 5, 0]),
     ],
 )
-def test_lightning(loader: Any, bad: Any, first: Any, later: Any, tmp_path: Path):
+def test_a_bad_batch_of_a_fit_leaves_only_whole_windows(
+    loader: Any, bad: Any, first: Any, later: Any, tmp_path: Path
+):
     rows = fits.data(8)
 
     def loaders() -> list[Any]:

@@ -48,17 +48,23 @@ def test_a_nan_batch_is_noticed_in_its_step_and_logged(
     own = [tracker, callback, calling("on_step_end", decided)]
     run = trainer(tmp_path, callbacks=own, scaled={7: NAN, 39: NAN})
     run.train()
+
+    # The steps of both batches are skipped.
     assert [i for i, skip in enumerate(skipped) if skip] == [7, 39]
     assert weights(run).isfinite().all()
+
+    # The rows of the log. A step is read after the next step; with a store when the next batch is
+    # read.
     rows = [row for row in seen if "loss" in row]
     assert len(rows) == run.state.global_step == 40
-    # A step is read after the next step; with a store when the next batch is read.
     assert [i for i, row in enumerate(rows) if "heal/skips" in row] == [read]
     assert (rows[read]["heal/skips"], rows[read]["heal/incidents"]) == (1.0, 1.0)
     healthy = {"loss", "grad_norm", "learning_rate", "epoch", "heal/clips"}
     assert all(row.keys() <= healthy for i, row in enumerate(rows) if i != read)
     assert "train_loss" in seen[-1]
     assert store is None or seen[-1]["heal/skips"] == 2.0, "the last row has the last steps"
+
+    # The line on the screen.
     printed = capsys.readouterr().err
     (line,) = (each for each in printed.splitlines() if "incident 1: " in each)
     assert "step 7: incident 1: nonfinite loss and nonfinite grad" in line

@@ -1,21 +1,17 @@
-"""`heal_trainer` on the real trainers: rollbacks within `train()`, memory, dry runs, restarts."""
+"""`heal_trainer` on the real trainers: rollbacks within `train()`, restarts, stores."""
 
 import logging
 import math
 import multiprocessing
 import os
-import pickle
-import random
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers.trainer_utils import get_last_checkpoint
@@ -26,7 +22,7 @@ from healcore.runtime.store.manifest import scan
 from healcore.torch import AttachError, DCPStore, HealingCallback, heal_trainer
 from healcore.torch.trainers import healings_of
 from healcore.torch.trainers.huggingface.steps import loss_fn_of
-from tests.healer.run_directory import events, events_of, new_process
+from tests.healer.run_directory import events_of, new_process
 from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
@@ -79,101 +75,9 @@ def test_generation_goes_on_after_a_rollback(tmp_path: Path):
     assert float(small_runs.weights(trainer).abs().max()) < 1.5 * before
 
 
-def limit(trainer: Any, fits: Callable[[Any, int], bool]) -> list[int]:
-    """The model runs out of memory unless `fits(model, rows)`; returns the rows that it saw."""
-    seen: list[int] = []
-
-    def forward(module: Any, args: Any, kwargs: Any) -> None:
-        if module.training:
-            seen.append(len(kwargs["input_ids"]))
-            # Within the forward pass, after micro-batches of the window that did fit.
-            if len(seen) > 1 and not fits(module, seen[-1]):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    trainer.model.register_forward_pre_hook(forward, with_kwargs=True)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("kind", "accumulated"),
-    [
-        ("sft", 1),
-        ("dpo", 3),
-        ("plain", 3),
-        pytest.param("sft", 3, marks=pytest.mark.slow),
-        pytest.param("plain", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp_path: Path):
-    """And the batch is split before the trainer finds a smaller one by itself."""
-    arguments: dict[str, Any] = {"max_steps": 3, "optim": "sgd", "max_grad_norm": 0.0}
-    arguments["gradient_accumulation_steps"] = accumulated
-    arguments["auto_find_batch_size"] = kind == "sft" and accumulated == 1
-    if kind != "dpo":
-        arguments["data"] = tiny.uneven(labelled=kind == "plain")
-    fits = {"dpo": 4, "sft": 2, "plain": 1}[kind]
-    gradients: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    for healed, found in gradients.items():
-        trainer = getattr(tiny, kind)(tmp_path / str(healed), **arguments)
-        if kind == "plain":  # a model without num_items_in_batch: each part has its share
-            trainer.model_accepts_loss_kwargs = accumulated == 3
-            # As in HF's examples, which ignore num_items_in_batch.
-            trainer.compute_loss = lambda model, inputs, **_: model(**inputs)["loss"]
-
-        def record(state: Any, *, model: Any, found: Any = found, **_: Any) -> None:
-            found.append(torch.cat([p.grad.double().reshape(-1) for p in model.parameters()]))
-
-        trainer.add_callback(calling("on_pre_optimizer_step", record))
-        if not healed:
-            trainer.train()
-            continue
-        seen = limit(trainer, lambda _, rows: rows <= fits)
-        own: Any = heal_trainer(trainer, store=tmp_path / "store", clip=None)
-        own.train()
-        assert max(seen[-2 * accumulated :]) <= fits, "the size is remembered"
-        found_sizes = [(e["cause"], e["answer"]) for e in events(tmp_path / "store", "fault")]
-        assert found_sizes == [(["OOM"], "shrink_microbatch")] * (2 if kind == "plain" else 1)
-        assert trainer.args.per_device_train_batch_size == trainer._train_batch_size == 4
-        assert trainer.args.gradient_accumulation_steps == accumulated
-        assert trainer.state.global_step == 3
-    for a, b in zip(gradients[True], gradients[False], strict=True):
-        assert float((a - b).norm() / b.norm()) < 1e-6
-
-
-def test_gradient_checkpointing_is_the_further_step(tmp_path: Path):
-    """One sample does not fit: no smaller part is left, so memory is saved another way."""
-    trainer = tiny.sft(tmp_path, max_steps=3)
-    model: Any = trainer.model
-    on: list[bool] = []
-    model.register_forward_pre_hook(lambda module, _: on.append(module.is_gradient_checkpointing))
-    limit(trainer, lambda module, _: module.is_gradient_checkpointing)
-    heal_trainer(trainer, store=tmp_path / "store").train()
-    assert on[-1] is True
-    assert not model.is_gradient_checkpointing, "as before, after the training"
-    assert trainer.state.global_step == 3
-
-
-def test_a_dry_run_says_what_the_policy_would_do(tmp_path: Path):
-    trainer = tiny.plain(tmp_path, max_steps=3)
-    with torch.no_grad():
-        trainer.model.lm_head.weight[0, 0] = float("nan")
-    found = heal_trainer(trainer).dry_run(steps=2)
-    assert not found.finite
-    assert all("NONFINITE_LOSS" in each for each in found.would)
-
-
-def test_an_error_in_a_dry_run_has_a_note_about_what_to_look_at(tmp_path: Path):
-    errors: dict[str, Any] = {"Memory ran out. ": lambda *_: torch.empty(1 << 50)}
-    errors |= {"token ids": lambda *_: [].pop(), "columns": lambda *_: {}["labels"]}
-    for note, raises in errors.items():
-        trainer = tiny.plain(tmp_path, max_steps=3)
-        trainer.model.lm_head.register_forward_hook(raises)
-        with pytest.raises((RuntimeError, IndexError, KeyError)) as raised:
-            heal_trainer(trainer).dry_run(steps=1)
-        assert note in raised.value.__notes__[-1]
-
-
 WARMUP = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 80, "learning_rate": 30.0}
+
+
 DIVERGES = {"optim": "sgd", "max_steps": 50, "max_grad_norm": 0.0, **WARMUP}
 OFTEN = {"save_every": 5, "rollback": {"probation": 10}}
 
@@ -224,59 +128,6 @@ def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
     alone.train()
     assert torch.isfinite(small_runs.weights(trainer)).all()
     assert not torch.isfinite(small_runs.weights(alone)).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["summed", "sft", "dpo", "cpo", "grpo"])
-def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Path):
-    arguments: dict[str, Any] = {"max_steps": 20}
-    if kind in ("summed", "sft"):
-        arguments |= {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
-    alone = getattr(tiny, kind)(tmp_path, **arguments)
-    alone.train()
-
-    # The healed run, before its first step.
-    folder = tmp_path / "out"
-    called: list[Any] = []
-    trainer = getattr(tiny, kind)(folder, **arguments, save_strategy="steps", save_steps=1)
-    for event in ("on_step_end", "on_train_begin"):
-        trainer.add_callback(calling(event, lambda state, **_: called.append(state)))
-    healed: Any = heal_trainer(trainer, store=tmp_path / "store", clip=None, **grouped(OFTEN))
-
-    def facts() -> Any:
-        numpy = pickle.dumps(np.random.get_state())  # noqa: NPY002
-        draws = random.getstate(), numpy, torch.get_rng_state().tolist()
-        return draws, repr(trainer.state), trainer.args.to_json_string()
-
-    # The dry run changes nothing.
-    weights = small_runs.weights(trainer)
-    before = facts()
-    found = healed.dry_run(steps=2)
-    assert torch.equal(weights, small_runs.weights(trainer))
-    assert facts() == before
-    assert trainer.optimizer is None
-    assert not called
-    assert not folder.exists() or not list(folder.rglob("*"))
-    assert len(found.losses) == len(found.grad_norms) == 2
-    assert found.finite
-
-    # The training after it has the bits and the log of the run without healcore.
-    trainer.args.save_strategy = "no"
-    healed.train()
-    if kind not in ("summed", "cpo", "grpo"):
-        assert found.losses == pytest.approx(small_runs.logged(trainer, "loss")[:2], rel=1e-4)
-    assert torch.equal(small_runs.weights(trainer), small_runs.weights(alone))
-    assert trainer.state.epoch == alone.state.epoch
-    assert trainer.state.global_step == alone.state.global_step == healed.healer.step
-    left_out = ("runtime", "per_second", "step_time", "heal/")
-    logs = [
-        [{k: v for k, v in row.items() if not any(part in k for part in left_out)} for row in log]
-        for log in (trainer.state.log_history, alone.state.log_history)
-    ]
-    assert logs[0] == logs[1]
-    if kind == "summed":
-        loss_fn_of(trainer)(next(iter(trainer.get_train_dataloader())))  # type: ignore[misc]
-        assert trainer.calls == alone.calls
 
 
 @pytest.mark.slow

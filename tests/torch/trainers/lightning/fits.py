@@ -1,10 +1,12 @@
-"""Small fits: a regression as a LightningModule, its data, and a quiet Trainer."""
+"""Small fits: a regression and a GAN as a LightningModule, their data, and a quiet Trainer."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning
 import torch
+from lightning.pytorch import callbacks as given
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -101,3 +103,41 @@ def fit(
     running = trainer(*callbacks, **{"max_epochs": 1, **options})
     running.fit(module, *loaders(), ckpt_path=ckpt_path)
     return module, running
+
+
+class Gan(lightning.LightningModule):
+    """Two networks, two optimizers, manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker, self.judge = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        self.seen.append((self.trainer.global_step, float(x.sum())))
+        make, judge = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(make)
+        self.manual_backward((self.judge(self.maker(torch.randn_like(x))) - 1).square().mean())
+        make.step()
+        make.zero_grad()
+        self.untoggle_optimizer(make)
+        fake = self.maker(torch.randn_like(x)).detach()
+        loss = (self.judge(x) - 1).square().mean() + self.judge(fake).square().mean()
+        self.manual_backward(loss)
+        judge.step()
+        judge.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(each.parameters(), 1e-3) for each in (self.maker, self.judge)]
+
+
+def shuffled(kind: Any = DataLoader, batches: int = 8) -> Any:
+    return kind(data(batches), batch_size=8, shuffle=True)
+
+
+average = partial(given.EMAWeightAveraging, decay=0.5)
+
+
+swa = partial(given.StochasticWeightAveraging, 0.02, swa_epoch_start=1)

@@ -1,14 +1,12 @@
-"""A healthy fit has the same bits; bad batches, rollbacks, and what Lightning does beside."""
+"""A healthy fit has the same bits, also if it is resumed; bad batches; what is left afterwards."""
 
 import csv
 import logging
-import math
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +15,29 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as given
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from healcore import Checkpoints, RunStopped
+from healcore import Checkpoints
 from healcore.core.decision import Cause
-from healcore.policy import load
 from healcore.runtime.run.start import StoreNotEmpty
 from healcore.torch import LightningHealingCallback
 from healcore.torch.trainers import newest_step
 from tests.healer.run_directory import new_process
 from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.trainers.lightning.fits import NAN, Displacement, Regression, data, fit, vector
+from tests.torch.trainers.lightning.fits import (
+    Gan,
+    Regression,
+    average,
+    data,
+    fit,
+    shuffled,
+    swa,
+    vector,
+)
 
 OPTIONS = {"clip": None, "save_every": 3}
-
-
-class Gan(lightning.LightningModule):
-    """Two networks, two optimizers, manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.maker, self.judge = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.seen: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, _ = batch
-        self.seen.append((self.trainer.global_step, float(x.sum())))
-        make, judge = self.optimizers()  # type: ignore[misc]
-        self.toggle_optimizer(make)
-        self.manual_backward((self.judge(self.maker(torch.randn_like(x))) - 1).square().mean())
-        make.step()
-        make.zero_grad()
-        self.untoggle_optimizer(make)
-        fake = self.maker(torch.randn_like(x)).detach()
-        loss = (self.judge(x) - 1).square().mean() + self.judge(fake).square().mean()
-        self.manual_backward(loss)
-        judge.step()
-        judge.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(each.parameters(), 1e-3) for each in (self.maker, self.judge)]
 
 
 class Stream(IterableDataset):
@@ -72,10 +49,6 @@ class Stream(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         rows = data()
         return vars(self).get("rows") or (rows[i] for i in range(len(rows)))
-
-
-def shuffled(kind: Any = DataLoader, batches: int = 8) -> Any:
-    return kind(data(batches), batch_size=8, shuffle=True)
 
 
 class Reloaded(Regression):
@@ -113,7 +86,11 @@ def iterable(**options: Any) -> Any:
 
 
 BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+
 PAIRS = {"accumulate_grad_batches": 2}
+
+
 CASES: dict[str, Any] = {
     "manual": (Gan, lambda: [shuffled(StatefulDataLoader)], {}),
     "accumulated": (Regression, lambda: [shuffled()], {"accumulate_grad_batches": 3, **BY_VALUE}),
@@ -150,8 +127,6 @@ def test_a_healthy_fit_has_the_same_bits_as_without_healcore(case: str, tmp_path
     assert sum(taken) == running.global_step, "every step was judged"
 
 
-average = partial(given.EMAWeightAveraging, decay=0.5)
-swa = partial(given.StochasticWeightAveraging, 0.02, swa_epoch_start=1)
 window = partial(given.GradientAccumulationScheduler, {0: 2, 1: 1})
 
 
@@ -254,9 +229,6 @@ def test_each_network_of_a_gan_is_judged_by_its_own_loss():
     assert callback.losses == {"optimizer0": passed[0::2], "optimizer1": passed[1::2]}
 
 
-# -- the Trainer's own clipping -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [None, "none", "fixed", "autoclip"])
 def test_the_norm_is_seen_before_clipping_and_the_smaller_limit_is_kept(kind: str | None):
     clip = {"kind": kind} | ({"max_norm": 5.0} if kind in ("fixed", "autoclip") else {})
@@ -292,9 +264,6 @@ def test_the_callback_itself_reads_nothing_on_the_host(tmp_path: Path):
             fit(*callbacks, accumulate_grad_batches=2, **logs)
         counts.append(counted.count)
     assert counts[0] + 1 == counts[1]
-
-
-# -- Lightning's own checkpoints -------------------------------------------------------------------
 
 
 def test_state_survives_lightnings_checkpoint(tmp_path: Any):
@@ -377,140 +346,6 @@ def test_a_callback_without_a_store_begins_where_ckpt_path_leads(at: int, kind: 
     assert resumed.current_epoch == running.current_epoch == 3
     assert module.seen == plain.seen
     assert all(map(torch.equal, plain.parameters(), module.parameters()))
-
-
-STEPS, BATCHES = 200, 8
-IN_EPOCHS = {"max_epochs": STEPS // BATCHES}
-IN_STEPS = {"max_steps": STEPS, "max_epochs": -1}
-
-
-def diverges(loader: Any, *callbacks: Any, **options: Any) -> Any:
-    """Fits with a rate that warms up to one that is far too high; what came of it."""
-    often: Any = {"save_every": 5, "rollback": {"probation": 5}}
-    callback = LightningHealingCallback("pretraining", clip=None, **grouped(often))
-
-    def make() -> Regression:
-        return Regression(rate=4.0, warmup=150)
-
-    def rows() -> list[Any]:
-        return [shuffled(loader)]
-
-    module, running = fit(callback, *callbacks, make=make, loaders=rows, **options)
-    return module, running, callback.healer
-
-
-def scheduled(step: int) -> float:
-    """The learning rate that the schedule has at a step."""
-    return 4.0 * (0.01 + 0.99 * step / 150)
-
-
-def went_back(module: Regression) -> list[tuple[Any, Any]]:
-    """The batches before and after each return to an earlier step."""
-    return [(a, b) for a, b in pairwise(module.seen) if b.step != a.step + 1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("limit", "loader"), [(IN_EPOCHS, DataLoader), (IN_STEPS, StatefulDataLoader)]
-)
-def test_rolled_back_in_place(limit: dict[str, int], loader: Any):
-    moves = Displacement()
-    module, running, healer = diverges(loader, moves, **limit)
-    assert float(module.loss(data(BATCHES).tensors)) < 0.7, "the variance of the targets is 0.5"
-    (_, after), *_ = back = went_back(module)
-    assert len(back) == healer.rollbacks > 0
-    first = next(each for each in module.seen if each.step == after.step)
-    assert (after.epoch, after.index, after.inputs) == (first.epoch, first.index, first.inputs)
-    assert any(b.epoch < a.epoch for a, b in back), "also into an earlier epoch"
-    # Lightning's counters, the schedule and the Healer agree, and the run is as long as planned:
-    # counted in epochs, without the batches of the trouble; counted in steps, with others instead.
-    skipped = len(healer.report().skipped_batches)
-    assert skipped > 0
-    steps = STEPS - skipped if "max_steps" not in limit else STEPS
-    loop = running.fit_loop.epoch_loop
-    schedule = running.lr_scheduler_configs[0].scheduler
-    counts = (running.global_step, healer.step, schedule.last_epoch, loop._batches_that_stepped)
-    assert counts == (steps,) * 4
-    assert running.current_epoch == math.ceil((steps + skipped) / BATCHES)
-    # The rate of the step after the rollback, from how far the parameters moved: a quarter.
-    at = next(i for i, (_, each) in enumerate(pairwise(module.seen), 1) if each is after)
-    share = load("pretraining").lr.factor
-    assert moves.rates[at] == pytest.approx(share * scheduled(after.step), rel=1e-4)
-    assert moves.rates[after.step] == pytest.approx(scheduled(after.step), rel=1e-4)
-
-
-class Forward(DataLoader):
-    """A loader that cannot be rewound."""
-
-    def __iter__(self) -> Any:
-        return super().__iter__()
-
-
-def test_a_rollback_into_an_epoch_with_another_accumulation():
-    own: Any = lightning.Callback()
-    faults = iter([NAN])
-    own.on_train_batch_start = lambda trainer, module, *args: (
-        trainer.global_step == 17 and module.net[0].bias.data.add_(next(faults, 0))
-    )
-    callback: Any = LightningHealingCallback(
-        checkpoints=Checkpoints(every=3),
-        respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"]}],
-        rollback={"probation": 4, "confirm": False, "skip_batches": 0},
-    )
-    scheduler = given.GradientAccumulationScheduler({0: 1, 2: 2})
-    late = swa(swa_epoch_start=3)
-    module, running = fit(own, scheduler, average(), late, callback, max_epochs=3)
-    assert late.n_averaged == 1, "begun twice"
-    assert running.global_step == 8 + 8 + 2, "rolled back to step 12; two windows are skipped"
-    assert vector(module).isfinite().all(), "with the average of the weights"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [IN_EPOCHS, IN_STEPS])
-def test_a_loader_that_cannot_be_rewound_continues_forward(limit: dict[str, int]):
-    module, running, healer = diverges(Forward, **limit)
-    assert healer.rollbacks > 0
-    assert float(module.loss(data(BATCHES).tensors)) < 0.7
-    undone = sum(a.step + 1 - b.step for a, b in went_back(module))
-    positions = [(each.epoch, each.index) for each in module.seen]
-    assert positions == [(i // BATCHES, i % BATCHES) for i in range(len(positions))]
-    # Counted in epochs, it ends as many steps early; counted in steps, it takes more batches.
-    steps = STEPS - undone if "max_steps" not in limit else STEPS
-    assert (running.global_step, healer.step) == (steps, steps)
-    assert healer.report().steps_lost == STEPS - steps
-
-
-def test_trouble_in_the_last_steps_is_read_before_the_fit_ends():
-    """The last step of the run is judged like the others."""
-    # Not asked whether the model is worse, which NaN batches alone do not answer with yes.
-    callback: Any = LightningHealingCallback(
-        checkpoints=Checkpoints(every=2),
-        respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"]}],
-        rollback={"probation": 2, "confirm": False},
-    )
-    module, running = fit(callback, loaders=lambda: [StatefulDataLoader(data(10, bad=9), 8)])
-    assert callback.healer.rollbacks == 1
-    assert all(each.inputs == each.inputs for each in module.seen[-3:]), "without the bad batch"
-    assert module.seen[-1].index == 9, "Lightning counts it, for validation after an epoch"
-    assert running.fit_loop.epoch_progress.current.completed == 1
-    assert running.global_step == 9
-
-
-def test_spent_budgets_end_the_run_with_a_diagnosis(tmp_path: Any):
-    """NaN in every batch from some point on, and no attempt left."""
-    module = Regression()
-    rows = data(60)
-    rows.tensors[0][8 * 30 :] = float("nan")
-    rules = [{"to": ["nonfinite"], "when": {"consecutive": 3}, "do": ["rollback", "stop"]}]
-    callback = LightningHealingCallback(
-        store=tmp_path, respond=rules, budget={"recoveries": 1}, rollback={"probation": 5}
-    )
-    with pytest.raises(RunStopped) as stopped:
-        fit(callback, make=lambda: module, loaders=lambda: [StatefulDataLoader(rows, 8)])
-    assert stopped.value.code not in (0, None)
-    assert "NaN" in stopped.value.diagnosis
-    assert all(p.isfinite().all() for p in module.parameters())
-    assert list(tmp_path.glob("*postmortem*"))
 
 
 def test_a_finished_cell_with_other_hyperparameters_does_not_return_the_old_model(tmp_path, caplog):

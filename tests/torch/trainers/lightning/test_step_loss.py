@@ -19,8 +19,13 @@ from torch.utils.data import DataLoader
 from healcore import Checkpoints
 from healcore.torch import LightningHealingCallback
 from tests.open_run import run_of
-from tests.torch.trainers.lightning.fits import Regression, data, fit, vector
-from tests.torch.trainers.lightning.test_fit import Gan
+from tests.torch.trainers.lightning.fits import (
+    Gan,
+    Regression,
+    data,
+    fit,
+    vector,
+)
 
 
 class Notes:
@@ -189,11 +194,17 @@ def test_a_step_that_differentiates_is_compared_with_the_same_bits():
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (Gan, "its optimization is manual"),
-        (Acting, r"self.env['world'] is a Handle"),
-        (Large, "self.replay is a large array"),
-        (Once, "training_step raised RuntimeError when it was called again: a step of its own"),
-        (Quiet, "training_step returns no loss, so no weights are compared"),
+        pytest.param(Gan, "its optimization is manual", id="manual optimization"),
+        pytest.param(Acting, r"self.env['world'] is a Handle", id="environment"),
+        pytest.param(Large, "self.replay is a large array", id="large array"),
+        pytest.param(
+            Once,
+            "training_step raised RuntimeError when it was called again: a step of its own",
+            id="a step that runs once",
+        ),
+        pytest.param(
+            Quiet, "training_step returns no loss, so no weights are compared", id="no loss"
+        ),
     ],
 )
 def test_what_cannot_be_undone_is_named(make: Any, why: str, caplog):

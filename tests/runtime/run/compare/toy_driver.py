@@ -118,17 +118,30 @@ def noisy(weight: float, batch: int) -> float:
     return weight + 0.1 * random.Random(batch).random()
 
 
-def healthy(run: ToyRun, steps: int, *, alarm: bool = False) -> None:
-    for _ in range(steps):
-        assert run.take(run.step, weight=10.0 / (1 + run.step / 50), alarm=alarm) is None
-
-
 LASTS = 50
-"""Steps from the anchor of step 200 to the damage at step 250, which a rollback repeats."""
+"""Steps from the anchor of step 200 to damage at step 250, which a rollback repeats."""
 
 
-def damaged(run: ToyRun, steps: int = 250, by: float = 5.0, *, alarm: bool = True) -> Any:
-    """The verdict, if one comes: from now on the weight is higher, and the detectors say so."""
+def healthy_weight(step: int) -> float:
+    """The weight of a healthy run at a step: it falls from 10 on, always more slowly."""
+    return 10.0 / (1 + step / 50)
+
+
+def train_healthy(run: ToyRun, steps: int, *, alarm: bool = False) -> None:
+    """Healthy steps, in which no verdict may come, also if a detector raises alarms."""
+    for _ in range(steps):
+        assert run.take(run.step, weight=healthy_weight(run.step), alarm=alarm) is None
+
+
+def healthy_run(steps: int, loss: Loss = noisy) -> ToyRun:
+    """A run that has had healthy steps."""
+    run = ToyRun(loss)
+    train_healthy(run, steps)
+    return run
+
+
+def train_damaged(run: ToyRun, steps: int = 250, by: float = 5.0, *, alarm: bool = True) -> Any:
+    """Steps with a weight that is higher by `by`, up to the verdict. Returns it, or None."""
     level = run.driver.weight + by
     for _ in range(steps):
         verdict = run.take(run.step, weight=level, alarm=alarm)

@@ -247,3 +247,18 @@ def test_the_rates_of_all_healthy_steps_are_learnt_and_not_those_at_a_sign():
     assert history.healthy_rates({"a": 0.01}) == {"a": NumberRange(0.01, 0.1, 0.01)}
     assert history.healthy_rates({"a": 0.02}) == {"a": NumberRange(0.02, 0.02, 0.02)}
     assert history.healthy_rates({}) == {}
+
+
+def test_suspects_are_looked_for_from_the_alarm_on_that_began_the_trouble():
+    history = StepHistory()
+    for index in range(100):
+        add(history, [1.0], first=index, alarm=index in (10, 60))
+
+    def start_of(onset: int, last: int) -> int:
+        suspects = history.suspect_steps(onset, last)
+        assert suspects is not None
+        return suspects.start
+
+    assert start_of(12, 99) == 10
+    assert start_of(61, 99) == 60
+    assert start_of(55, 50) == 10, "the steps end before the second alarm"

@@ -1,0 +1,108 @@
+"""A process dies at any point of a rollback, and the next one ends the run as without the death."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from healcore import CheckpointStore
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.ending.shutdown import Shutdown
+from healcore.runtime.run.restore.program_state import ProgramState
+from healcore.runtime.run.restore.rollback_restore import RollbackRestore
+from healcore.runtime.store import files
+from tests.healer.simulated_kills import Crash, end_without_log
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
+
+POINTS = [
+    (CheckpointStore, "restore"),
+    (CheckpointStore, "replace_record"),
+    (Saver, "begin_attempt"),
+    (Saver, "report_failures"),
+    (ProgramState, "load"),
+    (LoaderRegistry, "rewind"),
+    (files, "replace"),
+]
+"""Functions that change the run or its directory within a rollback."""
+
+
+class RollbackPoints:
+    """Notes the calls of `POINTS` within rollbacks, and may raise `Crash` before one of them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, crash_at: int | None = None) -> None:
+        self.passed: list[str] = []
+        """Names of the functions that were called."""
+        self._crash_at = crash_at
+        self._is_inside = False
+        for owner, name in POINTS:
+            patch.setattr(owner, name, self._noted(getattr(owner, name)))
+        patch.setattr(RollbackRestore, "restore", self._entered(RollbackRestore.restore))
+
+    def _entered(self, restore: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(restore)
+        def entered(*args: Any) -> Any:
+            self._is_inside = True
+            result = restore(*args)
+            self._is_inside = False
+            return result
+
+        return entered
+
+    def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                if len(self.passed) == self._crash_at:
+                    self._is_inside = False
+                    raise Crash(function.__qualname__)
+                self.passed.append(function.__qualname__)
+            return function(*args, **kwargs)
+
+        return noted
+
+
+def forward_only(count: int) -> Any:
+    return iter(range(count))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("framework", "data", "distance"),
+    [("torch", range, 1), ("torch", forward_only, 3), ("jax", range, 3)],
+    ids=["torch", "data that only runs forward", "jax"],
+)
+def test_a_kill_at_any_point_of_a_rollback_changes_nothing(
+    framework, data, distance, tmp_path, monkeypatch
+):
+    """`distance` is from one tried point to the next one."""
+
+    def run(folder: str) -> tuple[dict[str, Any], list[Any]]:
+        loop = loop_of(framework, Faults(always=[23, 26]), rules())
+        facts = train(loop, rules(), data(40), store=tmp_path / folder)
+        return {name: facts[name] for name in ("step", "rollbacks")}, loop.weights()
+
+    # A run without a kill has two rollbacks, which pass the same points.
+    with monkeypatch.context() as patch:
+        passed = RollbackPoints(patch).passed
+        expected, weights = run("clean")
+    assert expected["rollbacks"] == 2
+    of_first = passed[: len(passed) // 2]
+    assert passed == of_first * 2
+    assert len({*of_first}) == len(POINTS)
+
+    for number, point in enumerate(of_first):
+        if number % distance:
+            continue
+        # The first rollback is interrupted.
+        folder = str(number)
+        with monkeypatch.context() as patch:
+            RollbackPoints(patch, crash_at=number)
+            patch.setattr(Shutdown, "close", end_without_log)
+            with pytest.raises(Crash):
+                run(folder)
+        # The next process ends the run.
+        facts, after = run(folder)
+        assert facts == expected, point
+        assert same(after, weights), point

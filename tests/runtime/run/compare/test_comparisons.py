@@ -1,0 +1,91 @@
+"""Which earlier weights are kept as anchors, and when they are compared."""
+
+import pytest
+
+from healcore.runtime.run.compare.evidence import SAMPLE_SIZE
+from healcore.runtime.run.compare.trained_step import TrainedStep
+from tests.runtime.run.compare.arithmetic import MAX_CREDIT
+from tests.runtime.run.compare.toy_driver import (
+    ToyRun,
+    healthy_run,
+    noisy,
+    train_damaged,
+    train_healthy,
+)
+
+
+def anchor_steps(run: ToyRun) -> list[int]:
+    return [anchor.step for anchor in run.comparisons.anchors]
+
+
+def test_at_most_three_anchors_the_lowest_mean_loss_and_the_last_two_checkpoints():
+    run = healthy_run(200)
+    assert anchor_steps(run) == [0, 100, 200]
+    train_healthy(run, 500)
+    assert anchor_steps(run) == [500, 600, 700], "the loss falls"
+    for _ in range(400):  # it rises, and comparisons with any weights show no damage
+        run.take(run.step, loss=run.step / 100)
+    assert anchor_steps(run) == [700, 1000, 1100]
+
+
+def test_an_anchor_is_compared_once_it_is_a_save_interval_old():
+    """At the start half of the run is old enough, and eight steps at least."""
+    run = ToyRun(noisy)
+
+    def compared_at(index: int) -> list[int]:
+        return [anchor.step for anchor in run.comparisons._eligible_anchors(index)]
+
+    assert compared_at(SAMPLE_SIZE - 2) == []
+    assert compared_at(SAMPLE_SIZE - 1) == [0]
+
+    train_healthy(run, 250)  # anchors at 0, 100 and 200
+    assert compared_at(150) == [0]
+    assert compared_at(199) == [100]
+    assert compared_at(298) == [100]
+    assert compared_at(299) == [200]
+
+
+def test_suspect_weights_are_no_anchor():
+    run = healthy_run(290)
+    assert train_damaged(run) is not None
+    assert run.step > 300
+    assert anchor_steps(run) == [0, 100, 200]
+
+
+def test_a_rollback_drops_what_came_after_its_target():
+    run = healthy_run(290)
+    assert train_damaged(run) is not None
+    run.comparisons.observe(TrainedStep(run.step, ()), 9.0, alarm=False, has_trained=True)
+
+    run.comparisons.on_rollback(150)
+
+    trained_since = {anchor.step: anchor.trained for anchor in run.comparisons.anchors}
+    assert trained_since == {0: 150, 100: 50}
+    for anchor in run.comparisons.anchors:
+        assert all(step.index < 150 for step in anchor.sample)
+    assert not run.comparisons.has_evidence
+    assert not run.comparisons._dispatch_losses
+    assert run.comparisons.credit.left == pytest.approx(MAX_CREDIT)
+
+
+def test_an_accepted_level_is_not_compared_and_new_copies_are_made_after_it():
+    run = healthy_run(250)
+    run.comparisons.pause_until(400)
+    assert not run.comparisons.anchors
+
+    before = run.driver.evaluations
+    assert train_damaged(run, 150) is None
+    assert run.driver.evaluations == before
+
+    train_healthy(run, 110)
+    assert train_damaged(run, 300) is not None, "worse than the level that was accepted"
+
+
+def test_an_anchor_whose_checkpoint_is_gone_is_dropped():
+    run = healthy_run(300)
+    run.restorable = {200, 300, 400}
+    train_healthy(run, 100)
+    assert anchor_steps(run) == [200, 300, 400]
+    run.restorable = set()
+    train_healthy(run, 100)
+    assert anchor_steps(run) == []

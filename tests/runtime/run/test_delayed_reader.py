@@ -1,0 +1,29 @@
+"""Steps are read some dispatches later, each with its own batches."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from healcore.core.decision import StepRecord
+from healcore.runtime.data import BatchId
+from healcore.runtime.run.steps import DelayedReader, StepResult
+from tests.healer.step_records import record
+
+
+def dispatch_of(step: StepRecord) -> Any:
+    """A dispatch of one step that the device has done."""
+    return SimpleNamespace(read=lambda: [[step]], count=1, vote_requested=False)
+
+
+def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
+    reader = DelayedReader()
+
+    # A micro-step accumulates a batch, and the accumulation is undone.
+    micro_step = record(judged=False)
+    reader.push(dispatch_of(micro_step), StepResult(0, [], (BatchId(0, 0),)))
+    list(reader.read_all())
+    reader.forget_accumulation()
+
+    # The next update is of its own batch.
+    reader.push(dispatch_of(record()), StepResult(0, [], (BatchId(0, 1),)))
+    (update,) = reader.read_all()
+    assert update.batches == (BatchId(0, 1),)

@@ -1,0 +1,63 @@
+"""What the ledger knows of skipped steps, incidents and earlier rollbacks."""
+
+import pytest
+
+from healcore.core.decision import Cause
+from healcore.core.engine import incidents
+from healcore.policy import load
+from healcore.runtime.run.orders import Order, RepeatChanges, RollbackRecord
+from healcore.runtime.run.run_record import Ledger
+from tests.healer.step_records import record
+
+SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)
+MICRO_STEP = record(judged=False)
+TRAINED = record()
+
+
+@pytest.mark.parametrize(
+    ("last", "onset"),
+    [
+        pytest.param(MICRO_STEP, 3, id="the row goes on"),
+        pytest.param(TRAINED, 13, id="a trained step ends the row"),
+    ],
+)
+def test_a_row_of_skips_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
+    """Skipped steps would seem interrupted, and the trouble to begin later than it did."""
+    ledger = Ledger()
+    update = [MICRO_STEP, MICRO_STEP, MICRO_STEP, SKIPPED]
+    for index, step in enumerate([*update, *update, *update, last]):
+        ledger.add_step(index, [step])
+    assert ledger.first_consecutive(ledger.next_step - 1) == onset
+
+
+@pytest.mark.parametrize("alert", [Cause.RECORDS, Cause.DIVERGENCE], ids=lambda alert: alert.name)
+def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(alert):
+    """One long incident would be told as many, each with an onset of its own."""
+    ledger = Ledger()
+    opening = incidents.incident_causes(load("default").engine().config)
+    for index in range(3, 13):
+        causes = Cause.NONFINITE_GRAD
+        if index == 6:
+            causes |= alert
+        ledger.add_step(index, [record(cause=causes, skip=True)], opening)
+
+    (incident,) = ledger.incidents
+    assert (incident.onset, incident.only_skips) == (3, True)
+    assert ledger.first_consecutive(12) == 3
+
+
+def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
+    """Its trials continue where they were. New trouble would get the first trial again."""
+    ledger = Ledger()
+    order = Order(index=0, onset=250, changes=RepeatChanges(lr_at_fault={"": 0.1}))
+    rollback = RollbackRecord(order=order, continues_at=100, step=420)
+    ledger.on_rollback(rollback, None)
+
+    # Within the steps up to 420 that the rollback has undone.
+    assert ledger.same_trouble(199) == [rollback]
+    assert ledger.same_trouble(420) == [rollback]
+    assert ledger.same_trouble(421) == []
+
+    # Within so many steps after them.
+    assert ledger.same_trouble(520, within=100) == [rollback]
+    assert ledger.same_trouble(521, within=100) == []
