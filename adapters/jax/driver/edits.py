@@ -10,7 +10,7 @@ Without this check the program would continue as if there had been no rollback.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver import engines as engine_states
@@ -47,15 +47,15 @@ class Edits:
         self._is_new = True
         return engine_states.map_states(lambda state: with_edit(state, self._number), tree)
 
-    def is_stale(self, states: Callable[[], Sequence[HealState]]) -> bool:
+    def is_stale(self, states: Sequence[HealState]) -> bool:
         """Whether a state of the program was computed from a state before the last edit.
 
         One sync in the first call after an edit, and none in later calls.
 
         Args:
-            states: returns the HealState of each engine in the program's state.
+            states: the HealState of each engine in the program's state.
         """
         if self._is_new:
-            numbers = engine_states.edit_numbers(states())
+            numbers = engine_states.edit_numbers(states)
             self._is_new = any(number != self._number for number in numbers)
         return self._is_new
