@@ -78,12 +78,17 @@ class Accumulation:
         """Drops the gradients and losses since the last step, which the program computes again.
 
         Args:
-            used: whether gradients that the optimizer has stepped with are dropped too. A CUDA
-                graph writes into their memory, and without `.grad` no later step would train.
+            used: whether gradients that the optimizer has stepped with are dropped too. Otherwise
+                they become 0: a CUDA graph writes into their memory, and without `.grad` no later
+                step would train.
         """
-        if used or self.in_progress:
-            for p in gradients.parameters(self.healing.optimizer):
+        drops = used or self.in_progress
+        for p in gradients.parameters(self.healing.optimizer):
+            if drops:
                 p.grad = None
+            elif p.grad is not None:
+                with torch.no_grad():
+                    p.grad.zero_()
         self._reached = False
         self.healing.drop_losses()
 

@@ -119,6 +119,26 @@ def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
         assert (record.step, record.skip) == (2, True), "the number of the last record, again"
 
 
+def test_a_repeat_begins_without_the_gradients_of_undone_steps():
+    """A program that forgets `zero_grad` for a while adds each step's gradient to the last one's."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    driver = TorchDriver({"model": model, "optimizer": optimizer}, ROLLS_BACK)
+    store = driver.store(None)
+    store.save(0, driver.state(), record=driver.engines())
+
+    def gradient_without_zero_grad() -> torch.Tensor:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert model.weight.grad is not None
+        return model.weight.grad.clone()
+
+    first = gradient_without_zero_grad()
+    assert not torch.equal(gradient_without_zero_grad(), first)
+    driver.load(store.restore(0, driver.state()).state)
+    assert torch.equal(gradient_without_zero_grad(), first)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_scalers_state_is_restored_too(fused: bool):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
