@@ -120,7 +120,7 @@ def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
 
 
 def test_a_repeat_begins_without_the_gradients_of_undone_steps():
-    """A program that forgets `zero_grad` for a while adds each step's gradient to the last one's."""
+    """A program that forgets `zero_grad` adds the gradient of each step to the last gradient."""
     model = torch.nn.Linear(2, 1)
     optimizer = SGD(model.parameters(), lr=0.01)
     driver = TorchDriver({"model": model, "optimizer": optimizer}, ROLLS_BACK)
