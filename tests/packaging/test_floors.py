@@ -90,8 +90,8 @@ def test_only_the_registry_imports_an_adapter_by_name():
 
 
 RUN = "healcore.runtime.run."
-JOINERS = ("run", "start", "")
-"""They import all parts of a run: `Run` names them, `start` makes them."""
+JOINERS = ("run", "construction", "start", "")
+"""They import all parts of a run: `Run` names them, `construction` makes them."""
 
 
 def imports_when_run(path: Path) -> set[str]:

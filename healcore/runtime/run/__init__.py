@@ -1,12 +1,13 @@
 """A run between its start and its end. One folder or file for each thing that is decided or done.
 
-    start         opens a run, makes its parts       run           the parts, each by one name
-    loop          the work between two steps         batches       the loaders of the run
-    progress      the number of steps                step_batches  the batches of the next step
-    steps         records that are due               monitor       events, metrics and orders
-    compare/      compares with earlier weights      rollback/     decides what to do
-    orders        what was decided, as a value       restore/      does it, and resumes at a start
-    checkpoints/  saves, deletes, and knows          ending/       who may end a run, and its end
+    start         opens a run                        construction  makes its parts
+    run           the parts, each by one name        batches       the loaders of the run
+    loop          the work between two steps         step_batches  the batches of the next step
+    progress      the number of steps                monitor       events, metrics and orders
+    steps         records that are due               rollback/     decides what to do
+    compare/      compares with earlier weights      restore/      does it, and resumes at a start
+    orders        what was decided, as a value       ending/       who may end a run, and its end
+    checkpoints/  saves, deletes, and knows
 
 Besides:
 

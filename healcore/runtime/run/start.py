@@ -3,7 +3,7 @@
     open_run
         driver, ranks          attach to the optimizers; the ranks compare their arguments
         claims                 lock the directories, remove files of killed processes
-        _construct             the parts, in the order of the fields of `Run`
+        construct              the parts, in the order of the fields of `Run`
         _start                 may this start resume? the first lines of the log
             _begin             resume, or the first snapshot
 
@@ -12,69 +12,35 @@ What fails before `_begin` leaves nothing behind: the claims are released and th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from healcore.console import counted, first_of
-from healcore.core.decision import Cause
-from healcore.events import Log
-from healcore.events.file_names import metrics_path
-from healcore.events.metrics import MetricsLog
 from healcore.history import RunHistory, RunState
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
-from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.driver_choice import driver_for
-from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings, start_log
-from healcore.runtime.run.batch_parts import BatchParts
-from healcore.runtime.run.batch_reader import BatchReader
-from healcore.runtime.run.batches import RunBatches
-from healcore.runtime.run.call_retries import retries_of
-from healcore.runtime.run.checkpoints.known import KnownCheckpoints
-from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
-from healcore.runtime.run.checkpoints.schedule import SaveSchedule
-from healcore.runtime.run.compare.comparisons import Comparisons
-from healcore.runtime.run.compare.holding import Holding
-from healcore.runtime.run.data_state import DataState
+from healcore.runtime.run.checkpoints.saver import SaveReason
+from healcore.runtime.run.construction import construct
 from healcore.runtime.run.ending.exits import EndRequested
-from healcore.runtime.run.ending.requests import EndRequests, StopFile
-from healcore.runtime.run.ending.stopping import Stopping
-from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.loop_phase import LoopPhase
-from healcore.runtime.run.monitor import IncidentMonitor
-from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.pass_states import PassStates
-from healcore.runtime.run.program_watch import StructureChanges
-from healcore.runtime.run.restore.next_start import NextStart
-from healcore.runtime.run.restore.program_state import ProgramState
-from healcore.runtime.run.restore.resumption import Resumption
-from healcore.runtime.run.restore.rollback_restore import RollbackRestore
-from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.restore.trials import failed_trials
-from healcore.runtime.run.rollback.better_weights import BetterWeights
-from healcore.runtime.run.rollback.dead_run import DeadRun
-from healcore.runtime.run.rollback.nonfinite import NonfiniteState
-from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.rollback.report import report_before_kill
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
-from healcore.runtime.run.step_batches import StepBatches
-from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.files import make_directory
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
-from healcore.runtime.store.several import SeveralStores, StorePlace
+from healcore.runtime.store.several import StorePlace
 from healcore.runtime.store.store import CheckpointStore
 
 _records: dict[Path, RunRecord] = {}
@@ -115,7 +81,7 @@ def open_run(options: Options) -> Run:
             warning = _claim(each, ranks, claims)
             if warning is not None:
                 warnings.append(warning)
-        run = _construct(options, driver, ranks, claims)
+        run = construct(options, driver, ranks, claims)
         _start(run, options, warnings)
     except BaseException:
         for each in claims:
@@ -183,180 +149,6 @@ def _claim(given: StorePlace | None, ranks: Ranks, claims: list[Claim]) -> str |
         raise  # all ranks fail together
     except OSError:
         return None  # the store raises a better message
-
-
-def _open_store(
-    given: StorePlace | tuple[StorePlace, ...] | None, driver: Driver, ranks: Ranks
-) -> CheckpointStore:
-    """The store of the run. Several stores are written as one, in the order given."""
-    if isinstance(given, tuple):
-        store = SeveralStores([_open_store(each, driver, ranks) for each in given])
-        run_on_first(ranks, store.check_run)
-        return store
-    if isinstance(given, CheckpointStore):
-        return given
-    return driver.store(given)
-
-
-def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[Claim]) -> Run:
-    """Makes the parts of the run, in the order of the fields of `Run`."""
-    policy = options.policy
-    store = _open_store(options.store, driver, ranks)
-    store.allow_nonfinite(options.checkpoints.nonfinite_ok)
-    end_requests = EndRequests(ranks, driver, StopFile(options.stop_file))
-    events = Log(None) if ranks.rank else _events(options.logging.events, store.root)
-    selected = () if ranks.rank else options.trackers  # every rank has the same numbers
-    trackers = Trackers(selected)
-    log = RunLog(
-        events,
-        metrics=_metrics(options.logging.metrics, events, ranks, tracked=bool(selected)),
-        console=options.logging.console,
-        silent=ranks.rank > 0,
-        trackers=trackers,
-        hooks=options.hooks,
-    )
-    loss_fn = options.loss_fn if policy.rolls_back else None
-    record = RunRecord()
-    run = Run(
-        policy=policy,
-        driver=driver,
-        store=store,
-        ranks=ranks,
-        log=log,
-        record=record,
-        end_requests=end_requests,
-        claims=claims,
-        batch_parts=BatchParts(record),
-    )
-    retries = None
-    if "retry" in policy.answers(Cause.NETWORK):
-        retries = retries_of(run, "reading a batch")
-    run.loaders = LoaderRegistry(inform=log.info, retries=retries)
-    run.data_state = DataState(run.loaders.position)
-    run.pass_states = PassStates(data_state=run.data_state, loaders=run.loaders, record=record)
-    run.step_batches = StepBatches(
-        loaders=run.loaders,
-        progress=run.progress,
-        pass_states=run.pass_states,
-        keeps_contents=loss_fn is not None,
-    )
-    run.batches = RunBatches(
-        BatchReader(policy=policy, ranks=ranks, log=log, stop_signals=end_requests.stop_signals),
-        loaders=run.loaders,
-        step_batches=run.step_batches,
-        pass_states=run.pass_states,
-        data_state=run.data_state,
-        progress=run.progress,
-        record=record,
-        log=log,
-    )
-    run.schedule = SaveSchedule(
-        options.checkpoints.every,
-        policy=policy,
-        driver=driver,
-        ranks=ranks,
-        log=log,
-        ledger=record.ledger,
-        progress=run.progress,
-    )
-    run.monitor = IncidentMonitor(
-        policy=policy,
-        driver=driver,
-        ranks=ranks,
-        log=log,
-        ledger=record.ledger,
-        state=record.monitor,
-        hooks=options.hooks,
-        save_every=run.schedule.every,
-    )
-    run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
-    run.holding = Holding(
-        engine=policy.engine,
-        driver=driver,
-        ranks=ranks,
-        log=log,
-        record=record,
-        monitor=run.monitor,
-        comparisons=run.comparisons,
-        save_every=run.schedule.every,
-    )
-    run.known_checkpoints = KnownCheckpoints(
-        policy=policy, store=store, log=log, record=record, ledger=record.ledger
-    )
-    run.saver = Saver(run, options.checkpoints.keep)
-    run.stored_checkpoints = StoredCheckpoints(
-        policy=policy,
-        store=store,
-        ranks=ranks,
-        log=log,
-        known_checkpoints=run.known_checkpoints,
-        loaders=run.loaders,
-        items=run.saver.items,
-    )
-    run.program_state = ProgramState(
-        policy=policy, driver=driver, store=store, record=record, items=run.saver.items
-    )
-    run.rollback_restore = RollbackRestore(run)
-    run.resumption = Resumption(run)
-    run.next_start = NextStart(run)
-    run.step_reader = DelayedReader()
-    run.better_weights = BetterWeights(run)
-    run.dead_run = DeadRun(run)
-    run.nonfinite_state = NonfiniteState(run)
-    of_trainer = run_settings.trainer_settings(options.state)
-    run.stopping = Stopping(run)
-    run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
-    run.hang_guard = HangGuard(policy, ranks, log)
-    run.out_of_memory = OutOfMemory(run)
-    structure = StructureChanges(
-        driver=driver,
-        log=log,
-        record=record,
-        progress=run.progress,
-        loaders=run.loaders,
-        schedule=run.schedule,
-        comparisons=run.comparisons,
-    )
-    run.loop = Loop(run, structure, has_trainer=bool(of_trainer))
-    return run
-
-
-def _events(given: str | os.PathLike[str] | None, folder: Path | None) -> Log:
-    """The log of events: the file that the user names, else a file in the store's directory."""
-    if given is not None:
-        return Log(Path(given).absolute())
-    path = None
-    if folder is not None:
-        path = folder / "healcore.events.jsonl"
-    return Log(_unlinked(path, "events"), follow_links=False)
-
-
-def _metrics(
-    given: str | os.PathLike[str] | None, log: Log, ranks: Ranks, *, tracked: bool
-) -> MetricsLog:
-    """The table of metrics: the file that the user names, or next to the events with "auto".
-
-    Only rank 0 writes it: every rank has the same numbers.
-    """
-    path = None
-    if ranks.rank or given != "auto":
-        if given is not None and not ranks.rank:
-            path = Path(given)
-        return MetricsLog(path, process_id=log.process_id, tracked=tracked)
-    if log.path and (log.path.is_file() or not log.path.exists()):  # not a pipe or a terminal
-        path = metrics_path(log.path)
-    path = _unlinked(path, "metrics")
-    return MetricsLog(path, process_id=log.process_id, automatic=True, tracked=tracked)
-
-
-def _unlinked(path: Path | None, option: str) -> Path | None:
-    """A path that the user has not chosen. Raises StoreError if it is a link."""
-    if path is not None and path.is_symlink():
-        raise StoreError(
-            f"{path} is a link, and healcore follows no link at a path that it has chosen itself: "
-            f"remove it, or name the file that it leads to with {option}="
-        )
-    return path
 
 
 def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:

@@ -137,7 +137,7 @@ class Nothing:
 
 
 class Process:
-    """One process of the run, constructed as in `start._construct`."""
+    """One process of the run, constructed as in `construction.construct`."""
 
     def __init__(self, store: Listed) -> None:
         self.store = store

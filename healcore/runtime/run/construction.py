@@ -1,0 +1,298 @@
+"""Makes the parts of a run, in the order of the fields of `Run`.
+
+    construct
+        what is given          policy, driver, store, ranks, log, record
+        _add_data_parts        loaders, batches and random states
+        _add_observing_parts   what is seen: saves that are due, incidents, comparisons
+        _add_checkpoint_parts  what is saved and restored
+        _add_deciding_parts    what is decided, and the loop
+
+No part does anything while it is made. `start` then resumes from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from healcore.core.decision import Cause
+from healcore.events import Log
+from healcore.events.file_names import metrics_path
+from healcore.events.metrics import MetricsLog
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.driver import Driver
+from healcore.runtime.hang_guard import HangGuard
+from healcore.runtime.healer_options import Options
+from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.reporting.trackers import Trackers
+from healcore.runtime.run import run_settings
+from healcore.runtime.run.batch_parts import BatchParts
+from healcore.runtime.run.batch_reader import BatchReader
+from healcore.runtime.run.batches import RunBatches
+from healcore.runtime.run.call_retries import retries_of
+from healcore.runtime.run.checkpoints.known import KnownCheckpoints
+from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.compare.comparisons import Comparisons
+from healcore.runtime.run.compare.holding import Holding
+from healcore.runtime.run.data_state import DataState
+from healcore.runtime.run.ending.requests import EndRequests, StopFile
+from healcore.runtime.run.ending.stopping import Stopping
+from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.out_of_memory import OutOfMemory
+from healcore.runtime.run.pass_states import PassStates
+from healcore.runtime.run.program_watch import StructureChanges
+from healcore.runtime.run.restore.next_start import NextStart
+from healcore.runtime.run.restore.program_state import ProgramState
+from healcore.runtime.run.restore.resumption import Resumption
+from healcore.runtime.run.restore.rollback_restore import RollbackRestore
+from healcore.runtime.run.restore.stored import StoredCheckpoints
+from healcore.runtime.run.rollback.better_weights import BetterWeights
+from healcore.runtime.run.rollback.dead_run import DeadRun
+from healcore.runtime.run.rollback.nonfinite import NonfiniteState
+from healcore.runtime.run.rollback.recovery import Recovery
+from healcore.runtime.run.run import Run
+from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.step_batches import StepBatches
+from healcore.runtime.run.steps import DelayedReader
+from healcore.runtime.store.checkpoints import StoreError
+from healcore.runtime.store.claim import Claim
+from healcore.runtime.store.ranks import Ranks, run_on_first
+from healcore.runtime.store.several import SeveralStores, StorePlace
+from healcore.runtime.store.store import CheckpointStore
+
+
+def _open_store(
+    given: StorePlace | tuple[StorePlace, ...] | None, driver: Driver, ranks: Ranks
+) -> CheckpointStore:
+    """The store of the run. Several stores are written as one, in the order given."""
+    if isinstance(given, tuple):
+        store = SeveralStores([_open_store(each, driver, ranks) for each in given])
+        run_on_first(ranks, store.check_run)
+        return store
+    if isinstance(given, CheckpointStore):
+        return given
+    return driver.store(given)
+
+
+def construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[Claim]) -> Run:
+    """Makes a run with all of its parts.
+
+    Args:
+        options: the arguments of `Healer`.
+        driver: the framework, attached to the optimizers.
+        ranks: the processes of the run.
+        claims: the locks of the store's directories.
+
+    Returns:
+        The run. Nothing is restored and nothing is logged yet.
+
+    Raises:
+        StoreError: the store, or a file of events or metrics, cannot be opened.
+    """
+    policy = options.policy
+    store = _open_store(options.store, driver, ranks)
+    store.allow_nonfinite(options.checkpoints.nonfinite_ok)
+    record = RunRecord()
+    run = Run(
+        policy=policy,
+        driver=driver,
+        store=store,
+        ranks=ranks,
+        log=_log(options, store, ranks),
+        record=record,
+        end_requests=EndRequests(ranks, driver, StopFile(options.stop_file)),
+        claims=claims,
+        batch_parts=BatchParts(record),
+    )
+    loss_fn = options.loss_fn if policy.rolls_back else None
+    _add_data_parts(run, keeps_contents=loss_fn is not None)
+    _add_observing_parts(run, options, loss_fn)
+    _add_checkpoint_parts(run, options)
+    _add_deciding_parts(run, options)
+    return run
+
+
+def _log(options: Options, store: CheckpointStore, ranks: Ranks) -> RunLog:
+    """The log of a rank. Only rank 0 writes: every rank has the same numbers."""
+    events, selected = Log(None), options.trackers
+    if ranks.rank:
+        selected = ()
+    else:
+        events = _events(options.logging.events, store.root)
+    return RunLog(
+        events,
+        metrics=_metrics(options.logging.metrics, events, ranks, tracked=bool(selected)),
+        console=options.logging.console,
+        silent=ranks.rank > 0,
+        trackers=Trackers(selected),
+        hooks=options.hooks,
+    )
+
+
+def _add_data_parts(run: Run, *, keeps_contents: bool) -> None:
+    """Adds the loaders, and what is known of batches and random states.
+
+    Args:
+        run: the run, with what is given.
+        keeps_contents: whether the contents of batches are kept for comparisons.
+    """
+    retries = None
+    if "retry" in run.policy.answers(Cause.NETWORK):
+        retries = retries_of(run, "reading a batch")
+    run.loaders = LoaderRegistry(inform=run.log.info, retries=retries)
+    run.data_state = DataState(run.loaders.position)
+    run.pass_states = PassStates(data_state=run.data_state, loaders=run.loaders, record=run.record)
+    run.step_batches = StepBatches(
+        loaders=run.loaders,
+        progress=run.progress,
+        pass_states=run.pass_states,
+        keeps_contents=keeps_contents,
+    )
+    reader = BatchReader(
+        policy=run.policy,
+        ranks=run.ranks,
+        log=run.log,
+        stop_signals=run.end_requests.stop_signals,
+    )
+    run.batches = RunBatches(
+        reader,
+        loaders=run.loaders,
+        step_batches=run.step_batches,
+        pass_states=run.pass_states,
+        data_state=run.data_state,
+        progress=run.progress,
+        record=run.record,
+        log=run.log,
+    )
+
+
+def _add_observing_parts(run: Run, options: Options, loss_fn: Any) -> None:
+    """Adds what watches the steps: the schedule of saves, incidents, comparisons, ranges.
+
+    Args:
+        run: the run, with its data parts.
+        options: the arguments of `Healer`.
+        loss_fn: the program's `loss_fn`, or None if the policy rolls nothing back.
+    """
+    run.schedule = SaveSchedule(
+        options.checkpoints.every,
+        policy=run.policy,
+        driver=run.driver,
+        ranks=run.ranks,
+        log=run.log,
+        ledger=run.ledger,
+        progress=run.progress,
+    )
+    run.monitor = IncidentMonitor(
+        policy=run.policy,
+        driver=run.driver,
+        ranks=run.ranks,
+        log=run.log,
+        ledger=run.ledger,
+        state=run.record.monitor,
+        hooks=options.hooks,
+        save_every=run.schedule.every,
+    )
+    run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
+    run.holding = Holding(
+        engine=run.policy.engine,
+        driver=run.driver,
+        ranks=run.ranks,
+        log=run.log,
+        record=run.record,
+        monitor=run.monitor,
+        comparisons=run.comparisons,
+        save_every=run.schedule.every,
+    )
+
+
+def _add_checkpoint_parts(run: Run, options: Options) -> None:
+    """Adds what saves checkpoints, knows them and restores them."""
+    run.known_checkpoints = KnownCheckpoints(
+        policy=run.policy, store=run.store, log=run.log, record=run.record, ledger=run.ledger
+    )
+    run.saver = Saver(run, options.checkpoints.keep)
+    run.stored_checkpoints = StoredCheckpoints(
+        policy=run.policy,
+        store=run.store,
+        ranks=run.ranks,
+        log=run.log,
+        known_checkpoints=run.known_checkpoints,
+        loaders=run.loaders,
+        items=run.saver.items,
+    )
+    run.program_state = ProgramState(
+        policy=run.policy,
+        driver=run.driver,
+        store=run.store,
+        record=run.record,
+        items=run.saver.items,
+    )
+    run.rollback_restore = RollbackRestore(run)
+    run.resumption = Resumption(run)
+    run.next_start = NextStart(run)
+
+
+def _add_deciding_parts(run: Run, options: Options) -> None:
+    """Adds what decides about rollbacks, the end and memory, and the loop that asks for it."""
+    run.step_reader = DelayedReader()
+    run.better_weights = BetterWeights(run)
+    run.dead_run = DeadRun(run)
+    run.nonfinite_state = NonfiniteState(run)
+    of_trainer = run_settings.trainer_settings(options.state)
+    run.stopping = Stopping(run)
+    run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
+    run.hang_guard = HangGuard(run.policy, run.ranks, run.log)
+    run.out_of_memory = OutOfMemory(run)
+    structure = StructureChanges(
+        driver=run.driver,
+        log=run.log,
+        record=run.record,
+        progress=run.progress,
+        loaders=run.loaders,
+        schedule=run.schedule,
+        comparisons=run.comparisons,
+    )
+    run.loop = Loop(run, structure, has_trainer=bool(of_trainer))
+
+
+def _events(given: str | os.PathLike[str] | None, folder: Path | None) -> Log:
+    """The log of events: the file that the user names, else a file in the store's directory."""
+    if given is not None:
+        return Log(Path(given).absolute())
+    path = None
+    if folder is not None:
+        path = folder / "healcore.events.jsonl"
+    return Log(_unlinked(path, "events"), follow_links=False)
+
+
+def _metrics(
+    given: str | os.PathLike[str] | None, log: Log, ranks: Ranks, *, tracked: bool
+) -> MetricsLog:
+    """The table of metrics: the file that the user names, or next to the events with "auto".
+
+    Only rank 0 writes it: every rank has the same numbers.
+    """
+    path = None
+    if ranks.rank or given != "auto":
+        if given is not None and not ranks.rank:
+            path = Path(given)
+        return MetricsLog(path, process_id=log.process_id, tracked=tracked)
+    if log.path and (log.path.is_file() or not log.path.exists()):  # not a pipe or a terminal
+        path = metrics_path(log.path)
+    path = _unlinked(path, "metrics")
+    return MetricsLog(path, process_id=log.process_id, automatic=True, tracked=tracked)
+
+
+def _unlinked(path: Path | None, option: str) -> Path | None:
+    """A path that the user has not chosen. Raises StoreError if it is a link."""
+    if path is not None and path.is_symlink():
+        raise StoreError(
+            f"{path} is a link, and healcore follows no link at a path that it has chosen itself: "
+            f"remove it, or name the file that it leads to with {option}="
+        )
+    return path
