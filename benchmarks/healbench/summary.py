@@ -1,20 +1,26 @@
-"""Prints the tables of README.md and docs/evidence.md: `python -m benchmarks.healbench.summary`.
+"""Writes the tables of docs/evidence.md and docs/healbench.md.
+
+    python -m benchmarks.healbench.summary            # writes and prints them
+    python -m benchmarks.healbench.summary --print    # only prints them
 
 The tables are made from `benchmarks/results/healbench.jsonl`. Rows of the peers are of torch and of
-one seed, because the peers are run with one seed.
+one seed, because the peers are run with one seed. The command also prints what has no table: the
+exceptions, and the forward passes of the comparisons.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 
 from benchmarks.healbench import comparing
-from benchmarks.healbench.__main__ import RESULTS, all_tasks
+from benchmarks.healbench.__main__ import PAGE, RESULTS, all_tasks
 from benchmarks.healbench.comparing import Cell
 from benchmarks.healbench.running import UNAVAILABLE, Result, read_results
-from benchmarks.healbench.table import markdown
+from benchmarks.healbench.table import markdown, write_between
 
+EVIDENCE = PAGE.with_name("evidence.md")
 SEED = 0
 ARMS = {
     "nothing": "no protection",
@@ -48,6 +54,9 @@ FAMILIES = {
 }
 """Families of the faulty tasks, with the names that the pages use."""
 KINDS = ("healthy", "faulty")
+FRAMEWORK_NAMES = {"torch": "torch", "jax": "JAX"}
+MOMENTS = {"_early": "early", "_middle": "in the middle", "_late": "late"}
+"""How the names of tasks end -> the part of the run in which their fault begins."""
 
 
 def promise(cells: Sequence[Cell]) -> Iterator[list[str]]:
@@ -80,6 +89,29 @@ def _cure(cells: Sequence[Cell]) -> str:
 
 def _shown(ratio: float) -> str:
     return f"{ratio:.{2 if ratio < 2 else 1 if ratio < 10 else 0}f}"
+
+
+def frameworks(cells: Sequence[Cell]) -> Iterator[list[str]]:
+    """One row for each family of faults: without and with a `loss_fn`, in torch and in JAX."""
+    columns = [(name, arm) for name in ("torch", "jax") for arm in (comparing.OFF, "healer_ask")]
+    yield ["fault", *(f"{FRAMEWORK_NAMES[name]}, {ARMS[arm]}" for name, arm in columns)]
+    for family, title in FAMILIES.items():
+        row = [title]
+        for name, arm in columns:
+            its = [cell for cell in cells if (cell.framework, cell.arm) == (name, arm)]
+            row.append(_cure([cell for cell in its if cell.task.family == family]))
+        yield row
+
+
+def moments(cells: Sequence[Cell]) -> Iterator[list[str]]:
+    """One row for each family of faults and each part of the run in which its faults begin."""
+    yield ["fault", "when", "tasks", ARMS[comparing.OFF], ARMS["healer_ask"]]
+    for family, title in FAMILIES.items():
+        for moment, words in MOMENTS.items():
+            its = [c for c in cells if c.task.family == family and c.task.name.endswith(moment)]
+            off, ours = ([c for c in its if c.arm == arm] for arm in (comparing.OFF, "healer_ask"))
+            if off:
+                yield [title, words, str(len(off)), _cure(off), _cure(ours)]
 
 
 def exceptions(cells: Sequence[Cell]) -> Iterator[list[str]]:
@@ -155,11 +187,21 @@ def passes(cells: Sequence[Cell], *, rolled_back: bool) -> float:
 
 
 def main() -> None:
-    """Prints all tables."""
+    """Writes the tables into their pages, or only prints them, and prints the exceptions."""
     results = read_results(RESULTS)
     cells = comparing.compare([run for run in results if run.arm in ARMS], all_tasks())
-    for table in (promise(cells), exceptions(cells), peers(results)):
-        print(markdown(list(table)) + "\n")
+    tables = {
+        "promise": (EVIDENCE, promise(cells)),
+        "other tools": (EVIDENCE, peers(results)),
+        "frameworks": (PAGE, frameworks(cells)),
+        "moments": (PAGE, moments(cells)),
+    }
+    for name, (page, rows) in tables.items():
+        text = markdown(list(rows))
+        print(f"{page.name}, {name}:\n\n{text}\n")
+        if "--print" not in sys.argv:
+            write_between(page, text, name)
+    print(markdown(list(exceptions(cells))) + "\n")
     print(f"{sum(len(cell.runs) for cell in cells):,} runs of the arms of the promise")
     few, all_ = (passes(cells, rolled_back=each) for each in (False, True))
     print(f"passes in 1,000 steps: {few:.0f}; with the runs that were rolled back {all_:.0f}")
