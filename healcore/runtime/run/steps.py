@@ -203,6 +203,14 @@ class DelayedReader:
             self._read_steps.extend(self._read(*self._queue.popleft()))
         return self._read_steps.popleft()
 
+    def put_back(self, steps: Sequence[StepResult]) -> None:
+        """Makes steps due again that `read_all` has yielded, and that nothing has acted on.
+
+        Args:
+            steps: the newest steps that were read, oldest first.
+        """
+        self._read_steps.extendleft(reversed(steps))
+
     def take_count_correction(self) -> int:
         """Number of steps that were read since the last call, minus the expected number.
 

@@ -27,3 +27,16 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
     reader.push(dispatch_of(record()), StepResult(0, [], (BatchId(0, 1),)))
     (update,) = reader.read_all()
     assert update.batches == (BatchId(0, 1),)
+
+
+def test_steps_that_are_put_back_are_due_again_before_all_others():
+    """A rollback that was not possible has read them, and their own orders are still open."""
+    reader = DelayedReader()
+    for index in range(3):
+        reader.push(dispatch_of(record()), StepResult(index, [], ()))
+    assert reader.read_next().index == 0
+    unread = list(reader.read_all())
+    reader.push(dispatch_of(record()), StepResult(3, [], ()))
+    reader.put_back(unread)
+    assert reader.has_due()
+    assert [each.index for each in reader.read_all()] == [1, 2, 3]

@@ -315,7 +315,7 @@ class Recovery:
 
         Returns:
             The rollback. None if no checkpoint is usable for better earlier weights or for a dead
-            run: then the run continues with the steps that were read meanwhile.
+            run: then the run continues, and the steps that were read meanwhile are due again.
 
         Raises:
             RunStopped: no checkpoint is usable, and the weights are damaged.
@@ -339,8 +339,7 @@ class Recovery:
                 self.run.stopping.stop(str(error), onset=order.onset)
             self._report_impossible(order, error)
             self.run.ledger.skips -= skips
-            for late in unread:
-                self.process(late)
+            self.run.step_reader.put_back(unread)  # their own orders are carried out next
             return None
         report_rollback(self.run, done)
         self.run.batches.on_rollback(done.continues_at)
