@@ -482,8 +482,13 @@ class Driver(Protocol):
         """
         ...
 
-    def learning_rates(self) -> dict[str, float | None]:
+    def learning_rates(self, engines: Engines | None = None) -> dict[str, float | None]:
         """The learning rates that the program uses now.
+
+        Args:
+            engines: states of the engines that belong to the live weights, or None for the live
+                ones. A rate that the program passes to each step (JAX) is in these states. After
+                a rollback the live states still have the rate of the last undone step.
 
         Returns:
             Engine name -> learning rate without healcore's multiplier, or None if unknown. A

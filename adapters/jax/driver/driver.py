@@ -32,7 +32,7 @@ from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.optimizer_numbers import injected_hyperparameters, injected_rates
 from healcore.jax.tree_nodes import node_at, nodes
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, json_setting
+from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, Engines, NumberRange, json_setting
 from healcore.runtime.store.checkpoints import IN_MEMORY, StateMismatch
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
@@ -396,15 +396,16 @@ class JaxDriver(Driver):
                     found[f"constants of {entry.name} (optax {optax.__version__})"] = constants
         return found
 
-    def learning_rates(self) -> dict[str, float | None]:
+    def learning_rates(self, engines: Engines | None = None) -> dict[str, float | None]:
         """See `Driver.learning_rates`. One sync.
 
         The rate that `protect` finds in its optimizer, or else the rate that the last update
         received. Other rates in the state may have another unit than the engine's.
         """
         tree = self._live.read()
-        found = {}
-        for entry, engine in zip(self._engines, self.engines().values(), strict=True):
+        found: dict[str, float | None] = {}
+        states = self.engines() if engines is None else engines
+        for entry in self._engines:
             owner = node_at(tree, entry.path[:-1])
             injected = []
             if isinstance(owner, ProtectState):
@@ -412,12 +413,14 @@ class JaxDriver(Driver):
             if len(injected) == 1:
                 found[entry.name] = float(jax.device_get(injected[0]))
                 continue
-            received = engine["state"]["lr"]["rate"]
-            # If the engine has not read the rate, an older saved state has a rate of 0.
-            was_read = self._engine.scales_lr and engine["state"]["step"]
             found[entry.name] = None
-            if was_read and received != UNKNOWN_RATE:
-                found[entry.name] = received
+            if entry.name not in states:
+                continue
+            engine = states[entry.name]["state"]
+            # If the engine has not read the rate, an older saved state has a rate of 0.
+            was_read = self._engine.scales_lr and engine["step"]
+            if was_read and engine["lr"]["rate"] != UNKNOWN_RATE:
+                found[entry.name] = engine["lr"]["rate"]
         return found
 
     @transferring

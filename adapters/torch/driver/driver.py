@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, check_engines
+from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, Engines, NumberRange, check_engines
 from healcore.runtime.store.checkpoints import IN_MEMORY, CommonState
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
@@ -435,8 +435,8 @@ class TorchDriver(Driver):
             settings[WEIGHTS] += STEPPED
         return settings
 
-    def learning_rates(self) -> dict[str, float | None]:
-        """The learning rates that the program has set now, see `Driver.learning_rates`."""
+    def learning_rates(self, engines: Engines | None = None) -> dict[str, float | None]:
+        """See `Driver.learning_rates`. The optimizers have the rates, so no state is read."""
         return optimizer_steps.learning_rates(self.healings)
 
     def trained_rates(self) -> dict[str, float | None]:

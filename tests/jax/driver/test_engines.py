@@ -217,6 +217,22 @@ def test_a_passed_learning_rate_of_zero_or_one_is_known(policy, passed, known):
     assert (before, after) == ({"opt_state": None}, pytest.approx({"opt_state": known}))
 
 
+def test_a_received_rate_is_read_from_the_states_that_are_given():
+    """After a rollback the live state has the rate of the last undone step."""
+    tx = protect(optax.sgd(0.2), policy="default")
+    opt_state = tx.init(PARAMS)
+    states = []
+    for rate in (0.3, 0.1):
+        _, opt_state = tx.update(
+            PARAMS, opt_state, PARAMS, value=jnp.float32(1), learning_rate=rate
+        )
+        driver = JaxDriver({"opt_state": opt_state, "params": PARAMS}, "default")
+        states.append(driver.engines())
+    assert driver.learning_rates() == pytest.approx({"opt_state": 0.1})
+    assert driver.learning_rates(states[0]) == pytest.approx({"opt_state": 0.3})
+    assert driver.learning_rates({}) == {"opt_state": None}
+
+
 def overflows(inner: Any, policy: Any) -> Any:
     tx = protect(inner, policy)
 

@@ -111,7 +111,7 @@ class Resumption:
             engines = limit_norms(self.run.policy.engine, engines, {})
         self.run.program_state.load(saved.state, engines, reset=reset)
         if failed_trials(newest) is not None:
-            self._apply_rates(engines)
+            self._apply_rates(engines, saved)
         needed: list[int] = []
         if own.comparisons is not None and self.run.comparisons.is_enabled:
             needed = own.comparisons.needed()
@@ -141,9 +141,9 @@ class Resumption:
                 copies[step] = weights
         return copies
 
-    def _apply_rates(self, engines: Engines) -> None:
+    def _apply_rates(self, engines: Engines, saved: SavedCheckpoint) -> None:
         """Computes the multipliers again, for the learning rates of the loaded checkpoint."""
-        rates, engine = self.run.driver.learning_rates(), self.run.policy.engine
+        rates, engine = self.run.driver.learning_rates(saved.engines), self.run.policy.engine
         none = HealthyValues()
         after = limit_rates(engine, engines, None, rates, healthy=False, learnt=none)
         self.run.driver.load(None, after.engines)

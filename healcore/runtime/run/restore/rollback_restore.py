@@ -108,7 +108,7 @@ class RollbackRestore:
             return restore_common(self.run, order, steps, mismatch, lr_scale)
 
         # Limit.
-        after = self._limit_rates(order, saved.step, engines)
+        after = self._limit_rates(order, saved, engines)
 
         # Rewind.
         self.run.record.trials = trials_with(self.run, order, live, saved)
@@ -208,15 +208,17 @@ class RollbackRestore:
         self.run.program_state.load(saved.state, engines, reset=reset)
         return engines
 
-    def _limit_rates(self, order: Order, step: int, engines: Engines) -> RatesAfterRollback:
+    def _limit_rates(
+        self, order: Order, saved: SavedCheckpoint, engines: Engines
+    ) -> RatesAfterRollback:
         """Loads the engine states with the limits of rates, norms and numbers after a rollback.
 
         Args:
             order: the order.
-            step: step of the restored checkpoint, to which the schedules have returned.
+            saved: the restored checkpoint, to whose step the schedules have returned.
             engines: result of `_load_target`.
         """
-        engine = self.run.policy.engine
+        engine, step = self.run.policy.engine, saved.step
         # No step has been trained at the rate of the very first state: it may be the start of a
         # warm-up, so it limits only the last rollback that the budget allows.
         trained = step > self.run.record.first_step or order.is_last
@@ -224,7 +226,7 @@ class RollbackRestore:
             engine,
             engines,
             order.changes.lr_at_fault,
-            self.run.driver.learning_rates(),
+            self.run.driver.learning_rates(saved.engines),
             healthy=trained,
             learnt=self.run.comparisons.state.ranges.values,
         )
