@@ -29,7 +29,6 @@ from healcore.runtime.run import run_settings, start_log
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.construction import construct
 from healcore.runtime.run.ending.exits import EndRequested
-from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.restore.trials import failed_trials
 from healcore.runtime.run.rollback.report import report_before_kill
 from healcore.runtime.run.run import Run
@@ -179,9 +178,6 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     if saves and options.resume is not True:
         newest_step = max((each.step for each in saves if not each.is_abandoned), default=0)
         _check_resume(run, options.resume, newest, newest_step, changes)
-        # A trainer decides itself when its run is complete.
-        if not run.loop.has_trainer:
-            run.loop.phase = LoopPhase.COMPLETED
     has_only_first = newest and {each.step for each in saves} == {newest.first_step}
     if newest and has_only_first and WEIGHTS in changes:
         # The program has loaded a checkpoint of its own since: the run begins from its weights.
@@ -207,11 +203,12 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     except BaseException as error:
         start_log.log_failed_start(run, error)
         raise
-    # A completed run stays COMPLETED only if its last checkpoint could be loaded.
-    if not run.progress.had_completed:
-        run.loop.phase = LoopPhase.BEFORE_STEP
-        if run.record.is_in_body and not run.loop.has_trainer:
-            run.loop.phase = LoopPhase.AFTER_STEP  # the loop begins with the work between two steps
+    # A trainer decides itself when its run is complete.
+    if not run.loop.has_trainer:
+        if run.progress.had_completed and options.resume is not True:
+            run.loop.state.find_completed()
+        elif run.record.is_in_body and not run.progress.had_completed:
+            run.loop.state.resume_in_body()
     start_log.log_first_lines(run, settings, changes, resumed=bool(saves))
     if saves and not run.loop.has_trainer:
         start_log.warn_of_snapshot(run, settings, saved_settings)

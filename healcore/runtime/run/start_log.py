@@ -49,12 +49,13 @@ def log_failed_start(run: Run, error: BaseException) -> None:
 def warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
     if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
-        run.loop.use.own_count_obstacle = (
+        obstacle = (
             "the optimizer that the program has passed was trained already, and checkpoint "
             f"{run.progress.step} replaces its state and the weights. A loop that counts its own "
             "steps would lose or repeat steps: write healer.steps or healer.epochs"
         )
-        run.loop.warn(run.loop.use.own_count_obstacle)
+        run.loop.state.reject_own_count(obstacle)
+        run.loop.warn(obstacle)
 
 
 def log_first_lines(
@@ -69,7 +70,7 @@ def log_first_lines(
     else:
         where = "in host memory only"
     need = _storage_text(run)
-    if run.loop.is_complete:
+    if run.loop.state.is_complete:
         run.log.info(
             f"this run has completed at step {step}: its final state is loaded, the loop trains "
             f"nothing, and the program goes on after it; checkpoints {where}. To train further, "
