@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.errors import error_text
+from healcore.history import RunHistory, RunState
 from healcore.runtime.driver import STEPPED, WEIGHTS
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run import run_settings
 from healcore.runtime.store.checkpoints import StoreError
 
@@ -33,6 +35,31 @@ def log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
         settings=run_settings.settings_for_events(settings, rate),
         resumes=resumes,
     )
+
+
+def log_previous_end(log: RunLog, history: RunHistory | None, *, was_killed: bool) -> None:
+    """Says how the previous start has ended, if it was killed or has raised.
+
+    Args:
+        log: the log.
+        history: the history of the run that is resumed, or None if a new run begins.
+        was_killed: whether the postmortem of the previous process was written now.
+    """
+    if was_killed:
+        log.warning("the previous run was killed; its postmortem was written")
+    elif history is not None and history.state is RunState.EXCEPTION:
+        faults = history.newest["fault"]
+        if faults and faults[-1].problem:
+            problem = faults[-1].problem.partition("\n")[0]
+            log.warning(f"the previous start ended at step {faults[-1].step}: {problem:.200}")
+
+
+def warn_of_unused_loss_fn(run: Run) -> None:
+    """Warns a program with a `loss_fn` whose policy compares no weights."""
+    policy = run.policy
+    if not (policy.rolls_back or policy.observes):
+        how = 'compares no weights with loss_fn; "default" does, with any clip={...}'
+        run.log.warning(f"policy {policy.name} never rolls back, so it {how}")
 
 
 def log_failed_start(run: Run, error: BaseException) -> None:
