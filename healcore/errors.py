@@ -31,7 +31,7 @@ from healcore.runtime.run.ending.exits import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.run.start import StoreNotEmpty
+from healcore.runtime.run.start_plan import StoreNotEmpty
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,

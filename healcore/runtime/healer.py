@@ -258,7 +258,7 @@ class Healer(Generic[State]):
         Raises:
             HealerError: the Healer was not opened.
         """
-        return self._run.loop.use.left_early
+        return self._run.loop.state.left_early
 
     @property
     def store(self) -> Places:

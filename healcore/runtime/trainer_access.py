@@ -155,11 +155,12 @@ class TrainerAccess:
             True during a try. Always False in a resumed run, whose steps must not be lost: there,
             setting True has no effect.
         """
-        return self._run.loop.use.is_trial
+        return self._run.loop.state.is_trial
 
     @is_trial.setter
     def is_trial(self, is_trial: bool) -> None:
-        self._run.loop.use.is_trial = is_trial and not self._run.progress.resumed_here
+        is_new = not self._run.progress.resumed_here
+        self._run.loop.state.set_trial(is_trial=is_trial and is_new)
 
     # -- batches and steps ----------------------------------------------------------------------
 
@@ -237,7 +238,7 @@ class TrainerAccess:
         raises, the work of the step is incomplete, and the Healer saves no checkpoint of it: a
         restart repeats the step and the code after it. The next step ends the mark.
         """
-        self._run.loop.mark_step_unfinished()
+        self._run.loop.state.mark_step_unfinished()
 
     # -- the end --------------------------------------------------------------------------------
 

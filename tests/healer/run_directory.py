@@ -5,13 +5,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.run import start
+from healcore.runtime.run.process_runs import forget_runs
 from healcore.runtime.store import single_file
 
 
 def new_process() -> None:
     """Forgets which runs this process has completed, as a new process does."""
-    start._records.clear()
+    forget_runs()
 
 
 def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:

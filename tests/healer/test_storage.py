@@ -19,7 +19,7 @@ from healcore.errors import StateMismatch
 from healcore.jax import protect
 from healcore.runtime.run.checkpoints import schedule
 from healcore.runtime.run.ending.exits import LastStateNotSaved
-from healcore.runtime.run.start import StoreNotEmpty
+from healcore.runtime.run.start_plan import StoreNotEmpty
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from healcore.runtime.store.manifest import step_of
 from healcore.torch.store import DCPStore

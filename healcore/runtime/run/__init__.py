@@ -13,10 +13,11 @@ Besides:
 
     batch_loop       a loop over the batches of a loader, from its begin to its end
     number_loops     loops over the numbers of epochs and of steps
+    start_plan       may a start resume?
     start_log        the events and lines of the start
+    process_runs     the runs of this process, so that none is begun twice
     memory_profile   what holds the memory after an out-of-memory error
-    loop_phase       what the loop waits for
-    loop_use         how the program uses its loop: for the end of the run
+    loop_state       where the program is in its loop: for the end of the run
     batch_reader     reads a batch, or skips it if it cannot be read: for `batches`
     call_retries     repeats a call after a failure in the network
     pass_states      random states, so that a repeated pass over the data has the same order

@@ -49,6 +49,7 @@ class BatchLoop:
     ) -> None:
         self._run = run
         self._loop = run.loop
+        self._state = run.loop.state
         self._given = given
         self._epochs = epochs
         self._epoch = epoch
@@ -80,7 +81,7 @@ class BatchLoop:
             self._enter_body()
             try:
                 yield self._batch
-                self._loop.use.in_body = self._in_outer_body
+                self._state.leave_body(in_outer_body=self._in_outer_body)
             except GeneratorExit:  # the program has left its loop by `break`
                 self._leave_body()
                 raise
@@ -102,13 +103,13 @@ class BatchLoop:
         known = loaders.find(self._given)
         if loop.returns_to_epoch and (known is None or known.trains):
             return False
-        if loop.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
+        if self._state.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
             return False
         is_evaluation = loop.is_evaluation(known)
         if is_evaluation:
-            loop.begin_evaluation()
+            self._state.begin_evaluation()
         self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)
-        loop.has_random_states = True
+        self._state.mark_random_states_restored()
         if known is not None and known.trains:  # what the code before this pass has changed
             self._run.saver.keep_weight_sample()
         if not is_evaluation:  # after a `break` the loop continues from `self._loader`
@@ -130,7 +131,7 @@ class BatchLoop:
                 self._batch = batches.next(
                     loader,
                     directly_after_step=self._has_stepped,
-                    in_evaluation=loop.in_evaluation,
+                    in_evaluation=self._state.in_evaluation,
                 )
                 return True
             except StopIteration:
@@ -148,18 +149,17 @@ class BatchLoop:
     def _enter_body(self) -> None:
         """Notes that the body of the program's loop runs, whose time counts as a step."""
         self._run.hang_guard.watch()
-        self._in_outer_body = self._loop.use.in_body
-        self._loop.use.in_body = True
+        self._in_outer_body = self._state.enter_body()
 
     def _leave_body(self) -> None:
         """Notes that a `break` has left the body, so that the run may not be complete."""
-        loop, loader = self._loop, self._loader
+        loader, state = self._loader, self._state
         self._run.hang_guard.pause()
         loader.leave_by_break()
-        if loop.has_taken_yielded_step and not loader.trains:
+        if state.has_taken_yielded_step and not loader.trains:
             loader.pending_ids = []  # an evaluation: no step uses its batches
-        if loop.use.reached_end and not loader.trains:  # an evaluation after the training
-            loop.use.in_body = self._in_outer_body
+        if state.reached_end and not loader.trains:  # an evaluation after the training
+            state.leave_body(in_outer_body=self._in_outer_body)
 
     def _end_body(self) -> None:
         """Counts the step of the body, and does the work between two steps."""
@@ -173,7 +173,7 @@ class BatchLoop:
     def _end(self) -> None:
         """Ends the loop after the last batch, and judges the run if no other loop may follow."""
         loop, loader = self._loop, self._loader
-        loop.in_evaluation = False
+        self._state.end_evaluation()
         evaluates = loop.is_evaluation(loader)
         self._run.batches.end(loader, evaluates=evaluates)
         if evaluates or not loader.trains:
@@ -205,4 +205,4 @@ def loop_over_blocks(
         epoch = run.loaders.epoch_loop.next_epoch
     for _ in BatchLoop(run, blocks, 1, epoch).batches():
         dispatch(blocks.first, blocks.count, blocks.next_count)
-    run.loop.use.reached_end = True
+    run.loop.state.reach_end()

@@ -125,7 +125,7 @@ class RunBatches:
             directly_after_step: whether nothing of the program has run since the last step was
                 counted. Then the random states are the states that `DataState` may have kept after
                 the step.
-            in_evaluation: see `Loop.in_evaluation`.
+            in_evaluation: see `LoopState.in_evaluation`.
 
         Returns:
             The batch, as the loader has yielded it.

@@ -35,8 +35,7 @@ from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
 from healcore.runtime.run.ending.judgement import stop_if_not_trained
-from healcore.runtime.run.loop_phase import LoopPhase
-from healcore.runtime.run.loop_use import LoopUse
+from healcore.runtime.run.loop_state import LoopPhase, LoopState
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.program_watch import (
     MAX_ITERATIONS,
@@ -54,31 +53,19 @@ class Loop:
     """The work between two steps, for every kind of loop. It is not thread-safe.
 
     Attributes:
-        phase: what the loop waits for, see `LoopPhase`.
         has_trainer: whether a trainer (Lightning, Hugging Face) owns the loop, so that an early end
             is not a `break`.
-        use: how the program uses the loop, for the end of the run.
-        reading_error: error of the program that the reading of a step has shown, such as a step
-            from an older state in JAX, or None. Nothing is saved after it.
-        has_random_states: whether the random states of the checkpoint were restored for the loop
-            that runs.
-        in_evaluation: whether an evaluation in the body of the training loop has begun, and has not
-            read its last batch. A restart would not repeat the rest of it.
+        state: where the program is in its loop. All that is read of the loop at the end of the run
+            is there.
     """
 
     def __init__(self, run: Run, structure: StructureChanges, *, has_trainer: bool) -> None:
         self.run = run
-        self.phase = LoopPhase.BEFORE_STEP
         self.has_trainer = has_trainer
-        self.use = LoopUse(run.loaders, has_trainer=has_trainer)
-        self.reading_error: HealcoreError | None = None
-        self.has_random_states = False
-        self.in_evaluation = False
+        self.state = LoopState(run.loaders, run.progress, has_trainer=has_trainer)
         self._rolled_back_by_update: RollbackRecord | None = None
         """The newest rollback by an `update` since the last `after_step`, or None without one."""
         self._structure = structure
-        self._counted_in_body = False
-        """Whether the body has continued after its step was counted, see `count_in_body`."""
 
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
@@ -96,7 +83,7 @@ class Loop:
         - The loop does not count its steps itself, so it has not lost count where a checkpoint has
           replaced its snapshot. `own_count_obstacle` would end such a loop, and is dropped.
         """
-        self.use.own_count_obstacle = ""
+        self.state.follow_given_numbers()
         self._restore_random_states()
 
     def _restore_random_states(self) -> None:
@@ -108,8 +95,8 @@ class Loop:
         draw from them. If they were restored at the first step, the first batch would be another
         one. After the first step, `PassStates.restore` changes nothing.
         """
-        if not self.has_random_states:
-            self.has_random_states = True
+        if not self.state.has_random_states:
+            self.state.mark_random_states_restored()
             self.run.pass_states.restore()
 
     def check_own_count(self) -> None:
@@ -118,8 +105,8 @@ class Loop:
         Raises:
             IncompleteRun: the loop counts steps itself, and a checkpoint has replaced its snapshot.
         """
-        if self.use.own_count_obstacle:
-            raise IncompleteRun(f"healcore: {self.use.own_count_obstacle}")
+        if self.state.own_count_obstacle:
+            raise IncompleteRun(f"healcore: {self.state.own_count_obstacle}")
 
     @property
     def returns_to_epoch(self) -> bool:
@@ -136,40 +123,7 @@ class Loop:
         for each in self.run.loaders:
             if each.in_use and each.trains:
                 return True
-        return self.has_taken_yielded_step
-
-    def begin_evaluation(self) -> None:
-        """Notes that the body of the training loop begins an evaluation over a loader."""
-        self.in_evaluation = True
-        self._counted_in_body = True
-
-    @property
-    def has_taken_yielded_step(self) -> bool:
-        """Whether the body of a loop over `steps` has taken its step. What follows evaluates."""
-        yielded = self.use.yielded_step
-        return yielded is not None and self.run.progress.step > yielded
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether an earlier process has completed the run, so that this one trains nothing."""
-        return self.phase is LoopPhase.COMPLETED
-
-    def mark_step_unfinished(self) -> None:
-        """Says that a trainer has ended an epoch, and still has to evaluate, log or save."""
-        if self.phase is LoopPhase.BEFORE_STEP:
-            self.phase = LoopPhase.EPOCH_END
-
-    @property
-    def has_unfinished_work(self) -> bool:
-        """Whether an evaluation in the body of the loop, or the work of a trainer, is incomplete.
-
-        An exception then leaves the work of the step incomplete, so nothing is saved. A trainer has
-        stepped, and still has to evaluate, log or save after the step. In a loop of the program
-        that does not evaluate, the state after a step is saved.
-        """
-        if self.phase is LoopPhase.AFTER_STEP:
-            return self.has_trainer or self.in_evaluation
-        return self.phase is LoopPhase.EPOCH_END
+        return self.state.has_taken_yielded_step
 
     # -- the work between two steps -------------------------------------------------------------
 
@@ -220,21 +174,21 @@ class Loop:
             The rollback, or None without one. After a rollback the rest of the work waits for the
             next step.
         """
-        run, step_batches = self.run, self.run.step_batches
+        run, step_batches, state = self.run, self.run.step_batches, self.state
         run.hang_guard.pause()
-        self.use.was_used = True
-        self.in_evaluation = False
+        if not state.was_used:
+            state.note_use()
+        if state.in_evaluation:
+            state.end_evaluation()
         self.queue_dispatch()
-        if self.use.own_count_obstacle or not self.has_random_states:  # a loop begins
+        if state.own_count_obstacle or not state.has_random_states:  # a loop begins
             self.continue_by_step_number()
-        has_stepped = self.phase is LoopPhase.AFTER_STEP
+        has_stepped = state.phase is LoopPhase.AFTER_STEP
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()
-            if self._counted_in_body:
+            if state.body_continues:
                 run.saver.keep_random_states()
-                self._counted_in_body = False
-        if self.phase is not LoopPhase.COMPLETED:
-            self.phase = LoopPhase.BEFORE_STEP
+        state.end_step()
         rollback: RollbackRecord | None = None
         if last:
             if has_stepped:
@@ -257,7 +211,8 @@ class Loop:
         if waiting in (MAX_WITHOUT_STEP, MAX_ITERATIONS):
             warn_of_unseen_steps(run, waiting)
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        may_end = step_batches.between_steps or waiting >= MAX_WITHOUT_STEP
+        within_step = waiting > 0 or step_batches.within_batch
+        may_end = not within_step or waiting >= MAX_WITHOUT_STEP
         run.end_requests.raise_or_propose(may_end=may_end)
         return None
 
@@ -273,18 +228,17 @@ class Loop:
         pending = run.driver.take_dispatch()
         if pending is None:
             return
-        if self.phase is LoopPhase.COMPLETED:
+        if self.state.phase is LoopPhase.COMPLETED:
             raise AlreadyCompleted(
                 f"this run has completed at step {run.progress.step}, and the loop trains on: a "
                 "loop over healer.batches, healer.epochs or healer.steps ends at once. To train "
                 "further, pass resume=True; for a new run, pass an empty directory"
             )
-        self.phase = LoopPhase.AFTER_STEP
-        self.in_evaluation = False
+        self.state.count_step()
         loaders = run.loaders
         loader = loaders.last_trained
         first = run.step_batches.count_dispatch(pending)
-        if self.use.step_is_epoch:
+        if self.state.step_is_epoch:
             loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
             run.monitor.state.loader_start = first.index
@@ -299,7 +253,7 @@ class Loop:
         it, for a save at a later end of the run.
         """
         self.queue_dispatch()
-        self._counted_in_body = True
+        self.state.continue_body()
 
     def _skip_if_nonfinite(self) -> RollbackRecord | None:
         """Skips the batch that brings back NaN or Inf, by a rollback to before its step.
@@ -405,8 +359,8 @@ class Loop:
         Raises:
             RunStopped: the run has not trained.
         """
-        in_outer_loop = self.use.yielded_step is not None
-        if self.is_complete or self.has_trainer or in_outer_loop or self.run.ranks.world > 1:
+        in_outer_loop = self.state.yielded_step is not None
+        if self.state.is_complete or self.has_trainer or in_outer_loop or self.run.ranks.world > 1:
             return
         if self.run.progress.steps_taken:
             stop_if_not_trained(self.run)
@@ -441,7 +395,7 @@ class Loop:
             try:
                 result = run.step_reader.read_next()
             except HealcoreError as error:
-                self.reading_error = error
+                self.state.fail_reading(error)
                 raise
             run.hang_guard.pause()
             order = run.recovery.process(result)
@@ -489,7 +443,7 @@ class Loop:
         try:
             unread = self.run.step_reader.read_ahead()
         except HealcoreError as error:
-            self.reading_error = error
+            self.state.fail_reading(error)
             raise
         finally:
             self.run.hang_guard.pause()

@@ -30,27 +30,27 @@ def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
     Raises:
         RunStopped, Terminated, EndRequested: as in `Healer.batches`, if epochs are steps.
     """
-    loaders, use = run.loaders, run.loop.use
+    loaders, state = run.loaders, run.loop.state
     loaders.epoch_loop.total_epochs = total
-    use.own_count_obstacle = ""
-    if run.loop.is_complete:
+    state.follow_given_numbers()
+    if state.is_complete:
         loaders.pass_over_completed()
-        use.reached_end = True
+        state.reach_end()
         return
     epoch = loaders.epoch_loop.next_epoch
     try:
         while epoch < total:
             run.pass_states.begin_pass()
             if _steps_are_epochs(run, epoch):
-                use.step_is_epoch = True
+                state.count_steps_as_epochs()
                 for number in loop_over_steps(run, total):
                     loaders.epoch_loop.next_epoch = number
                     yield number
                 return
             loaders.begin_epoch(epoch)
-            use.in_body = True
+            state.enter_body()
             yield epoch
-            use.in_body = False
+            state.leave_body()
             if run.loop.returns_to_epoch:
                 epoch = _return_to_epoch(run)
             else:
@@ -59,7 +59,7 @@ def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
                 run.saver.keep_random_states()
                 run.saver.keep_weight_sample()
         run.loop.judge_at_end()
-        use.reached_end = True
+        state.reach_end()
     finally:
         loaders.epoch_loop.can_return = False
 
@@ -102,24 +102,22 @@ def loop_over_steps(run: Run, total: int, warmup: int | None = None) -> Iterator
         IncompleteRun: too many iterations took no step.
         RunStopped, Terminated, EndRequested: as in `Healer.batches`.
     """
-    loop, progress, use = run.loop, run.progress, run.loop.use
+    loop, progress, state = run.loop, run.progress, run.loop.state
     warm_up = WarmUp(total, warmup, progress=run.progress, driver=run.driver, log=run.log)
-    loop.has_random_states = False
+    state.await_random_states()
     run.recovery.begin_counted_steps()
-    if loop.is_complete:
+    if state.is_complete:
         run.loaders.pass_over_completed()
-        use.reached_end = True
+        state.reach_end()
         return
     while True:
         rollback = loop.after_step()
         warm_up.count(rolled_back=rollback is not None)
         if progress.step < total:
-            use.yielded_step = progress.step
-            use.in_body = True
+            state.yield_step(progress.step)
             yield progress.step
-            use.in_body = False
-            use.yielded_step = None
+            state.end_yielded_step()
         elif loop.after_step(last=True) is None:
-            use.reached_end = True
+            state.reach_end()
             return
         # Otherwise the last steps were rolled back, and the loop repeats them.

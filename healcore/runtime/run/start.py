@@ -4,8 +4,10 @@
         driver, ranks          attach to the optimizers; the ranks compare their arguments
         claims                 lock the directories, remove files of killed processes
         construct              the parts, in the order of the fields of `Run`
-        _start                 may this start resume? the first lines of the log
-            _begin             resume, or the first snapshot
+        _start                 what is in the store
+            decide_start       may this start resume?
+            _carry_out         the first lines of the log
+                _begin         resume, or the first snapshot
 
 What fails before `_begin` leaves nothing behind: the claims are released and the driver is closed.
 """
@@ -14,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from healcore.console import counted, first_of
-from healcore.history import RunHistory, RunState
+from healcore.history import RunHistory
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
-from healcore.runtime.driver import WEIGHTS, Driver
+from healcore.runtime.driver import Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting import postmortem
@@ -29,30 +31,20 @@ from healcore.runtime.run import run_settings, start_log
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.construction import construct
 from healcore.runtime.run.ending.exits import EndRequested
-from healcore.runtime.run.loop_phase import LoopPhase
+from healcore.runtime.run.process_runs import has_completed_run, remember_run
 from healcore.runtime.run.restore.trials import failed_trials
 from healcore.runtime.run.rollback.report import report_before_kill
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.start_plan import StartPlan, decide_start
 from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
+from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.files import make_directory
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
 from healcore.runtime.store.several import StorePlace
 from healcore.runtime.store.store import CheckpointStore
-
-_records: dict[Path, RunRecord] = {}
-"""The record of the last run of this process in each directory."""
-
-
-class StoreNotEmpty(StoreError):
-    """The store holds a run that this start must not continue or overwrite.
-
-    Either `resume` is False, or the run has completed and is another run than this program's.
-    Nothing was trained. The message says which of the two it is, and what to pass instead.
-    """
 
 
 def open_run(options: Options) -> Run:
@@ -151,8 +143,30 @@ def _claim(given: StorePlace | None, ranks: Ranks, claims: list[Claim]) -> str |
         return None  # the store raises a better message
 
 
+class _PreviousProcess(NamedTuple):
+    """What the log tells of the previous process."""
+
+    history: RunHistory | None
+    """The history of the run until then, or None without events."""
+    was_killed: bool
+    """Whether the previous process was killed, so that its postmortem was written now."""
+
+
+class _StoredRun(NamedTuple):
+    """The run in the store, and how the settings of the program differ from its settings."""
+
+    saves: Sequence[CheckpointInfo]
+    newest: RunRecord | None
+    """The newest record in the store, or None if no record can be read."""
+    settings: dict[str, Any]
+    """The settings of the program."""
+    saved_settings: Mapping[str, Any]
+    changes: Mapping[str, str]
+    """The settings that differ: name -> saved and given value."""
+
+
 def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
-    """Checks `resume`, logs the start, and resumes or takes the first snapshot.
+    """Finds the run in the store, decides what to do with it, and does so.
 
     Args:
         run: the parts of the run.
@@ -164,116 +178,116 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         StoreNotEmpty: the store holds a run that this start must not continue.
         NoGoodCheckpoint: the store holds a run, and none of its checkpoints can be used.
     """
-    log, policy, ranks, store = run.log, run.policy, run.ranks, run.store
-    history, after_kill = _read_previous_process(log)
-    stop_file = run.end_requests.stop_file
-    if any(ranks.gather(stop_file.found)):
-        log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
-        raise EndRequested(stop_file.why)
-    saves, newest = run.stored_checkpoints.listed(), run.stored_checkpoints.newest_record()
-    settings = run_settings.settings_of(run.driver, policy, options.state, ranks.world)
-    saved_settings: Mapping[str, Any] = {}
-    if newest is not None:
-        saved_settings = newest.settings
-    changes = broadcast(ranks, run_settings.changes_since(saved_settings, settings))
-    if saves and options.resume is not True:
-        newest_step = max((each.step for each in saves if not each.is_abandoned), default=0)
-        _check_resume(run, options.resume, newest, newest_step, changes)
-        # A trainer decides itself when its run is complete.
-        if not run.loop.has_trainer:
-            run.loop.phase = LoopPhase.COMPLETED
-    has_only_first = newest and {each.step for each in saves} == {newest.first_step}
-    if newest and has_only_first and WEIGHTS in changes:
-        # The program has loaded a checkpoint of its own since: the run begins from its weights.
-        store.delete(newest.first_step)
-        saves, newest = [], None
-    if saves and history is not None:
-        log.history = history
-    start_log.log_start(run, settings, resumes=bool(saves))
+    previous = _read_previous_process(run.log)
+    _check_stop_file(run)
+    found = _read_stored_run(run, options)
+    root = run.store.root
+    plan = decide_start(
+        options.resume,
+        place=run.store.place or "the store",
+        saves=found.saves,
+        newest=found.newest,
+        changes=found.changes,
+        has_trainer=run.loop.has_trainer,
+        completed_here=root is not None and has_completed_run(root),
+    )
+    _carry_out(plan, run, found, previous, warnings, has_loss_fn=bool(options.loss_fn))
+
+
+def _carry_out(
+    plan: StartPlan,
+    run: Run,
+    found: _StoredRun,
+    previous: _PreviousProcess,
+    warnings: Sequence[str],
+    *,
+    has_loss_fn: bool,
+) -> None:
+    """Carries out the plan of a start: logs the start, resumes or takes the first snapshot.
+
+    Args:
+        plan: the plan.
+        run: the parts of the run.
+        found: the run in the store.
+        previous: the previous process.
+        warnings: problems of the claims of directories, for the log.
+        has_loss_fn: whether the program has passed a `loss_fn`.
+    """
+    newest = found.newest
+    if plan is StartPlan.NEW_FROM_LOADED_WEIGHTS:
+        run.store.delete(found.saves[0].step)  # the only checkpoint
+        newest = None
+    history = None
+    if plan.resumes:
+        history = previous.history
+    if history is not None:
+        run.log.history = history
+    start_log.log_start(run, found.settings, resumes=plan.resumes)
     for warning in warnings:
-        log.problem(None, warning)
-    if after_kill:
-        log.warning("the previous run was killed; its postmortem was written")
-    elif saves and history is not None and history.state is RunState.EXCEPTION:
-        faults = history.newest["fault"]
-        if faults and faults[-1].problem:
-            problem = faults[-1].problem.partition("\n")[0]
-            log.warning(f"the previous start ended at step {faults[-1].step}: {problem:.200}")
-    if options.loss_fn and not (policy.rolls_back or policy.observes):
-        how = 'compares no weights with loss_fn; "default" does, with any clip={...}'
-        log.warning(f"policy {policy.name} never rolls back, so it {how}")
+        run.log.problem(None, warning)
+    start_log.log_previous_end(run.log, history, was_killed=previous.was_killed)
+    if has_loss_fn:
+        start_log.warn_of_unused_loss_fn(run)
     try:
-        _begin(run, newest, settings, bool(saves))
+        _begin(run, newest, found.settings, plan.resumes)
     except BaseException as error:
         start_log.log_failed_start(run, error)
         raise
-    # A completed run stays COMPLETED only if its last checkpoint could be loaded.
-    if not run.progress.had_completed:
-        run.loop.phase = LoopPhase.BEFORE_STEP
-        if run.record.is_in_body and not run.loop.has_trainer:
-            run.loop.phase = LoopPhase.AFTER_STEP  # the loop begins with the work between two steps
-    start_log.log_first_lines(run, settings, changes, resumed=bool(saves))
-    if saves and not run.loop.has_trainer:
-        start_log.warn_of_snapshot(run, settings, saved_settings)
-    log.trackers.start(run.record.run or log.events.process_id)
+    _set_loop_state(run, plan)
+    start_log.log_first_lines(run, found.settings, found.changes, resumed=plan.resumes)
+    if plan.resumes and not run.loop.has_trainer:
+        start_log.warn_of_snapshot(run, found.settings, found.saved_settings)
+    run.log.trackers.start(run.record.run or run.log.events.process_id)
     run.hang_guard.start()
     run.driver.on_step = run.loop.on_step
-    if store.root is not None:
-        _records[store.root.resolve()] = run.record
+    if run.store.root is not None:
+        remember_run(run.store.root, run.record)
 
 
-def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, bool]:
-    """Reads what the previous process has logged, and writes its postmortem if it was killed.
-
-    Returns the history of the run until then, or None without one, and whether a postmortem was
-    written.
-    """
-    events = log.events.path
-    if events is None:
-        return None, False
-    history = postmortem.read_last_run(events)
-    if not history:
-        return history, False
-    return history, postmortem.write_for_killed(events, history, log.metrics.path)
-
-
-def _check_resume(
-    run: Run,
-    resume: bool | Literal["auto"],
-    newest: RunRecord | None,
-    newest_step: int,
-    changes: Mapping[str, str],
-) -> None:
-    """Raises StoreNotEmpty if the run in the store must not be resumed.
+def _set_loop_state(run: Run, plan: StartPlan) -> None:
+    """Tells the loop that nothing is trained, or that it begins with the work after a step.
 
     Args:
-        run: the parts of the run.
-        resume: the argument of `Healer`, here "auto" or False.
-        newest: the newest record in the store, or None if the store has none.
-        newest_step: step of the newest checkpoint, for the message.
-        changes: settings of the program that differ from the saved settings.
+        run: the parts of the run, which has resumed or taken its first snapshot.
+        plan: the plan of the start.
     """
-    root = run.store.root
-    where = run.store.place or "the store"
-    if resume is False:
-        raise StoreNotEmpty(
-            f"{where} holds checkpoints of an earlier run, up to step {newest_step}: pass an empty "
-            'directory, or resume="auto" to resume from them'
-        )
-    if newest is None or not newest.completed:
-        return
-    which = run_settings.why_other_run(changes)
-    if root is not None:
-        own = _records.get(root.resolve())
-        if own is not None and own.completed:
-            which = "that this process has completed"
-    if which:
-        raise StoreNotEmpty(
-            f"{where} holds a run {which}. Its last step is {newest_step}. Nothing was trained. "
-            'Pass an empty directory for each run, as in store=f"runs/{fold}", and set the seed '
-            "before the model is made; resume=True resumes the saved run, with its weights and "
-            "settings"
-        )
+    if run.progress.had_completed:
+        if plan is StartPlan.COMPLETED:
+            run.loop.state.find_completed()
+    elif run.record.is_in_body and not run.loop.has_trainer:
+        run.loop.state.resume_in_body()
+
+
+def _read_previous_process(log: RunLog) -> _PreviousProcess:
+    """Reads what the previous process has logged, and writes its postmortem if it was killed."""
+    events = log.events.path
+    if events is None:
+        return _PreviousProcess(None, was_killed=False)
+    history = postmortem.read_last_run(events)
+    if not history:
+        return _PreviousProcess(history, was_killed=False)
+    was_killed = postmortem.write_for_killed(events, history, log.metrics.path)
+    return _PreviousProcess(history, was_killed=was_killed)
+
+
+def _check_stop_file(run: Run) -> None:
+    """Raises EndRequested if any rank finds the stop file. Collective."""
+    stop_file = run.end_requests.stop_file
+    if any(run.ranks.gather(stop_file.found)):
+        run.log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
+        raise EndRequested(stop_file.why)
+
+
+def _read_stored_run(run: Run, options: Options) -> _StoredRun:
+    """Reads the list and the newest record of the store, and compares the settings. Collective."""
+    saves = run.stored_checkpoints.listed()
+    newest = run.stored_checkpoints.newest_record()
+    settings = run_settings.settings_of(run.driver, run.policy, options.state, run.ranks.world)
+    saved_settings: Mapping[str, Any] = {}
+    if newest is not None:
+        saved_settings = newest.settings
+    changes = broadcast(run.ranks, run_settings.changes_since(saved_settings, settings))
+    return _StoredRun(saves, newest, settings, saved_settings, changes)
 
 
 def _spent_before(run: Run) -> int:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.errors import error_text
+from healcore.history import RunHistory, RunState
 from healcore.runtime.driver import STEPPED, WEIGHTS
+from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run import run_settings
 from healcore.runtime.store.checkpoints import StoreError
 
@@ -35,6 +37,31 @@ def log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
     )
 
 
+def log_previous_end(log: RunLog, history: RunHistory | None, *, was_killed: bool) -> None:
+    """Says how the previous start has ended, if it was killed or has raised.
+
+    Args:
+        log: the log.
+        history: the history of the run that is resumed, or None if a new run begins.
+        was_killed: whether the postmortem of the previous process was written now.
+    """
+    if was_killed:
+        log.warning("the previous run was killed; its postmortem was written")
+    elif history is not None and history.state is RunState.EXCEPTION:
+        faults = history.newest["fault"]
+        if faults and faults[-1].problem:
+            problem = faults[-1].problem.partition("\n")[0]
+            log.warning(f"the previous start ended at step {faults[-1].step}: {problem:.200}")
+
+
+def warn_of_unused_loss_fn(run: Run) -> None:
+    """Warns a program with a `loss_fn` whose policy compares no weights."""
+    policy = run.policy
+    if not (policy.rolls_back or policy.observes):
+        how = 'compares no weights with loss_fn; "default" does, with any clip={...}'
+        run.log.warning(f"policy {policy.name} never rolls back, so it {how}")
+
+
 def log_failed_start(run: Run, error: BaseException) -> None:
     """Logs that the run did not start, and stops watching signals.
 
@@ -49,12 +76,13 @@ def log_failed_start(run: Run, error: BaseException) -> None:
 def warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
     if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
-        run.loop.use.own_count_obstacle = (
+        obstacle = (
             "the optimizer that the program has passed was trained already, and checkpoint "
             f"{run.progress.step} replaces its state and the weights. A loop that counts its own "
             "steps would lose or repeat steps: write healer.steps or healer.epochs"
         )
-        run.loop.warn(run.loop.use.own_count_obstacle)
+        run.loop.state.reject_own_count(obstacle)
+        run.loop.warn(obstacle)
 
 
 def log_first_lines(
@@ -69,7 +97,7 @@ def log_first_lines(
     else:
         where = "in host memory only"
     need = _storage_text(run)
-    if run.loop.is_complete:
+    if run.loop.state.is_complete:
         run.log.info(
             f"this run has completed at step {step}: its final state is loaded, the loop trains "
             f"nothing, and the program goes on after it; checkpoints {where}. To train further, "

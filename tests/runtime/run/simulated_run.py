@@ -19,7 +19,7 @@ from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, DataState
 from healcore.runtime.run.healthy_ranges import Held
-from healcore.runtime.run.loop_phase import LoopPhase
+from healcore.runtime.run.loop_state import LoopState
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restore.program_state import ProgramState
 from healcore.runtime.run.restore.resumption import Resumption
@@ -154,7 +154,8 @@ class Process:
         self.run.data_state = DataState(self.loaders.position)
         self.run.schedule = schedule_of(self.run, EVERY)
         self.run.step_reader = DelayedReader()
-        self.run.loop = SimpleNamespace(phase=LoopPhase.BEFORE_STEP)  # type: ignore[assignment]
+        loop_state = LoopState(self.loaders, self.run.progress, has_trainer=False)
+        self.run.loop = SimpleNamespace(state=loop_state)  # type: ignore[assignment]
         self.run.known_checkpoints = KnownCheckpoints(
             policy=POLICY,
             store=store,

@@ -19,12 +19,13 @@ ERRORS = {
 
 def run_at(place: str, *, resumes_exactly: bool) -> Any:
     """A run that ends at a place of its loop."""
+    state = SimpleNamespace(has_unfinished_work=place == "trainer work")
     is_within_step = place == "within step"
     driver = SimpleNamespace(pending_steps=lambda: 0, is_interrupted=lambda: is_within_step)
     return SimpleNamespace(
         driver=driver,
         end_requests=SimpleNamespace(stop_signals=SimpleNamespace(signal_number=None)),
-        loop=SimpleNamespace(has_unfinished_work=place == "trainer work"),
+        loop=SimpleNamespace(state=state),
         saver=SimpleNamespace(resumes_exactly=resumes_exactly),
         step_batches=SimpleNamespace(between_steps=place == "between steps"),
     )

@@ -26,7 +26,6 @@ from healcore.runtime.run.checkpoints.storage_need import (
 from healcore.runtime.run.checkpoints.unread_steps import unread_to_text
 from healcore.runtime.run.compare.saved_form import MAX_BATCH_BYTES
 from healcore.runtime.run.data_state import DATA_STATE_ITEM
-from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     Keep,
@@ -143,7 +142,7 @@ class Saver:
             forward=self.run.loaders.forward_positions(),
             comparisons=comparisons.to_save() if comparisons.is_enabled else None,
             unread=self._unread_text(),
-            is_in_body=self.run.loop.phase is LoopPhase.AFTER_STEP,
+            is_in_body=self.run.loop.state.is_after_step,
             last_regular=self.run.schedule.last_regular,
         ).to_dict()
 

@@ -305,7 +305,7 @@ class Comparisons:
             self.loss_function.learn_first_step(trained, single, first and first.weights)
         except SignalError as error:
             # Nothing is saved: the mended program trains the first step again.
-            self.run.loop.reading_error = error
+            self.run.loop.state.fail_reading(error)
             raise
         if not self.is_enabled:
             self.anchors.clear()

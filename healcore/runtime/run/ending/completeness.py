@@ -35,11 +35,11 @@ def incomplete_run_error(run: Run) -> BaseException | None:
             the weights are NaN or Inf, or most of the data was skipped     RunStopped
             a resumed run has ended without a step, and not at its end      IncompleteRun
     """
-    if run.loop.is_complete:
+    if run.loop.state.is_complete:
         return None
-    progress, use = run.progress, run.loop.use
+    progress, state = run.progress, run.loop.state
     loop_text = _RECOMMENDED_LOOPS[run.driver.framework]
-    if progress.steps_taken and not use.was_used:
+    if progress.steps_taken and not state.was_used:
         return IncompleteRun(
             "healcore: the loop took its steps without the Healer, which could not save between "
             f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
@@ -48,7 +48,7 @@ def incomplete_run_error(run: Run) -> BaseException | None:
             "the loop took its steps without the Healer",
         )
     unread = len(run.step_batches.pending_ids)
-    has_new_batches = bool(unread) and not use.break_place
+    has_new_batches = bool(unread) and not state.break_place
     if not progress.steps_taken and (progress.step == 0 or has_new_batches):
         return IncompleteRun(
             "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
@@ -60,8 +60,8 @@ def incomplete_run_error(run: Run) -> BaseException | None:
         stop_if_not_trained(run)
     except RunStopped as stop:
         return stop
-    is_at_end = use.reached_end or progress.had_completed or run.pass_states.repeated_all_passes
-    if progress.resumed_here and not (is_at_end or use.break_place or run.loop.has_trainer):
+    is_at_end = state.reached_end or progress.had_completed or run.pass_states.repeated_all_passes
+    if progress.resumed_here and not (is_at_end or state.break_place or run.loop.has_trainer):
         return IncompleteRun(
             f"healcore: the run was resumed at step {progress.step}, and the loop has ended "
             "without a step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and "

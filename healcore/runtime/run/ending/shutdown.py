@@ -151,7 +151,8 @@ class Shutdown:
         ends_by_fault = self.ending in (Ending.COMPLETED, Ending.EXCEPTION, Ending.STOPPED)
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
-        if self.run.loop.use.is_trial and self.fault is not None and self.fault.cause is Cause.OOM:
+        ran_out = self.fault is not None and self.fault.cause is Cause.OOM
+        if ran_out and self.run.loop.state.is_trial:
             self._discard()
             return None
         if not self.completed:
@@ -185,7 +186,7 @@ class Shutdown:
         if together:
             self._collect("checkpoints on probation", saver.poll)
             self._collect("the last saves", self.run.known_checkpoints.read_nonfinite)
-        if self.ending == Ending.COMPLETED and not self.run.loop.is_complete:
+        if self.ending == Ending.COMPLETED and not self.run.loop.state.is_complete:
             self.run.record.completed = True
             step = self.run.progress.step
             self._collect("the record of the end", partial(saver.replace_record, step))
@@ -195,7 +196,7 @@ class Shutdown:
         if self.completed:
             return LastState.COMPLETE
         has_begun_step = self.run.driver.pending_steps() or self.run.driver.is_interrupted()
-        if has_begun_step or self.run.loop.has_unfinished_work:
+        if has_begun_step or self.run.loop.state.has_unfinished_work:
             return LastState.UNUSABLE
         if self.run.step_batches.between_steps:
             if self.ending == Ending.STOPPED:
@@ -210,7 +211,7 @@ class Shutdown:
 
         Warns if the program has replaced them, unless `_save_and_log_fault` has said so.
         """
-        if self.run.loop.reading_error is not None:
+        if self.run.loop.state.reading_error is not None:
             return False
         if not self.replaced or self.run.progress.step == self.run.schedule.last_saved:
             return True
@@ -311,10 +312,10 @@ class Shutdown:
                 self.error, self.ending = stop, Ending.STOPPED
         if self.completed:
             read = self.run.loop.report_last_steps
-            if self.run.loop.use.break_place and self.run.saver.keeps_unread:
+            if self.run.loop.state.break_place and self.run.saver.keeps_unread:
                 read = self._keep_or_report_last_steps  # the next start trains the rest
             problem = self._collect(failed, read)
-            error = self.run.loop.reading_error
+            error = self.run.loop.state.reading_error
             if error is not None:
                 # Raised, as for any earlier step: the next start would take the run for completed.
                 self.error = self.raised = error
@@ -427,7 +428,7 @@ class Shutdown:
         elif completed:
             self.error = incomplete_run_error(self.run)
             self.ending = ending_of(self.error)
-            if self.error is None and self.run.loop.use.break_place:
+            if self.error is None and self.run.loop.state.break_place:
                 self.ending = Ending.REQUESTED
 
     def _save_before_batches(self) -> None:
@@ -453,7 +454,7 @@ class Shutdown:
         answers = self.run.policy.answers(fault.cause)
         if fault.hint:  # an error of the program, which a rule for unknown errors may save
             answers |= self.run.policy.answers(Cause.UNKNOWN)
-        if self.run.loop.reading_error is not None:
+        if self.run.loop.state.reading_error is not None:
             obstacle = "the records of a step could not be read"
             if isinstance(raised, SignalError):
                 obstacle = "loss_fn is wrong, and the next start begins before these steps"
@@ -463,7 +464,7 @@ class Shutdown:
                 if self.run.loop.count_last_step():
                     self._keep_or_report_last_steps()
                     obstacle = "a restart repeats the step, whose evaluation or log is incomplete"
-                    if not self.run.loop.has_unfinished_work:
+                    if not self.run.loop.state.has_unfinished_work:
                         obstacle = self.run.saver.save_emergency(self._replaced_text())
             except StoreError as problem:
                 obstacle = str(problem)
@@ -536,7 +537,7 @@ class Shutdown:
             self.run.loop.count_last_step()
             self.run.stopping.count_last_steps()
             self.run.monitor.read_engines()
-        why = self.run.loop.use.break_place if error is None else getattr(error, "why", "")
+        why = self.run.loop.state.break_place if error is None else getattr(error, "why", "")
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
             exception = self._exception_text(error)
@@ -546,7 +547,8 @@ class Shutdown:
             self.run, ending, why, exception=exception, fault=fault.cause, hint=fault.hint
         )
         events = self.run.log.events
-        is_complete = self.run.loop.is_complete and ending == Ending.COMPLETED  # has its postmortem
+        # The earlier process that has completed the run has written the postmortem.
+        is_complete = self.run.loop.state.is_complete and ending == Ending.COMPLETED
         if events.path is not None and not is_complete:
             problem = postmortem.write(events.path, outcome, trace=trace, lost=events.lost)
             if problem:

@@ -1,0 +1,39 @@
+"""The runs of this process, by the directory of their store.
+
+A program that trains several runs may pass the same directory twice by mistake. The second run then
+raises an error, instead of a load of the final state of the first run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from healcore.runtime.run.run_record import RunRecord
+
+_records: dict[Path, RunRecord] = {}
+"""The record of the last run of this process in each directory."""
+
+
+def remember_run(root: Path, record: RunRecord) -> None:
+    """Remembers the run that begins or resumes in a directory.
+
+    Args:
+        root: the directory of the store.
+        record: the live record of the run, which is marked as completed later.
+    """
+    _records[root.resolve()] = record
+
+
+def has_completed_run(root: Path) -> bool:
+    """Whether this process has completed the run in a directory.
+
+    Args:
+        root: the directory of the store.
+    """
+    record = _records.get(root.resolve())
+    return record is not None and record.completed
+
+
+def forget_runs() -> None:
+    """Forgets all runs, so that a test can go on as a new process."""
+    _records.clear()
