@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import html
 import re
 import textwrap
 from pathlib import Path
@@ -31,6 +32,33 @@ MODULES = {
 """Public module -> what it has. A symbol of several modules has its page in the first."""
 MEMBERS = {"healcore.core.signals": ["Signals"]}
 """Public members of a module that has internal ones too, and no `__all__`."""
+FIRST = {
+    "healcore": ["Healer", "start", "Checkpoints", "Logging", "Hooks", "RunStopped"],
+    "healcore.torch": ["attach", "heal_trainer", "HealingCallback", "LightningHealingCallback"],
+    "healcore.jax": ["protect", "heal", "metrics", "last_decision"],
+    "healcore.policy": ["load", "Policy", "Overrides"],
+}
+"""Public module -> the symbols that most programs need, which come before the others."""
+TYPES = {
+    "healcore.runtime.healer": ["State"],
+    "healcore.runtime.store.several": ["Places", "StorePlace"],
+    "healcore.runtime.reporting.trackers": ["TrackersLike"],
+    "healcore.runtime.healer_options": ["AttachOptions", "TrainerOptions", "HealerOptions"],
+    "healcore.runtime.run_options": ["EventHook", "Hook"],
+    "healcore.runtime.batch_iterator": ["Batch", "Batches"],
+    "healcore.runtime.data.loader_protocols": ["Loader"],
+    "healcore.runtime.data.positions": ["BatchId"],
+    "healcore.runtime.faults.microbatches": ["Microbatch"],
+    "healcore.runtime.healing_report": ["HealingReport"],
+    "healcore.console": ["Console"],
+    "healcore.jax.signals": ["AxisName"],
+    "healcore.jax.array_leaves": ["PyTree"],
+    "healcore.core.array_namespace": [
+        "ArrayNamespace", "Float", "Int", "Flag", "Number", "Norms",
+    ],
+}  # fmt: skip
+"""Module -> its types that signatures name and that have no page: docs/api/types.md explains them.
+"""
 ONLY_FOR_THE_DRIVER = "has_loss|has_seen_loss|in_step|discard|judge_dropped|settle"
 MARK = "<!-- symbols -->"
 """The place in docs/api/index.md for the tables."""
@@ -140,10 +168,15 @@ def _public(module: str) -> list[str]:
 
 @functools.cache
 def symbols() -> tuple[Symbol, ...]:
-    """All public symbols except modules and `__version__`, each once, by module and name."""
+    """All public symbols except modules and `__version__`, each once, by module.
+
+    Within a module the symbols of `FIRST` come first, and then the others by name.
+    """
     found: dict[Definition, Symbol] = {}
     for module in MODULES:
-        for name in sorted(_public(module), key=str.lower):
+        first = FIRST.get(module, [])
+        others = sorted(set(_public(module)) - set(first), key=str.lower)
+        for name in [*first, *others]:
             where = None if name.startswith("__") else definition(module, name)
             if where is not None:
                 found.setdefault(where, Symbol(module, name, where))
@@ -208,14 +241,17 @@ def page(symbol: Symbol) -> str:
 
 def tables() -> str:
     """A table of each module's symbols, with links."""
-    parts = []
-    for module, what in MODULES.items():
-        own = [each for each in symbols() if each.module == module]
-        parts.append(f"## {module}\n\n{what}\n\n| Symbol | |\n|---|---|")
-        parts[-1] += "".join(
-            f"\n| [`{each.name}`]({each.page}) | {_cell(each.definition)} |" for each in own
-        )
+    parts = [f"## {module}\n\n{what}\n\n{_table(module)}" for module, what in MODULES.items()]
     return "\n\n".join(parts)
+
+
+def _table(module: str) -> str:
+    """A table of the symbols of one module."""
+    text = "| Symbol | |\n|---|---|"
+    for each in symbols():
+        if each.module == module:
+            text += f"\n| [`{each.name}`]({each.page}) | {_cell(each.definition)} |"
+    return text
 
 
 def exceptions() -> str:
@@ -238,6 +274,47 @@ def exceptions() -> str:
         what = _cell(symbol.definition)
         text += f"| [`{symbol.name}`]({symbol.page}) | {', '.join(kinds)} | {what} |\n"
     return text
+
+
+def module_page(module: str) -> str:
+    """The page of a module: what it has, and a table of its symbols."""
+    return f"# {module}\n\n{MODULES[module]}\n\n{_table(module)}\n"
+
+
+def types() -> str:
+    """The page with the types that signatures name and that have no page of their own."""
+    text = (
+        "# Types in signatures\n\n"
+        "The signatures of the reference name these types. A program passes or receives such "
+        "values, but need not import the types.\n\n| Type | Stands for | |\n|---|---|---|\n"
+    )
+    for module, names in TYPES.items():
+        for name in names:
+            where = Definition(module, name)
+            anchor = f'<a id="{name}"></a>`{name}`'
+            text += f"| {anchor} | {_stands_for(where)} | {_cell(where)} |\n"
+    return text
+
+
+def _stands_for(where: Definition) -> str:
+    """The value of an alias, or the keys of a TypedDict, or a word for another class or type."""
+    node = _names(where.module)[where.name]
+    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    if value is not None and not isinstance(value, ast.Call):
+        # In a table a code span would show the backslash of an escaped bar.
+        return f"<code>{html.escape(ast.unparse(value)).replace('|', '&#124;')}</code>"
+    if isinstance(node, ast.ClassDef) and where.name.endswith("Options"):
+        keys = [
+            f"`{each.target.id}`"
+            for each in node.body
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        ]
+        parents = [f"those of `{base.id}`" for base in node.bases if isinstance(base, ast.Name)]
+        parents = [each for each in parents if "TypedDict" not in each]
+        return "a dictionary with any of the keys " + ", ".join([*keys, *parents])
+    if isinstance(node, ast.ClassDef):
+        return "an object"
+    return "any type"
 
 
 def _cell(where: Definition) -> str:
@@ -269,20 +346,28 @@ def with_tabs(text: str) -> str:
     return TABS.sub(tabbed, text)
 
 
-FOLDED = re.compile(r"^<details>.*?</summary>\n(.*?)^</details>\n", flags=re.M | re.S)
 DIFF = re.compile(r"^```diff\n.*?^```\n", flags=re.M | re.S)
+
+
+def _whole_change(file: Path) -> str:
+    """The first diff of a page, as its source has it."""
+    found = DIFF.search(file.read_text())
+    assert found is not None, f"{file} shows no diff"
+    return found[0]
 
 
 def home() -> str:
     """README.md as the first page: its links lead to pages of the site, other links are text.
 
-    The two forms of the whole change are tabs. On GitHub the form for JAX is folded.
+    README.md shows the whole change for torch. Home has the change for JAX beside it, as a tab.
     """
     text = (ROOT / "README.md").read_text()
-    text = FOLDED.sub(r"\1", text)
-    diffs = dict(zip(("torch", "JAX"), DIFF.findall(text), strict=True))
-    tabs = [f'=== "{name}"\n\n{textwrap.indent(diff, "    ")}' for name, diff in diffs.items()]
-    text = text.replace(diffs["JAX"], "").replace(diffs["torch"], "\n".join(tabs))
+    in_torch = _whole_change(ROOT / "README.md")
+    in_jax = _whole_change(ROOT / "docs/jax.md")
+    tabs = ""
+    for name, diff in (("torch", in_torch), ("JAX", in_jax)):
+        tabs += f'=== "{name}"\n\n{textwrap.indent(diff, "    ")}\n'
+    text = text.replace(in_torch, tabs)
     text = re.sub(r"\[([^]]+)\]\((?!docs/|https?:|#)[^)]+\)", r"\1", text)
     return re.sub(r"""(\]\(|src="|srcset=")docs/""", r"\1", text)
 
@@ -298,12 +383,16 @@ def on_config(config: Any) -> Any:
                 for title, target in entry.items():
                     if target == "api/":
                         entry[title] = ["api/index.md", {"Exceptions": "api/exceptions.md"}]
-                        entry[title] += [
-                            {module: [{s.name: f"api/{s.page}"} for s in symbols()
-                                      if s.module == module]}
-                            for module in MODULES
-                        ]  # fmt: skip
+                        entry[title].append({"Types in signatures": "api/types.md"})
+                        entry[title] += [{module: _nav_of(module)} for module in MODULES]
     return config
+
+
+def _nav_of(module: str) -> list[dict[str, str]]:
+    """The entries of a module in `nav`: the page of the module, and those of its symbols."""
+    entries = [{"All names": f"api/{module}.md"}]
+    entries += [{each.name: f"api/{each.page}"} for each in symbols() if each.module == module]
+    return entries
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -311,7 +400,9 @@ def on_files(files: Any, config: Any) -> Any:
     # make docs installs mkdocs; make lint does not.
     from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]
 
-    made = {each.page: page(each) for each in symbols()} | {"exceptions.md": exceptions()}
+    made = {each.page: page(each) for each in symbols()}
+    made |= {f"{module}.md": module_page(module) for module in MODULES}
+    made |= {"exceptions.md": exceptions(), "types.md": types()}
     for name, text in made.items():
         files.append(File.generated(config, f"api/{name}", content=text))
     return files
@@ -333,8 +424,8 @@ SHIM = "https://unpkg.com/iframe-worker/shim"
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Takes the script of the search from the site, and completes the pages of the reference.
 
-    There a page that a docstring names is a link, and a default is a value: `Checkpoints()` instead
-    of `CHECKPOINTS`.
+    There a page that a docstring names is a link, and so is a type of `TYPES`. A default is a
+    value: `Checkpoints()` instead of `CHECKPOINTS`.
     """
     root = "../" * page.url.count("/")
     if page.file.src_uri.startswith("api/"):
@@ -346,6 +437,9 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
                     return f">{value_of(module, found[1]) or found[1]}</span>"
 
                 output = re.sub(r">([A-Z][A-Z_]{3,})</span>", shown, output)
+        for module, names in TYPES.items():
+            pattern = rf'(<span title="{re.escape(module)}\.)({"|".join(names)})(">)\2</span>'
+            output = re.sub(pattern, r'\1\2\3<a href="types.html#\2">\2</a></span>', output)
         output = re.sub(r"\bdocs/([a-z-]+)\.md\b", rf'<a href="{root}\1.html">\1</a>', output)
     return output.replace(SHIM, f"{root}search-frame.js")
 

@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 import healcore  # <- healcore
+from healcore.jax import flax_nnx  # <- healcore
 
 STEPS, BATCH = 400, 64
 
@@ -47,7 +48,7 @@ def loss_fn(model: Model, inputs: Any, targets: Any) -> jax.Array:
 @nnx.jit
 def train_step(model: Model, optimizer: nnx.Optimizer, inputs: Any, targets: Any) -> None:
     loss, grads = nnx.value_and_grad(loss_fn)(model, inputs, targets)
-    optimizer.update(model, grads, value=loss)  # <- healcore
+    flax_nnx.update(optimizer, model, grads, value=loss)  # <- healcore
 
 
 def main(directory: str) -> None:

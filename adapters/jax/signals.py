@@ -22,6 +22,7 @@ from healcore.jax.array_namespace import JAX
 from healcore.jax.gradients import both_norms, gradient_leaves
 
 AxisName = str | tuple[str, ...] | None
+"""A name of a mesh axis, several names, or None for no axis."""
 
 SIGNAL_KEYWORDS = (
     "value",

@@ -63,12 +63,12 @@ def heal(
             `healcore.policy.Overrides`.
 
     Returns:
-        A transformation. Its `update` takes these optional keywords: `value` (loss, 0-d floating),
-        `eval_loss` (NaN at steps without evaluation), `grad_norm` (if it has to be reduced over a
-        mesh), `change_expected` and `externally_skipped` (bool), and `learning_rate` (of the
-        schedule, for a policy with an absolute limit). Without `value` the detectors of the loss
-        are inactive. Unknown keywords are ignored. `update` raises SignalError, while tracing, for
-        a signal that is not a 0-d number or bool.
+        A transformation whose `update` takes these optional keywords, each a 0-d number or bool.
+        `value` is the loss; without it the detectors of the loss are inactive. `learning_rate` is
+        the rate of this step, for a policy with an absolute limit. `grad_norm` is the norm, if it
+        has to be reduced over a mesh. `eval_loss` is NaN at steps without evaluation.
+        `change_expected` and `externally_skipped` are bools. Unknown keywords are ignored. `update`
+        raises SignalError, while tracing, for a signal that is not a 0-d number or bool.
 
     Raises:
         ValueError: `records` is not a whole number >= 1.
@@ -192,16 +192,29 @@ def protect(
         inner: any optax transformation that keeps the structure, shapes and dtypes of its state.
             With an `optax.MultiSteps` inside, each micro-batch is judged separately, and a skipped
             micro-batch does not enter the accumulator.
-        policy: see `heal`.
-        axis_name: see `heal`.
-        shard_axis_name: see `heal`.
+        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
+            an EngineConfig, whose numbers may be traced arrays.
+        axis_name: mesh axes of a `shard_map` or `pmap` around the update along which gradients are
+            equal (averaged with `pmean`): a name, a tuple of names, or None. Loss and norms are
+            averaged over these axes, so that every device makes the same decision. It is not needed
+            under `jit` alone.
+        shard_axis_name: mesh axes along which each device has its own part of the gradients: a
+            name, a tuple of names, or None. Norms are combined over these axes. If only some leaves
+            are split, pass `grad_norm` to `update` instead.
         records: number of steps whose records the state holds for a `Healer`, at least the steps of
             one dispatch (`lax.scan` over steps).
-        **overrides: see `heal`.
+        **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
+            `healcore.policy.Overrides`.
 
     Returns:
-        A transformation that takes the keywords of `heal`'s update. It passes these and all other
-        keywords to `inner` (only keywords that `inner` names, if it takes no others).
+        A transformation whose `update` takes these optional keywords, each a 0-d number or bool.
+        `value` is the loss; without it the detectors of the loss are inactive. `learning_rate` is
+        the rate of this step, with which a rollback can limit the rate to the last healthy rate.
+        `grad_norm` is the norm, if it has to be reduced over a mesh. `eval_loss` is NaN at steps
+        without evaluation. `change_expected` announces a planned change, and `externally_skipped`
+        marks a step that the program itself skips (both bools). `update` passes these and all other
+        keywords to `inner` (only keywords that `inner` names, if it takes no others). It raises
+        SignalError, while tracing, for a signal that is not a 0-d number or bool.
 
     Raises:
         TypeError: `inner` is not an optax transformation, or an unknown keyword resembles the name

@@ -2,11 +2,11 @@
 
 Fetches the files of programs.toml at their pinned commits into a folder that git ignores, inserts
 healcore by the edits there, and compares short runs: healthy, with a NaN in the gradients, with a
-learning rate that is 30 times too high, and killed. Prints the table of docs/programs.md.
+learning rate that is 30 times too high, and killed. Prints the tables of docs/programs.md.
 
     --mirror FOLDER    bare repositories FOLDER/OWNER+NAME/repo instead of GitHub
     --rounds N         trains the healthy runs N times in turn: the CPU time is the least of N
-    --table            runs nothing: prints the table of benchmarks/results/programs.json
+    --table            runs nothing: prints the tables of benchmarks/results/programs.json
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def compared(
 def table(results: dict[str, Any]) -> str:
     """The results as a table in Markdown."""
     head = ("program", "lines", "same bits", "no fault", "NaN, without", "NaN, with")
-    head += ("rate × 30, without", "rate × 30, with", "killed", "CPU ms a step")
+    head += ("rate × 30, without", "rate × 30, with", "killed")
     rows = [head, ("---",) * len(head)]
     for each in (each for each in results.values() if isinstance(each, dict)):
         runs = {name: Run(**run) for name, run in each["runs"].items()}
@@ -169,9 +169,33 @@ def table(results: dict[str, Any]) -> str:
         wanted = ("off nan", "on nan", "off rate", "on rate")
         faults = [_end(runs[name]) if name in runs else "not tried" for name in wanted]
         lines, same = str(each["lines"]), _same(on, off)
-        ends = (*faults, _same(killed, on), _times(off, on))
+        ends = (*faults, _same(killed, on))
         rows.append((each["title"], lines, same, _end(off), *ends))
     return "\n".join(" | ".join(row) for row in rows)
+
+
+def table_of_times(results: dict[str, Any]) -> str:
+    """The CPU time of a step of each program that was timed, as a table in Markdown."""
+    rows = [("program", "without healcore, ms", "with healcore, ms"), ("---",) * 3]
+    for each in results.values():
+        if not isinstance(each, dict):
+            continue
+        runs = {name: Run(**run) for name, run in each["runs"].items()}
+        off, on = _milliseconds(runs["off none"]), _milliseconds(runs["on none"])
+        if off is not None and on is not None:
+            rows.append((each["title"], f"{off:.3g}", f"{on:.3g}"))
+    return "\n".join(" | ".join(row) for row in rows)
+
+
+def saved_results() -> dict[str, Any]:
+    """The results of all programs, as docs/programs.md shows them."""
+    saved = json.loads((ROOT / "benchmarks/results/programs.json").read_text())
+    return {name: each for part in saved.values() for name, each in part.items()}
+
+
+def tables(results: dict[str, Any]) -> str:
+    """All tables of docs/programs.md."""
+    return f"{table(results)}\n\n{table_of_times(results)}"
 
 
 def _end(run: Run) -> str:
@@ -186,11 +210,11 @@ def _same(run: Run | None, other: Run) -> str:
     return "yes" if (run.digest, run.metric) == (other.digest, other.metric) else "no"
 
 
-def _times(off: Run, on: Run) -> str:
-    if off.seconds is None or on.seconds is None:
-        return "not timed"
-    times = (1e3 * run.seconds / (run.passes - WARMUP) for run in (off, on) if run.seconds)
-    return " → ".join(f"{each:.3g}" for each in times)
+def _milliseconds(run: Run) -> float | None:
+    """The CPU time of one backward pass in milliseconds, or None if the run was not timed."""
+    if run.seconds is None:
+        return None
+    return 1e3 * run.seconds / (run.passes - WARMUP)
 
 
 def main() -> None:
@@ -202,15 +226,14 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
-        saved = json.loads((ROOT / "benchmarks/results/programs.json").read_text())
-        print(table({name: each for part in saved.values() for name, each in part.items()}))
+        print(tables(saved_results()))
         return
     programs = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())
     results = {
         name: compared(name, programs[name], options.mirror, options.packages, options.rounds)
         for name in options.names or programs
     }
-    print(table(results))
+    print(tables(results))
     write_json(options.json, results)
 
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from healcore.runtime.healer import Healer
 
 Batch = TypeVar("Batch")
+"""The type of a batch of the loader."""
 
 
 class Batches(Iterator[Batch]):

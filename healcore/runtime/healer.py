@@ -43,6 +43,7 @@ from healcore.runtime.run_options import (
 from healcore.runtime.store.several import Places, checked_places
 
 State = TypeVar("State")
+"""The type of the state that the program has passed: a dictionary, or in JAX any pytree."""
 
 
 class Healer(Generic[State]):
@@ -62,7 +63,8 @@ class Healer(Generic[State]):
 
         with Healer(state=state, store="checkpoints", loss_fn=compare) as healer:
             for batch in healer.batches(loader):
-                state = healer.update(train_step(healer.state, batch))
+                state, loss = train_step(healer.state, batch)
+                state = healer.update(state)
 
     Your loop decides which methods it calls:
 
@@ -99,10 +101,10 @@ class Healer(Generic[State]):
             raises SignalError at step 2 if it changes the batch, raises, or does not return one
             number, for example None.
         loss_fn_cost: cost of one call of `loss_fn` on one batch, in training steps, above 0. The
-            default is a third: a forward pass of a step whose backward pass costs two. Comparisons
-            may cost 1 % of a healthy run. State the cost if `loss_fn` is dear, for example 2.0 if
-            it generates text. It is stated and not measured, so that the run makes the same
-            decisions on any machine.
+            default is a third: a forward pass of a step whose backward pass costs two. State the
+            cost if `loss_fn` is expensive, for example 2.0 if it generates text: healcore then
+            compares less often. It is stated and not measured, so that the run makes the same
+            decisions on any machine. docs/evidence.md has what comparisons cost a healthy run.
         checkpoints: when to save checkpoints and how many to keep, see `healcore.Checkpoints`.
         logging: files for events and metrics, and console lines, see `healcore.Logging`.
         trackers: receive metrics and events: "wandb", "trackio" or "tensorboard", with a
@@ -334,7 +336,8 @@ class Healer(Generic[State]):
             for epoch in healer.epochs(4):  # after a kill in epoch 2: 2, 3
                 train_one_epoch(model, healer.batches(loader, epoch=epoch))
 
-        A rollback into an earlier epoch yields the number of this epoch again.
+        A rollback into an earlier epoch yields the number of this epoch again. Check
+        `will_repeat_epoch` before you evaluate after the batches of an epoch.
         An epoch may be one step without `batches`, as in full-batch training.
         Code after an epoch runs again, unless a step of the next epoch was saved. If that code
         changes the state, as a scheduler's step does, call `save` before it.
@@ -674,6 +677,21 @@ class Healer(Generic[State]):
         Between two batches it is the index of the next batch.
         """
         return self._run.loaders.place.index
+
+    @property
+    def will_repeat_epoch(self) -> bool:
+        """Whether a rollback has ended the pass over the batches before its last batch.
+
+        `epochs` then yields the same epoch again, or an earlier one. The weights are the restored
+        weights until then, so an evaluation would get the number of the wrong epoch.
+
+            for epoch in healer.epochs(10):
+                for batch in healer.batches(loader, epoch=epoch):
+                    ...
+                if not healer.will_repeat_epoch:
+                    evaluate(model, epoch)
+        """
+        return self._run.loop.returns_to_epoch
 
     @property
     def rollbacks(self) -> int:

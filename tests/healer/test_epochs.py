@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from healcore import Checkpoints, Healer
 from tests.healer.run_directory import events
-from tests.healer.training_loops import Faults, JaxLoop, TorchLoop, rules, same
+from tests.healer.training_loops import Faults, JaxLoop, TorchLoop, loop_of, rules, same
 
 EPOCHS, BATCHES = 4, 7
 POLICY = rules(cut=False)
@@ -284,6 +284,42 @@ def test_in_jax_the_loop_goes_back_with_the_state_of_the_rollback(tmp_path):
 
     assert same(run(tmp_path, healed=True).weights(), run(None, healed=False).weights())
     assert places.count((BAD_EPOCH - 1, 3)) == 2
+
+
+@pytest.mark.parametrize(
+    ("bad_step", "evaluated"),
+    [
+        pytest.param(15, [0, 1, 1, 2, 3], id="earlier epoch"),
+        pytest.param(19, [0, 1, 2, 3], id="earlier batch"),
+        pytest.param(3, [0, 1, 2, 3], id="first batch of the run"),
+    ],
+)
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_pass_that_a_rollback_has_ended_is_told_from_a_complete_one(
+    framework, bad_step, evaluated, tmp_path
+):
+    """Neither the epoch nor the batch index tells them apart after each of these rollbacks."""
+    numbers = list(range(EPOCHS * BATCHES))
+    loop = loop_of(framework, Faults(once=[bad_step]), POLICY)
+    last_batches = []
+    epochs = []
+    with Healer(
+        POLICY, state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=3)
+    ) as healer:
+        for epoch in healer.epochs(EPOCHS):
+            assert not healer.will_repeat_epoch
+            index = -1
+            batches = numbers[epoch * BATCHES : (epoch + 1) * BATCHES]
+            for number in healer.batches(batches, epoch=epoch):
+                assert not healer.will_repeat_epoch
+                index = healer.batch_index
+                loop.step(healer, number)
+            if not healer.will_repeat_epoch:
+                epochs.append(epoch)
+                last_batches.append(index)
+        assert healer.rollbacks == 1
+    assert epochs == evaluated
+    assert last_batches == [BATCHES - 1] * len(epochs)
 
 
 def test_an_exception_in_the_code_after_the_pass_changes_no_checkpoint(tmp_path):

@@ -136,9 +136,21 @@ def test_nav_has_every_page_once():
 
     listed = pages(nav)
     assert len(listed) == len(set(listed))
-    made = {f"api/{each.page}" for each in hooks.symbols()} | {"api/exceptions.md"}
+    made = {f"api/{each.page}" for each in hooks.symbols()}
+    made |= {f"api/{module}.md" for module in hooks.MODULES}
+    made |= {"api/exceptions.md", "api/types.md"}
     written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert set(listed) == made | {page for page in written if not page.startswith(hidden)}
+
+
+def test_what_the_reference_lists_first_and_explains_exists():
+    for module, names in hooks.FIRST.items():
+        own = [each.name for each in hooks.symbols() if each.module == module]
+        assert own[: len(names)] == names
+    for module, names in hooks.TYPES.items():
+        for name in names:
+            assert hasattr(importlib.import_module(module), name)
+            assert hooks.summary(hooks.Definition(module, name)), f"{module}.{name}"
 
 
 def error_classes() -> set[type[BaseException]]:

@@ -78,12 +78,13 @@ def test_the_linen_snippet(names):
     pytest.importorskip("flax")
     exec(LINEN, names)
     assert_completed(names["healer"])
-    first, trained = names["train_state"], names["healer"].state
-    assert names["trained"] is not first.params
-    assert not jnp.array_equal(first.batch_stats["BatchNorm_0"]["mean"], jnp.ones(8))
+    trained = names["healer"].state
+    assert names["trained"] is trained.params
+    assert names["train_state"] is trained
+    assert not jnp.array_equal(trained.batch_stats["BatchNorm_0"]["mean"], jnp.zeros(8))
 
     # A bad batch changes no statistics.
-    after_bad = names["linen_step"](trained, BAD)
+    after_bad, _ = names["linen_step"](trained, BAD)
     for statistic in jax.tree.leaves(trained.batch_stats):
         assert jnp.isfinite(statistic).all()
     jax.tree.map(np.testing.assert_array_equal, trained.batch_stats, after_bad.batch_stats)
@@ -114,19 +115,32 @@ def test_the_scan_snippet(names):
 def test_the_equinox_snippet(names):
     pytest.importorskip("equinox")
     exec(EQUINOX, names)
-    names["train_step"](names["state"], names["loader"][0])
+    _, loss = names["train_step"](names["state"], names["loader"][0])
+    assert jnp.isfinite(loss)
 
 
-def test_the_rate_that_the_page_names_is_that_of_the_step_also_after_a_skip():
-    found = re.search(r"`(schedule\(opt_state[^`]*)`", text("jax.md"))
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        optax.adamw,
+        lambda schedule: optax.chain(optax.adamw(schedule), optax.add_decayed_weights(0.1)),
+        lambda schedule: optax.chain(optax.clip(10.0), optax.adamw(schedule)),
+    ],
+    ids=["alone", "first of a chain", "last of a chain"],
+)
+def test_the_rate_that_the_page_names_is_that_of_the_step_also_after_a_skip(
+    optimizer_of,
+):
+    found = re.search(r"`(schedule\(optax\.tree[^`]*)`", text("jax.md"))
     assert found
     schedule = optax.linear_schedule(1.0, 0.0, 10)
-    tx = protect(optax.adamw(schedule))
+    tx = protect(optimizer_of(schedule))
     params = {"w": jnp.ones(3)}
     opt_state = tx.init(params)
     rates = []
     for grad in (1.0, jnp.nan, 1.0):
-        rates.append(float(eval(found[1], {"schedule": schedule, "opt_state": opt_state})))
+        scope = {"optax": optax, "schedule": schedule, "opt_state": opt_state}
+        rates.append(float(eval(found[1], scope)))
         grads = {"w": jnp.full(3, grad)}
         opt_state = tx.update(grads, opt_state, params, value=1.0, learning_rate=rates[-1])[1]
     assert rates == pytest.approx([1.0, 0.9, 0.9])

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import healcore.torch
+from benchmarks.programs import __main__ as programs
 from healcore.policy import Policy, load, loads
 from healcore.runtime.run.rollback.next_trial import MAX_HOLDS, Trial, TroubleFacts, next_trial
 from healcore.torch.trainers import healings_of
@@ -119,6 +120,12 @@ def test_the_diagrams_are_those_of_the_script():
     for name, content in drawn.items():
         assert (DOCS / name).read_text() == content, "run python docs/diagrams.py"
         assert f"]({name})" in (DOCS / "how-it-decides.md").read_text()
+
+
+def test_the_tables_of_programs_are_those_of_the_results():
+    written = programs.tables(programs.saved_results())
+    for table in written.split("\n\n"):
+        assert f"\n{table}\n" in text("programs.md"), "python -m benchmarks.programs --table"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import textwrap
 import tomllib
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import healcore.torch
+import mkdocs_hooks
 from tests.packaging.page_text import DOCS, blocks, text, whole_change
 
 PAGE = "../README.md"
@@ -91,7 +93,7 @@ def test_the_table_of_programs_is_that_of_their_page():
         words = re.findall(r"[\w.]{3,}", name)
         on_their_page = []
         for title, row in rows_of("programs.md").items():
-            if len(row) == 9 and all(word in title for word in words):
+            if len(row) == 8 and all(word in title for word in words):
                 healthy, fault, healed = row[2], row[5], row[6]
                 on_their_page.append([healthy, fault, healed])
         assert cells in on_their_page, name
@@ -122,9 +124,14 @@ def test_the_lines_that_skip_only():
     assert int(scope["heal"].metrics()["heal/skips"]) == 1
 
 
-def test_the_diff_for_jax_is_the_same_on_both_pages():
-    _, in_jax = blocks(PAGE, "diff")
-    assert [in_jax] == blocks("jax.md", "diff")
+def test_home_has_the_whole_change_for_torch_and_jax():
+    """README.md itself has the change for torch, and a link to the change for JAX."""
+    assert len(blocks(PAGE, "diff")) == 1
+    assert "(docs/jax.md#the-whole-change)" in text(PAGE)
+    page = mkdocs_hooks.home()
+    for name, source in (("torch", PAGE), ("JAX", "jax.md")):
+        assert f'=== "{name}"\n' in page
+        assert textwrap.indent(blocks(source, "diff")[0], "    ") in page
 
 
 def test_the_whole_change_in_jax(tmp_path, monkeypatch):
