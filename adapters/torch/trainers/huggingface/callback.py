@@ -34,20 +34,16 @@ from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.attachment import Healing
 from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore
-from healcore.torch.trainers import (
-    TrainerCheckpoints,
-    adopt_trainer_checkpoint,
-    healings_of,
-    newest_settings,
-    newest_step,
-    patched,
-    resolve_options,
-)
 from healcore.torch.trainers.huggingface import checkpoints, steps
 from healcore.torch.trainers.huggingface import trainer_internals as internals
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
 from healcore.torch.trainers.huggingface.epochs import Counters, EpochFeed, found_batch_size
 from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer
+from healcore.torch.trainers.options import resolve_options
+from healcore.torch.trainers.patching import patched
+from healcore.torch.trainers.policy_state import adopt_trainer_checkpoint, healings_of
+from healcore.torch.trainers.stored_run import newest_settings, newest_step
+from healcore.torch.trainers.trainer_checkpoints import TrainerCheckpoints
 
 Store = Places
 

@@ -28,10 +28,10 @@ from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copy_of_batch
-from healcore.torch.trainers import patched
 from healcore.torch.trainers.huggingface import trainer_internals as internals
 from healcore.torch.trainers.huggingface.epochs import Counters, CountsBefore
 from healcore.torch.trainers.huggingface.trainer_internals import Batch, HfTrainer
+from healcore.torch.trainers.patching import patched
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers whose batch has first all chosen rows, then all rejected rows."""

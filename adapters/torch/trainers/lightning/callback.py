@@ -29,17 +29,14 @@ from healcore.runtime.trainer_access import TrainerAccess, trainer_access_of
 from healcore.torch.attachment import Healing
 from healcore.torch.healed_step import StepListener
 from healcore.torch.measurement import StepNorms
-from healcore.torch.trainers import (
-    adopt_trainer_checkpoint,
-    healings_of,
-    newest_step,
-    patched,
-    resolve_options,
-)
 from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.feed import Feed, Progress, replaced_fetcher
 from healcore.torch.trainers.lightning.step_loss import StepLoss
 from healcore.torch.trainers.lightning.trainer_internals import Batch, FitLoop, LightningTrainer
+from healcore.torch.trainers.options import resolve_options
+from healcore.torch.trainers.patching import patched
+from healcore.torch.trainers.policy_state import adopt_trainer_checkpoint, healings_of
+from healcore.torch.trainers.stored_run import newest_step
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import Callback, LightningModule, Trainer
