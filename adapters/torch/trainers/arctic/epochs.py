@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.ending.exits import EndRequested
-from healcore.runtime.trainer_access import trainer_access_of
+from healcore.runtime.trainer_access import open_healer
 
 _END = object()
 
@@ -22,14 +21,13 @@ class HealedEpochs:
 
     Args:
         trainer: the trainer, before its first epoch.
-        healer: the Healer, which is opened.
+        healer: the Healer, which this class opens and ends.
     """
 
     def __init__(self, trainer: Any, healer: Healer[Any]) -> None:
         self._trainer = trainer
         self._healer = healer
-        self._exit = ExitStack()
-        self._exit.enter_context(healer)
+        self._access = open_healer(healer)
         self._loader = trainer.train_dataloader
         self._own_early_exit: Callable[[], bool] = trainer.need_early_exit
         self._own_epoch: Callable[[], None] = trainer.epoch
@@ -51,17 +49,13 @@ class HealedEpochs:
     def close(self, error: BaseException | None) -> None:
         """Ends the Healer, which saves the last state or writes a postmortem.
 
-        A second call does nothing. A request to stop that was received before ends the run instead
-        of None.
+        A second call does nothing.
 
         Args:
-            error: the exception that ends the training, or None.
+            error: the exception that ends the training. With None, an earlier request to stop ends
+                the run, or the run is complete.
         """
-        error = error or self._request
-        kind = None
-        if error is not None:
-            kind = type(error)
-        self._exit.pop_all().__exit__(kind, error, None)
+        self._healer.close(error or self._request)
 
     def set_counts(self) -> None:
         """Copies the counts of the DeepSpeed engine, which a rollback changes, to the trainer.
@@ -87,7 +81,7 @@ class HealedEpochs:
             batch = self._pending[0]
             if batch is _END:
                 break
-            epoch = trainer_access_of(self._healer).read_position.pending[-1].epoch
+            epoch = self._access.read_position.pending[-1].epoch
             if epoch > last:
                 break
             self.set_counts()
