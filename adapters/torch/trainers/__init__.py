@@ -14,6 +14,6 @@ The parts that several integrations use:
     options              checks the arguments of an integration
     patching             replaces an attribute of one object for a while
     stored_run           what a trainer asks about the run in a store before the Healer is open
-    policy_state         the policy's handles, and its state in the trainer's checkpoint
+    policy_state         what a trainer reads and loads of the policy's state
     trainer_checkpoints  the store of a run whose checkpoints the trainer saves
 """

@@ -11,9 +11,9 @@ from typing import Any
 def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
     """Sets an attribute for the block, then restores it, unless other code has replaced it.
 
-    Trainers are healed by replaced attributes of single objects, so that other objects of the same
-    class keep theirs. A method of the class is restored by deleting the attribute of the object.
-    One class does change, and stays changed: `huggingface/callback.py` replaces the method
+    The integrations replace attributes of single objects, so that other objects of the same class
+    keep theirs. A method of the class is restored by deleting the attribute of the object. One
+    class does change, and stays changed: `huggingface/callback.py` replaces the method
     `add_callback` of `transformers.Trainer` when it is imported.
 
     Args:

@@ -1,4 +1,4 @@
-"""The state of the policy in the run of a trainer: its handles, and its resume."""
+"""What a trainer reads and loads of the policy's state."""
 
 from __future__ import annotations
 

@@ -58,20 +58,13 @@ def arctic_callbacks(
                 "auto_resume of the recipe's checkpoint conflicts with arctic_callbacks, which "
                 "continues the run from its own store: set auto_resume to false"
             )
-        folders = (Path(each.output_dir, "_healcore") for each in self.config.checkpoint)
         where: Any = store
         if store == "auto":
-            where = next(folders, None)
-        state, engine = engine_state(self.model), self.model
-        # The settings that determine the result, except DeepSpeed's.
-        state["optimizer"].run_settings = {
-            "epochs": self.config.epochs,
-            "train_iters": self.config.train_iters,
-            "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
-            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        }
+            where = _folder_of_recipe(self)
+        state = engine_state(self.model)
+        state["optimizer"].run_settings = _settings_of(self)
         self.healcore = Healer(resolved, state=state, store=where, **healer_options)
-        HealedEpochs(self, self.healcore)
+        HealedEpochs(self, self.healcore)  # replaces `train_dataloader`
 
     def end_before_last_checkpoint(self: Any) -> None:
         # ArcticTraining sets its own count after the save, which is labelled with the count.
@@ -80,3 +73,21 @@ def arctic_callbacks(
             self.train_dataloader.close(None)
 
     return [("pre-train", heal_before_training), ("pre-checkpoint", end_before_last_checkpoint)]
+
+
+def _folder_of_recipe(trainer: Any) -> Path | None:
+    """`_healcore` in the `output_dir` of the recipe's first checkpoint, or None without one."""
+    if not trainer.config.checkpoint:
+        return None
+    return Path(trainer.config.checkpoint[0].output_dir, "_healcore")
+
+
+def _settings_of(trainer: Any) -> dict[str, int]:
+    """The settings that determine the training result, except DeepSpeed's own."""
+    config, engine = trainer.config, trainer.model
+    return {
+        "epochs": config.epochs,
+        "train_iters": config.train_iters,
+        "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+    }

@@ -19,8 +19,8 @@ from healcore.torch.trainers.deepspeed.trainer_internals import DeepSpeedEngine
 class DeepSpeedMeasurer(Measurer):
     """Measures a step of DeepSpeed. With ZeRO the norm is over all groups and ranks.
 
-    A rank's optimizer has only a piece of each group then, and is called once for each group. No
-    call sees the gradients of the step, so that DeepSpeed's own norm is taken.
+    With ZeRO a rank's optimizer has only a piece of each group, and is called once for each group.
+    No call sees all gradients of the step, so the measurer takes DeepSpeed's own norm.
 
     Args:
         engine: the DeepSpeed engine.
