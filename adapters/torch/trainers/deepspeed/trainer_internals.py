@@ -1,8 +1,8 @@
 """Every private name of DeepSpeed that healcore uses, and nothing else.
 
 The rest of this folder uses public names only. A new version of DeepSpeed that renames one of these
-is repaired here. All names were tried with DeepSpeed 0.19.8. The optimizers of DeepSpeed are not
-documented, so their names count as private, also those without an underscore.
+is repaired here. DeepSpeed 0.19.8 has all of them. The optimizers of DeepSpeed are not documented,
+so their names count as private, also those without an underscore.
 
 name | owner | used for
 ---|---|---
@@ -66,12 +66,12 @@ def offloads(engine: DeepSpeedEngine) -> bool:
 
 
 def measures_norm(engine: DeepSpeedEngine) -> bool:
-    """Whether ZeRO measures the norm of the gradients (`zero_optimization.compute_grad_norm`)."""
+    """Whether ZeRO measures the norm of the gradients (`compute_grad_norm` of its config)."""
     return engine._config.zero_config.compute_grad_norm
 
 
 def has_grad_scaler(engine: DeepSpeedEngine) -> bool:
-    """Whether `torch_autocast` scales the loss with a GradScaler, as it does with float16."""
+    """Whether DeepSpeed's autocast scales the loss with a GradScaler, as it does with float16."""
     for owner in (engine, engine.optimizer):
         for name in ("torch_autocast_z0_gradscaler", "torch_autocast_gradscaler"):
             if getattr(owner, name, None):
@@ -110,7 +110,7 @@ def global_norm(engine: DeepSpeedEngine) -> Tensor | float:
     """The norm of the gradients of the step that ZeRO is taking; -1 if the norm is not finite.
 
     ZeRO computes this norm before it calls the basic optimizer: reduced over the ranks, without the
-    loss scale, before clipping. The public `get_global_grad_norm()` is one step behind.
+    loss scale, before clipping. The norm that a DeepSpeed engine returns is one step behind.
     """
     return engine.optimizer._global_grad_norm
 
