@@ -188,14 +188,7 @@ class Healer(Generic[State]):
             StateMismatch: the checkpoints are of another state.
             StoreError: the store cannot be used.
         """
-        if self._begun_run is not None:
-            raise HealerError("a Healer is opened once: create another one")
-        try:
-            self._begun_run = open_run(self._options)
-        except HealcoreError as error:  # the message says what to do, without frames of healcore
-            raise error.with_traceback(None)  # noqa: B904 -- the same error
-        self._optional = OptionalMethods.of(self._begun_run.driver)
-        self._pid = os.getpid()
+        self._open()
         return self
 
     def __exit__(
@@ -220,13 +213,7 @@ class Healer(Generic[State]):
                 neither `batches` nor `after_step`; status 1.
             RunStopped: more than half of the steps, or of their batches, were skipped.
         """
-        end = Shutdown(self._live, error)
-        self._error, self._ending = error, end.ending
-        if os.getpid() == self._pid:  # a forked child must not end its parent's run
-            replacement = end.close()
-            self._error, self._ending = end.error, end.ending
-            if replacement is not None:
-                raise replacement
+        self._end(error)
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends the run as leaving its block does. A second call does nothing.
@@ -244,7 +231,28 @@ class Healer(Generic[State]):
             LastStateNotSaved, IncompleteRun, RunStopped: as at the end of a block.
         """
         if self.is_open:
-            self.__exit__(None if error is None else type(error), error, None)
+            self._end(error)
+
+    def _open(self) -> None:
+        """Begins the run without a block, for `healcore.start` and for trainers."""
+        if self._begun_run is not None:
+            raise HealerError("a Healer is opened once: create another one")
+        try:
+            self._begun_run = open_run(self._options)
+        except HealcoreError as error:  # the message says what to do, without frames of healcore
+            raise error.with_traceback(None)  # noqa: B904 -- the same error
+        self._optional = OptionalMethods.of(self._begun_run.driver)
+        self._pid = os.getpid()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Ends the run, in the block's end and in `close`."""
+        end = Shutdown(self._live, error)
+        self._error, self._ending = error, end.ending
+        if os.getpid() == self._pid:  # a forked child must not end its parent's run
+            replacement = end.close()
+            self._error, self._ending = end.error, end.ending
+            if replacement is not None:
+                raise replacement
 
     @property
     def is_open(self) -> bool:

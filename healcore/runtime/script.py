@@ -70,7 +70,7 @@ def start(
     for other in _started:
         if _is_replaced_by(healer, other):
             _close(other, _early_end(other))
-    healer.__enter__()
+    healer._open()
     _install_hooks()
     _started.append(healer)
     return healer

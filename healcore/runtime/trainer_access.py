@@ -48,6 +48,22 @@ class ReadPosition:
         return self._loader is not None and self._loader.is_last()
 
 
+def open_healer(healer: Healer[Any]) -> TrainerAccess:
+    """Opens a Healer, and returns what the integration of a trainer uses of its run.
+
+    A trainer begins and ends its training in two calls, so no `with` block can be around it. The
+    integration ends the run by `healer.close(error)`.
+
+    Args:
+        healer: a Healer that was not opened before.
+
+    Raises:
+        HealcoreError: as for the `with` statement of `Healer`.
+    """
+    healer._open()
+    return trainer_access_of(healer)
+
+
 def trainer_access_of(healer: Healer[Any]) -> TrainerAccess:
     """Returns what the integration of a trainer uses of an open Healer.
 
@@ -69,7 +85,8 @@ class TrainerAccess:
     each step. The integrations for Hugging Face, Lightning and Arctic use a run only through this
     class and the public methods of `Healer`, so that the parts of a run can change without the
     integrations. With Accelerate, Fabric and DeepSpeed the program owns its loop, and needs none of
-    this class. `trainer_access_of` returns the access to an open Healer.
+    this class. `open_healer` opens a Healer and returns the access to its run. `trainer_access_of`
+    returns the access to a Healer that is open already.
 
     The order of the calls, from left to right::
 

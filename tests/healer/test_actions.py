@@ -12,7 +12,7 @@ from healcore import policy as policies
 from healcore.core.decision import Action
 from healcore.errors import HealerError, UnknownState
 from healcore.runtime.run.ending.exits import IncompleteRun
-from healcore.torch.trainers import healings_of
+from healcore.torch.trainers.policy_state import healings_of
 from tests.healer.run_directory import events
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,

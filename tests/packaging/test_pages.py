@@ -18,7 +18,7 @@ import healcore.torch
 from benchmarks.programs import __main__ as programs
 from healcore.policy import Policy, load, loads
 from healcore.runtime.run.rollback.next_trial import MAX_HOLDS, Trial, TroubleFacts, next_trial
-from healcore.torch.trainers import healings_of
+from healcore.torch.trainers.policy_state import healings_of
 from tests import forked_programs
 from tests.packaging.page_text import DOCS, HOLE, blocks, snippet, text
 

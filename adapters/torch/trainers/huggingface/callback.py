@@ -34,22 +34,21 @@ from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.attachment import Healing
 from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore
-from healcore.torch.trainers import (
-    TrainerCheckpoints,
-    adopt_trainer_checkpoint,
-    healings_of,
-    newest_settings,
-    newest_step,
-    patched,
-    resolve_options,
-)
-from healcore.torch.trainers.huggingface import checkpoints, steps
+from healcore.torch.trainers.huggingface import checkpoints
 from healcore.torch.trainers.huggingface import trainer_internals as internals
+from healcore.torch.trainers.huggingface.batch_loss import loss_fn_of
+from healcore.torch.trainers.huggingface.clipping import stop_clipping
+from healcore.torch.trainers.huggingface.counters import Counters, found_batch_size
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
-from healcore.torch.trainers.huggingface.epochs import Counters, EpochFeed, found_batch_size
+from healcore.torch.trainers.huggingface.epochs import EpochFeed
+from healcore.torch.trainers.huggingface.log_rows import extend_log
+from healcore.torch.trainers.huggingface.steps import SplitSteps
 from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer
-
-Store = Places
+from healcore.torch.trainers.options import resolve_options
+from healcore.torch.trainers.patching import patched
+from healcore.torch.trainers.policy_state import adopt_trainer_checkpoint, healings_of
+from healcore.torch.trainers.stored_run import newest_settings, newest_step
+from healcore.torch.trainers.trainer_checkpoints import TrainerCheckpoints
 
 _FOLDER = "_healcore"
 """Directory in the Trainer's `output_dir`. `push_to_hub` skips names with a leading underscore."""
@@ -99,7 +98,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         self,
         policy: PolicyLike | Mapping[str, Any] = "default",
         *,
-        store: Store = None,
+        store: Places = None,
         loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
         **options: Unpack[TrainerOptions],
     ) -> None:
@@ -298,7 +297,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         kind = None
         if error is not None:
             kind = type(error)
-        changes.__exit__(kind, error, None)
+        changes.__exit__(kind, error, None)  # the Healer in the stack ends with this error
 
     def _begin(self, trainer: HfTrainer, state: TrainerState) -> None:
         """Opens the Healer, and replaces methods of the Trainer until `close`."""
@@ -316,12 +315,12 @@ class HealingCallback(TrainerCallback, ExportableState):
             feed.nothing_to_do = completed and counters.saved_max_steps == state.max_steps
         elif state.global_step:
             self._load_state(healer, state)
-        split = steps.SplitSteps(trainer, healer, counters, stack)
+        split = SplitSteps(trainer, healer, counters, stack)
         training_step = functools.partial(split.training_step, trainer.training_step)
         stack.enter_context(patched(trainer, "training_step", training_step))
         stack.enter_context(internals.replaced_epoch(trainer, self._run_epoch))
-        steps.stop_clipping(trainer, limit, stack)
-        steps.extend_log(trainer, healer.metrics, stack)
+        stop_clipping(trainer, limit, stack)
+        extend_log(trainer, healer.metrics, stack)
         self._open_healer = healer
 
     def _healer(
@@ -341,13 +340,13 @@ class HealingCallback(TrainerCallback, ExportableState):
             options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
             loss_fn = None
-            store = TrainerCheckpoints(lambda: setattr(trainer.control, "should_save", True))
+            store = TrainerCheckpoints(functools.partial(_save_now, trainer))
         elif loss_fn == "auto":
-            loss_fn = steps.loss_fn_of(trainer)
+            loss_fn = loss_fn_of(trainer)
         state = _state_of(trainer, counters)
         return Healer(policy, state=state, store=store, loss_fn=loss_fn, **options)
 
-    def _resolved_store(self, trainer: HfTrainer) -> Store:
+    def _resolved_store(self, trainer: HfTrainer) -> Places:
         """The store, with the directory of "auto"."""
         if self._store == "auto":
             return _folder(trainer) / _FOLDER
@@ -403,7 +402,7 @@ def heal_trainer(
     trainer: Trainer,
     policy: PolicyLike = "default",
     *,
-    store: Store = "auto",
+    store: Places = "auto",
     loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
     **options: Unpack[TrainerOptions],
 ) -> HealingCallback:
@@ -442,21 +441,6 @@ def heal_trainer(
     return callback
 
 
-def _healing_callbacks(trainer: HfTrainer) -> list[HealingCallback]:
-    """The callbacks of a Trainer that heal it."""
-    callbacks = trainer.callback_handler.callbacks
-    return [each for each in callbacks if isinstance(each, HealingCallback)]
-
-
-def _pass_trainer(trainer: HfTrainer) -> None:
-    """Tells the healing callbacks of a Trainer whose callbacks they are.
-
-    The events of transformers pass the arguments, the state and the model, but not the Trainer.
-    """
-    for callback in _healing_callbacks(trainer):
-        callback._added_to = trainer
-
-
 def _state_of(trainer: HfTrainer, counters: Counters) -> dict[str, Any]:
     """What the Healer of a Trainer saves and restores: name -> part, without absent parts."""
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -478,6 +462,11 @@ def _state_of(trainer: HfTrainer, counters: Counters) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
+def _save_now(trainer: HfTrainer) -> None:
+    """Makes the Trainer save its own checkpoint after this step."""
+    trainer.control.should_save = True
+
+
 def _saved_argument(store: Any) -> Any:
     """The `store` argument in JSON; None for a store, which the Trainer cannot save."""
     if isinstance(store, list | tuple):
@@ -495,63 +484,7 @@ def _folder(trainer: HfTrainer) -> Path:
     return Path(trainer.args.output_dir or "trainer_output")
 
 
-def _wrap_train(trainer: HfTrainer) -> None:
-    """Makes `train()` resume from a complete checkpoint, and end the Healer if it raises.
-
-    A store that holds the run has precedence, because scripts pass the Trainer's newest checkpoint.
-    The Trainer has no event for these moments. `restore_callback_states_from_checkpoint` replaces
-    the callback's object within `train()`, and two Trainers may share a callback. So the callbacks
-    receive their Trainer again just before `on_train_begin`.
-    """
-    original = trainer.train
-    if getattr(original, "_is_healed", False):
-        return
-
-    @functools.wraps(original)
-    def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        own = _healing_callbacks(trainer)
-        steps = []
-        for each in own:
-            step = newest_step(each._resolved_store(trainer))
-            if step is not None:
-                steps.append(step)
-        resume = resume_from_checkpoint
-        if resume and steps:
-            info(
-                f"resume_from_checkpoint={resume!r} is ignored, because the store continues the "
-                f"run, from its checkpoint of step {steps[0]}"
-            )
-            resume = None
-        elif resume:
-            resume = checkpoints.to_resume_from(resume, _folder(trainer))
-        if resume is not None or args:
-            args = resume, *args  # an override of `train` may take no argument
-        for callback in own:
-            # Another size has other batches, so the position in the data would not fit.
-            settings = newest_settings(callback._resolved_store(trainer))
-            found = found_batch_size(settings, trainer.args)
-            if found is not None:
-                internals.set_train_batch_size(trainer, found)
-        handler = trainer.callback_handler
-        begin = functools.partial(_begin_training, trainer, handler.on_train_begin)
-        try:
-            with patched(handler, "on_train_begin", begin):
-                return original(*args, **kwargs)
-        except BaseException as error:
-            for callback in own:
-                callback.close(error)
-            raise
-
-    train._is_healed = True  # type: ignore[attr-defined]
-    trainer.train = train
-
-
-def _begin_training(
-    trainer: HfTrainer, original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Replaces `CallbackHandler.on_train_begin` during `train()`."""
-    _pass_trainer(trainer)
-    return original(*args, **kwargs)
+# -- `Trainer.train` and `Trainer.add_callback` ---------------------------------------------------
 
 
 def _wrap_train_when_added() -> None:
@@ -573,6 +506,98 @@ def _wrap_train_when_added() -> None:
             _wrap_train(trainer)
 
     Trainer.add_callback = add_callback  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _wrap_train(trainer: HfTrainer) -> None:
+    """Makes `train()` resume from the right checkpoint, and end the Healer if it raises.
+
+    The Trainer has no event for these moments. `restore_callback_states_from_checkpoint` replaces
+    the callback's object within `train()`, and two Trainers may share a callback. So the callbacks
+    receive their Trainer again just before `on_train_begin`.
+    """
+    original = trainer.train
+    if getattr(original, "_is_healed", False):
+        return
+
+    @functools.wraps(original)
+    def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        own = _healing_callbacks(trainer)
+        resume = _checkpoint_to_resume_from(trainer, own, resume_from_checkpoint)
+        if resume is not None or args:
+            args = resume, *args  # an override of `train` may take no argument
+        _set_found_batch_size(trainer, own)
+        handler = trainer.callback_handler
+        begin = functools.partial(_begin_training, trainer, handler.on_train_begin)
+        try:
+            with patched(handler, "on_train_begin", begin):
+                return original(*args, **kwargs)
+        except BaseException as error:
+            for callback in own:
+                callback.close(error)
+            raise
+
+    train._is_healed = True  # type: ignore[attr-defined]
+    trainer.train = train
+
+
+def _checkpoint_to_resume_from(
+    trainer: HfTrainer, callbacks: list[HealingCallback], requested: Any
+) -> Any:
+    """The Trainer's own checkpoint for `train()`, or None if a store continues the run.
+
+    A store that holds the run has precedence, because scripts pass the Trainer's newest checkpoint.
+
+    Args:
+        trainer: the Trainer.
+        callbacks: its healing callbacks.
+        requested: argument `resume_from_checkpoint` of `train()`.
+    """
+    if not requested:
+        return requested
+    for callback in callbacks:
+        step = newest_step(callback._resolved_store(trainer))
+        if step is not None:
+            info(
+                f"resume_from_checkpoint={requested!r} is ignored, because the store continues the "
+                f"run, from its checkpoint of step {step}"
+            )
+            return None
+    return checkpoints.to_resume_from(requested, _folder(trainer))
+
+
+def _set_found_batch_size(trainer: HfTrainer, callbacks: list[HealingCallback]) -> None:
+    """Sets the batch size that `auto_find_batch_size` has found before a restart.
+
+    Another size has other batches, so the position in the data would not fit.
+    """
+    for callback in callbacks:
+        settings = newest_settings(callback._resolved_store(trainer))
+        found = found_batch_size(settings, trainer.args)
+        if found is not None:
+            internals.set_train_batch_size(trainer, found)
+
+
+def _begin_training(
+    trainer: HfTrainer, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Replaces `CallbackHandler.on_train_begin` during `train()`."""
+    _pass_trainer(trainer)
+    return original(*args, **kwargs)
+
+
+def _pass_trainer(trainer: HfTrainer) -> None:
+    """Tells the healing callbacks of a Trainer whose callbacks they are.
+
+    The events of transformers pass the arguments, the state and the model, but not the Trainer.
+    """
+    for callback in _healing_callbacks(trainer):
+        callback._added_to = trainer
+
+
+def _healing_callbacks(trainer: HfTrainer) -> list[HealingCallback]:
+    """The callbacks of a Trainer that heal it."""
+    callbacks = trainer.callback_handler.callbacks
+    return [each for each in callbacks if isinstance(each, HealingCallback)]
 
 
 _wrap_train_when_added()

@@ -1,20 +1,15 @@
-"""A Trainer's step: its parts, its losses, its gradient norm before clipping, and its log.
+"""`SplitSteps`: a Trainer's step, in smaller parts if memory runs out.
 
 After an out-of-memory error the window (the micro-batches of one step) is repeated in smaller
 parts. After a network failure, for instance in a reward function, it is repeated unchanged. Batch
 size and accumulation steps do not change, and no sample is lost. A loss that is divided by the
 items of the window (tokens of a causal language model) is summed over the parts. Any other loss is
 weighted by the part's share of its micro-batch.
-
-Each function with a `stack` changes one Trainer until the stack is closed. The Trainer's arguments
-stay unchanged, because every checkpoint saves them and trackers read them.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -24,14 +19,12 @@ from torch import Tensor
 
 from healcore.runtime.faults.microbatches import count_samples
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.runtime.trainer_access import trainer_access_of
-from healcore.torch.attachment import unwrapped
-from healcore.torch.driver.weights import copy_of_batch
-from healcore.torch.trainers import patched
 from healcore.torch.trainers.huggingface import trainer_internals as internals
-from healcore.torch.trainers.huggingface.epochs import Counters, CountsBefore
+from healcore.torch.trainers.huggingface.batch_loss import loss_fn_of
+from healcore.torch.trainers.huggingface.counters import Counters, CountsBefore
 from healcore.torch.trainers.huggingface.trainer_internals import Batch, HfTrainer
+from healcore.torch.trainers.patching import patched
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers whose batch has first all chosen rows, then all rejected rows."""
@@ -239,100 +232,3 @@ class SplitSteps:
 def _is_instance_by_name(trainer: HfTrainer, names: tuple[str, ...]) -> bool:
     """Whether a trainer is of a class of TRL, which need not be installed."""
     return any(kind.__name__ in names for kind in type(trainer).__mro__)
-
-
-# -- the norm, the log and the loss of one batch --------------------------------------------------
-
-
-def stop_clipping(trainer: HfTrainer, limit: float | None, stack: ExitStack) -> None:
-    """Makes the Trainer measure the gradient norm for its log without clipping the gradients.
-
-    The Trainer clips before the optimizer's step is judged: a norm of 700 would be judged as 1.0.
-    With a `limit` the gradients are clipped afterwards. If the policy changes nothing, the result
-    is bit-identical to the Trainer's own clipping, because the parameters are in the model's order.
-    Without a `limit` the policy enforces the Trainer's limit, or there is none.
-
-    Args:
-        trainer: the Trainer, with its optimizer.
-        limit: max L2 norm of the gradients, or None.
-        stack: closed when the training ends. The Trainer then clips as before.
-    """
-    active = [True]  # other code may keep a reference to `measure_only` after the training
-    stack.callback(active.clear)
-
-    def without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def measure_only(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            if active:
-                max_norm = math.inf
-            return function(parameters, max_norm, *args, **kwargs)
-
-        return measure_only
-
-    def clip(*_: Any) -> None:
-        assert limit is not None
-        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), limit)
-
-    for owner, name, function in internals.clipping_functions(trainer):
-        stack.enter_context(patched(owner, name, without_limit(function)))
-    if limit is not None:
-        hook: Any = torch.compiler.disable(clip)
-        stack.callback(unwrapped(trainer.optimizer).register_step_pre_hook(hook).remove)
-
-
-def extend_log(
-    trainer: HfTrainer, metrics: Callable[[], dict[str, float]], stack: ExitStack
-) -> None:
-    """Adds the entries of `metrics()` that have changed to each training row and the last row.
-
-    A callback could not do this, because the callbacks of trackers run before the user's callbacks.
-
-    Args:
-        trainer: the Trainer, whose `log` is replaced.
-        metrics: returns name -> number, such as "heal/skips" -> 2.
-        stack: closed when the training ends, which restores `log`.
-    """
-    original = trainer.log
-    changed = ChangedMetrics(metrics)
-
-    @functools.wraps(original)
-    def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs or "train_loss" in logs:  # not a row of an evaluation
-            logs = {**logs, **changed()}
-        original(logs, *args, **kwargs)
-
-    stack.enter_context(patched(trainer, "log", log))
-
-
-def loss_fn_of(trainer: HfTrainer) -> Callable[..., Any] | None:
-    """The trainer's own `compute_loss` of one batch, or None if its losses cannot be compared.
-
-    Trainers that override `_prepare_inputs` (GRPO, RLOO), or do not train by `compute_loss` (Online
-    DPO), train on completions that the current weights generate. The loss of such a batch does not
-    measure the model: advantages have mean zero, so the loss is about 0 for any weights.
-
-    Returns:
-        A function of a batch, as the dataloader yields it, and of the number of items that the loss
-        is divided by (by default the items of the batch). It changes no count and no log.
-    """
-    called = inspect.unwrap(type(trainer).training_step).__code__.co_names
-    if internals.generates_batches(trainer) or {"compute_loss", "training_step"}.isdisjoint(called):
-        return None
-
-    def silent(*_: Any, **__: Any) -> None: ...
-
-    def loss_of(batch: Batch, items: Any = None) -> Any:
-        # compute_loss may change its inputs, log, set attributes, and in TRL change metrics.
-        inputs = internals.prepared_inputs(trainer, copy_of_batch(batch))
-        items = items or internals.items_in_batch(trainer, inputs)
-        given = {}
-        if items is not None:
-            given["num_items_in_batch"] = items
-        counts = CountsBefore(trainer)
-        try:
-            with patched(trainer, "log", silent), trainer.compute_loss_context_manager():
-                return trainer.compute_loss(trainer.model, inputs, **given)
-        finally:
-            counts.restore_in_loss()
-
-    return loss_of

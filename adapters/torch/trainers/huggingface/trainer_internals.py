@@ -35,7 +35,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from transformers import Trainer
 
-from healcore.torch.trainers import patched
+from healcore.torch.trainers.patching import patched
 
 HfTrainer: TypeAlias = Any
 """A `transformers.Trainer`, or a trainer of TRL with attributes of its own."""

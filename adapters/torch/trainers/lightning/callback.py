@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from healcore.adapter_registry import require
 from healcore.console import info
@@ -25,21 +24,19 @@ from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.several import Places
-from healcore.runtime.trainer_access import TrainerAccess, trainer_access_of
+from healcore.runtime.trainer_access import TrainerAccess, open_healer, trainer_access_of
 from healcore.torch.attachment import Healing
-from healcore.torch.healed_step import StepListener
-from healcore.torch.measurement import StepNorms
-from healcore.torch.trainers import (
-    adopt_trainer_checkpoint,
-    healings_of,
-    newest_step,
-    patched,
-    resolve_options,
-)
 from healcore.torch.trainers.lightning import trainer_internals as internals
-from healcore.torch.trainers.lightning.feed import Feed, Progress, replaced_fetcher
+from healcore.torch.trainers.lightning.clipping import clipping_after_measuring
+from healcore.torch.trainers.lightning.feed import Feed, replaced_fetcher
+from healcore.torch.trainers.lightning.fit_state import state_of_fit
+from healcore.torch.trainers.lightning.progress import Progress
 from healcore.torch.trainers.lightning.step_loss import StepLoss
 from healcore.torch.trainers.lightning.trainer_internals import Batch, FitLoop, LightningTrainer
+from healcore.torch.trainers.options import resolve_options
+from healcore.torch.trainers.patching import patched
+from healcore.torch.trainers.policy_state import adopt_trainer_checkpoint, healings_of
+from healcore.torch.trainers.stored_run import newest_step
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -115,7 +112,9 @@ class LightningHealingCallback(Callback):
         if loss_fn == "auto":
             healer_options["loss_fn"] = None  # a Trainer is needed for it, see `_open`
         self._policy, self._options = resolve_options(policy, healer_options)
-        self._uses_training_step = loss_fn == "auto" and self._may_compare()
+        # Without a rollback weights are not compared.
+        rolls_back = HostPolicy.of(self._policy, {}).rolls_back
+        self._uses_training_step = loss_fn == "auto" and rolls_back
         self._eval_loss = eval_loss
         self.healer: Healer[Any] | None = None
         self._fit: _Fit | None = None
@@ -125,10 +124,6 @@ class LightningHealingCallback(Callback):
         self._metrics = ChangedMetrics(dict)
         self._loaded_engines: Mapping[str, Any] = {}
         """Engine states of the Lightning checkpoint that the fit begins with."""
-
-    def _may_compare(self) -> bool:
-        """Whether the policy can roll back, without which weights are not compared."""
-        return HostPolicy.of(self._policy, {}).rolls_back
 
     @property
     def healings(self) -> Mapping[str, Healing]:
@@ -164,15 +159,45 @@ class LightningHealingCallback(Callback):
             )
         progress = Progress(trainer)
         fit = self._fit = _Fit(progress, self._policy)
-        progress.open = functools.partial(self._run_at_first_batch, trainer, fit)
+        progress.open_run = functools.partial(self._run_at_first_batch, trainer, fit)
         newest = trainer.strategy.broadcast(newest_step(self._options["store"]))
         fit.store_has_run = newest is not None
         if newest is not None:
             self._choose_checkpoint(trainer, fit, newest)
         self._changes.enter_context(replaced_fetcher(trainer, progress))
-        # Others may read counters in `on_train_start`, and change weights in `on_train_end`.
+        # This callback has to be the first: it restores counters in `on_train_start` before others
+        # read them, and saves weights in `on_train_end` before others change them.
         callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         self._changes.enter_context(patched(trainer, "callbacks", callbacks))
+
+    def _choose_checkpoint(self, trainer: LightningTrainer, fit: _Fit, newest: int) -> None:
+        """Makes Lightning restore its own checkpoint only if the store has no trained step.
+
+        Programs pass Lightning's newest checkpoint, which may be some steps newer than the store's.
+        The store has precedence, because it has the random states and the position in the data:
+        the run repeats these steps and ends as if it had not been interrupted.
+
+        Args:
+            trainer: the Trainer, in `setup` of the fit.
+            fit: its `store_has_run` becomes False if Lightning restores its own checkpoint.
+            newest: step of the newest checkpoint in the store; 0 for the state before training.
+        """
+
+        def restore_one(
+            restore: Callable[..., None], checkpoint_path: Any, *args: Any, **options: Any
+        ) -> None:
+            if checkpoint_path and not newest:
+                fit.store_has_run = False  # the Healer replaces the state before training
+                restore(checkpoint_path, *args, **options)
+                return
+            if checkpoint_path:
+                info(
+                    f"the store continues the run exactly, from its step {newest}, and not "
+                    f"Lightning's {checkpoint_path}: newer steps in it are repeated"
+                )
+            restore()
+
+        self._changes.enter_context(internals.replaced_restore(trainer, restore_one))
 
     def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         """Begins a run. Opens its Healer if the store has a checkpoint.
@@ -201,6 +226,25 @@ class LightningHealingCallback(Callback):
             feed.setup(internals.combined_loader_of(loop), begun=True)
         if fit.store_has_run:
             self._resume(trainer, fit)
+
+    def _read_last_steps_of_epochs(self, fit: FitLoop) -> None:
+        """Replaces a method of Lightning's loop, because no callback runs at its moment."""
+        loop = fit.epoch_loop
+        loop_on_advance_end = loop.on_advance_end
+
+        def read_last_steps(data_fetcher: Any) -> None:
+            """Reads the last steps of an epoch, which may roll the run back into the epoch.
+
+            Lightning requests no batch after the last batch. Its callbacks run before the loop's
+            counters are complete, or after the end of the loop.
+            """
+            loop_on_advance_end(data_fetcher)
+            if self.healer is not None and loop.done:
+                self.healer.after_step(last=True)
+                # The hooks and schedulers of the epoch follow.
+                trainer_access_of(self.healer).mark_step_unfinished()
+
+        self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
 
     def _resume(self, trainer: LightningTrainer, fit: _Fit) -> None:
         """Opens the Healer of a run that continues, before the hooks of the first epoch."""
@@ -263,12 +307,11 @@ class LightningHealingCallback(Callback):
             # Lightning raises this after a step, before the Healer has processed the step.
             try:
                 self.healer.after_step()
-            except BaseException as ended:  # Lightning's exception has status 0
-                error.code, error = getattr(ended, "code", 1), ended  # type: ignore[union-attr]
-        kind = None
-        if error is not None:
-            kind = type(error)
-        self.healer.__exit__(kind, error, None)
+            except BaseException as ended:
+                by_lightning: Any = error
+                by_lightning.code = getattr(ended, "code", 1)  # the exit status, otherwise 0
+                error = ended
+        self.healer.close(error)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the engines for Lightning's checkpoints. One sync on a GPU.
@@ -369,6 +412,8 @@ class LightningHealingCallback(Callback):
         if value is not None and self.healer is not None:
             self.healer.observe(eval_loss=value)
 
+    # -- opening the run ------------------------------------------------------------------------
+
     def _run_at_first_batch(self, trainer: LightningTrainer, fit: _Fit) -> TrainerAccess:
         """The open run, when Lightning requests the first batch.
 
@@ -395,13 +440,14 @@ class LightningHealingCallback(Callback):
             options["loss_fn"] = loss_on_device
         elif self._uses_training_step:
             options["loss_fn"] = self._training_loss(trainer)
-        state = _state(trainer, fit.progress, fit.schedulers)
+        state = state_of_fit(trainer, fit.progress, fit.schedulers)
         healer = Healer(fit.policy, state=state, **options)
-        self.healer = healer.__enter__()
+        access = open_healer(healer)
+        self.healer = healer
         self._metrics = ChangedMetrics(healer.metrics)
         if trainer.lightning_module.automatic_optimization:
-            self._clip_after_measuring(trainer.precision_plugin)
-        access = trainer_access_of(healer)
+            clipping = clipping_after_measuring(trainer.precision_plugin, self.healings)
+            self._changes.enter_context(clipping)
         if fit.resumed_by_lightning:
             adopt_trainer_checkpoint(healer, self._loaded_engines)
         return access
@@ -421,168 +467,3 @@ class LightningHealingCallback(Callback):
             )
             return None
         return loss
-
-    def _clip_after_measuring(self, plugin: Any) -> None:
-        """Postpones Lightning's clipping of a step until the policy has measured the norm."""
-        clip_now = plugin.clip_gradients
-        postponed: dict[Optimizer, Callable[[], None]] = {}
-        steps = {each.optimizer: each.healed_step for each in self.healings.values()}
-
-        def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            call = functools.partial(clip_now, optimizer, *args, **kwargs)
-            if optimizer not in steps or steps[optimizer].in_update:  # L-BFGS evaluates again
-                call()
-            else:
-                postponed[optimizer] = call
-
-        def clip_postponed(optimizer: Optimizer) -> None:
-            call = postponed.pop(optimizer, None)
-            if call is not None:
-                call()
-
-        for optimizer, step in steps.items():
-            clip_step = functools.partial(clip_postponed, optimizer)
-            step.set_listener(_ClipAfterJudging(step.listener, clip_step))
-        self._changes.enter_context(patched(plugin, "clip_gradients", clip))
-
-    def _choose_checkpoint(self, trainer: LightningTrainer, fit: _Fit, newest: int) -> None:
-        """Makes Lightning restore its own checkpoint only if the store has no trained step.
-
-        Programs pass Lightning's newest checkpoint, which may be some steps newer than the store's.
-        The store has precedence, because it has the random states and the position in the data:
-        the run repeats these steps and ends as if it had not been interrupted.
-
-        Args:
-            trainer: the Trainer, in `setup` of the fit.
-            fit: its `store_has_run` becomes False if Lightning restores its own checkpoint.
-            newest: step of the newest checkpoint in the store; 0 for the state before training.
-        """
-
-        def restore_one(
-            restore: Callable[..., None], checkpoint_path: Any, *args: Any, **options: Any
-        ) -> None:
-            if checkpoint_path and not newest:
-                fit.store_has_run = False  # the Healer replaces the state before training
-                restore(checkpoint_path, *args, **options)
-                return
-            if checkpoint_path:
-                info(
-                    f"the store continues the run exactly, from its step {newest}, and not "
-                    f"Lightning's {checkpoint_path}: newer steps in it are repeated"
-                )
-            restore()
-
-        self._changes.enter_context(internals.replaced_restore(trainer, restore_one))
-
-    def _read_last_steps_of_epochs(self, fit: FitLoop) -> None:
-        """Replaces a method of Lightning's loop, because no callback runs at its moment."""
-        loop = fit.epoch_loop
-        loop_on_advance_end = loop.on_advance_end
-
-        def read_last_steps(data_fetcher: Any) -> None:
-            """Reads the last steps of an epoch, which may roll the run back into the epoch.
-
-            Lightning requests no batch after the last batch. Its callbacks run before the loop's
-            counters are complete, or after the end of the loop.
-            """
-            loop_on_advance_end(data_fetcher)
-            if self.healer is not None and loop.done:
-                self.healer.after_step(last=True)
-                # The hooks and schedulers of the epoch follow.
-                trainer_access_of(self.healer).mark_step_unfinished()
-
-        self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
-
-
-class _ClipAfterJudging:
-    """Passes each step on to the Healer's listener, and clips after the policy has measured.
-
-    A `StepListener`.
-
-    Args:
-        listener: the listener of the Healer's driver.
-        clip: makes Lightning's own clip of this step, if Lightning has asked for one.
-    """
-
-    def __init__(self, listener: StepListener, clip: Callable[[], None]) -> None:
-        self._clip = clip
-        self._listener = listener
-
-    def judged(self, norms: StepNorms) -> None:
-        """See `StepListener.judged`."""
-        self._listener.judged(norms)
-        self._clip()
-
-    def ended(self, skipped: bool | Tensor) -> None:
-        """See `StepListener.ended`."""
-        self._listener.ended(skipped)
-
-    def stepped(self) -> None:
-        """See `StepListener.stepped`."""
-        self._listener.stepped()
-
-
-def _state(trainer: LightningTrainer, progress: Progress, schedulers: list[Any]) -> dict[str, Any]:
-    """State of a fit. Checkpoints and events use the same names of optimizers."""
-    state: dict[str, Any] = {"model": trainer.lightning_module}
-    if len(trainer.optimizers) == 1:
-        state["optimizer"] = trainer.optimizers[0]
-    else:
-        for number, optimizer in enumerate(trainer.optimizers):
-            state[f"optimizer{number}"] = optimizer
-    for number, config in enumerate(schedulers):
-        state[f"scheduler{number}"] = config.scheduler
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None:
-        state["scaler"] = scaler
-    state["progress"] = progress
-    state.update(_averages(trainer, schedulers))
-    return state
-
-
-def _averages(trainer: LightningTrainer, schedulers: list[Any]) -> dict[str, Any]:
-    """The callbacks that hold copies of the module, such as weight averages, and the copies."""
-    module = trainer.lightning_module
-    found: dict[str, Any] = {}
-    for callback in trainer.callbacks:
-        copies = {}
-        for name, value in vars(callback).items():
-            if isinstance(value, AveragedModel | type(module)):
-                copies[f"{callback.state_key}.{name}"] = value
-        if copies and module not in copies.values():
-            part = _Averaging(callback, trainer.lr_scheduler_configs, schedulers)
-            found[callback.state_key] = part
-            found.update(copies)
-    return found
-
-
-class _Averaging:
-    """A callback that averages weights, as a part of the state.
-
-    StochasticWeightAveraging replaces the schedulers of the fit (`first`) when it begins, which a
-    rollback may undo.
-
-    Args:
-        callback: the callback, with `state_dict` and `load_state_dict`.
-        schedulers: Lightning's live list of the schedulers of the fit.
-        first: the schedulers with which the fit has begun.
-    """
-
-    def __init__(self, callback: Any, schedulers: list[Any], first: list[Any]) -> None:
-        self._callback = callback
-        self._schedulers = schedulers
-        self._first = first
-
-    def state_dict(self) -> Any:
-        """The callback's own state."""
-        return self._callback.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the callback within the fit, and the schedulers that it has replaced since.
-
-        Args:
-            state: a result of the callback's `state_dict`.
-        """
-        self._callback.load_state_dict(state)
-        if internals.restore_averaging_schedule(self._callback, state):
-            self._schedulers[:] = self._first

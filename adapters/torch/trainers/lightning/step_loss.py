@@ -9,6 +9,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 from healcore.core.decision import Cause
 from healcore.runtime.faults.classification import classify
 from healcore.runtime.run.compare.loss_function import NotComparable
-from healcore.torch.trainers import patched
 from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.trainer_internals import Batch, LightningTrainer
+from healcore.torch.trainers.patching import patched
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import LightningModule
@@ -161,10 +162,10 @@ class StepLoss:
         """
         known: set[int] = set()
         for path, module in self._trainer.lightning_module.named_modules(prefix="self"):
-            # Of a metric also its internal attributes, such as the number of its updates.
+            # A metric has internal attributes too, such as the number of its updates.
             attributes = vars(module)
             own = {name: v for name, v in attributes.items() if name not in self._internal}
-            yield lambda attributes=attributes, own=own: self._restore(attributes, own)
+            yield partial(self._restore, attributes, own)
             for name, value in own.items():
                 yield from _undo(value, f"{path}.{name}", known)
 
@@ -188,35 +189,32 @@ def _undo(value: Any, path: str, known: set[int]) -> Iterator[Undo]:
     if isinstance(value, Tensor):
         if value.numel() * value.element_size() <= _MAX_BYTES:
             copied = value.detach().clone()
-            yield lambda: _write_if_changed(value, copied)
+            yield partial(_write_if_changed, value, copied)
         elif not value.is_inference():
-            yield lambda version=value._version: _raise_if_changed(value, version, path)
+            yield partial(_raise_if_changed, value, value._version, path)
     elif isinstance(value, np.ndarray):
         if value.nbytes > _MAX_BYTES or value.dtype.hasobject:
             raise NotComparable(f"{path} is a large array, which training_step may change")
         if value.flags.writeable:
-            numbers = value.copy()
-            yield lambda: np.copyto(value, numbers)
+            yield partial(np.copyto, value, value.copy())
     elif isinstance(value, np.random.Generator):
-        state = value.bit_generator.state
-        yield lambda: setattr(value.bit_generator, "state", state)
+        generator = value.bit_generator
+        yield partial(setattr, generator, "state", generator.state)
     elif isinstance(value, random.Random):
-        state = value.getstate()
-        yield lambda: value.setstate(state)
+        yield partial(value.setstate, value.getstate())
     elif isinstance(value, torch.Generator):
-        state = value.get_state()
-        yield lambda: value.set_state(state)
+        yield partial(value.set_state, value.get_state())
     elif isinstance(value, list | deque):
-        yield lambda items=list(value): _replace(value, items)
+        yield partial(_replace, value, list(value))
         for i, item in enumerate(value):
             yield from _undo(item, f"{path}[{i}]", known)
     elif isinstance(value, set):
-        yield lambda items=set(value): _replace(value, items)
+        yield partial(_replace, value, set(value))
     elif isinstance(value, tuple | frozenset):
         for i, item in enumerate(value):
             yield from _undo(item, f"{path}[{i}]", known)
     elif isinstance(value, MutableMapping):
-        yield lambda items=dict(value): _replace(value, items)
+        yield partial(_replace, value, dict(value))
         for key, item in value.items():
             yield from _undo(item, f"{path}[{key!r}]", known)
     elif type(value).__module__.partition(".")[0] not in _CONSTANT_PACKAGES:
@@ -231,7 +229,7 @@ def _undo_object(value: Any, path: str, known: set[int]) -> Iterator[Undo]:
         raise NotComparable(
             f"{path} is a {type(value).__name__}, whose changes by training_step cannot be undone"
         )
-    yield lambda items=dict(attributes): _replace(attributes, items)
+    yield partial(_replace, attributes, dict(attributes))
     for name, item in attributes.items():
         yield from _undo(item, f"{path}.{name}", known)
 

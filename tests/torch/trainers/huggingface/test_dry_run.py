@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer
 
 from healcore.torch import heal_trainer
-from healcore.torch.trainers.huggingface.steps import loss_fn_of
+from healcore.torch.trainers.huggingface.batch_loss import loss_fn_of
 from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny

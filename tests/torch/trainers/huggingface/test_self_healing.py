@@ -20,8 +20,8 @@ from healcore import Checkpoints
 from healcore.runtime.run.start_plan import StoreNotEmpty
 from healcore.runtime.store.manifest import scan
 from healcore.torch import AttachError, DCPStore, HealingCallback, heal_trainer
-from healcore.torch.trainers import healings_of
-from healcore.torch.trainers.huggingface.steps import loss_fn_of
+from healcore.torch.trainers.huggingface.batch_loss import loss_fn_of
+from healcore.torch.trainers.policy_state import healings_of
 from tests.healer.run_directory import events_of, new_process
 from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface import small_runs

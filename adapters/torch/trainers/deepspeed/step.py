@@ -1,0 +1,126 @@
+"""One step of DeepSpeed, which may call its optimizer several times, once, or not at all."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from healcore.torch import gradients
+from healcore.torch.engines import EnforcedDecision
+from healcore.torch.grad_scaler import MAX_OVERFLOWS, DroppedSteps, Overflows
+from healcore.torch.healed_step import HealedStep
+from healcore.torch.measurement import Measurement, Measurer, StepNorms
+from healcore.torch.trainers.deepspeed import trainer_internals as internals
+from healcore.torch.trainers.deepspeed.trainer_internals import DeepSpeedEngine
+
+
+class DeepSpeedMeasurer(Measurer):
+    """Measures a step of DeepSpeed. With ZeRO the norm is over all groups and ranks.
+
+    With ZeRO a rank's optimizer has only a piece of each group, and is called once for each group.
+    No call sees all gradients of the step, so the measurer takes DeepSpeed's own norm.
+
+    Args:
+        engine: the DeepSpeed engine.
+        *args: arguments of `Measurer`.
+    """
+
+    may_clip_as_torch = False  # DeepSpeed clips by arithmetic of its own
+
+    def __init__(self, engine: DeepSpeedEngine, *args: Any) -> None:
+        super().__init__(*args)
+        self._deepspeed = engine
+        self._sharded = internals.is_sharded(engine)
+        self.dropped = SkippedByDeepSpeed(engine)
+        # Overflows are normal under a dynamic loss scale. Otherwise the gradients are not finite.
+        max_overflows = 0
+        if internals.searches_loss_scale(engine):
+            max_overflows = MAX_OVERFLOWS
+        self.overflows = Overflows(self.home, max_overflows)
+
+    def measure(self, *args: Any, **kwargs: Any) -> Measurement:
+        """Measures a step as `Measurer.measure` does, with DeepSpeed's norm under ZeRO.
+
+        Args:
+            *args: as for `Measurer.measure`.
+            **kwargs: as for `Measurer.measure`.
+
+        Returns:
+            What this rank measures; `grad_norm` is NaN if DeepSpeed found the norm not finite.
+        """
+        measured = super().measure(*args, **kwargs)
+        if not self._sharded:
+            return measured
+        norm = torch.as_tensor(internals.global_norm(self._deepspeed), dtype=torch.float32)
+        norm = gradients.to_device(norm, self.home)
+        norm = norm.masked_fill(norm < 0, math.nan)  # DeepSpeed sets -1 if it is not finite
+        return measured._replace(signals=measured.signals._replace(grad_norm=norm))
+
+
+class SkippedByDeepSpeed(DroppedSteps):
+    """Detects that DeepSpeed skipped a step after an overflow, without calling the optimizer.
+
+    The hook of the optimizer does not run in such a step. Without this check, the policy would
+    never judge the step.
+
+    Args:
+        engine: the DeepSpeed engine, which counts its skipped steps.
+
+    Attributes:
+        stepped: see `DroppedSteps`.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._skipped = engine.skipped_steps
+        self.stepped = False
+
+    def take(self) -> bool:
+        """Whether a step was skipped since the last call.
+
+        A rollback lowers DeepSpeed's count, which does not mean a skipped step.
+        """
+        before = self._skipped
+        self._skipped = self._engine.skipped_steps
+        return self._skipped > before
+
+
+class DeepSpeedStep(HealedStep):
+    """Judges once per step of DeepSpeed, and enforces the decision in every parameter group.
+
+    Args:
+        engine: the DeepSpeed engine.
+        adopted_limit: DeepSpeed's max gradient norm, which the policy enforces instead, or None.
+        *args: arguments of `HealedStep`.
+    """
+
+    may_reset_moments = False  # DeepSpeed refers to the moment tensors
+
+    def __init__(self, engine: DeepSpeedEngine, adopted_limit: float | None, *args: Any) -> None:
+        super().__init__(*args)
+        self.adopted_limit = adopted_limit
+        self._first = gradients.parameters(self.optimizer)[0]
+        self._group_decision: EnforcedDecision | None = None
+        self._sharded = internals.is_sharded(engine)
+
+    @torch.no_grad()
+    def _judge(self) -> None:
+        """Judges the first group of a step, and enforces the same decision in the other groups.
+
+        With ZeRO DeepSpeed calls the optimizer once for each group, with only this group in it.
+        """
+        params = gradients.parameters(self.optimizer)
+        if not self._sharded or params[0] is self._first:
+            super()._judge()
+            self._group_decision = self._current.enforced
+        elif self._group_decision is not None:
+            self._current.enforced = self._group_decision
+            self.enforcer.enforce(params, self._group_decision, self.enforcer.amp_flags()[0])
+
+    def _report(self, norms: StepNorms) -> None:
+        """See `HealedStep._report`."""
+        if self._sharded:  # a norm of a flat piece belongs to no single parameter
+            norms = StepNorms([], [], None)
+        super()._report(norms)
