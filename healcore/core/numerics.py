@@ -147,21 +147,21 @@ def decremented(count: Int, *, xp: ArrayNamespace) -> Int:
 
 
 def streak(
-    run: Int, hit: Flag, learn: Flag, restart: Flag, limit: Number, *, xp: ArrayNamespace
+    before: Int, hit: Flag, learn: Flag, restart: Flag, limit: Number, *, xp: ArrayNamespace
 ) -> Int:
     """Counts hits in a row.
 
     Args:
-        run: hits in a row before this step.
+        before: hits in a row before this step.
         hit: this step is a hit.
         learn: this step counts. Otherwise it changes nothing, except by `restart`.
         restart: forget the earlier hits first.
         limit: the count does not grow above this number, so that it cannot overflow.
         xp: the array namespace.
     """
-    run = xp.where(restart, 0, run)
-    longer = xp.where(run < limit, run + 1, run)
-    return xp.where(learn, xp.where(hit, longer, 0), run)
+    before = xp.where(restart, 0, before)
+    longer = xp.where(before < limit, before + 1, before)
+    return xp.where(learn, xp.where(hit, longer, 0), before)
 
 
 # -- trees of arrays -------------------------------------------------------------------------------

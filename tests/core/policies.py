@@ -104,6 +104,11 @@ def covering(clip: str) -> EngineConfig:
     return full(clip) if clip == "zclip" else clip_only(clip)
 
 
+def watching_all(clip: str) -> EngineConfig:
+    """As `full`, with the detectors of the catalogue's recipes too."""
+    return full(clip, detectors=_watching(DETECTORS))
+
+
 def only(*names: str) -> EngineConfig:
     """A policy of these detectors or keys of `PUBLISHED` alone: others would hide their causes."""
     lasting = RuleConfig(int(Cause.DIVERGENCE), action=int(Action.CUT_LR), sustained=True)

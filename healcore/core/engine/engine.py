@@ -29,9 +29,9 @@ from healcore.core.engine.config import EngineConfig, may_limit_rate
 from healcore.core.engine.incidents import RecoveryOrders
 from healcore.core.engine.judge import judge
 from healcore.core.engine.state import (
+    FROZEN,
     SCHEMA,
     UNKNOWN_RATE,
-    WITHHELD,
     EngineState,
     StateError,
     from_json_data,
@@ -391,17 +391,17 @@ class Engine:
         last = last._replace(grad_scale=factor)
         return state._replace(last=state.last._replace(decision=last))
 
-    def withhold(self, state: EngineState) -> EngineState:
+    def freeze(self, state: EngineState) -> EngineState:
         """Makes the engine skip all steps from the next one on, until the host calls `limit_norm`.
 
-        A withheld step changes neither weights nor moments. It is a skip without a cause: it opens
+        A frozen step changes neither weights nor moments. It is a skip without a cause: it opens
         no incident and costs no budget.
 
         Args:
-            state: the state before the first withheld step.
+            state: the state before the first frozen step.
         """
-        withheld = numerics.zero_like(state.norm_limit) + WITHHELD
-        return state._replace(norm_limit=withheld)
+        frozen = numerics.zero_like(state.norm_limit) + FROZEN
+        return state._replace(norm_limit=frozen)
 
     def apply_rate(
         self, state: EngineState, rate: Float, *, xp: ArrayNamespace | ModuleType

@@ -138,7 +138,7 @@ def update_incidents(
         config: the policy.
         before: the state before the step.
         cause: the `Cause` flags of the step.
-        skip: the rules skip the step. A step that the host withholds is not meant.
+        skip: the rules skip the step. A step that the host freezes is not meant.
         wants: the orders of the rules that fire.
         xp: the array namespace.
 
