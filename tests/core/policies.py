@@ -81,7 +81,7 @@ def full(clip: str | None = "zclip", **changes: Any) -> EngineConfig:
     published = {name for names in PUBLISHED.values() for name in names}
     ceiling = 0.0 if clip in (None, "zclip") else 0.625
     return EngineConfig(
-        clip=None if clip is None else (clip.split("-")[0], CLIPS[clip]),
+        clip=None if clip is None else CLIPS[clip],
         detectors=_watching(name for name in DETECTORS if name not in published),
         rules=RULES_OF_ALL_KINDS,
         incident=IncidentConfig(quiet_steps=8, patience=12),

@@ -161,12 +161,10 @@ class StatefulEngine:
             state: a state with leaves of NumPy, which fits the engine and the number of parameters.
         """
         self.step_engine = self.engine.without_limit(state)
-        clip = self.engine.config.clip
         is_alone = self.engine.mode != "observe" and not self.step_engine.limits_norm
         self.max_norm = None
-        if clip is not None and self.engine.clips_at_fixed_norm and is_alone:
-            _, rule = clip
-            self.max_norm = shortest_decimal(np.float32(rule.max_norm))
+        if self.engine.clips_at_fixed_norm and is_alone:
+            self.max_norm = shortest_decimal(np.float32(self.engine.config.clip.max_norm))
         self._state: EngineState = map_leaves(self._to_leaf, state)
         self._decision: Decision | None = None
 

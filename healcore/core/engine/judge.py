@@ -353,9 +353,9 @@ def _clip(
     xp: ArrayNamespace,
 ) -> tuple[Any, Clip | None]:
     """Runs the clipping rule if the policy has one and the signals have its norms."""
-    if config.clip is None:
+    rule = config.clip
+    if rule is None:
         return None, None
-    _, rule = config.clip
     if seen.grad_norm is None or (rule.per_tensor and seen.group_norms is None):
         return state.clip, None
     return rule.update(state.clip, seen, numerics.and_not(seen.finite, skip), xp=xp)

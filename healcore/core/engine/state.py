@@ -239,14 +239,12 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
     Returns:
         The state as NumPy arrays. No two leaves share an array, because JAX may donate them.
     """
-    clip: Any = None
     clip_state: Any = None
-    if config.clip is not None:
-        _, clip = config.clip
-        clip_state = clip.init(groups=groups)
     group_scales = None
-    if clip is not None and clip.per_tensor:
-        group_scales = groups
+    if config.clip is not None:
+        clip_state = config.clip.init(groups=groups)
+        if config.clip.per_tensor:
+            group_scales = groups
     orders = ("onset", "alarms_since_rollback", "alarms_since_cut", "last_onset")
     none_yet = {name: np.full((), -1, np.int32) for name in orders}
     state = EngineState(

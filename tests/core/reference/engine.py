@@ -197,10 +197,10 @@ class Engine:
         """Whether a change was announced for the next step that the caller does not skip."""
         self.clip = None
         if config.clip is not None:
-            name, settings = config.clip
+            name, settings = config.clip.kind, config.clip
             extra = (groups,) if name == "adagc" else ()
             self.clip = clips.RULES[name](settings, self.ties, *extra)
-        self.per_tensor = config.clip is not None and config.clip[0] == "adagc"
+        self.per_tensor = config.clip is not None and config.clip.kind == "adagc"
         self.groups = groups
         self.detectors = []
         for name, settings in config.detectors:
