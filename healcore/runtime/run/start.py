@@ -20,9 +20,10 @@ from healcore.console import counted, first_of
 from healcore.history import RunHistory, RunState
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
-from healcore.runtime.driver import WEIGHTS, Driver
+from healcore.runtime.driver import Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.healer_options import Options
+from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run import run_settings, start_log

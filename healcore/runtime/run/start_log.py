@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.errors import error_text
-from healcore.runtime.driver import STEPPED, WEIGHTS
+from healcore.runtime.program_settings import STEPPED, WEIGHTS
 from healcore.runtime.run import run_settings
 from healcore.runtime.store.checkpoints import StoreError
 

@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from healcore import console
 from healcore.runtime.data import BatchId, EmptyLoader
-from healcore.runtime.driver import json_setting
+from healcore.runtime.program_settings import json_setting
 from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.trainers.huggingface import trainer_internals as internals
 from healcore.torch.trainers.huggingface.trainer_internals import Batch, HfTrainer, Metrics

@@ -14,7 +14,7 @@ from healcore.core.errors import AttachError
 from healcore.runtime.data import EmptyLoader
 from healcore.runtime.data.torch_loader import EPOCH_BEGUN
 from healcore.runtime.data.unreadable_batch import UnreadableBatch, catch_unreadable
-from healcore.runtime.driver import json_setting
+from healcore.runtime.program_settings import json_setting
 from healcore.runtime.trainer_access import TrainerAccess
 from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.trainer_internals import (
