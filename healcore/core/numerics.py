@@ -11,7 +11,8 @@ these rules. The namespace `xp` is an `ArrayNamespace`.
 * XLA flushes subnormals to zero; NumPy and torch keep them. Signals below `TINY` and state
   below `FLUSH` are therefore set to zero.
 * ``where`` between two Python numbers has a different dtype in each backend: pass an array.
-* A constant in the shape of an array is made of the array: `zero_like`, `false_like`, `true_like`.
+* A constant in the shape of an array is made of the array: `zero_like`, `one_like`, `false_like`,
+  `true_like`.
 * torch's CPU ``sqrt`` may be one ulp off. Comparisons square instead, and the torch namespace
   rounds a root correctly.
 """
@@ -53,6 +54,11 @@ def shortest_decimal(number: np.generic) -> float:
 def zero_like(x: Array) -> Array:
     """A zero with the shape and dtype of a finite array, in every backend."""
     return x - x
+
+
+def one_like(x: Float) -> Float:
+    """A one with the shape of a finite float array, in every backend."""
+    return zero_like(x) + 1.0
 
 
 def false_like(like: Flag) -> Flag:
@@ -98,7 +104,7 @@ def complement(decay: Number, like: Float) -> Float:
         decay: a number of the policy.
         like: a finite float32 array, whose shape the result has.
     """
-    return (zero_like(like) + 1.0) - decay
+    return one_like(like) - decay
 
 
 def sanitized(

@@ -414,9 +414,7 @@ class GradEmaConfig(NamedTuple):
         first = count == 0
         old_weight = xp.where(first, 0.0, state.weight)
         complement = numerics.complement(self.ema_decay, norm)
-        weight = numerics.ema(
-            old_weight, numerics.zero_like(norm) + 1.0, complement, accepted, xp=xp
-        )
+        weight = numerics.ema(old_weight, numerics.one_like(norm), complement, accepted, xp=xp)
         # Weight of the new value: 1 for the first value, 1 - decay in the long run.
         rate = xp.quotient(complement, xp.where(weight > 0, weight, 1.0))
         start = xp.where(first, 0.0, state.mean)

@@ -378,7 +378,7 @@ def _scales(
     # not written.
     unit_scale = state.last.decision.grad_scale
     if config.clip is not None:
-        unit_scale = unit_scale - unit_scale + 1.0
+        unit_scale = numerics.one_like(unit_scale)
     scales = _clip_scales(clip, skip, unit_scale, xp=xp)
     if norm_to_limit is None:
         return scales
