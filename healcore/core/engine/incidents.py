@@ -1,6 +1,6 @@
 """Incidents, the recovery that they order, and its budget.
 
-An incident is a run of alarms with one onset. It uses one recovery, however long it lasts. Recovery
+An incident is alarms with one onset. It uses one recovery, however long it lasts. Recovery
 escalates (a deeper rollback, another cut) in two cases: alarms continue for `patience` steps after
 an order, or another incident begins in the same region.
 
