@@ -65,8 +65,7 @@ def _clip_as_optax(
     engine: Engine, decision: Decision, state: HealState, updates: PyTree, measured: PyTree
 ) -> Any:
     """See `gradients.clip_as_optax`."""
-    assert engine.config.clip is not None
-    max_norm = engine.config.clip[1].max_norm
+    max_norm = engine.config.clip.max_norm
     if isinstance(max_norm, int | float):
         max_norm = numerics.shortest_decimal(np.float32(max_norm))
     is_limited = None

@@ -94,16 +94,16 @@ class RowLayout(NamedTuple):
     """Indices of the arrays with elements."""
 
     @classmethod
-    def of(cls, engine: Engine, groups: int | None) -> RowLayout:
-        """The layout for `groups` tensors of a per-tensor policy, or None."""
+    def of(cls, engine: Engine, tensors: int | None) -> RowLayout:
+        """The layout for a number of tensors of a per-tensor policy, or None."""
         if engine.fingerprint is None:  # its numbers may be traced, and must not be kept
-            return cls._make_of(engine, groups)
-        return _known_layout(engine, groups)
+            return cls._make_of(engine, tensors)
+        return _known_layout(engine, tensors)
 
     @classmethod
-    def _make_of(cls, engine: Engine, groups: int | None) -> RowLayout:
+    def _make_of(cls, engine: Engine, tensors: int | None) -> RowLayout:
         """See `of`."""
-        leaves, structure = jax.tree.flatten(engine.init(groups=groups or 0))
+        leaves, structure = jax.tree.flatten(engine.init(groups=tensors or 0))
         places: EngineState = structure.unflatten(range(len(leaves)))
         record = record_numbers(places)
         first_ints = [*record[:RECORD_INTS], *places.tally, places.change_expected]
@@ -187,9 +187,9 @@ class RowLayout(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _known_layout(engine: Engine, groups: int | None) -> RowLayout:
+def _known_layout(engine: Engine, tensors: int | None) -> RowLayout:
     """See `RowLayout.of`. A run reads the same engine at each save."""
-    return RowLayout._make_of(engine, groups)
+    return RowLayout._make_of(engine, tensors)
 
 
 def current_row(rows: Any) -> Any:

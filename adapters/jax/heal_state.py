@@ -163,12 +163,12 @@ def init(engine: Engine, leaves: int, records: int) -> HealState:
     """
     if engine.fingerprint is not None:
         _policies[engine.fingerprint] = engine.config
-    groups = None
+    tensors = None
     if engine.per_tensor:
-        groups = leaves
-    first = engine.init(groups=groups or 0)
-    layout = RowLayout.of(engine, groups)
-    decision = neutral(groups=groups)
+        tensors = leaves
+    first = engine.init(groups=tensors or 0)
+    layout = RowLayout.of(engine, tensors)
+    decision = neutral(groups=tensors)
     row = layout.pack([*_halves(engine.fingerprint), 0, 0], first, decision, np)
     group_scale = decision.group_scale
     if group_scale is not None:
@@ -224,7 +224,7 @@ def _step(
     """Judges one step. `policy` is the hashable part of the engine, `arrays` the other part."""
     row, windows, number, decision = _judge_in_one_kernel(
         policy,
-        _groups(state),
+        _tensors(state),
         arrays,
         engine_rows.current_row(state.heal_engine),
         state.heal_windows,
@@ -245,7 +245,7 @@ def _step(
 
 
 def _judge_row(
-    policy: Any, groups: int | None, arrays: list[Any], row: Any, windows: Any, signals: Signals
+    policy: Any, tensors: int | None, arrays: list[Any], row: Any, windows: Any, signals: Signals
 ) -> tuple[jax.Array, tuple[Any, ...], jax.Array, Decision]:
     """The new row, the new windows, the number of the step, and the decision to enforce."""
     structure, rest, limits_norm = policy
@@ -257,15 +257,15 @@ def _judge_row(
         leaves.append(leaf)
     config = structure.unflatten(leaves)
     engine = Engine(config, limits_norm=limits_norm)
-    layout = RowLayout.of(engine, groups)
+    layout = RowLayout.of(engine, tensors)
     new, decision = engine.step(layout.unpack(row, windows), signals, xp=JAX)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
-    groups_of_template = None
+    tensors_of_template = None
     if decision.group_scale is not None:
-        groups_of_template = 1
-    template = neutral(groups=groups_of_template)
+        tensors_of_template = 1
+    template = neutral(groups=tensors_of_template)
     decision = numerics.map_leaves(_as_dtype_of, template, decision)
     head = list(jnp.unstack(row[: engine_rows.HEAD_SIZE]))
     if signals.loss is not None:
@@ -301,7 +301,7 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
     else:
         rows, windows = jax.device_get((rows, windows))
         row = rows[0]
-    return RowLayout.of(engine, _groups(state)).unpack(row, windows)
+    return RowLayout.of(engine, _tensors(state)).unpack(row, windows)
 
 
 def has_norm_limit(engine: Engine, state: HealState) -> Any:
@@ -317,7 +317,7 @@ def has_norm_limit(engine: Engine, state: HealState) -> Any:
     Returns:
         bool 0-d, traced if the state is.
     """
-    layout = RowLayout.of(engine, _groups(state))
+    layout = RowLayout.of(engine, _tensors(state))
     places: EngineState = layout.structure.unflatten(range(len(layout.leaves)))
     bits = state.heal_engine[0, layout.column(places.norm_limit)]
     return lax.bitcast_convert_type(bits, jnp.float32) != 0
@@ -340,15 +340,15 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
     Raises:
         StateError: `new` belongs to a model with another number of tensors.
     """
-    groups = _groups(state)
+    tensors = _tensors(state)
     saved = new.last.decision.group_scale
-    if saved is not None and len(saved) != groups:
+    if saved is not None and len(saved) != tensors:
         raise StateError(
             f"the saved state is of {len(saved)} tensors, and this optimizer's state is of "
-            f"{groups}: it belongs to a model with other tensors; start from a fresh state"
+            f"{tensors}: it belongs to a model with other tensors; start from a fresh state"
         )
-    layout = RowLayout.of(engine, groups)
-    decision = neutral(groups=groups)
+    layout = RowLayout.of(engine, tensors)
+    decision = neutral(groups=tensors)
     row = layout.pack([0, 0, 0, new.last.loss != 0], new, decision, np)
     rows = state.heal_engine
     # An indexed update fails outside of jit on a mesh of several processes.
@@ -356,7 +356,7 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
     is_new = (place == 0) | (place == 1 + (new.step - 1) % (len(rows) - 1))
     is_kept = np.arange(len(row)) <= engine_rows.EDIT  # not of the EngineState
     group_scale = None
-    if groups is not None:
+    if tensors is not None:
         group_scale = jnp.asarray(decision.group_scale)
     return state._replace(
         heal_engine=jnp.where(is_new & ~is_kept, row, rows),
@@ -443,7 +443,7 @@ def _check(engine: Engine, state: Any) -> None:
     """
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
-    layout = RowLayout.of(engine, _groups(state))
+    layout = RowLayout.of(engine, _tensors(state))
     sizes = [layout.width]
     for i in layout.windows:
         sizes.append(layout.leaves[i].shape[-1])
@@ -507,7 +507,7 @@ def no_heal_state_error(state: Any) -> HealStateError:
     )
 
 
-def _groups(state: HealState) -> int | None:
+def _tensors(state: HealState) -> int | None:
     """Number of tensors that a per-tensor policy clips, or None for any other policy."""
     factors = state.heal_group_scale
     if factors is None:

@@ -147,9 +147,9 @@ def heal_zclip(
         else:
             arrays[name] = jnp.asarray(value).astype(jnp.float32)
     engine = engine_of("zclip", {"clip": {**plain, "target": target}})
-    if arrays and engine.config.clip:
-        kind, clip = engine.config.clip
-        engine = Engine(engine.config._replace(clip=(kind, clip._replace(**arrays))))
+    if arrays:
+        rule = engine.config.clip._replace(**arrays)
+        engine = Engine(engine.config._replace(clip=rule))
     return _transformation(engine, Axes.of(axis_name, shard_axis_name))
 
 

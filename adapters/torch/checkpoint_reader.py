@@ -175,12 +175,12 @@ def _numpy_globals() -> list[Any]:
     return [scalar_function, array_function, np.ndarray, np.dtype, *dtypes]
 
 
-def _contents(format: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
+def _contents(format_name: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
     """The tensors and plain values of a tree. Other objects have no leaf; some have a note."""
     leaves: dict[tuple[str, ...], Any] = {}
     notes: list[str] = []
     # Writers of safetensors sort by size and name, so the order of the model is lost.
-    in_order = format != "safetensors"
+    in_order = format_name != "safetensors"
     for keys, leaf in _leaves(tree, at):
         path = _split(keys) or ("tensor",)  # the whole file is one tensor
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc":
@@ -200,7 +200,7 @@ def _contents(format: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
             leaves[path] = Array(dtype, shape, partial(_flat, leaf), storage, in_order)
         elif isinstance(leaf, (bool, int, float, str, type(None))):
             leaves[path] = leaf
-    return Contents(format, leaves, tuple(notes))
+    return Contents(format_name, leaves, tuple(notes))
 
 
 _MAX_REPEATS = 10

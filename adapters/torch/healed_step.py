@@ -348,9 +348,9 @@ class HealedStep:
         if not self.measurer.dropped.take():
             return
         with torch.no_grad():
-            groups = self.live_engine.groups
+            tensors = self.live_engine.tensors
             alone = self.all_reduce.ranks.world == 1
-            self.live_engine.step(self.measurer.measure_dropped(groups, alone=alone))
+            self.live_engine.step(self.measurer.measure_dropped(tensors, alone=alone))
             self._report(StepNorms([], [], None))
             if self._moment_reset is not None:
                 self._moment_reset.read_cuts(decision_is_known=self._current.enforced is not None)
@@ -383,7 +383,7 @@ class HealedStep:
         has_ranks = len(self.all_reduce.ranks.members) > 1
         if not params and not has_ranks:
             return
-        if len(parameters) != self.live_engine.groups:
+        if len(parameters) != self.live_engine.tensors:
             self._fit_number(parameters)
         measured = self._measure(parameters, has_ranks=has_ranks)
         if measured is None:
@@ -410,11 +410,11 @@ class HealedStep:
         removed parameter raises, because the histories belong to parameters by their position.
         """
         live = self.live_engine
-        if len(parameters) > live.groups:
+        if len(parameters) > live.tensors:
             live.grow(len(parameters))
-        if live.engine.per_tensor and len(parameters) != live.groups:
+        if live.engine.per_tensor and len(parameters) != live.tensors:
             raise ParametersChangedError(
-                f"the optimizer had {live.groups} parameters, now {len(parameters)}, and this "
+                f"the optimizer had {live.tensors} parameters, now {len(parameters)}, and this "
                 "policy has a clipping history for each: detach() and attach again"
             )
 

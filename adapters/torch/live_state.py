@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from healcore.core.errors import AttachError
-from healcore.runtime.driver import json_setting
+from healcore.runtime.program_settings import json_setting
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, scaler_of, unwrapped
 from healcore.torch.gradients import ParamGroup

@@ -31,7 +31,7 @@ class Measurement(NamedTuple):
     norms: Sequence[Tensor]
     """Norm of each gradient, 0-d on the gradient's device, with a GradScaler's scale."""
     squares: Tensor | None
-    """This rank's terms of the squared norms, (1,) float64, or (1 + n,) with norms of n groups.
+    """This rank's terms of the squared norms, (1,) float64, or (1 + n,) with norms of n tensors.
     None if every rank has all gradients."""
     clip_norm: Tensor | None
     """Norm of all gradients as `torch.nn.utils.clip_grad_norm_` computes it, without a GradScaler's
@@ -250,14 +250,14 @@ class Measurer:
             signals = signals._replace(grad_norm=norm)
         return signals, tuple(bad)
 
-    def measure_dropped(self, groups: int, *, alone: bool) -> Signals:
+    def measure_dropped(self, tensors: int, *, alone: bool) -> Signals:
         """Measures a step that a GradScaler has dropped, see `DroppedSteps`.
 
         Its gradients have overflowed, so their norms are NaN. The evaluation is kept for the next
         step, which has a loss on several ranks too.
 
         Args:
-            groups: number of parameters.
+            tensors: number of tensors, the parameters of the optimizer.
             alone: whether this rank decides alone. Its loss is used only then: the other ranks'
                 losses of this step are not known.
 
@@ -269,7 +269,7 @@ class Measurer:
         bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
         group_norms = None
         if self.engine.per_tensor:
-            group_norms = bad.expand(groups).clone()
+            group_norms = bad.expand(tensors).clone()
         loss = None
         if alone:
             loss = self.losses.mean()

@@ -264,7 +264,7 @@ class _Sums(NamedTuple):
     marks: Tensor
     """(3,) float64, see `SignalAllReduce._marks`."""
     squares: Tensor
-    """(1 + groups,) float64: squared norms, or these times `gradients`."""
+    """(1 + tensors,) float64: squared norms, or these times `gradients`."""
 
     def pack(self) -> Tensor:
         """The fields in order, (n,) float64."""

@@ -47,7 +47,7 @@ class ShiftState(NamedTuple):
     of an explosion are not.
     """
 
-    run: Int
+    rejections: Int
     """Leaky count of rejections, each of which adds `gain`."""
     level: Float
     """Moving average of the raw values since the first rejection."""
@@ -86,7 +86,7 @@ def watch_level(
 
         accepted   o o o o o                             o o o o   the new level is the baseline
         rejected             x x x x x x x x x x x x x x
-        run        0 0 0 0 0 4 8 ...       patience * gain: escaped, if the values are at one level
+        rejections 0 0 0 0 0 4 8 ...       patience * gain: escaped, if the values are at one level
 
     Args:
         config: when rejections establish a new level.
@@ -101,7 +101,7 @@ def watch_level(
         The new state, and whether and to which level the values have shifted.
     """
     rejected = rejected & learn
-    rejections = xp.where(restart, 0, state.run)
+    rejections = xp.where(restart, 0, state.rejections)
     first = rejected & (rejections == 0)
     active = learn & (rejected | (rejections > 0))
     lower = rejections - config.forgive

@@ -141,7 +141,7 @@ class ZClipConfig(NamedTuple):
 
     * The baseline follows lasting level shifts, and the warm-up is robust (`baseline`).
     * NaN, Inf and zero norms are not learnt, and sigma is at least `min_rel_std` of mu. In the
-      published rule one NaN disables clipping permanently, and a run of zeros clips to zero.
+      published rule one NaN disables clipping permanently, and a series of zeros clips to zero.
     """
 
     z_threshold: Positive = 2.5

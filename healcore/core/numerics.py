@@ -11,7 +11,8 @@ these rules. The namespace `xp` is an `ArrayNamespace`.
 * XLA flushes subnormals to zero; NumPy and torch keep them. Signals below `TINY` and state
   below `FLUSH` are therefore set to zero.
 * ``where`` between two Python numbers has a different dtype in each backend: pass an array.
-* A constant in the shape of an array is made of the array: `zero_like`, `false_like`, `true_like`.
+* A constant in the shape of an array is made of the array: `zero_like`, `one_like`, `false_like`,
+  `true_like`.
 * torch's CPU ``sqrt`` may be one ulp off. Comparisons square instead, and the torch namespace
   rounds a root correctly.
 """
@@ -53,6 +54,11 @@ def shortest_decimal(number: np.generic) -> float:
 def zero_like(x: Array) -> Array:
     """A zero with the shape and dtype of a finite array, in every backend."""
     return x - x
+
+
+def one_like(x: Float) -> Float:
+    """A one with the shape of a finite float array, in every backend."""
+    return zero_like(x) + 1.0
 
 
 def false_like(like: Flag) -> Flag:
@@ -98,7 +104,7 @@ def complement(decay: Number, like: Float) -> Float:
         decay: a number of the policy.
         like: a finite float32 array, whose shape the result has.
     """
-    return (zero_like(like) + 1.0) - decay
+    return one_like(like) - decay
 
 
 def sanitized(
@@ -147,21 +153,21 @@ def decremented(count: Int, *, xp: ArrayNamespace) -> Int:
 
 
 def streak(
-    run: Int, hit: Flag, learn: Flag, restart: Flag, limit: Number, *, xp: ArrayNamespace
+    before: Int, hit: Flag, learn: Flag, restart: Flag, limit: Number, *, xp: ArrayNamespace
 ) -> Int:
     """Counts hits in a row.
 
     Args:
-        run: hits in a row before this step.
+        before: hits in a row before this step.
         hit: this step is a hit.
         learn: this step counts. Otherwise it changes nothing, except by `restart`.
         restart: forget the earlier hits first.
         limit: the count does not grow above this number, so that it cannot overflow.
         xp: the array namespace.
     """
-    run = xp.where(restart, 0, run)
-    longer = xp.where(run < limit, run + 1, run)
-    return xp.where(learn, xp.where(hit, longer, 0), run)
+    before = xp.where(restart, 0, before)
+    longer = xp.where(before < limit, before + 1, before)
+    return xp.where(learn, xp.where(hit, longer, 0), before)
 
 
 # -- trees of arrays -------------------------------------------------------------------------------

@@ -413,7 +413,7 @@ class Policy:
         """
         clip = None
         if not isinstance(self.clip, NoClip):
-            clip = (self.clip.kind, rounded(self.clip))
+            clip = rounded(self.clip)
         detectors = []
         for name, table in self.detect._asdict().items():
             if table is not None:

@@ -2,27 +2,29 @@
 
 What a program uses:
 
-    healer           `Healer`, a whole run under one policy
-    script           `start`, a run without a `with` block
-    batch_iterator   `Batches`, which `Healer.batches` returns
-    healing_report   `HealingReport`, which `Healer.report` returns
-    healer_options   the arguments of `Healer`, checked
-    healer_error     `HealerError`: a method was called where it cannot work
-    run_options      `Checkpoints`, `Logging`, `Hooks`, and the policy's part for the host
+    healer            `Healer`, a whole run under one policy
+    script            `start`, a run without a `with` block
+    batch_iterator    `Batches`, which `Healer.batches` returns
+    healing_report    `HealingReport`, which `Healer.report` returns
+    healer_options    the arguments of `Healer`, checked
+    healer_error      `HealerError`: a method was called where it cannot work
+    run_options       `Checkpoints`, `Logging`, `Hooks`, and the policy's part for the host
 
 What a framework or a trainer is to the runtime:
 
-    driver           `Driver`, the interface between the Healer and a framework
-    optional_driver  methods that only some drivers have, and the errors without them
-    driver_choice    chooses the driver for a state
-    trainer_access   what the integration of a trainer uses of an open run
+    driver            `Driver`, the interface between the Healer and a framework
+    optional_driver   methods that only some drivers have, and the errors without them
+    driver_choice     chooses the driver for a state
+    engine_names      checks the names of engines that a driver is to load
+    program_settings  the settings of the program that a driver reads
+    trainer_access    what the integration of a trainer uses of an open run
 
 What a run does:
 
-    run              the work between two steps, from the start of a run to its end
-    data             the position of a run in its data
-    faults           exceptions, kinds of failures, retries
-    store            checkpoints in memory and in files
-    reporting        what a run tells its user
-    hang_guard       reports a step that never returns
+    run               the work between two steps, from the start of a run to its end
+    data              the position of a run in its data
+    faults            exceptions, kinds of failures, retries
+    store             checkpoints in memory and in files
+    reporting         what a run tells its user
+    hang_guard        reports a step that never returns
 """

@@ -38,12 +38,12 @@ of a step is its `StepRecord`. The driver copies it to the host in the backgroun
 
 ## To write a third driver
 
-1. Derive a class from `Driver`. A method whose body is `...` has to be defined. A method with a
-   body is a default, for a framework without that feature.
+1. Derive a class from `Driver`, and define its abstract methods. A method with a body is a default,
+   for a framework without that feature.
 2. Write an `ArrayFormat` (`healcore.runtime.store.array_format`) for `store`.
 3. Enter the class in `healcore.adapter_registry.PROVIDED`, under "driver", and let `framework_of`
    in `healcore.runtime.driver_choice` recognize a state of the framework.
-4. `tests/runtime/run/toy_driver.py` is a driver of a model of one number, for the comparisons.
+4. `tests/runtime/run/compare/toy_driver.py` is a driver of a model of one number, for comparisons.
    `adapters/jax/driver/driver.py` is the shorter of the two drivers in this repository.
 
 A driver may have further methods, of the protocols `ObservesLosses` (torch), `TakesStates`
@@ -53,12 +53,11 @@ method of the Healer raises an error.
 
 from __future__ import annotations
 
-import math
+import abc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from healcore.core.decision import StepRecord
-from healcore.core.engine import StateError
 from healcore.runtime.faults.microbatches import Gradients
 from healcore.runtime.store.checkpoints import CommonState, StateMismatch
 from healcore.runtime.store.ranks import Ranks
@@ -109,10 +108,6 @@ class PendingDispatch(Protocol):
         ...
 
 
-DIGESTED = 64
-"""Values of each parameter in the digest of the initial weights, see `Driver.settings`."""
-
-
 class NumberRange(NamedTuple):
     """The values that a number of an optimizer has had, such as a weight decay or a beta."""
 
@@ -128,8 +123,8 @@ class WeightsChanged(Exception):
     """The run has added, removed, frozen or resized parameters since a copy of its weights."""
 
 
-class Driver(Protocol):
-    """The framework's side of a healed run. A method with a body is a default.
+class Driver(abc.ABC):
+    """The framework's side of a healed run. A method that is not abstract is a default.
 
     The module describes when the methods are called, and how to write a driver. Three words:
 
@@ -166,13 +161,13 @@ class Driver(Protocol):
     """
 
     @property
+    @abc.abstractmethod
     def live(self) -> LiveState:
         """The live state, as the user passed it.
 
         After a rollback of a state that is a value (a pytree in JAX), it is the restored state. The
         program gets it from `Healer.update` or `Healer.state`, and continues with it.
         """
-        ...
 
     @property
     def state_is_in_place(self) -> bool:
@@ -186,6 +181,7 @@ class Driver(Protocol):
 
     # -- steps ----------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def take_dispatch(self) -> PendingDispatch | None:
         """Starts to copy the records of the dispatch since the last call.
 
@@ -195,7 +191,6 @@ class Driver(Protocol):
         Returns:
             The dispatch, or None if the program has taken no step since the last call.
         """
-        ...
 
     def pending_steps(self) -> int:
         """Number of steps that `take_dispatch` has not returned, per optimizer, rounded up.
@@ -205,6 +200,7 @@ class Driver(Protocol):
         """
         return 0
 
+    @abc.abstractmethod
     def request_vote(self) -> None:
         """Marks the following steps on all ranks.
 
@@ -215,18 +211,18 @@ class Driver(Protocol):
 
         It is called only with several ranks, also by signal handlers.
         """
-        ...
 
+    @abc.abstractmethod
     def expect_change(self) -> None:
         """Opens every engine's grace window, because the program is about to change the training.
 
         For example a new learning rate or other data. The engines then raise no alarm for a while,
         and learn the new level. See `Healer.expect_change`.
         """
-        ...
 
     # -- the state ------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def state(self) -> dict[str, Any]:
         """References to the state to save, not copied, without the engines.
 
@@ -234,16 +230,16 @@ class Driver(Protocol):
             Name -> tree of arrays and Python values, or an object with `state_dict`. What
             `CheckpointStore.save` takes. The names are the same in each process.
         """
-        ...
 
+    @abc.abstractmethod
     def engines(self) -> dict[str, dict[str, Any]]:
         """The states of the engines now. Waits for the device.
 
         Returns:
             Engine name -> `Engine.to_dict` of its current state. The record of a checkpoint has it.
         """
-        ...
 
+    @abc.abstractmethod
     def load(
         self,
         state: Mapping[str, Any] | None,
@@ -268,7 +264,6 @@ class Driver(Protocol):
             StateError: an engine state is of another policy, or the run has no such engine; the
                 live states are unchanged.
         """
-        ...
 
     def structure_changes(self) -> list[str]:
         """What the program has changed in the structure of its state since the last call, as texts.
@@ -323,14 +318,15 @@ class Driver(Protocol):
         """
         return []
 
+    @abc.abstractmethod
     def moments_obstacle(self) -> str:
         """Reason why the moments cannot be reset, or an empty string.
 
         Called at the start if the policy resets moments, so that such a policy fails before the
         training and not at the first rollback.
         """
-        ...
 
+    @abc.abstractmethod
     def may_save(self, patience: int | None = None) -> bool:
         """Whether no gradients are accumulated, which a checkpoint does not hold.
 
@@ -341,7 +337,6 @@ class Driver(Protocol):
                 count as abandoned, or None for never. Otherwise one frozen optimizer would prevent
                 all saves.
         """
-        ...
 
     def is_interrupted(self) -> bool:
         """Whether an exception has interrupted an update: the state may be half updated.
@@ -350,6 +345,7 @@ class Driver(Protocol):
         """
         return False
 
+    @abc.abstractmethod
     def undo_window(self) -> str:
         """Undoes the changes by batches since the last step, which a restart reads again.
 
@@ -360,11 +356,10 @@ class Driver(Protocol):
             The reason why the changes cannot be undone, or an empty string. With a reason, the run
             does not save.
         """
-        ...
 
     # -- weights --------------------------------------------------------------------------------
 
-    def keep_weight_sample(self) -> None:
+    def keep_weight_sample(self) -> None:  # noqa: B027 -- the default does nothing
         """Keeps a sample of the weights, which are the weights of the training now.
 
         Called at each step, so its cost does not depend on the size of the model, and it does not
@@ -391,14 +386,15 @@ class Driver(Protocol):
         """
         return not self.nonfinite_weights()
 
+    @abc.abstractmethod
     def nonfinite_weights(self) -> list[str]:
         """Names of the parameters with NaN or Inf now. Waits for the device.
 
         Returns:
             The names, in the order of the parameters.
         """
-        ...
 
+    @abc.abstractmethod
     def copy_weights(self) -> Weights:
         """A copy on the host of the parameters that the optimizers train, for `losses_of`.
 
@@ -406,8 +402,8 @@ class Driver(Protocol):
         Each rank copies its shards of sharded parameters. The Healer keeps a few such copies, and
         compares the current weights with them.
         """
-        ...
 
+    @abc.abstractmethod
     def losses_of(
         self,
         loss_fn: LossFn,
@@ -434,8 +430,8 @@ class Driver(Protocol):
             SignalError: `loss_fn` changes its batch.
             DataError: the compiled training step has deleted a batch.
         """
-        ...
 
+    @abc.abstractmethod
     def memory(self) -> dict[str, int]:
         """The memory of the device by owner, after memory ran out. For the diagnosis.
 
@@ -443,7 +439,6 @@ class Driver(Protocol):
             Owner -> bytes. In torch "parameters", "gradients", "optimizer state", and on a GPU
             "activations", which are all other memory. Empty if it is unknown.
         """
-        ...
 
     def missing_moments(self) -> tuple[int, int] | None:
         """Bytes of the moments that the optimizers create at their first step.
@@ -468,6 +463,7 @@ class Driver(Protocol):
 
     # -- numbers of the program -----------------------------------------------------------------
 
+    @abc.abstractmethod
     def settings(self) -> dict[str, Any]:
         """The hyperparameters in the state, and `WEIGHTS`, a digest of the weights.
 
@@ -476,12 +472,12 @@ class Driver(Protocol):
         value where it is known. Arguments of schedulers are included: a checkpoint restores them.
 
         Returns:
-            Name -> number, text, bool, or a list of these, see `json_setting`. The value of
-            `WEIGHTS` is a digest of `DIGESTED` values of each parameter, equal in all processes;
-            see `STEPPED`.
+            Name -> number, text, bool, or a list of these. The value of `WEIGHTS` is a digest of
+            `DIGESTED` values of each parameter, equal in all processes. The names are constants of
+            `healcore.runtime.program_settings`, with `STEPPED` and the function `json_setting`.
         """
-        ...
 
+    @abc.abstractmethod
     def learning_rates(self, engines: Engines | None = None) -> dict[str, float | None]:
         """The learning rates that the program uses now.
 
@@ -494,7 +490,6 @@ class Driver(Protocol):
             Engine name -> learning rate without healcore's multiplier, or None if unknown. A
             rollback can limit only a known rate.
         """
-        ...
 
     def trained_rates(self) -> dict[str, float | None]:
         """The `learning_rates` of the last step. The program may have set the next rate already.
@@ -504,7 +499,7 @@ class Driver(Protocol):
         """
         return self.learning_rates()
 
-    def watch_numbers(self) -> None:
+    def watch_numbers(self) -> None:  # noqa: B027 -- the default does nothing
         """Begins to read the numbers of the optimizers at each step. A step is then a bit slower.
 
         JAX reads them in any case, within the jitted step.
@@ -533,7 +528,7 @@ class Driver(Protocol):
         """
         return []
 
-    def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
+    def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:  # noqa: B027 -- as above
         """Holds numbers of the optimizers in their ranges, and restarts the ranges of `numbers`.
 
         From now on, a step at which the program's value of a number in `ranges` is below `low` or
@@ -553,6 +548,7 @@ class Driver(Protocol):
 
     # -- the run --------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def store(self, where: Any) -> CheckpointStore:
         """Makes the default store of the framework.
 
@@ -562,64 +558,15 @@ class Driver(Protocol):
         Raises:
             StoreError: the directory cannot be used.
         """
-        ...
 
+    @abc.abstractmethod
     def ranks(self) -> Ranks:
         """The ranks of this run, which exchange small items. `Alone()` for a single process.
 
         Called once, at the start. A driver may create a process group of its own for it, so that
         the exchanges of checkpoints do not mix with the exchanges of the training.
         """
-        ...
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Removes the hooks that the driver has installed. The program may train on without it."""
-        ...
-
-
-WEIGHTS = "initial weights"
-"""Name of the digest of the weights in `Driver.settings`."""
-STEPPED = ", stepped"
-"""End of the digest of a program that has loaded a snapshot: its optimizers have stepped before."""
-
-
-def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
-    """Checks the names of engines before `Driver.load` changes anything.
-
-    Args:
-        engines: names of engine states to load.
-        present: names of the engines of the run.
-
-    Raises:
-        StateError: the run has no engine of one of the names.
-    """
-    known = list(present)
-    for name in engines:
-        if name not in known:
-            raise StateError(
-                f"this run has no engine named {name!r}, its engines are {', '.join(known)}: "
-                "pass the healing state of a run with the same optimizers"
-            )
-
-
-def json_setting(value: Any) -> Any:
-    """A hyperparameter as a JSON value, for `Driver.settings`.
-
-    Args:
-        value: any object.
-
-    Returns:
-        The bool, text, number or list. NaN and Inf become texts, because JSON has no number for
-        them. None for a tensor, a function or another object, and for a list with such an item.
-    """
-    if isinstance(value, bool | str):
-        return value
-    if isinstance(value, int | float):
-        if math.isfinite(value):
-            return value
-        return str(value)
-    if isinstance(value, tuple | list):
-        items = [json_setting(each) for each in value]
-        if items and None not in items:
-            return items
-    return None

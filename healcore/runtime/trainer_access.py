@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.run_loader import RunLoader
-from healcore.runtime.driver import WEIGHTS, Driver
+from healcore.runtime.driver import Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
+from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.run.batch_loop import BatchLoop
 from healcore.runtime.run.run import Run
 

@@ -10,7 +10,7 @@ import numpy as np
 from healcore.core.array_namespace import NUMPY
 from healcore.core.decision import Action
 from healcore.core.engine import Engine, EngineConfig, EngineState
-from healcore.core.engine.state import WITHHELD
+from healcore.core.engine.state import FROZEN
 from healcore.core.numerics import map_leaves, select
 from healcore.core.signals import Signals
 from tests.core import fuzz
@@ -66,11 +66,11 @@ def norm_limits(step: int, lanes: Any) -> tuple[Any, Any]:
     """Whether the host changes the limit of the gradient norm at this step, and the limit, by lane.
 
     Nothing is changed in a third of the lanes. In the others there is a limit of its own for two
-    thirds of the time, also before the first rollback. In some of them the host withholds the steps
+    thirds of the time, also before the first rollback. In some of them the host freezes the steps
     for half of the rest.
     """
     limit = np.float32(10.0) ** ((lanes + step // 20) % 4 - 2).astype(np.float32)
-    none = np.where((lanes % 3 == 2) & (step // 20 % 6 == 2), WITHHELD, 0)
+    none = np.where((lanes % 3 == 2) & (step // 20 % 6 == 2), FROZEN, 0)
     return (lanes % 3 != 0) & (step % 20 == 10), np.where(step // 20 % 3 == 2, none, limit)
 
 
@@ -86,8 +86,8 @@ def reference_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> E
         for i in range(steps):
             seen = Signals(*(None if c is None else c[i][lane] for c in columns))
             sets_limit, norm_limit = norm_limits(i, np.int32(lane))
-            if sets_limit and norm_limit == WITHHELD:
-                machine.withhold()
+            if sets_limit and norm_limit == FROZEN:
+                machine.freeze()
             elif sets_limit:
                 machine.limit_norm(float(norm_limit))
             verdict = machine.see(seen)
@@ -123,7 +123,7 @@ def growing_run(
         for i in range(len(rows), stop):
             sets_limit, norm_limit = norm_limits(i, numbers)
             limited = engine.limit_norm(state, norm_limit, xp=np)
-            limited = where(norm_limit == WITHHELD, engine.withhold(state), limited)
+            limited = where(norm_limit == FROZEN, engine.freeze(state), limited)
             state = where(sets_limit, limited, state)
             state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
             decided = {name: x for name, x in decision._asdict().items() if x is not None}

@@ -81,7 +81,7 @@ def full(clip: str | None = "zclip", **changes: Any) -> EngineConfig:
     published = {name for names in PUBLISHED.values() for name in names}
     ceiling = 0.0 if clip in (None, "zclip") else 0.625
     return EngineConfig(
-        clip=None if clip is None else (clip.split("-")[0], CLIPS[clip]),
+        clip=None if clip is None else CLIPS[clip],
         detectors=_watching(name for name in DETECTORS if name not in published),
         rules=RULES_OF_ALL_KINDS,
         incident=IncidentConfig(quiet_steps=8, patience=12),
@@ -102,6 +102,11 @@ def covering(clip: str) -> EngineConfig:
     """Over all keys of `CLIPS`: every detector and every rule once, every clipping rule."""
     # They do not see each other, so only the tests marked `stress` have each pair of them.
     return full(clip) if clip == "zclip" else clip_only(clip)
+
+
+def watching_all(clip: str) -> EngineConfig:
+    """As `full`, with the detectors of the catalogue's recipes too."""
+    return full(clip, detectors=_watching(DETECTORS))
 
 
 def only(*names: str) -> EngineConfig:

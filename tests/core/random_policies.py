@@ -117,7 +117,7 @@ def engine_configs(draw: Any, clips: tuple[str | None, ...] = (*CLIPS, None)) ->
     small = st.integers(0, 12)
     return EngineConfig(
         mode=draw(st.sampled_from(["heal", "heal", "observe"])),
-        clip=None if clip is None else (clip, draw(CLIPS[clip])),
+        clip=None if clip is None else draw(CLIPS[clip]),
         detectors=tuple(draw(detector(name)) for name in DETECTORS if name in chosen),
         rules=tuple(draw(st.lists(rules, max_size=5))),
         incident=IncidentConfig(draw(st.integers(1, 30)), draw(st.integers(1, 30))),

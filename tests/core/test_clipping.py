@@ -54,7 +54,7 @@ def published(values: np.ndarray, **settings) -> tuple[np.ndarray, np.ndarray, Z
 def test_the_same_factors_and_statistics(target, max_norm):
     runs = np.stack([noisy_norms(seed) for seed in range(3)], axis=1)
     config = RULES["zclip"](target=target, max_norm=max_norm)
-    runner = Runner(EngineConfig(clip=("zclip", config)), lanes=3)
+    runner = Runner(EngineConfig(clip=config), lanes=3)
     got, ours = [], []
     for values in runs:
         got.append(runner.step(grad_norm=values).grad_scale)
@@ -91,7 +91,7 @@ BOUNDS = {name: tuple(map(int, steps)) for name, *steps in ROWS}
 def amounts(rule: str, config: NamedTuple, norms: np.ndarray) -> np.ndarray:
     """1 - scale at each step, (steps, lanes)."""
     groups = 1 if rule == "adagc" else 0
-    runner = Runner(EngineConfig(clip=(rule, config)), groups=groups, lanes=norms.shape[1])
+    runner = Runner(EngineConfig(clip=config), groups=groups, lanes=norms.shape[1])
     scales = []
     for norm in norms:
         decision = runner.step(grad_norm=norm, group_norms=norm[:, None] if groups else None)

@@ -289,10 +289,10 @@ def test_a_limit_and_a_clip_are_the_smaller_of_both_and_the_clip_learns_as_befor
     assert same(free.state.detectors, held.state.detectors)
 
 
-def test_withheld_steps_are_skips_without_a_cause():
+def test_frozen_steps_are_skips_without_a_cause():
     """They open no incident and cost no budget; the limit of the norm ends them."""
     runner = Runner(watching("nonfinite", RuleConfig(NOT_FINITE, skip=True)))
-    runner.state = runner.engine.withhold(runner.state)
+    runner.state = runner.engine.freeze(runner.state)
     for _ in range(20):
         decision = runner.step(loss=1.0, grad_norm=8.0)
         assert decision.skip
@@ -318,7 +318,7 @@ def test_a_step_without_a_limit_has_none_of_its_operations(clip):
             limit = np.float32(0.1 if i == 20 else 0.0)
             a, b = (engine.limit_norm(state, limit, xp=np) for state in (a, b))
         if i == 30:
-            a, b = engine.withhold(a), engine.withhold(b)
+            a, b = engine.freeze(a), engine.freeze(b)
         current = engine.without_limit(b)
         assert current is engine.without_limit(b)
         assert current.limits_norm == (20 <= i < 40)
@@ -355,10 +355,17 @@ def test_an_evaluation_at_a_step_that_the_caller_skips_counts():
     skipped = runner.step(loss=3.0, eval_loss=5.0, externally_skipped=True)
     assert not skipped.cause
     assert not skipped.action
-    assert runner.state.detectors[0] == before._replace(run=2), "nothing else is learnt"
+    assert runner.state.detectors[0] == before._replace(streak=2), "nothing else is learnt"
     following = runner.step(loss=1.0, eval_loss=nan, externally_skipped=False)
     assert following.cause == Cause.OVERFIT
     assert following.action == Action.ALERT
     # An evaluation that is as low as the training loss ends the overfitting in the same way.
     runner.step(loss=3.0, eval_loss=1.0, externally_skipped=True)
     assert not runner.step(loss=1.0, eval_loss=nan, externally_skipped=False).cause
+
+
+def test_a_clipping_rule_with_its_name_is_deprecated():
+    config = policies.full("fixed")
+    with pytest.warns(DeprecationWarning, match="write clip=rule"):
+        engine = Engine(config._replace(clip=("fixed", config.clip)))
+    assert engine.fingerprint == Engine(config).fingerprint

@@ -95,7 +95,7 @@ def test_random_policies_decide_as_the_reference(examples):
     @settings(max_examples=examples, **BOUNDED)
     @given(config=engine_configs(), seed=st.integers(0, 1 << 20), wild=st.booleans())
     def decides_as_the_reference(config, seed, wild):
-        groups = policies.GROUPS if config.clip and config.clip[0] == "adagc" else 0
+        groups = policies.GROUPS if config.clip and config.clip.kind == "adagc" else 0
         trace = fuzz.signals(np.random.default_rng(seed), 150, 6, groups=groups, wild=wild)
         outcome = oracle.agree(config, trace, groups=groups)
         assert outcome.wrong is None, outcome.wrong

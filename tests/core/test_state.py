@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -79,6 +80,20 @@ def test_through_json_and_back_to_the_bit(clip):
         assert b.dtype == c.dtype
         assert b.shape == c.shape
         assert np.asarray(a).tobytes() == b.tobytes()
+
+
+def test_a_state_that_an_earlier_version_saved_has_the_same_names():
+    """`saved_state.json` is 60 steps of this policy, saved before its streaks had this name."""
+    saved = json.loads(Path(__file__).with_name("saved_state.json").read_text())
+    engine = Engine(policies.watching_all("zclip"))
+    state = engine.from_dict(saved)
+    assert state.finite_skip_streak == 4
+    assert state.tally.skips == 19
+    assert state.clip.shift.rejections == 16
+    with pytest.warns(DeprecationWarning, match="read finite_skip_streak"):
+        assert state.skips == 4
+    written = engine.to_dict(state)
+    assert json.dumps(written["state"]) == json.dumps(saved["state"])
 
 
 def broken(data: dict[str, Any], *path: Any, value: Any = ...) -> dict[str, Any]:

@@ -10,7 +10,7 @@ NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 WARMUP = 3
 
 ZCLIP = EngineConfig(
-    clip=("zclip", ZClipConfig()),
+    clip=ZClipConfig(),
     detectors=(("nonfinite", NonFiniteConfig()),),
     rules=(RuleConfig(NONFINITE, skip=True),),
 )
@@ -25,7 +25,7 @@ BOTH = SKIP._replace(clip=ZCLIP.clip)
 
 OBSERVE = ZCLIP._replace(mode="observe")
 
-ADAGC = ZCLIP._replace(clip=("adagc", AdaGCConfig(warmup_steps=WARMUP)))
+ADAGC = ZCLIP._replace(clip=AdaGCConfig(warmup_steps=WARMUP))
 
 CUT_LR = SKIP._replace(
     rules=(RuleConfig(NONFINITE, skip=True, action=int(Action.CUT_LR)),),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from healcore.core.engine import Engine, EngineConfig, EngineState
-from healcore.core.engine.state import WITHHELD
+from healcore.core.engine.state import FROZEN
 from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
 from healcore.jax.array_namespace import JAX
@@ -63,16 +63,16 @@ def steps_equal(
 def norm_limits(begin: int, lanes: int) -> np.ndarray:
     """Limits of the gradient norm for a chunk: none in the first, then from 0 (none) to 10.
 
-    In a fifth of the lanes the steps of the chunk are withheld.
+    In a fifth of the lanes the steps of the chunk are frozen.
     """
     lane = np.arange(lanes) if lanes else np.asarray(1)
     kind = (lane + begin // CHUNK) % 5
-    limit = np.where(kind == 4, WITHHELD, 10.0 ** (kind - 2.0))
+    limit = np.where(kind == 4, FROZEN, 10.0 ** (kind - 2.0))
     return np.where((begin == 0) | (kind == 0), 0, limit).astype(np.float32)
 
 
 def limited(engine: Engine, backend: str, state: Any, limit: np.ndarray) -> Any:
-    """The state with a limit of the norm or withheld steps, in the backend's own arrays."""
+    """The state with a limit of the norm or frozen steps, in the backend's own arrays."""
     where: Any = np.where
     xp: Any = np
     given: Any = limit
@@ -85,8 +85,8 @@ def limited(engine: Engine, backend: str, state: Any, limit: np.ndarray) -> Any:
         xp = _TORCH
         given = _tensor(limit)
     state = engine.limit_norm(state, given, xp=xp)
-    withheld = engine.withhold(state).norm_limit
-    state = state._replace(norm_limit=where(given == WITHHELD, withheld, state.norm_limit))
+    frozen = engine.freeze(state).norm_limit
+    state = state._replace(norm_limit=where(given == FROZEN, frozen, state.norm_limit))
     return scalars(state) if backend == "recorded" else state
 
 

@@ -126,7 +126,7 @@ def test_random_policies_have_the_same_bits(examples, steps, lanes, against):
     @settings(max_examples=examples, **BOUNDED)
     @given(config=engine_configs(), seed=st.integers(0, 1 << 20))
     def compared(config, seed):
-        groups = groups_of(config.clip and config.clip[0])
+        groups = groups_of(config.clip and config.clip.kind)
         trace = fuzz.signals(np.random.default_rng(seed), steps, lanes, groups=groups)
         if lanes == 1:
             trace = lockstep.scalar(trace, 0)

@@ -17,7 +17,7 @@ _SKIP = EngineConfig(
 SKIPS = Engine(_SKIP)
 """Skips NaN and finite spikes, clips nothing: a step that passes is the optimizer's own."""
 
-OBSERVES = Engine(_SKIP._replace(mode="observe", clip=("fixed", FixedConfig(1e-3))))
+OBSERVES = Engine(_SKIP._replace(mode="observe", clip=FixedConfig(1e-3)))
 
 CUTS = Engine(
     _SKIP._replace(
@@ -29,7 +29,7 @@ CUTS = Engine(
 
 ADAGC = Engine(
     EngineConfig(
-        clip=("adagc", AdaGCConfig(warmup_steps=WARMUP, max_norm=1e9)),
+        clip=AdaGCConfig(warmup_steps=WARMUP, max_norm=1e9),
         detectors=(("nonfinite", NonFiniteConfig()),),
         rules=(RuleConfig(NONFINITE, skip=True),),
     )
@@ -37,7 +37,7 @@ ADAGC = Engine(
 
 EVERYTHING = Engine(
     EngineConfig(
-        clip=("zclip", ZClipConfig(warmup_steps=WARMUP)),
+        clip=ZClipConfig(warmup_steps=WARMUP),
         detectors=tuple((name, detector()) for name, detector in DETECTORS.items()),
         rules=(
             RuleConfig(NONFINITE | int(Cause.LOSS_SPIKE | Cause.GRAD_SPIKE), skip=True),
@@ -58,7 +58,7 @@ LOSSES = Engine(
 
 OF_RANKS = Engine(
     LOSSES.config._replace(
-        clip=("zclip", ZClipConfig(warmup_steps=20)),
+        clip=ZClipConfig(warmup_steps=20),
         detectors=(
             ("nonfinite", NonFiniteConfig()),
             ("loss_spike", LossSpikeConfig(window=20)),
@@ -71,7 +71,7 @@ OF_RANKS = Engine(
 
 def fixed(max_norm: float) -> Engine:
     """Clips to `max_norm`, and skips what is not finite."""
-    return Engine(SKIPS.config._replace(clip=("fixed", FixedConfig(max_norm)), detectors=()))
+    return Engine(SKIPS.config._replace(clip=FixedConfig(max_norm), detectors=()))
 
 
 ROLLS_BACK = policy.loads(

@@ -32,7 +32,8 @@ from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.optimizer_numbers import injected_hyperparameters, injected_rates
 from healcore.jax.tree_nodes import node_at, nodes
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, Engines, NumberRange, json_setting
+from healcore.runtime.driver import Driver, Engines, NumberRange
+from healcore.runtime.program_settings import STEPPED, WEIGHTS, json_setting
 from healcore.runtime.store.checkpoints import IN_MEMORY, StateMismatch
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore

@@ -35,7 +35,7 @@ from healcore.jax.nested_states import warn_if_after_optimizer
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import check_second_iterates, is_optax_state
 from healcore.jax.tree_nodes import map_nodes, node_at, node_getter, nodes
-from healcore.runtime.driver import check_engines
+from healcore.runtime.engine_names import check_engines
 
 
 class EngineEntry(NamedTuple):

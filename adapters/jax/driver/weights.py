@@ -23,7 +23,8 @@ from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import is_optax_state
 from healcore.jax.tree_nodes import Path, nodes
 from healcore.runtime.data.positions import DataError
-from healcore.runtime.driver import DIGESTED, WeightsChanged
+from healcore.runtime.driver import WeightsChanged
+from healcore.runtime.program_settings import DIGESTED
 
 transferring = jax.transfer_guard("allow")
 """Decorator of methods that transfer arrays even if the program's transfer guard forbids it."""

@@ -19,12 +19,14 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.ranks import RankFailed
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 1800.0
 """Timeout of an exchange in seconds. Long, because rank 0 may be writing a large checkpoint; JAX's
@@ -60,7 +62,7 @@ class CoordinatedRanks:
         self._exchanges = 0
         self._failure: RankFailed | None = None
 
-    def gather(self, item: Any) -> list[Any]:
+    def gather(self, item: T) -> list[T]:
         """Every rank's item, on every rank. All ranks have to call it, in the same order.
 
         Args:

@@ -18,7 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from healcore.core.signals import SignalError
 from healcore.runtime.data.random_states import isolated
-from healcore.runtime.driver import DIGESTED, WeightsChanged
+from healcore.runtime.driver import WeightsChanged
+from healcore.runtime.program_settings import DIGESTED
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation

@@ -38,7 +38,7 @@ class DeviceEngine(StatefulEngine):
 
     Args:
         engine: the policy's engine.
-        groups: number of parameters.
+        tensors: number of tensors, the parameters of the optimizer.
         device: where the gradients are.
         compile: whether a step that decides by the engine's state is compiled.
     """
@@ -46,10 +46,12 @@ class DeviceEngine(StatefulEngine):
     name = "device"
     is_late = True
 
-    def __init__(self, engine: Engine, groups: int, device: torch.device, *, compile: bool) -> None:
+    def __init__(
+        self, engine: Engine, tensors: int, device: torch.device, *, compile: bool
+    ) -> None:
         to_leaf = partial(torch.tensor, device=device)
         self._device = device
-        super().__init__(engine, groups, xp=Namespace(device), to_leaf=to_leaf)
+        super().__init__(engine, tensors, xp=Namespace(device), to_leaf=to_leaf)
         self.compiled = compile
         self._compiled_step: Callable[..., tuple[EnforcedDecision, Decision]] | None = None
         if compile:
@@ -93,7 +95,7 @@ class DeviceEngine(StatefulEngine):
         """Copies of the last step's record, which all its readers share, or None before one."""
         self._late: LateJudge | None = None
         if self.step_engine.tests_only_finite:
-            host = HostEngine(self.engine, self.groups)
+            host = HostEngine(self.engine, self.tensors)
             host.start(state)
             self._late = LateJudge(host, self._device)
 
@@ -139,11 +141,11 @@ class DeviceEngine(StatefulEngine):
         else:
             self._late.judge_all().expect_change()
 
-    def grow(self, groups: int) -> None:
+    def grow(self, tensors: int) -> None:
         """Starts a clipping history for added parameters."""
-        super().grow(groups)
+        super().grow(tensors)
         if self._late is not None:
-            self._late.judge_all().grow(groups)
+            self._late.judge_all().grow(tensors)
 
     def _step(
         self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None

@@ -126,14 +126,14 @@ class StatefulEngine:
 
     Args:
         engine: the policy's engine.
-        groups: number of parameters.
+        tensors: number of tensors, the parameters of the optimizer.
         xp: array namespace of the core.
         to_leaf: makes a leaf of the state from a NumPy array.
 
     Attributes:
         engine: the policy's engine.
         step_engine: the engine that makes the steps, see `Engine.without_limit`.
-        groups: number of parameters.
+        tensors: number of tensors, the parameters of the optimizer.
         max_norm: the limit of the policy's fixed clip, or None. None too in observe mode, and while
             a limit that a rollback has set may be lower.
     """
@@ -146,13 +146,13 @@ class StatefulEngine:
     """Whether steps are judged after they were taken, see `LateJudge`."""
 
     def __init__(
-        self, engine: Engine, groups: int, *, xp: Any, to_leaf: Callable[[np.ndarray], Any]
+        self, engine: Engine, tensors: int, *, xp: Any, to_leaf: Callable[[np.ndarray], Any]
     ) -> None:
         self.engine = engine
-        self.groups = groups
+        self.tensors = tensors
         self._xp = xp
         self._to_leaf = to_leaf
-        self.start(engine.init(groups=groups))
+        self.start(engine.init(groups=tensors))
 
     def start(self, state: EngineState) -> None:
         """Continues from a state, in place of the state that was reached.
@@ -161,12 +161,10 @@ class StatefulEngine:
             state: a state with leaves of NumPy, which fits the engine and the number of parameters.
         """
         self.step_engine = self.engine.without_limit(state)
-        clip = self.engine.config.clip
         is_alone = self.engine.mode != "observe" and not self.step_engine.limits_norm
         self.max_norm = None
-        if clip is not None and self.engine.clips_at_fixed_norm and is_alone:
-            _, rule = clip
-            self.max_norm = shortest_decimal(np.float32(rule.max_norm))
+        if self.engine.clips_at_fixed_norm and is_alone:
+            self.max_norm = shortest_decimal(np.float32(self.engine.config.clip.max_norm))
         self._state: EngineState = map_leaves(self._to_leaf, state)
         self._decision: Decision | None = None
 
@@ -212,15 +210,15 @@ class StatefulEngine:
         """Opens the grace window at the next step."""
         self._state = self.engine.expect_change(self._state, xp=self._xp)
 
-    def grow(self, groups: int) -> None:
+    def grow(self, tensors: int) -> None:
         """Starts a clipping history for added parameters.
 
         The state of all other detectors, and the histories of the first parameters, stay.
 
         Args:
-            groups: the new number of parameters, larger than before.
+            tensors: the new number of tensors, larger than before.
         """
-        self.groups = groups
+        self.tensors = tensors
 
         def extended(old: Any, new: Any) -> Any:
             if old.shape != new.shape:
@@ -228,7 +226,7 @@ class StatefulEngine:
                 return new
             return old
 
-        new = map_leaves(self._to_leaf, self.engine.init(groups=groups))
+        new = map_leaves(self._to_leaf, self.engine.init(groups=tensors))
         self._state = map_leaves(extended, self._state, new)
 
     def to_dict(self) -> dict[str, Any]:
@@ -252,10 +250,10 @@ class StatefulEngine:
             StateError: the state is damaged, or from another policy or number of parameters.
         """
         saved = self.engine.from_dict(data)
-        if self.engine.per_tensor and data["groups"] != self.groups:
+        if self.engine.per_tensor and data["groups"] != self.tensors:
             raise StateError(
                 f"the saved state has {data['groups']} parameters, this optimizer has "
-                f"{self.groups}: per-tensor clipping has a history for each; attach to the same "
+                f"{self.tensors}: per-tensor clipping has a history for each; attach to the same "
                 "model, or start without the saved state"
             )
         return saved
@@ -285,13 +283,13 @@ class HostEngine(StatefulEngine):
 
     Args:
         engine: the policy's engine.
-        groups: number of parameters.
+        tensors: number of tensors, the parameters of the optimizer.
     """
 
     name = "host"
 
-    def __init__(self, engine: Engine, groups: int) -> None:
-        super().__init__(engine, groups, xp=NUMPY, to_leaf=lambda leaf: leaf[()])  # 0-d: scalars
+    def __init__(self, engine: Engine, tensors: int) -> None:
+        super().__init__(engine, tensors, xp=NUMPY, to_leaf=lambda leaf: leaf[()])  # 0-d: scalars
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         """Engine, number of parameters and the signals' types -> the recorded step."""
 
@@ -340,7 +338,7 @@ class HostEngine(StatefulEngine):
                 externally_skipped = np.True_
             signals = signals._replace(externally_skipped=externally_skipped)
         # A recorded step holds for these types only: an absent signal leaves no operation in it.
-        key = (self.step_engine, self.groups, *map(type, signals))
+        key = (self.step_engine, self.tensors, *map(type, signals))
         with np.errstate(all="ignore"):  # the core discards invalid values afterwards
             program = self._programs.get(key)
             if program is None:

@@ -119,7 +119,7 @@ class LateJudge:
             norm = signals.grad_norm
             skip = torch.maximum(skip, (norm > SIGNAL_LIMIT).to(torch.float32))
             # A fixed clip reads nothing but the norm.
-            _, clip = engine.config.clip[1].update(None, _Norm(norm), None, xp=self._xp)
+            _, clip = engine.config.clip.update(None, _Norm(norm), None, xp=self._xp)
             scale = clip.scale.masked_fill(skip > 0, 1.0)
             if divisor is None:
                 divisor = self._one

@@ -6,13 +6,15 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 Group: TypeAlias = Any
 """A process group of torch.distributed."""
+
+T = TypeVar("T")
 
 MIN_TIMEOUT = timedelta(minutes=10)
 """Ranks write their parts of a checkpoint at different speeds, and wait for the slowest rank."""
@@ -58,7 +60,7 @@ class GlooRanks:
             )
         return self._group
 
-    def gather(self, item: Any) -> list[Any]:
+    def gather(self, item: T) -> list[T]:
         """Every rank's item, on every rank.
 
         All ranks have to call this in the same order. May be called from any thread.

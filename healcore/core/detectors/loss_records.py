@@ -239,7 +239,7 @@ class InstabilityConfig(NamedTuple):
 
         count = xp.where(learn & (before < _MAX_COUNT), before + 1, before)
         learnt = xp.where(usual > 0, xp.minimum(norm, large), norm)
-        one = numerics.zero_like(norm) + 1.0
+        one = numerics.one_like(norm)
         steps = xp.where(count > 0, numerics.as_float(count, xp=xp), one)
         weight = xp.maximum(xp.quotient(one, steps), _MIN_NORM_WEIGHT)
         step = xp.product(weight, learnt - usual)

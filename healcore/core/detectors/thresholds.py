@@ -62,7 +62,7 @@ class NonFiniteConfig(NamedTuple):
 class VanishingState(NamedTuple):
     """Count of consecutive small norms."""
 
-    run: Int
+    streak: Int
     """Consecutive steps below the threshold, at most `patience`."""
 
 
@@ -98,8 +98,8 @@ class VanishingConfig(NamedTuple):
             norms in a row were small. An alarm is sustained at once.
         """
         vanished = seen.grad_norm < self.threshold
-        longer = xp.where(state.run < self.patience, state.run + 1, state.run)
-        streak = xp.where(seen.finite, xp.where(vanished, longer, 0), state.run)
+        longer = xp.where(state.streak < self.patience, state.streak + 1, state.streak)
+        streak = xp.where(seen.finite, xp.where(vanished, longer, 0), state.streak)
         streak = xp.where(seen.restart, 0, streak)
         alarm = seen.finite & vanished & (streak >= self.patience)
         return VanishingState(streak), DetectorResult(alarm, alarm)
@@ -116,7 +116,7 @@ class CeilingState(NamedTuple):
     """Values learnt, at most `first_steps`."""
     top: Float
     """The largest learnt value."""
-    run: Int
+    streak: Int
     """Consecutive alarms, at most `sustain` (losses) or `escape` (norms)."""
 
 
@@ -168,7 +168,7 @@ class LossCeilingConfig(NamedTuple):
         if self.ceiling is not None:
             over = over | (loss > self.ceiling)
         alarm = learn & ~early & over
-        streak = numerics.streak(state.run, alarm, learn, seen.restart, self.sustain, xp=xp)
+        streak = numerics.streak(state.streak, alarm, learn, seen.restart, self.sustain, xp=xp)
         count = xp.where(learn & early, count + 1, count)
         return CeilingState(count, top, streak), DetectorResult(
             alarm, alarm & (streak >= self.sustain)
@@ -227,7 +227,7 @@ class GradCeilingConfig(NamedTuple):
             outlier = outlier | (norm > self.ceiling)
         alarm = learn & outlier
 
-        streak = numerics.streak(state.run, alarm, learn, seen.restart, self.escape, xp=xp)
+        streak = numerics.streak(state.streak, alarm, learn, seen.restart, self.escape, xp=xp)
         sustained = alarm & (streak >= self.sustain)
         accepted = learn & early & ~alarm
         count = xp.where(accepted, count + 1, count)

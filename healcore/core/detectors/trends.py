@@ -57,7 +57,7 @@ class DivergenceState(NamedTuple):
     """Lowest trend."""
     peak: Float
     """Highest trend since the trend left the best level."""
-    run: Int
+    elevated_steps: Int
     """Elevated steps minus recovering steps."""
 
 
@@ -112,16 +112,18 @@ class DivergenceConfig(NamedTuple):
         high = excess > xp.where(positive, at_best, threshold)
         peak = xp.where(high, xp.maximum(trend, state.peak), trend)
         elevated = high & (excess > ELEVATED_SHARE * (peak - best))
-        elevated_count = xp.where(elevated, state.run + 1, numerics.decremented(state.run, xp=xp))
-        elevated_count = xp.where(high, elevated_count, 0)
-        alarm = learn & elevated & (elevated_count >= self.patience)
-        expired = elevated_count >= self.patience + self.patience
+        more = state.elevated_steps + 1
+        fewer = numerics.decremented(state.elevated_steps, xp=xp)
+        elevated_steps = xp.where(elevated, more, fewer)
+        elevated_steps = xp.where(high, elevated_steps, 0)
+        alarm = learn & elevated & (elevated_steps >= self.patience)
+        expired = elevated_steps >= self.patience + self.patience
         after = DivergenceState(
             learnt,
             numerics.flush(trend, xp=xp),
             numerics.flush(xp.where(expired, trend, best), xp=xp),
             numerics.flush(peak, xp=xp),
-            xp.where(expired, 0, elevated_count),
+            xp.where(expired, 0, elevated_steps),
         )
         before = state._replace(values=learnt)
         new = map_leaves(lambda a, b: a if a is b else xp.where(learn, a, b), after, before)
@@ -228,14 +230,14 @@ class PlateauConfig(NamedTuple):
 class OverfitState(NamedTuple):
     """Smoothed training loss, and the count of consecutive high evaluations.
 
-    If the caller skips the training step, `run` still counts the evaluation of this step.
+    If the caller skips the training step, `streak` still counts the evaluation of this step.
     """
 
     train: Float
     """Smoothed training loss."""
     started: Flag
     """`train` has learnt a loss."""
-    run: Int
+    streak: Int
     """Consecutive evaluations with too wide a gap, at most `patience`."""
 
 
@@ -278,8 +280,8 @@ class OverfitConfig(NamedTuple):
         train = xp.where(learn & ~state.started, seen.loss, train)
         started = state.started | learn
         too_wide = seen.eval_loss - train > self.max_gap
-        longer = xp.where(state.run < self.patience, state.run + 1, state.run)
-        streak = xp.where(seen.has_eval & started, xp.where(too_wide, longer, 0), state.run)
+        longer = xp.where(state.streak < self.patience, state.streak + 1, state.streak)
+        streak = xp.where(seen.has_eval & started, xp.where(too_wide, longer, 0), state.streak)
         streak = xp.where(seen.restart, 0, streak)
         alarm = streak >= self.patience
         return OverfitState(train, started, streak), DetectorResult(alarm, alarm)

@@ -150,7 +150,7 @@ class LossRatioState(NamedTuple):
     """The accepted losses."""
     last: Float
     """Last accepted loss."""
-    run: Int
+    streak: Int
     """Consecutive outliers, at most `escape`."""
 
 
@@ -221,7 +221,7 @@ class LossRatioConfig(NamedTuple):
         outlier = xp.where(plain, loss, loss - usual) >= needed
         alarm = learn & known & outlier & (loss > state.last)
 
-        streak = numerics.streak(state.run, alarm, learn, seen.restart, self.escape, xp=xp)
+        streak = numerics.streak(state.streak, alarm, learn, seen.restart, self.escape, xp=xp)
         sustained = alarm & (streak >= self.sustain)
         escaped = alarm & (streak >= self.escape)
         accepted = learn & (~alarm | escaped)
@@ -241,7 +241,7 @@ class WindowState(NamedTuple):
 
     window: Window
     """The recent values, outliers as their limit."""
-    run: Int
+    streak: Int
     """Consecutive outliers, at most `sustain`."""
 
 
@@ -319,7 +319,7 @@ class LossWindowConfig(NamedTuple):
         limit = usual + xp.where(alarm, xp.product(k, sigma), 0.0)
         limited = numerics.flush(xp.where(alarm, limit, value), xp=xp)
         window = push(window, self.window, limited, learn, xp=xp)
-        streak = numerics.streak(state.run, alarm, learn, seen.restart, self.sustain, xp=xp)
+        streak = numerics.streak(state.streak, alarm, learn, seen.restart, self.sustain, xp=xp)
         return WindowState(window, streak), DetectorResult(alarm, alarm & (streak >= self.sustain))
 
 
@@ -414,9 +414,7 @@ class GradEmaConfig(NamedTuple):
         first = count == 0
         old_weight = xp.where(first, 0.0, state.weight)
         complement = numerics.complement(self.ema_decay, norm)
-        weight = numerics.ema(
-            old_weight, numerics.zero_like(norm) + 1.0, complement, accepted, xp=xp
-        )
+        weight = numerics.ema(old_weight, numerics.one_like(norm), complement, accepted, xp=xp)
         # Weight of the new value: 1 for the first value, 1 - decay in the long run.
         rate = xp.quotient(complement, xp.where(weight > 0, weight, 1.0))
         start = xp.where(first, 0.0, state.mean)
@@ -425,7 +423,7 @@ class GradEmaConfig(NamedTuple):
         var = numerics.ema(xp.where(first, 0.0, state.var), square, rate, accepted, xp=xp)
         var = xp.where(var > 0, var, 0.0)
 
-        sustained = alarm & (shift_state.run >= self.sustain * self.shift.gain)
+        sustained = alarm & (shift_state.rejections >= self.sustain * self.shift.gain)
         learnt = GradEmaState(
             count=xp.where(accepted & warm, count + 1, count),
             weight=xp.where(accepted, weight, state.weight),

@@ -121,8 +121,8 @@ class EngineConfig(NamedTuple):
 
     mode: str = "heal"
     """`heal`, or `observe`, which judges everything and changes nothing. Static."""
-    clip: tuple[str, Any] | None = None
-    """(name in `clipping.RULES`, its config), or None."""
+    clip: Any = None
+    """The clipping rule, of a class in `clipping.RULES`, or None."""
     detectors: tuple[tuple[str, Any], ...] = ()
     """(name in `detectors.DETECTORS`, its config), in the order in which they run."""
     rules: tuple[RuleConfig, ...] = ()
@@ -180,8 +180,9 @@ def _tables(config: EngineConfig) -> dict[str, dict[str, Any]]:
     """The tables of a policy file; keys outside of a table are under the name ""."""
     single = ("mode", "max_skips", "grace_steps")
     tables: dict[str, dict[str, Any]] = {"": {name: getattr(config, name) for name in single}}
-    kind, clip = config.clip or ("none", None)
-    tables["clip"] = {"kind": kind} | ({} if clip is None else clip._asdict())
+    tables["clip"] = {"kind": "none"}
+    if config.clip is not None:
+        tables["clip"] = {"kind": config.clip.kind, **config.clip._asdict()}
     tables |= {f"detect.{name}": detector._asdict() for name, detector in config.detectors}
     tables |= {f"respond[{i}]": rule._asdict() for i, rule in enumerate(config.rules)}
     for name in ("incident", "rollback", "lr", "budget"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
@@ -29,9 +30,9 @@ from healcore.core.engine.config import EngineConfig, may_limit_rate
 from healcore.core.engine.incidents import RecoveryOrders
 from healcore.core.engine.judge import judge
 from healcore.core.engine.state import (
+    FROZEN,
     SCHEMA,
     UNKNOWN_RATE,
-    WITHHELD,
     EngineState,
     StateError,
     from_json_data,
@@ -67,8 +68,17 @@ class Engine:
         """
         if config.mode not in ("heal", "observe"):
             raise ValueError(f"mode must be 'heal' or 'observe', got {config.mode!r}")
-        if config.clip is not None and config.clip[0] not in RULES:
-            raise ValueError(f"clip must be one of {sorted(RULES)}, got {config.clip[0]!r}")
+        if type(config.clip) is tuple:
+            warnings.warn(
+                "EngineConfig(clip=(kind, rule)) is deprecated: write clip=rule",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            config = config._replace(clip=config.clip[1])
+        if config.clip is not None and getattr(config.clip, "kind", None) not in RULES:
+            raise ValueError(
+                f"clip must be a rule of one of the kinds {sorted(RULES)}, got {config.clip!r}"
+            )
         for name, _ in config.detectors:
             if name not in DETECTORS:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
@@ -79,9 +89,9 @@ class Engine:
         self.clips_at_fixed_norm = False
         """Whether the clipping rule is one fixed limit, as in `clip_grad_norm_`."""
         if config.clip is not None:
-            self._clip_name, clip = config.clip
-            self.per_tensor = clip.per_tensor
-            self.clips_at_fixed_norm = clip.is_fixed
+            self._clip_name = config.clip.kind
+            self.per_tensor = config.clip.per_tensor
+            self.clips_at_fixed_norm = config.clip.is_fixed
         self.limits_norm = limits_norm
         """Whether `step` applies `EngineState.norm_limit`."""
         # Attributes, because Dynamo cannot trace the lock of Python 3.11's `cached_property`.
@@ -129,8 +139,11 @@ class Engine:
         Saved states and reports name the policy by it, whatever its file is called. None if the
         numbers are arrays, as for many policies at once.
         """
+        numbers: tuple[Any, ...] = self.config
+        if self.config.clip is not None:
+            numbers = self.config._replace(clip=(self.config.clip.kind, self.config.clip))
         try:
-            text = json.dumps(self.config, sort_keys=True)
+            text = json.dumps(numbers, sort_keys=True)
         except TypeError:
             return None
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -391,17 +404,17 @@ class Engine:
         last = last._replace(grad_scale=factor)
         return state._replace(last=state.last._replace(decision=last))
 
-    def withhold(self, state: EngineState) -> EngineState:
+    def freeze(self, state: EngineState) -> EngineState:
         """Makes the engine skip all steps from the next one on, until the host calls `limit_norm`.
 
-        A withheld step changes neither weights nor moments. It is a skip without a cause: it opens
+        A frozen step changes neither weights nor moments. It is a skip without a cause: it opens
         no incident and costs no budget.
 
         Args:
-            state: the state before the first withheld step.
+            state: the state before the first frozen step.
         """
-        withheld = numerics.zero_like(state.norm_limit) + WITHHELD
-        return state._replace(norm_limit=withheld)
+        frozen = numerics.zero_like(state.norm_limit) + FROZEN
+        return state._replace(norm_limit=frozen)
 
     def apply_rate(
         self, state: EngineState, rate: Float, *, xp: ArrayNamespace | ModuleType

@@ -1,6 +1,6 @@
 """Incidents, the recovery that they order, and its budget.
 
-An incident is a run of alarms with one onset. It uses one recovery, however long it lasts. Recovery
+An incident is alarms with one onset. It uses one recovery, however long it lasts. Recovery
 escalates (a deeper rollback, another cut) in two cases: alarms continue for `patience` steps after
 an order, or another incident begins in the same region.
 
@@ -138,7 +138,7 @@ def update_incidents(
         config: the policy.
         before: the state before the step.
         cause: the `Cause` flags of the step.
-        skip: the rules skip the step. A step that the host withholds is not meant.
+        skip: the rules skip the step. A step that the host freezes is not meant.
         wants: the orders of the rules that fire.
         xp: the array namespace.
 

@@ -83,10 +83,12 @@ def judge(
     no_flag = xp.never(cause)
     rule_states, fired = _run_rules(config, state, results, no_flag, xp=xp)
 
-    skips, skip_by_rules = _skip_by_rules(config, state.skips, fired, seen, no_flag, xp=xp)
+    finite_skip_streak, skip_by_rules = _skip_by_rules(
+        config, state.finite_skip_streak, fired, seen, no_flag, xp=xp
+    )
     skip = skip_by_rules
     if limits_norm:
-        skip = skip | (state.norm_limit < 0)  # `WITHHELD` by the host
+        skip = skip | (state.norm_limit < 0)  # `FROZEN` by the host
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
     wants = _wanted_orders(fired, no_flag)
@@ -116,7 +118,7 @@ def judge(
         clip=clip_state,
         detectors=detectors,
         rules=rule_states,
-        skips=skips,
+        finite_skip_streak=finite_skip_streak,
         incident=incidents,
         budget=budget,
         lr=lr_state,
@@ -258,11 +260,11 @@ def update_rule(
         quiet_steps: steps without firing after which the next firing counts as newly fired.
         xp: the array namespace.
     """
-    run, window, age = state
+    streak, window, age = state
     fired = newly_fired = hit
     if not (isinstance(config.consecutive, int) and config.consecutive == 1):
-        run = (run + 1) * hit
-        fired = newly_fired = hit & (run >= config.consecutive)
+        streak = (streak + 1) * hit
+        fired = newly_fired = hit & (streak >= config.consecutive)
     if config.within:
         slot, value = step % config.within, xp.astype(hit, xp.int32)
         window = xp.with_slot(window, slot, value)
@@ -270,7 +272,7 @@ def update_rule(
     if config.action & ORDERED_ONCE:
         newly_fired = fired & (age >= quiet_steps)
         age = xp.where(fired, 0, age + 1)
-    return RuleState(run, window, age), Firing(fired, newly_fired)
+    return RuleState(streak, window, age), Firing(fired, newly_fired)
 
 
 def _wanted_orders(fired: list[tuple[RuleConfig, Firing]], no_flag: Flag) -> RuleOrders:
@@ -351,9 +353,9 @@ def _clip(
     xp: ArrayNamespace,
 ) -> tuple[Any, Clip | None]:
     """Runs the clipping rule if the policy has one and the signals have its norms."""
-    if config.clip is None:
+    rule = config.clip
+    if rule is None:
         return None, None
-    _, rule = config.clip
     if seen.grad_norm is None or (rule.per_tensor and seen.group_norms is None):
         return state.clip, None
     return rule.update(state.clip, seen, numerics.and_not(seen.finite, skip), xp=xp)
@@ -376,7 +378,7 @@ def _scales(
     # not written.
     unit_scale = state.last.decision.grad_scale
     if config.clip is not None:
-        unit_scale = unit_scale - unit_scale + 1.0
+        unit_scale = numerics.one_like(unit_scale)
     scales = _clip_scales(clip, skip, unit_scale, xp=xp)
     if norm_to_limit is None:
         return scales

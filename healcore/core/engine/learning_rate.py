@@ -143,7 +143,7 @@ def limited_rate(
             rate of 1.
         xp: the array namespace.
     """
-    one = numerics.zero_like(state.scale) + 1.0
+    one = numerics.one_like(state.scale)
     stored_rate = _stored_rate(rate, state, xp=xp)
     known_rate = xp.abs(stored_rate)  # 1 for `UNKNOWN_RATE`
     has_rate = known_rate > 0

@@ -8,6 +8,7 @@ exact.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,10 +22,18 @@ from healcore.core.numerics import map_leaves, zeros
 
 SCHEMA = 10  # version of the saved form
 
+_SAVED_AS = {
+    "streak": "run",
+    "rejections": "run",
+    "elevated_steps": "run",
+    "finite_skip_streak": "skips",
+}
+"""Field of a state -> its name in the saved form, if the name is another one."""
+
 _NEVER = 1 << 30
 
-WITHHELD = -1.0
-"""The limit of the gradient norm while the host withholds all steps."""
+FROZEN = -1.0
+"""The limit of the gradient norm while the host freezes all steps."""
 UNKNOWN_RATE = -1.0
 """The learning rate of a step whose rate is unknown. No schedule has a negative rate, and a state
 has no NaN, so the number cannot be a rate. The multiplier is computed as for a rate of 1."""
@@ -60,11 +69,11 @@ class Tally(NamedTuple):
 class RuleState(NamedTuple):
     """Hits of one rule, and its last firing.
 
-    A rule with `consecutive` reads `run`, and a rule with `count` reads `window`. `age` keeps
+    A rule with `consecutive` reads `streak`, and a rule with `count` reads `window`. `age` keeps
     an alert, a save or a stop from being ordered again at each step of a fault.
     """
 
-    run: Int
+    streak: Int
     """Hits in a row; 0 for a rule that fires at one hit."""
     window: Int
     """(within,): ring of the last steps, 1 for a hit; (0,) without a window."""
@@ -149,7 +158,8 @@ class EngineState(NamedTuple):
 
         step, change_expected, grace          where the run is
         clip, detectors, rules                what the statistics have learnt of earlier steps
-        skips, incident, budget, lr           what is being done about trouble
+        finite_skip_streak, incident,
+        budget, lr                            what is being done about trouble
         norm_limit                            what the host has asked for
         tally, last                           what reports say; decisions depend only on the last
                                               finite loss and norm in it, which replace bad ones
@@ -170,7 +180,7 @@ class EngineState(NamedTuple):
     """State of each detector, in the policy's order."""
     rules: tuple[RuleState, ...]
     """State of each `[[respond]]` entry, in the policy's order."""
-    skips: Int
+    finite_skip_streak: Int
     """Finite steps skipped in a row; a step without an alarm resets the count."""
     incident: IncidentState
     """The open incident, and the last recovery."""
@@ -179,11 +189,22 @@ class EngineState(NamedTuple):
     lr: LrState
     """The learning-rate multiplier."""
     norm_limit: Float
-    """Largest norm that the host allows, 0 = no limit, or WITHHELD."""
+    """Largest norm that the host allows, 0 = no limit, or FROZEN."""
     tally: Tally
     """Counts since the run began."""
     last: Telemetry
     """Decision and readings of the last step."""
+
+    @property
+    def skips(self) -> Int:
+        """Finite steps skipped in a row. Deprecated: read `finite_skip_streak`."""
+        warnings.warn(
+            "EngineState.skips is deprecated: read finite_skip_streak, or tally.skips for the "
+            "number of skipped steps",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.finite_skip_streak
 
 
 def neutral(*, groups: int | None = None) -> Decision:
@@ -218,14 +239,12 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
     Returns:
         The state as NumPy arrays. No two leaves share an array, because JAX may donate them.
     """
-    clip: Any = None
     clip_state: Any = None
-    if config.clip is not None:
-        _, clip = config.clip
-        clip_state = clip.init(groups=groups)
     group_scales = None
-    if clip is not None and clip.per_tensor:
-        group_scales = groups
+    if config.clip is not None:
+        clip_state = config.clip.init(groups=groups)
+        if config.clip.per_tensor:
+            group_scales = groups
     orders = ("onset", "alarms_since_rollback", "alarms_since_cut", "last_onset")
     none_yet = {name: np.full((), -1, np.int32) for name in orders}
     state = EngineState(
@@ -235,7 +254,7 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
         clip=clip_state,
         detectors=tuple(detector.init() for _, detector in config.detectors),
         rules=tuple(init_rule(rule) for rule in config.rules),
-        skips=np.zeros((), np.int32),
+        finite_skip_streak=np.zeros((), np.int32),
         incident=zeros(IncidentState)._replace(**none_yet),
         budget=BudgetState(
             np.asarray(config.budget.recoveries, np.int32),
@@ -323,7 +342,7 @@ def to_json_data(tree: Any) -> Any:
     if tree is None:
         return None
     if hasattr(tree, "_fields"):
-        return {name: to_json_data(part) for name, part in tree._asdict().items()}
+        return {_saved_name(name): to_json_data(part) for name, part in tree._asdict().items()}
     if isinstance(tree, tuple):
         return [to_json_data(part) for part in tree]
     return np.asarray(tree).tolist()
@@ -345,13 +364,18 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
     """
     if isinstance(template, np.ndarray):
         return _array(template, data, place)
-    is_mapping = isinstance(data, Mapping)
-    if hasattr(template, "_fields") and is_mapping and set(data) == set(template._fields):
-        fields = template._asdict().items()
-        return type(template)(*(from_json_data(x, data[n], f"{place}.{n}") for n, x in fields))
+    if hasattr(template, "_fields") and isinstance(data, Mapping):
+        names = [_saved_name(field) for field in template._fields]
+        if set(data) == set(names):
+            parts = []
+            for name, part in zip(names, template, strict=True):
+                parts.append(from_json_data(part, data[name], f"{place}.{name}"))
+            return type(template)(*parts)
     if type(template) is tuple and isinstance(data, list | tuple) and len(data) == len(template):
-        parts: Any = enumerate(zip(template, data, strict=True))
-        return tuple(from_json_data(part, each, f"{place}[{i}]") for i, (part, each) in parts)
+        parts = []
+        for i, (part, each) in enumerate(zip(template, data, strict=True)):
+            parts.append(from_json_data(part, each, f"{place}[{i}]"))
+        return tuple(parts)
     if template is None and data is None:
         return None
     expected = to_json_data(template)
@@ -359,6 +383,10 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
         f"{place} must have the structure of {expected!r:.120}, got {data!r:.80}: the "
         "saved state belongs to another policy, or is damaged"
     )
+
+
+def _saved_name(field: str) -> str:
+    return _SAVED_AS.get(field, field)
 
 
 def _array(template: np.ndarray, data: Any, place: str) -> np.ndarray:

@@ -64,7 +64,7 @@ def limit_norms(
     for name, saved in engines.items():
         state = engine.from_dict(saved)
         if freeze:
-            state = engine.withhold(state)
+            state = engine.freeze(state)
         else:
             state = engine.limit_norm(state, np.float32(limits.get(name, 0.0)), xp=np)
         limited[name] = engine.to_dict(state)

@@ -358,7 +358,7 @@ class Held:
             lines.append(f"gradient norm{of} kept below {limit} (it was {reached})")
         if self.frozen_steps is not None:
             first, last = self.frozen_steps
-            lines.append(f"the updates of steps {first} to {last} are withheld")
+            lines.append(f"steps {first} to {last} are frozen: they change no weights")
         return lines
 
     @property

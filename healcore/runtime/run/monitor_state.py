@@ -89,7 +89,7 @@ class MonitorState:
         loader_start: first step of the current loader. Batch ids of earlier loaders have no meaning
             in it.
         batches: the batches of the last steps, oldest first.
-        rule_hits: "number of the rule/engine" -> its `RuleState`: run, age, and the window.
+        rule_hits: "number of the rule/engine" -> its `RuleState`: streak, age, and the window.
         rule_fired: engine -> the last step at which a rule fired.
         rates: engine -> the highest learning rate in force at a trained step since the last start
             or rollback, where it is known.

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from healcore.console import first_of, passes_power_of_ten
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import WEIGHTS, Driver
+from healcore.runtime.driver import Driver
+from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.ending.exits import IncompleteRun
 

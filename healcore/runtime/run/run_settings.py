@@ -12,7 +12,8 @@ from typing import Any
 from healcore.console import first_of
 from healcore.policy import diff, load, loads
 from healcore.policy.loader import preset_names, recipe_names
-from healcore.runtime.driver import WEIGHTS, Driver
+from healcore.runtime.driver import Driver
+from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.values import attribute
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from healcore.core.errors import error_text
 from healcore.history import RunHistory, RunState
-from healcore.runtime.driver import STEPPED, WEIGHTS
+from healcore.runtime.program_settings import STEPPED, WEIGHTS
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run import run_settings
 from healcore.runtime.store.checkpoints import StoreError

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Literal
 
-from healcore.runtime.driver import WEIGHTS
+from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import CheckpointInfo, StoreError

@@ -219,7 +219,7 @@ def write_only_file(folder: Path, copy: SealedState, content: single_file.Conten
     files.write_new(folder / single_file.FILE, content.with_manifest(manifest))
 
 
-def complete(root: Path, folder: Path, copy: SealedState, format: str) -> Path:
+def complete(root: Path, folder: Path, copy: SealedState, format_name: str) -> Path:
     """Completes a save: writes the manifest, and sets the final name.
 
     Before the final name is set, the checkpoint does not exist. An older save of the same step is
@@ -229,7 +229,7 @@ def complete(root: Path, folder: Path, copy: SealedState, format: str) -> Path:
         root: directory of the run.
         folder: the temporary directory, in which all ranks have written their files.
         copy: the `HostCopy` that was written.
-        format: name of the format of the files.
+        format_name: name of the format of the files.
 
     Returns:
         The final directory.
@@ -238,7 +238,7 @@ def complete(root: Path, folder: Path, copy: SealedState, format: str) -> Path:
         digests = files.sync_and_digest(folder)
         if copy.record is not None:
             files.write_new(folder / RECORD, copy.record)
-        files.write_new(folder / MANIFEST, _sealed_manifest(copy, format, digests))
+        files.write_new(folder / MANIFEST, _sealed_manifest(copy, format_name, digests))
     files.sync_directory(folder)
     final = root / _directory_name(copy.step, copy.attempt)
     older = {each for each in files.entries_of(root) if step_of(each) == copy.step} - {final}
@@ -250,12 +250,12 @@ def complete(root: Path, folder: Path, copy: SealedState, format: str) -> Path:
     return final
 
 
-def _sealed_manifest(copy: SealedState, format: str, digests: Mapping[str, Digest]) -> bytes:
+def _sealed_manifest(copy: SealedState, format_name: str, digests: Mapping[str, Digest]) -> bytes:
     """The manifest of a `HostCopy`, from the digests of its files."""
     found: dict[str, Any] = {name: digest._asdict() for name, digest in digests.items()}
     has_record = copy.record is not None
     read = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_record)
-    writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format}
+    writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format_name}
     return checksums.seal({**writer, **read._asdict()})
 
 

@@ -26,7 +26,7 @@ class Ranks(Protocol):
     world: int
     """Number of processes."""
 
-    def gather(self, item: Any) -> list[Any]:
+    def gather(self, item: T) -> list[T]:
         """Exchanges an item of each rank.
 
         Collective: every rank calls it, in the same order, from one thread at a time.
@@ -46,7 +46,7 @@ class Alone:
     rank = 0
     world = 1
 
-    def gather(self, item: Any) -> list[Any]:
+    def gather(self, item: T) -> list[T]:
         """A list of the item."""
         return [item]
 
@@ -55,7 +55,7 @@ class RankFailed(HealcoreError, OSError):
     """Another rank raised an error, which this message quotes, or does not answer."""
 
 
-def broadcast(ranks: Ranks, mine: Any) -> Any:
+def broadcast(ranks: Ranks, mine: T) -> T:
     """Sends the item of rank 0 to every rank. Collective.
 
     Args:
@@ -93,7 +93,8 @@ def gather_results(ranks: Ranks, action: Callable[[], T]) -> list[T]:
         result = action()
     except Exception as error:
         failure = error
-    outcomes = ranks.gather((result, _picklable(failure, ranks.rank)))
+    mine: tuple[Any, Exception | None] = (result, _picklable(failure, ranks.rank))
+    outcomes = ranks.gather(mine)
     failures: list[Exception] = []
     if failure is not None:  # first: the error itself, and not its copy for the other ranks
         failures.append(failure)

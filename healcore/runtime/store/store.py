@@ -17,7 +17,7 @@ from threading import Event
 from typing import Any, NamedTuple
 
 from healcore import console
-from healcore.runtime.store import files, manifest, ranks
+from healcore.runtime.store import files, manifest
 from healcore.runtime.store.array_format import ArrayFormat, Target
 from healcore.runtime.store.checkpoints import (
     IN_MEMORY,
@@ -34,7 +34,14 @@ from healcore.runtime.store.checkpoints import (
 )
 from healcore.runtime.store.host_copy import MEMORY, HostCopy, Record, checked_step, sealed_record
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.runtime.store.ranks import (
+    Alone,
+    Ranks,
+    broadcast,
+    gather_results,
+    run_on_each,
+    run_on_first,
+)
 from healcore.runtime.store.ring import Ring
 from healcore.runtime.store.writer import Writer
 
@@ -64,7 +71,7 @@ class CheckpointStore(Writer):
     `checkpoints`. The ranks of a run call every method together, except `checkpoints`.
 
     Args:
-        format: copies, writes and reads the arrays of the framework.
+        array_format: copies, writes and reads the arrays of the framework.
         root: directory of this run's checkpoints and of nothing else, created if necessary, or
             None for memory only.
         keep: copies to keep in memory, or None for the directory only. A save adds one copy.
@@ -79,14 +86,14 @@ class CheckpointStore(Writer):
 
     def __init__(
         self,
-        format: ArrayFormat,
+        array_format: ArrayFormat,
         root: str | os.PathLike[str] | None = None,
         *,
         keep: Keep | None = IN_MEMORY,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
-        self.format = format
+        self.format = array_format
         self.ring = Ring(keep)
         """The copies in memory."""
         self.nonfinite_ok: tuple[str, ...] = ()
@@ -234,7 +241,7 @@ class CheckpointStore(Writer):
         """
         if self.ranks.world > 1:
             self.join()  # the save in progress exchanges messages with the other ranks too
-        found = ranks.gather_results(self.ranks, lambda: self.format.nonfinite_in(state, names))
+        found = gather_results(self.ranks, lambda: self.format.nonfinite_in(state, names))
         return tuple(sorted(set().union(*found)))
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -290,7 +297,7 @@ class CheckpointStore(Writer):
         if stored:
             self._first_intact(stored)
         elif copy is not None:
-            ranks.run_on_each(self.ranks, lambda: self.format.check(copy))
+            run_on_each(self.ranks, lambda: self.format.check(copy))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
@@ -327,7 +334,7 @@ class CheckpointStore(Writer):
         copy, stored = self._locate(step)
         if copy is not None:
             try:
-                state = ranks.run_on_each(
+                state = run_on_each(
                     self.ranks, lambda: self.format.restore(copy, like, common=common)
                 )
                 return _Read(state, copy.unsealed_record, copy.flat.entries)
@@ -344,7 +351,7 @@ class CheckpointStore(Writer):
                 return self.format.match(step, entries, like, common=common)
 
         # All ranks raise or none: the others would wait for a rank that raised.
-        target = ranks.run_on_each(self.ranks, match)
+        target = run_on_each(self.ranks, match)
         with intact.only_written_by_healcore():
             arrays = self.format.read(intact, target)
             state = self.format.assemble(target, arrays)
@@ -405,7 +412,7 @@ class CheckpointStore(Writer):
         """Inspects a copy, adds it to memory, and writes it to disk. Every rank calls it."""
         unused: HostCopy | None = copy
         try:
-            found = ranks.gather_results(self.ranks, lambda: self._inspect(copy))
+            found = gather_results(self.ranks, lambda: self._inspect(copy))
             names, has_room = zip(*found, strict=True)
             copy.nonfinite = tuple(sorted(set().union(*names)))
             nonfinite = disallowed(copy.nonfinite, self.nonfinite_ok)
@@ -447,15 +454,15 @@ class CheckpointStore(Writer):
 
         If one rank fails, all ranks raise SaveFailed.
         """
-        # All exchanges of the ranks go through `ranks.gather`, in the same order.
+        # All exchanges of the ranks go through `Ranks.gather`, in the same order.
         while self._failed:
             files.discard(self._failed.pop())
-        folder = root / ranks.broadcast(self.ranks, files.new_temporary())
+        folder = root / broadcast(self.ranks, files.new_temporary())
         try:
-            ranks.run_on_first(self.ranks, lambda: folder.mkdir())
-            ranks.run_on_each(self.ranks, lambda: self._write(copy, folder))
+            run_on_first(self.ranks, lambda: folder.mkdir())
+            run_on_each(self.ranks, lambda: self._write(copy, folder))
             complete = partial(manifest.complete, root, folder, copy, self.format.name)
-            return ranks.run_on_first(self.ranks, complete)
+            return run_on_first(self.ranks, complete)
         except Exception as error:
             if self.ranks.rank == 0:
                 files.discard(folder)
@@ -480,7 +487,7 @@ class CheckpointStore(Writer):
             raise failure
 
         with suppress(type(failure)):  # `save` raises it on this rank
-            ranks.run_on_each(self.ranks, fail)
+            run_on_each(self.ranks, fail)
 
     def _scan(self, step: int | None = None) -> manifest.FoundCheckpoints:
         """The checkpoints on disk, all or of one step; StoreError if they cannot be read."""
@@ -529,7 +536,7 @@ class CheckpointStore(Writer):
             existing = sorted({*self._on_disk().complete, *self.ring.copies})
             return CheckpointNotFound(step, existing, self.place or MEMORY)
 
-        stored = ranks.run_on_first(self.ranks, find_stored)
+        stored = run_on_first(self.ranks, find_stored)
         in_memory = all(self.ranks.gather(copy is not None))
         if isinstance(stored, StoreError):
             if not in_memory:
@@ -562,7 +569,7 @@ class CheckpointStore(Writer):
             for error in manifest.find_damage(checkpoint, rank, world):
                 raise error
 
-        ranks.run_on_each(self.ranks, check)
+        run_on_each(self.ranks, check)
 
     def _change_in_each_directory(
         self, failure: str, stored: Sequence[StoredCheckpoint], action: Callable[[Path], None]
@@ -575,7 +582,7 @@ class CheckpointStore(Writer):
         errors = []
         for each in stored:
             try:
-                ranks.run_on_first(self.ranks, partial(action, each.folder))
+                run_on_first(self.ranks, partial(action, each.folder))
             except OSError as error:
                 root, why = each.folder.parent, error.strerror or error
                 errors.append((StoreError(f"{failure} in {root}: {why}"), error))

@@ -197,23 +197,23 @@ class Engine:
         """Whether a change was announced for the next step that the caller does not skip."""
         self.clip = None
         if config.clip is not None:
-            name, settings = config.clip
+            name, settings = config.clip.kind, config.clip
             extra = (groups,) if name == "adagc" else ()
             self.clip = clips.RULES[name](settings, self.ties, *extra)
-        self.per_tensor = config.clip is not None and config.clip[0] == "adagc"
+        self.per_tensor = config.clip is not None and config.clip.kind == "adagc"
         self.groups = groups
         self.detectors = []
         for name, settings in config.detectors:
             kind, needs = detectors.DETECTORS[name]
             self.detectors.append((kind(settings, self.ties), needs, name == "nonfinite"))
         self.rules = [Rule(each) for each in config.rules]
-        self.skips = 0
+        self.finite_skip_streak = 0
         self.incident = Incident(config.incident, config.rollback)
         self.recoveries, self.cuts = config.budget.recoveries, config.budget.lr_cuts
         self.healthy = 0
         self.lr = Multiplier(config.lr)
         self.norm_limit: float | None = None
-        self.withheld = False
+        self.frozen = False
         self.report = Report()
         acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
         self.trouble = BAD
@@ -247,7 +247,7 @@ class Engine:
         ]
         skip_wished = any(f for rule, f, _ in fired if rule.skip)
         skip_by_rules = self._skip(step, skip_wished)
-        skip = skip_by_rules or self.withheld
+        skip = skip_by_rules or self.frozen
         scale = 1.0
         group_scale = [1.0] * self.groups if self.per_tensor else None
         clipped = clips.Clipped(1.0, False, self.report.threshold, self.report.z)
@@ -296,11 +296,11 @@ class Engine:
         if not step.finite:
             return wished or step.bad_grad
         if not wished:
-            self.skips = 0
+            self.finite_skip_streak = 0
             return False
-        if self.skips >= self.config.max_skips:
+        if self.finite_skip_streak >= self.config.max_skips:
             return False
-        self.skips += 1
+        self.finite_skip_streak += 1
         return True
 
     def _factor_of_limit(self, norm: float | None) -> float:
@@ -327,11 +327,11 @@ class Engine:
     def limit_norm(self, limit: float) -> None:
         """The host holds the gradients' norm at most at `limit`; 0 lets go of it."""
         self.norm_limit = limit or None
-        self.withheld = False
+        self.frozen = False
 
-    def withhold(self) -> None:
+    def freeze(self) -> None:
         """The host takes no step until it limits the norm or lets go of it."""
-        self.norm_limit, self.withheld = None, True
+        self.norm_limit, self.frozen = None, True
 
     def _recovery_orders(
         self, cause: int, fired: list[Any], skip: bool, rate: float | None

@@ -88,7 +88,7 @@ class GradEma(Limit):
         if not alarm:
             self._learn(x)
         escaped = self.watch.see(x, alarm)
-        sustained = alarm and (escaped or self.watch.run >= c.sustain * c.shift.gain)
+        sustained = alarm and (escaped or self.watch.rejections >= c.sustain * c.shift.gain)
         if escaped:
             self.mean, self.var = self.watch.level, self.watch.spread
         return self.found(alarm, sustained)

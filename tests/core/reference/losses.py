@@ -113,7 +113,7 @@ class Divergence(Detector):
     def begin(self) -> None:
         self.noise = Noise(self.config.window)
         self.trend = self.best = self.peak = 0.0
-        self.run = 0
+        self.elevated_steps = 0
         self.doubt = math.inf
         """The last comparison too close to call since the trend was last clearly not high."""
 
@@ -146,10 +146,10 @@ class Divergence(Detector):
         elif not high:
             self.doubt = math.inf
         if not elevated:
-            self.run = max(self.run - 1, 0) if high else 0
+            self.elevated_steps = max(self.elevated_steps - 1, 0) if high else 0
             return self.found(False)
-        self.run += 1
-        alarm = self.run >= c.patience
-        if self.run >= 2 * c.patience:
-            self.best, self.run = self.trend, 0
+        self.elevated_steps += 1
+        alarm = self.elevated_steps >= c.patience
+        if self.elevated_steps >= 2 * c.patience:
+            self.best, self.elevated_steps = self.trend, 0
         return self.found(alarm)

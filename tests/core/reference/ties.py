@@ -53,27 +53,27 @@ class Watch:
 
     def clear(self) -> None:
         """Forgets everything."""
-        self.run = 0
+        self.rejections = 0
         self.level = self.spread = 0.0
 
     def see(self, value: float, rejected: bool) -> bool:
         """Takes a learnt value; returns whether `level` and `spread` are the new baseline."""
         most = self.config.patience * self.config.gain
-        if not rejected and self.run == 0:
+        if not rejected and self.rejections == 0:
             return False
-        if rejected and self.run == 0:
+        if rejected and self.rejections == 0:
             self.level, self.spread = value, 0.0
         else:
             off = value - self.level
             self.level += off / 8
             self.spread += (off * (value - self.level) - self.spread) / 8
         if not rejected:
-            self.run = max(0, self.run - self.config.forgive)
+            self.rejections = max(0, self.rejections - self.config.forgive)
             return False
-        self.run = min(self.run + self.config.gain, 2 * most)
-        if self.run < most or self.ties.above(self.spread, self.level**2 / 4):
+        self.rejections = min(self.rejections + self.config.gain, 2 * most)
+        if self.rejections < most or self.ties.above(self.spread, self.level**2 / 4):
             return False
-        self.run = 0
+        self.rejections = 0
         return True
 
 

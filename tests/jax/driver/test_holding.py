@@ -75,7 +75,7 @@ def run(*, bad_steps: Any = BAD_STEPS, folder: Any = None) -> tuple[float, list[
 
 
 @pytest.mark.slow
-def test_updates_with_flipped_signs_are_withheld(tmp_path):
+def test_updates_with_flipped_signs_are_frozen(tmp_path):
     """Nothing shows at these steps: neither their norms nor their batches are unusual."""
     clean, _ = run(bad_steps=())
     damaged, _ = run()

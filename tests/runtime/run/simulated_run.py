@@ -38,6 +38,7 @@ from healcore.runtime.store.checkpoints import (
 from healcore.runtime.store.store import CheckpointStore
 from tests.healer.step_records import record
 from tests.healer.training_loops import rules
+from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
 EVERY, PROBATION, REGION = 4, 3, 12
@@ -124,18 +125,6 @@ class Listed(CheckpointStore):
         return found
 
 
-class Nothing:
-    """A driver without engines, whose state is empty."""
-
-    framework = "none"
-    state = engines = staticmethod(dict)
-    learning_rates = staticmethod(dict)
-    may_save = staticmethod(lambda patience: False)
-    load = staticmethod(lambda *given, **options: None)
-    hold_numbers = staticmethod(lambda ranges: None)
-    structure_changes = staticmethod(list)
-
-
 class Process:
     """One process of the run, constructed as in `construction.construct`."""
 
@@ -145,7 +134,7 @@ class Process:
         self.events: list[dict[str, Any]] = []
         log: Any = RunLog(Log(None), console=False)
         log.event = lambda kind, **fields: self.events.append({"kind": kind, **fields})
-        driver: Any = Nothing()
+        driver = BareDriver()
         self.run = bare_run(log, driver, policy=POLICY, store=store)
         self.ledger = self.run.ledger
         self.run.loaders = self.loaders

@@ -170,7 +170,7 @@ def test_frozen_steps_stay_with_what_else_is_held():
     assert Held(frozen_steps=(3, 5))
     assert held.with_newer(Held(until=9)).frozen_steps == (3, 5)
     assert held.without(Held()).frozen_steps == (3, 5)
-    assert held.sentences()[-1] == "the updates of steps 3 to 5 are withheld"
+    assert held.sentences()[-1] == "steps 3 to 5 are frozen: they change no weights"
 
 
 def test_a_record_of_0_3_0_has_its_frozen_steps():

@@ -7,6 +7,7 @@ import pytest
 
 from healcore.errors import EndRequested, RunStopped, Terminated
 from healcore.runtime.run.ending.shutdown import LastState, Shutdown
+from tests.runtime.run.bare_driver import BareDriver
 
 ERRORS = {
     "no error": None,
@@ -17,13 +18,19 @@ ERRORS = {
 }
 
 
+class EndedDriver(BareDriver):
+    def __init__(self, *, is_within_step: bool) -> None:
+        self.is_within_step = is_within_step
+
+    def is_interrupted(self) -> bool:
+        return self.is_within_step
+
+
 def run_at(place: str, *, resumes_exactly: bool) -> Any:
     """A run that ends at a place of its loop."""
     state = SimpleNamespace(has_unfinished_work=place == "trainer work")
-    is_within_step = place == "within step"
-    driver = SimpleNamespace(pending_steps=lambda: 0, is_interrupted=lambda: is_within_step)
     return SimpleNamespace(
-        driver=driver,
+        driver=EndedDriver(is_within_step=place == "within step"),
         end_requests=SimpleNamespace(stop_signals=SimpleNamespace(signal_number=None)),
         loop=SimpleNamespace(state=state),
         saver=SimpleNamespace(resumes_exactly=resumes_exactly),

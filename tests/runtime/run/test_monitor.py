@@ -1,6 +1,5 @@
 """What the monitor says about incidents, and which batches it keeps."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks
 from tests.healer.step_records import record
+from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run
 
 NAN_ALARM = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
@@ -24,7 +24,7 @@ IN_INCIDENT = {**NAN_ALARM, "incident": 1, "incident_open": True}
 def monitor() -> IncidentMonitor:
     """The monitor of a run without checkpoints. Its lines are on standard error."""
     log = RunLog(Log(None), console=True)
-    driver: Any = SimpleNamespace(trained_rates=dict)
+    driver = BareDriver()
     run = bare_run(log, driver)
     return IncidentMonitor(
         policy=run.policy,

@@ -30,7 +30,7 @@ _ROLLS_BACK = EngineConfig(
 
 ROLLS_BACK = Engine(_ROLLS_BACK)
 """A NaN costs a rollback and half of the learning rate; a spike costs its step. Never clips."""
-CLIPS = Engine(_ROLLS_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
+CLIPS = Engine(_ROLLS_BACK._replace(clip=FixedConfig(1e-3)))
 
 
 class SmallTorchRun:

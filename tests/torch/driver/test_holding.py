@@ -215,7 +215,7 @@ def test_what_was_skipped_is_the_same_in_every_source(tmp_path):
     program = Program(**FAULTS["signs"])
     steps, story = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
     rollbacks = program.train(tmp_path, Logging(events=story, metrics=steps))
-    (text,) = [each for each in rollbacks[-1]["held"] if "withheld" in each]
+    (text,) = [each for each in rollbacks[-1]["held"] if "frozen" in each]
     first, end = (int(each) for each in re.findall(r"\d+", text))
     rows = map(json.loads, steps.read_text().splitlines())
     skipped = [row["step"] for row in rows if row.get("skip")]

@@ -45,10 +45,9 @@ def check_policy(engine: DeepSpeedEngine, core: Engine, limit: float | None) -> 
             'flattened groups: use clip={"kind": "zclip"}, or ZeRO stage 0'
         )
     max_norm = None
-    if core.config.clip is not None:
-        _, rule = core.config.clip
-        if rule.limits_every_step:
-            max_norm = rule.max_norm
+    rule = core.config.clip
+    if rule is not None and rule.limits_every_step:
+        max_norm = rule.max_norm
     if limit and (max_norm is None or float(max_norm) > limit * (1 + 1e-6)):
         raise AttachError(
             f"gradient_clipping = {limit:g} clips before the policy can measure the norm, and this "

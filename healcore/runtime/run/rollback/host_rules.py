@@ -58,10 +58,10 @@ class HostRules:
             state = init_rule(config)
             # The window of another policy may have another length: it counts from the start.
             if saved is not None and len(saved) == 2 + config.within:
-                run, age, *window = map(np.int32, saved)
-                state = RuleState(run, np.array(window, np.int32), age)
+                streak, age, *window = map(np.int32, saved)
+                state = RuleState(streak, np.array(window, np.int32), age)
             state, firing = update_rule(config, state, hit, np.int32(record.step), 0, xp=NUMPY)
-            hits[key] = [int(state.run), int(state.age), *map(int, state.window)]
+            hits[key] = [int(state.streak), int(state.age), *map(int, state.window)]
             fired |= bool(firing.fired)
         if not fired:
             return record

@@ -14,14 +14,13 @@ from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.steps import DelayedReader
+from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
 Loss = Callable[[float, Any], float]
 
 
-class ToyDriver:
-    state_is_in_place = True
-
+class ToyDriver(BareDriver):
     def __init__(self) -> None:
         self.weight: float = 10.0
         self.evaluations = -3
@@ -32,19 +31,13 @@ class ToyDriver:
         """The numbers that the program has set, and the range of their values so far."""
         self.held: dict[str, NumberRange] = {}
 
-    def watch_numbers(self) -> None:
-        pass
-
     def numbers(self) -> dict[str, NumberRange]:
         return self.set
 
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
         self.held = dict(ranges)
 
-    def engines(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: Any, engines: Any = ()) -> None:
+    def load(self, state: Any, engines: Any = (), *, reset_moments: bool = False) -> None:
         assert state is None
 
     def may_save(self, patience: int | None = None) -> bool:
@@ -54,7 +47,7 @@ class ToyDriver:
         return self.weight
 
     def losses_of(
-        self, loss_fn: Loss, batches: Iterable[Any], weights: Any = None, **options: Any
+        self, loss_fn: Loss, batches: Iterable[Any], weights: Any = None, *, redraw: bool = False
     ) -> list[float]:
         weights = self.weight if weights is None else weights
         found = [loss_fn(weights, batch) for batch in batches]
@@ -72,9 +65,8 @@ class ToyRun:
         log: Any = RunLog(Log(None), silent=True)
         log.event = lambda kind, **fields: self.assessments.append(fields["verdict"])
         self.loss_fn, self.interval = loss_fn, interval
-        driver: Any = self.driver
         log.problem = lambda step, problem: self.warnings.append(problem)
-        run = bare_run(log, driver)
+        run = bare_run(log, self.driver)
         self.record = run.record
         run.schedule = schedule_of(run, interval)
         run.step_reader = DelayedReader()
@@ -82,7 +74,7 @@ class ToyRun:
         self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)
         self.holding = run.holding = Holding(
             engine=run.policy.engine,
-            driver=driver,
+            driver=self.driver,
             ranks=run.ranks,
             log=log,
             record=run.record,
