@@ -519,12 +519,16 @@ class Comparisons:
         for anchor in self._eligible_anchors(trained.index, best):
             compared = self._compare_with(anchor, trained, known)
             if compared is None:
-                return None
+                if not self.is_enabled:
+                    return None  # without a `loss_fn` nothing can test a verdict again
+                continue  # only this anchor is of other parameters
             evaluations += compared.evaluations
             if not math.isnan(compared.evidence):
                 found = self._weigh(trained.index, anchor, compared)
                 if found is not None:
                     verdict = found
+        if verdict is not None and self.anchor_of(verdict.anchor_step) is None:
+            verdict = None  # its anchor was dropped after it was found
         if verdict is not None and not self.suspicion.has_waited(verdict):
             self.suspicion.postpone(verdict)
             verdict = None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from healcore.events import Log
-from healcore.runtime.driver import NumberRange
+from healcore.runtime.driver import NumberRange, WeightsChanged
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
@@ -17,6 +17,8 @@ from healcore.runtime.run.steps import DelayedReader
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
 Loss = Callable[[float, Any], float]
+OTHER_PARAMETERS = "other parameters"
+"""Weights of an anchor from before the program has changed its parameters."""
 
 
 class ToyDriver:
@@ -56,6 +58,8 @@ class ToyDriver:
     def losses_of(
         self, loss_fn: Loss, batches: Iterable[Any], weights: Any = None, **options: Any
     ) -> list[float]:
+        if weights == OTHER_PARAMETERS:
+            raise WeightsChanged
         weights = self.weight if weights is None else weights
         found = [loss_fn(weights, batch) for batch in batches]
         self.evaluations += len(found)
