@@ -57,7 +57,6 @@ from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.step_batches import StepBatches
-from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks, run_on_first
@@ -239,7 +238,6 @@ def _add_checkpoint_parts(run: Run, options: Options) -> None:
 
 def _add_deciding_parts(run: Run, options: Options) -> None:
     """Adds what decides about rollbacks, the end and memory, and the loop that asks for it."""
-    run.step_reader = DelayedReader()
     run.better_weights = BetterWeights(run)
     run.dead_run = DeadRun(run)
     run.nonfinite_state = NonfiniteState(run)

@@ -14,7 +14,7 @@ class RunProgress:
         0                    resume            step
                               \_ steps_taken _/
 
-    `step` also changes by `DelayedReader.take_count_correction`, where a dispatch turns out to have
+    `step` also changes by `DispatchQueue.take_count_correction`, where a dispatch turns out to have
     had another number of steps than its driver had announced.
     """
 

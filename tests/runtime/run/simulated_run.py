@@ -25,7 +25,6 @@ from healcore.runtime.run.restore.program_state import ProgramState
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
-from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
@@ -153,7 +152,6 @@ class Process:
         self.run.step_batches = step_batches
         self.run.data_state = DataState(self.loaders.position)
         self.run.schedule = schedule_of(self.run, EVERY)
-        self.run.step_reader = DelayedReader()
         self.run.loop = SimpleNamespace(phase=LoopPhase.BEFORE_STEP)  # type: ignore[assignment]
         self.run.known_checkpoints = KnownCheckpoints(
             policy=POLICY,

@@ -407,7 +407,7 @@ class Comparisons:
         if not self.is_enabled:
             return None
         steps: list[TrainedStep] = []
-        for index, contents in self.run.step_reader.unread_contents().items():
+        for index, contents in self.run.dispatch_queue.unread_contents().items():
             steps.append(TrainedStep(index, contents))
         for anchor in self.anchors:
             steps += [*anchor.sample, *anchor.usual]

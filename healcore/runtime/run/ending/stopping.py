@@ -70,8 +70,8 @@ class Stopping:
         Called for the postmortem, whose counts include all steps. After an exception the ranks have
         left their loop at different places, so no call may wait for another rank.
         """
-        for result in self.run.step_reader.read_all():
-            self.run.progress.step += self.run.step_reader.take_count_correction()
+        for result in self.run.dispatch_queue.read_all():
+            self.run.progress.step += self.run.dispatch_queue.take_count_correction()
             several = self.run.monitor.metrics.has_several_engines
             self.run.log.records(result.index, result.records, several=several)
             self.run.monitor.metrics.add(result.records)

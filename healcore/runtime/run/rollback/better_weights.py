@@ -20,12 +20,12 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
 from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.compare.trained_step import TrainedStep
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.engine_states import LrState, lr_states, with_lr_states
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
 from healcore.runtime.run.rollback.next_trial import MAX_ACCEPTED, Trial, TroubleFacts, next_trial
 from healcore.runtime.run.rollback.report import INTENDED
-from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from healcore.core.decision import StepRecord
 from healcore.runtime.driver import Rates
 from healcore.runtime.reporting.nonfinite_steps import IN_A_ROW
 from healcore.runtime.run.compare.trained_step import TrainedStep
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.engine_states import lr_states
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
-from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast
 
 if TYPE_CHECKING:

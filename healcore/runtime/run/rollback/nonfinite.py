@@ -18,9 +18,9 @@ from healcore.runtime.reporting.nonfinite_steps import (
     IN_A_ROW,
     nonfinite_streak_text,
 )
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 from healcore.runtime.run.rollback.report import reason_of
-from healcore.runtime.run.steps import StepResult
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

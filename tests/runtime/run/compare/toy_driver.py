@@ -13,7 +13,6 @@ from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
-from healcore.runtime.run.steps import DelayedReader
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
 Loss = Callable[[float, Any], float]
@@ -81,7 +80,6 @@ class ToyRun:
         run = bare_run(log, driver)
         self.record = run.record
         run.schedule = schedule_of(run, interval)
-        run.step_reader = DelayedReader()
         monitor: Any = SimpleNamespace(rates_in_force=self._rates_in_force)
         self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)
         self.holding = run.holding = Holding(

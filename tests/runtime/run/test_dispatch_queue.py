@@ -5,7 +5,7 @@ from typing import Any
 
 from healcore.core.decision import StepRecord
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.steps import DelayedReader, StepResult
+from healcore.runtime.run.dispatch_queue import DispatchQueue, StepResult
 from tests.healer.step_records import record
 
 
@@ -15,7 +15,7 @@ def dispatch_of(step: StepRecord) -> Any:
 
 
 def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
-    reader = DelayedReader()
+    reader = DispatchQueue()
 
     # A micro-step accumulates a batch, and the accumulation is undone.
     micro_step = record(judged=False)
