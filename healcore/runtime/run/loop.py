@@ -58,8 +58,6 @@ class Loop:
         has_trainer: whether a trainer (Lightning, Hugging Face) owns the loop, so that an early end
             is not a `break`.
         use: how the program uses the loop, for the end of the run.
-        reading_error: error of the program that the reading of a step has shown, such as a step
-            from an older state in JAX, or None. Nothing is saved after it.
         has_random_states: whether the random states of the checkpoint were restored for the loop
             that runs.
         in_evaluation: whether an evaluation in the body of the training loop has begun, and has not
@@ -71,7 +69,6 @@ class Loop:
         self.phase = LoopPhase.BEFORE_STEP
         self.has_trainer = has_trainer
         self.use = LoopUse(run.loaders, has_trainer=has_trainer)
-        self.reading_error: HealcoreError | None = None
         self.has_random_states = False
         self.in_evaluation = False
         self._rolled_back_by_update: RollbackRecord | None = None
@@ -441,7 +438,7 @@ class Loop:
             try:
                 result = run.dispatch_queue.read_next()
             except HealcoreError as error:
-                self.reading_error = error
+                self.run.progress.reading_error = error
                 raise
             run.hang_guard.pause()
             order = run.recovery.process(result)
@@ -489,7 +486,7 @@ class Loop:
         try:
             unread = self.run.dispatch_queue.read_ahead()
         except HealcoreError as error:
-            self.reading_error = error
+            self.run.progress.reading_error = error
             raise
         finally:
             self.run.hang_guard.pause()

@@ -51,7 +51,7 @@ class Run:
                         |  hang_guard, end_requests
                         +- batches, loaders, step_batches,              batches and
                         |  pass_states, data_state                      random states
-                        +- monitor, comparisons, holding                what is seen
+                        +- monitor, holding, comparisons                what is seen
                         +- recovery, better_weights, dead_run,          what is decided
                         |  nonfinite_state, out_of_memory, stopping
                         +- schedule, known_checkpoints, saver,          checkpoints
@@ -104,10 +104,10 @@ class Run:
     """Dispatches that the host has not read yet."""
     monitor: IncidentMonitor = field(init=False)
     """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
-    comparisons: Comparisons = field(init=False)
-    """Compares the weights with earlier weights."""
     holding: Holding = field(init=False)
     """Learns in which ranges the run is healthy, and holds what has left its range."""
+    comparisons: Comparisons = field(init=False)
+    """Compares the weights with earlier weights."""
     known_checkpoints: KnownCheckpoints = field(init=False)
     """Which checkpoints are finite, damaged or known-good."""
     saver: Saver = field(init=False)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
-from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.compare.trained_step import TrainedStep
+from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.engine_states import LrState, lr_states, with_lr_states
 from healcore.runtime.run.healthy_ranges import Held

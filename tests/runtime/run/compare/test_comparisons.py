@@ -101,7 +101,7 @@ def test_an_anchor_of_other_parameters_costs_the_other_anchors_no_comparison(cha
     while run.step < last:
         assert run.take(run.step, weight=level, alarm=True) is None
     assert not run.assessments, "the evidence is not complete yet"
-    anchor, other = run.comparisons.anchor_of(changed), run.comparisons.anchor_of(found)
+    anchor, other = run.comparisons.state.anchor_of(changed), run.comparisons.state.anchor_of(found)
     assert anchor is not None
     assert other is not None
     anchor.weights, anchor.evidence = OTHER_PARAMETERS, 1.0
@@ -114,7 +114,7 @@ def test_an_anchor_of_other_parameters_costs_the_other_anchors_no_comparison(cha
     verdict = run.comparisons.suspicion.pending(run.step)
     assert verdict is not None
     assert (verdict.anchor_step, verdict.found_at) == (found, last)
-    assert run.comparisons.anchor_of(changed) is None
+    assert run.comparisons.state.anchor_of(changed) is None
     assert run.comparisons.credit.left < 0.0, "the comparison with the other anchor is charged"
 
 
@@ -125,7 +125,7 @@ def test_no_verdict_stands_about_weights_that_were_dropped_in_the_same_compariso
     level = run.driver.weight + 5.0
     while run.step < last:
         assert run.take(run.step, weight=level, alarm=True) is None
-    anchor = run.comparisons.anchor_of(200)
+    anchor = run.comparisons.state.anchor_of(200)
     assert anchor is not None
     anchor.weights = OTHER_PARAMETERS  # its strong evidence makes it the anchor of the verdict
 

@@ -9,10 +9,9 @@ from typing import Any
 from healcore.events import Log
 from healcore.runtime.driver import NumberRange, WeightsChanged
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.compare.comparisons import Comparisons
-from healcore.runtime.run.compare.holding import Holding
-from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
+from healcore.runtime.run.compare.verdict import Verdict
+from healcore.runtime.run.construction import add_comparing_parts
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
 Loss = Callable[[float, Any], float]
@@ -81,17 +80,9 @@ class ToyRun:
         self.record = run.record
         run.schedule = schedule_of(run, interval)
         monitor: Any = SimpleNamespace(rates_in_force=self._rates_in_force)
-        self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)
-        self.holding = run.holding = Holding(
-            engine=run.policy.engine,
-            driver=driver,
-            ranks=run.ranks,
-            log=log,
-            record=run.record,
-            monitor=monitor,
-            comparisons=self.comparisons,
-            save_every=interval,
-        )
+        run.monitor = monitor
+        add_comparing_parts(run, loss_fn, **options)
+        self.comparisons, self.holding = run.comparisons, run.holding
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.add_anchor(0, self.restorable)
