@@ -308,7 +308,7 @@ class IncidentMonitor:
     def _count_nonfinite(self, result: StepResult) -> None:
         """Counts a step at which every optimizer had NaN or Inf, or which was not taken."""
         state = self.state
-        if state.nonfinite_streak < 0:  # also of a checkpoint that another program has saved
+        if state.nonfinite_streak is None:  # also of a checkpoint that another program has saved
             state.never_finite = self._ledger.untrained >= result.index
             state.nonfinite_streak = 0
             if state.never_finite:

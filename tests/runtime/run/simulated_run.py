@@ -223,7 +223,9 @@ class Process:
         self.saver.save_state_as(self.step, why)
 
     def go_back(self, depth: int) -> RollbackRecord:
-        order = Order(index=self.step - 1, onset=self.onset, depth=depth)
+        order = Order(
+            index=self.step - 1, onset=self.onset, first_alarm_of_cause=self.onset, depth=depth
+        )
         done = self.run.rollback_restore.restore(order)
         self.run.progress.step, self._goes_on = done.continues_at, False
         return done

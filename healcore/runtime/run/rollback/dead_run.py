@@ -111,7 +111,7 @@ class DeadRun:
             The rollback, or None without one.
         """
         monitor = self.run.monitor
-        streak = monitor.state.nonfinite_streak
+        streak = monitor.state.nonfinite_streak or 0
         if streak not in (STEPS_TO_REVIVE, IN_A_ROW):
             return None
         policy, ledger = self.run.policy, self.run.ledger
@@ -162,17 +162,16 @@ class DeadRun:
     def _order_to_revive(self, result: StepResult, onset: int, revival: Revival) -> Order:
         """The order to bring back a dead run that was last trained at step `onset`."""
         state = self.run.monitor.state
+        streak = state.nonfinite_streak or 0
         order = Order(
             index=result.index,
             onset=onset,
-            first_alarm_of_cause=result.index - state.nonfinite_streak + 1,
+            first_alarm_of_cause=result.index - streak + 1,
             reason=OrderReason.DEAD_RUN,
             cause=int(result.records[0].cause),
             # Only the first revival may restore a checkpoint on probation. A later revival, and one
             # at `IN_A_ROW`, which can lose no trained step, takes a known-good checkpoint.
-            sound_until_onset=(
-                revival == Revival.REPEAT and state.nonfinite_streak == STEPS_TO_REVIVE
-            ),
+            sound_until_onset=revival == Revival.REPEAT and streak == STEPS_TO_REVIVE,
             changes=RepeatChanges(revival=revival),
         )
         if revival == Revival.LIMIT_RATE and self.run.policy.may_limit_lr:

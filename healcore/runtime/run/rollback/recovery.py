@@ -179,7 +179,7 @@ class Recovery:
         """
         state = self.run.monitor.state
         first = state.last_trained
-        if state.has_micro_steps or not 0 <= first < order.first_alarm_of_cause:
+        if state.has_micro_steps or first is None or first >= order.first_alarm_of_cause:
             return order
         return replace(
             order,
