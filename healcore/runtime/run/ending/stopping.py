@@ -23,6 +23,10 @@ class Stopping:
         RunStopped       raised; it leaves the loop
 
     `Shutdown` then writes the reports and closes the run.
+
+    Args:
+        run: the parts of the run. The diagnosis describes all of them, also `recovery`, which is
+            made later.
     """
 
     def __init__(self, run: Run) -> None:

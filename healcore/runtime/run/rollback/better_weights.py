@@ -41,6 +41,10 @@ class BetterWeights:
     The first rollback for some trouble changes little, and each further rollback for the same
     trouble changes something else. When all trials have failed, the change is accepted and the run
     continues.
+
+    Args:
+        run: the parts of the run. This class uses more than eight of them, also `recovery`, which
+            is made later.
     """
 
     def __init__(self, run: Run) -> None:

@@ -91,6 +91,10 @@ class DeadRun:
     A run is dead if no step has a finite gradient any more although the weights are finite. Each of
     its steps is skipped, so without this class the run would continue to the end of the data and
     train nothing.
+
+    Args:
+        run: the parts of the run. This class uses more than eight of them, also `recovery`, which
+            is made later.
     """
 
     def __init__(self, run: Run) -> None:

@@ -40,6 +40,10 @@ class NonfiniteState:
     The loss and the gradients of a step are the policy's matter. What they do not show is checked
     here: the weights after many steps without a finite one, and the arrays of each save. A NaN in
     an array that no loss reads, such as a running mean, would otherwise be found only by the user.
+
+    Args:
+        run: the parts of the run. This class uses more than eight of them, also `recovery`, which
+            is made later.
     """
 
     def __init__(self, run: Run) -> None:
