@@ -25,6 +25,7 @@ class ComparisonState:
 
         anchors                             `Comparisons`, which adds and compares them.
                                             `AnchorLosses` drops those that cannot be compared.
+                                            `Suspicion` lowers the evidence of a verdict that waits.
         first_losses, silent_until          `Comparisons`
         rates, bursts, verdict, repeated    `Suspicion`
         ranges, intended                    `Holding`

@@ -312,8 +312,7 @@ class Comparisons:
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on.
 
-        The steps are repeated, so their losses and samples would count twice. The healthy ranges
-        are taken from the newest anchor that is left.
+        The steps are repeated, so their losses and samples would count twice.
 
         Args:
             target: the step at which the run continues.
@@ -322,12 +321,10 @@ class Comparisons:
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
         for anchor in self.anchors:
             anchor.rewind(target)
-        ranges = self.state.ranges
-        if self.anchors:
-            ranges.values = ranges.values.with_better(self.anchors[-1].healthy)
-        self._forget_trouble()
-        self.history.forget(ranges.values.norms, ranges.values.loss)
         self._holding.on_rollback(target)
+        self._forget_trouble()
+        healthy = self.state.ranges.values
+        self.history.forget(healthy.norms, healthy.loss)
 
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`.

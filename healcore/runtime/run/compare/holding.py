@@ -100,13 +100,17 @@ class Holding:
         self._state.ranges.held = held
 
     def on_rollback(self, target: int) -> None:
-        """Notes whether the step `target` is frozen. Called after the restore.
+        """Takes the healthy ranges of the newest anchor, and notes whether `target` is frozen.
 
-        The restore has limited the engines already.
+        Called after the restore, which has limited the engines already, and after the anchors of
+        later steps were dropped.
 
         Args:
             target: the step at which the run continues.
         """
+        ranges = self._state.ranges
+        if self._state.anchors:
+            ranges.values = ranges.values.with_better(self._state.anchors[-1].healthy)
         self.freezes = self.held.freezes(target)
 
     def release_all(self, step: int) -> None:
