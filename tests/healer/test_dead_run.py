@@ -274,7 +274,13 @@ def test_a_policy_that_observes_changes_nothing(tmp_path):
 
 def rollback(revival: Revival, step: int) -> RollbackRecord:
     changes = RepeatChanges(revival=revival)
-    order = Order(index=step - 1, onset=0, reason=OrderReason.DEAD_RUN, changes=changes)
+    order = Order(
+        index=step - 1,
+        onset=0,
+        first_alarm_of_cause=0,
+        reason=OrderReason.DEAD_RUN,
+        changes=changes,
+    )
     return RollbackRecord(order=order, step=step)
 
 

@@ -42,7 +42,8 @@ def options(rollbacks: list[Any]) -> dict[str, Any]:
 
 def watched(comparisons: Comparisons, seen: list[Any]) -> None:
     """Notes every pair of losses that is compared, and the anchor."""
-    evaluate = comparisons.losses_of
+    anchor_losses = comparisons.anchor_losses
+    evaluate = anchor_losses.losses_of
 
     def losses_of(steps: Any, anchor: Any, known: Any = None) -> Any:
         found = evaluate(steps, anchor, known)
@@ -53,7 +54,7 @@ def watched(comparisons: Comparisons, seen: list[Any]) -> None:
             seen.append({"steps": indices, "anchor": anchor.step, "now": now, "then": then})
         return found
 
-    comparisons.losses_of = losses_of  # type: ignore[method-assign]
+    anchor_losses.losses_of = losses_of  # type: ignore[method-assign]
 
 
 def run(case: str) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class EpochLoop:
         crossed: epoch that a loop was in when the last rewind has led it into an earlier epoch, to
             which it does not return, or None.
         total_epochs: number of the epoch at which a loop over `Healer.epochs` ends.
-        changed_in: epoch in which the program has last changed the structure of its model, or -1. A
-            loop over `Healer.epochs` returns to later epochs only.
+        changed_in: epoch in which the program has last changed the structure of its model, or None
+            without a change. A loop over `Healer.epochs` returns to later epochs only.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class EpochLoop:
         self.returned: Mapping[str, Any] = {}
         self.crossed: int | None = None
         self.total_epochs = 0
-        self.changed_in = -1
+        self.changed_in: int | None = None
 
     def begin(self, epoch: int) -> None:
         """Begins an epoch of a loop over `Healer.epochs`.
@@ -136,7 +136,7 @@ class EpochLoop:
 
     def return_obstacle(self, position: Mapping[str, Any]) -> RewindObstacle | None:
         """Why the loop must not return to the epoch of a position, or None."""
-        if position[EPOCH] <= self.changed_in:
+        if self.changed_in is not None and position[EPOCH] <= self.changed_in:
             return MODEL_CHANGED
         return None
 

@@ -1,13 +1,13 @@
 """A run between its start and its end. One folder or file for each thing that is decided or done.
 
-    start         opens a run                        construction  makes its parts
-    run           the parts, each by one name        batches       the loaders of the run
-    loop          the work between two steps         step_batches  the batches of the next step
-    progress      the number of steps                monitor       events, metrics and orders
-    steps         records that are due               rollback/     decides what to do
-    compare/      compares with earlier weights      restore/      does it, and resumes at a start
-    orders        what was decided, as a value       ending/       who may end a run, and its end
-    checkpoints/  saves, deletes, and knows
+    start           opens a run                      construction  makes its parts
+    run             the parts, each by one name      batches       the loaders of the run
+    loop            the work between two steps       step_batches  the batches of the next step
+    progress        the number of steps              monitor       events, metrics and orders
+    dispatch_queue  records that are due             rollback/     decides what to do
+    compare/        compares with earlier weights    restore/      does it, and resumes at a start
+    orders          what was decided, as a value     ending/       who may end a run, and its end
+    checkpoints/    saves, deletes, and knows
 
 Besides:
 

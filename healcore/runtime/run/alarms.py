@@ -23,7 +23,7 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.steps import StepResult
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run_options import HostPolicy
 
 if TYPE_CHECKING:

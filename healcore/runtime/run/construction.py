@@ -22,7 +22,7 @@ from healcore.events import Log
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import Driver
+from healcore.runtime.driver import Driver, LossFn
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting.run_log import RunLog
@@ -35,8 +35,14 @@ from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.compare.anchor_losses import AnchorLosses
+from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.compare.comparisons import Comparisons
+from healcore.runtime.run.compare.credit import FORWARD_PASS, Credit
 from healcore.runtime.run.compare.holding import Holding
+from healcore.runtime.run.compare.loss_function import LossFunction
+from healcore.runtime.run.compare.step_history import StepHistory
+from healcore.runtime.run.compare.suspicion import Suspicion
 from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.ending.requests import EndRequests, StopFile
 from healcore.runtime.run.ending.stopping import Stopping
@@ -57,7 +63,6 @@ from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.step_batches import StepBatches
-from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks, run_on_first
@@ -197,7 +202,34 @@ def _add_observing_parts(run: Run, options: Options, loss_fn: Any) -> None:
         hooks=options.hooks,
         save_every=run.schedule.every,
     )
-    run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
+    add_comparing_parts(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
+
+
+def add_comparing_parts(
+    run: Run, loss_fn: LossFn | None, *, loss_fn_cost: float = FORWARD_PASS
+) -> None:
+    """Adds what compares weights, and what holds rates, numbers and norms in healthy ranges.
+
+    The parts share one `ComparisonState`, whose docstring says which part changes which field.
+
+    Args:
+        run: the run, with a schedule of saves and a monitor.
+        loss_fn: the program's `loss_fn`, or None to compare nothing.
+        loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
+    """
+    state = ComparisonState()
+    history = StepHistory()
+    credit = Credit(loss_fn_cost)
+    loss_function = LossFunction(
+        loss_fn,
+        driver=run.driver,
+        ranks=run.ranks,
+        log=run.log,
+        record=run.record,
+        progress=run.progress,
+        batch_parts=run.batch_parts,
+    )
+    anchor_losses = AnchorLosses(loss_function=loss_function, state=state, credit=credit)
     run.holding = Holding(
         engine=run.policy.engine,
         driver=run.driver,
@@ -205,7 +237,31 @@ def _add_observing_parts(run: Run, options: Options, loss_fn: Any) -> None:
         log=run.log,
         record=run.record,
         monitor=run.monitor,
-        comparisons=run.comparisons,
+        state=state,
+        history=history,
+        anchor_losses=anchor_losses,
+        save_every=run.schedule.every,
+    )
+    suspicion = Suspicion(
+        threshold=run.policy.rollback.evidence,
+        log=run.log,
+        record=run.record,
+        ledger=run.ledger,
+        state=state,
+        history=history,
+        credit=credit,
+        anchor_losses=anchor_losses,
+        holding=run.holding,
+    )
+    run.comparisons = Comparisons(
+        driver=run.driver,
+        dispatch_queue=run.dispatch_queue,
+        state=state,
+        history=history,
+        credit=credit,
+        anchor_losses=anchor_losses,
+        suspicion=suspicion,
+        holding=run.holding,
         save_every=run.schedule.every,
     )
 
@@ -239,7 +295,6 @@ def _add_checkpoint_parts(run: Run, options: Options) -> None:
 
 def _add_deciding_parts(run: Run, options: Options) -> None:
     """Adds what decides about rollbacks, the end and memory, and the loop that asks for it."""
-    run.step_reader = DelayedReader()
     run.better_weights = BetterWeights(run)
     run.dead_run = DeadRun(run)
     run.nonfinite_state = NonfiniteState(run)

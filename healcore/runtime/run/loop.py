@@ -33,6 +33,7 @@ from healcore.core.decision import Action, names_of
 from healcore.core.errors import HealcoreError
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.run.checkpoints.saver import SaveReason
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
 from healcore.runtime.run.ending.judgement import stop_if_not_trained
 from healcore.runtime.run.loop_state import LoopPhase, LoopState
@@ -43,7 +44,6 @@ from healcore.runtime.run.program_watch import (
     StructureChanges,
     warn_of_unseen_steps,
 )
-from healcore.runtime.run.steps import StepResult
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -242,7 +242,7 @@ class Loop:
             loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
             run.monitor.state.loader_start = first.index
-        run.step_reader.push(pending, first)
+        run.dispatch_queue.push(pending, first)
         run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()
 
@@ -390,12 +390,12 @@ class Loop:
     def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Order | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
         run = self.run
-        while run.step_reader.has_due(every=every):
+        while run.dispatch_queue.has_due(every=every):
             run.hang_guard.watch()  # reading waits for the device
             try:
-                result = run.step_reader.read_next()
+                result = run.dispatch_queue.read_next()
             except HealcoreError as error:
-                self.state.fail_reading(error)
+                self.run.progress.reading_error = error
                 raise
             run.hang_guard.pause()
             order = run.recovery.process(result)
@@ -441,9 +441,9 @@ class Loop:
         self.log_warnings()
         self.run.hang_guard.watch()
         try:
-            unread = self.run.step_reader.read_ahead()
+            unread = self.run.dispatch_queue.read_ahead()
         except HealcoreError as error:
-            self.state.fail_reading(error)
+            self.run.progress.reading_error = error
             raise
         finally:
             self.run.hang_guard.pause()

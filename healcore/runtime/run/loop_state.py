@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from healcore.core.errors import HealcoreError
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.progress import RunProgress
 
@@ -71,8 +70,8 @@ class LoopState:
         own count rejected    follow_given_numbers                        own count permitted
 
     `mark_step_unfinished` and `end_step` leave any other phase as it is. `Loop.queue_dispatch`
-    counts no step in COMPLETED, but raises. Four facts are set by one event and stay for the rest
-    of the process: `was_used`, `reached_end`, `step_is_epoch` and `reading_error`.
+    counts no step in COMPLETED, but raises. Three facts are set by one event and stay for the rest
+    of the process: `was_used`, `reached_end` and `step_is_epoch`.
 
     Args:
         loaders: the loaders of the program.
@@ -101,8 +100,6 @@ class LoopState:
             that runs.
         own_count_obstacle: reason why a loop that counts its steps itself cannot continue, because
             a checkpoint has replaced its snapshot, or an empty string.
-        reading_error: error of the program that the reading of a step has shown, such as a step
-            from an older state in JAX, or None. Nothing is saved after it.
     """
 
     def __init__(
@@ -122,7 +119,6 @@ class LoopState:
         self.body_continues = False
         self.has_random_states = False
         self.own_count_obstacle = ""
-        self.reading_error: HealcoreError | None = None
 
     # -- the phase ------------------------------------------------------------------------------
 
@@ -291,11 +287,3 @@ class LoopState:
     def follow_given_numbers(self) -> None:
         """The loop takes the number of its next step or epoch from the Healer."""
         self.own_count_obstacle = ""
-
-    def fail_reading(self, error: HealcoreError) -> None:
-        """The records of a step cannot be read, because of an error of the program.
-
-        Args:
-            error: the error.
-        """
-        self.reading_error = error

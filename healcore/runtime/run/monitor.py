@@ -13,13 +13,13 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Driver, Rates
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.alarms import AlarmLog, JudgedRecord
+from healcore.runtime.run.dispatch_queue import StepFlags, StepResult
 from healcore.runtime.run.incident_log import IncidentLog
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import Order, OrderReason
 from healcore.runtime.run.program_clip import ProgramClip
 from healcore.runtime.run.run_record import IncidentRecord, Ledger
-from healcore.runtime.run.steps import StepFlags, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Ranks
 
@@ -308,7 +308,7 @@ class IncidentMonitor:
     def _count_nonfinite(self, result: StepResult) -> None:
         """Counts a step at which every optimizer had NaN or Inf, or which was not taken."""
         state = self.state
-        if state.nonfinite_streak < 0:  # also of a checkpoint that another program has saved
+        if state.nonfinite_streak is None:  # also of a checkpoint that another program has saved
             state.never_finite = self._ledger.untrained >= result.index
             state.nonfinite_streak = 0
             if state.never_finite:

@@ -9,11 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 
 from healcore.runtime.data import BatchId
+
+
+def none_if_negative(saved: Any) -> Any:
+    """A saved number, or None for the -1 that checkpoints of earlier versions have in its place.
+
+    Args:
+        saved: the value in a record. Anything but a number is returned as it is, for the validation
+            of the record.
+    """
+    if isinstance(saved, int) and saved < 0:
+        return None
+    return saved
+
+
+NumberOrNone: TypeAlias = Annotated[int | None, BeforeValidator(none_if_negative)]
+"""A number from 0, or None. Records of earlier versions have -1 for None."""
 
 
 class BatchRange(NamedTuple):
@@ -80,10 +96,10 @@ class MonitorState:
     """What decisions read of the steps before a checkpoint.
 
     Attributes:
-        last_trained: index of the last step that was not skipped, or -1 if there is none since the
-            start of the run or the last rollback.
-        nonfinite_streak: number of consecutive steps up to the newest without a finite step, or -1
-            if no step was read.
+        last_trained: index of the last step that was not skipped, or None if there is none since
+            the start of the run or the last rollback.
+        nonfinite_streak: number of consecutive steps up to the newest without a finite step, or
+            None if no step was read.
         never_finite: whether no step of the run was finite.
         has_micro_steps: whether optax.MultiSteps accumulates gradients around `protect`.
         loader_start: first step of the current loader. Batch ids of earlier loaders have no meaning
@@ -97,8 +113,8 @@ class MonitorState:
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    last_trained: int = -1
-    nonfinite_streak: int = -1
+    last_trained: NumberOrNone = None
+    nonfinite_streak: NumberOrNone = None
     never_finite: bool = True
     has_micro_steps: bool = False
     loader_start: int = 0
@@ -185,7 +201,7 @@ class MonitorState:
                 kept.append(batch_range._replace(steps=min(batch_range.steps, steps_before)))
         self.batches = kept
         self.loader_start = min(self.loader_start, target)
-        self.last_trained = -1
+        self.last_trained = None
         self.nonfinite_streak = 0
         self.rule_hits.clear()
         self.rule_fired.clear()

@@ -108,9 +108,10 @@ class Order:
     """Step whose records led to the order."""
     onset: int
     """Step of the first alarm of the trouble. A checkpoint of a later step may hold the damage."""
-    first_alarm_of_cause: int = -1
-    """Step of the first alarm with one of the causes, not before `onset`. Without a cause: the
-    first step of the trouble, or the newest save without it."""
+    first_alarm_of_cause: int
+    """First step of the trouble that the order answers, as the log names it ("since step 26"). It
+    is later than `onset` if the incident began with another cause. It is earlier if only a save
+    shows the trouble, which may have begun at any step since the last sound save."""
     reason: OrderReason = OrderReason.RULE
     """Why the order is given."""
     action: int = int(Action.ROLLBACK)
@@ -290,6 +291,8 @@ def nested(saved: Any) -> Any:
     order = _fields_in(saved, Order)
     order["changes"] = changes
     order.setdefault("reason", _reason_in(saved))
+    if order.get("first_alarm_of_cause", -1) == -1:  # an earlier version did not know it
+        order["first_alarm_of_cause"] = order.get("onset")
     record = _fields_in(saved, RollbackRecord)
     record["order"] = order
     return record

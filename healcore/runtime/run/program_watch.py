@@ -81,10 +81,10 @@ class WarmUp:
             self._allowed = warmup
         self._iterations = 0
         """Number of iterations in a row without a step."""
-        self._step = -1
-        """Steps done at the last call of `count`, or -1 before the first call."""
-        self._first_step = -1
-        """Steps done at the first call of `count`, or -1 before."""
+        self._step: int | None = None
+        """Steps done at the last call of `count`, or None before the first call."""
+        self._first_step: int | None = None
+        """Steps done at the first call of `count`, or None before."""
         self._weights = ""
         """Digest of the weights in the middle of a long wait for a step."""
 
@@ -105,7 +105,7 @@ class WarmUp:
         else:
             self._iterations = 0
         self._step = step
-        if self._first_step < 0:
+        if self._first_step is None:
             self._first_step = step
         if step != self._first_step or rolled_back:
             self._allowed = MAX_ITERATIONS

@@ -1,8 +1,10 @@
-"""`RunProgress`: how many steps the run has done, and where this process has begun."""
+"""`RunProgress`: how far the run has come, and where this process has begun."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from healcore.core.errors import HealcoreError
 
 
 @dataclass
@@ -14,7 +16,7 @@ class RunProgress:
         0                    resume            step
                               \_ steps_taken _/
 
-    `step` also changes by `DelayedReader.take_count_correction`, where a dispatch turns out to have
+    `step` also changes by `DispatchQueue.take_count_correction`, where a dispatch turns out to have
     had another number of steps than its driver had announced.
     """
 
@@ -24,6 +26,9 @@ class RunProgress:
     """Steps of this process, including steps that a rollback has undone."""
     had_completed: bool = False
     """Whether the run in the store had completed, and this process has its last state."""
+    reading_error: HealcoreError | None = None
+    """Error of the program that the reading of a step has shown, such as a step from
+    an older state in JAX, or None. Nothing is saved after it."""
     _has_resumed: bool = field(default=False, init=False)
     """Whether this process continues at an earlier process's checkpoint."""
 

@@ -17,6 +17,7 @@ from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.data_state import DataState
+from healcore.runtime.run.dispatch_queue import DispatchQueue
 from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stopping import Stopping
 from healcore.runtime.run.loop import Loop
@@ -35,7 +36,6 @@ from healcore.runtime.run.rollback.nonfinite import NonfiniteState
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run_record import Ledger, RunRecord
 from healcore.runtime.run.step_batches import StepBatches
-from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
@@ -47,10 +47,11 @@ class Run:
     """The parts of one run, each by one name.
 
         Healer --- Run -+- policy, driver, store, ranks, log, record    what is given
-                        +- loop, progress, hang_guard, end_requests     steps
+                        +- loop, progress, dispatch_queue,              steps
+                        |  hang_guard, end_requests
                         +- batches, loaders, step_batches,              batches and
                         |  pass_states, data_state                      random states
-                        +- monitor, comparisons, holding, step_reader   what is seen
+                        +- monitor, holding, comparisons                what is seen
                         +- recovery, better_weights, dead_run,          what is decided
                         |  nonfinite_state, out_of_memory, stopping
                         +- schedule, known_checkpoints, saver,          checkpoints
@@ -99,12 +100,14 @@ class Run:
     """Reads the batches of the program's loaders."""
     schedule: SaveSchedule = field(init=False)
     """When a regular save is due."""
+    dispatch_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
+    """Dispatches that the host has not read yet."""
     monitor: IncidentMonitor = field(init=False)
     """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
-    comparisons: Comparisons = field(init=False)
-    """Compares the weights with earlier weights."""
     holding: Holding = field(init=False)
     """Learns in which ranges the run is healthy, and holds what has left its range."""
+    comparisons: Comparisons = field(init=False)
+    """Compares the weights with earlier weights."""
     known_checkpoints: KnownCheckpoints = field(init=False)
     """Which checkpoints are finite, damaged or known-good."""
     saver: Saver = field(init=False)
@@ -119,8 +122,6 @@ class Run:
     """Resumes from a checkpoint, at the start of a process."""
     next_start: NextStart = field(init=False)
     """Makes the next start resume from an earlier checkpoint than the newest one."""
-    step_reader: DelayedReader = field(init=False)
-    """Steps that the host has not read yet."""
     better_weights: BetterWeights = field(init=False)
     """What to try where earlier weights are better."""
     dead_run: DeadRun = field(init=False)

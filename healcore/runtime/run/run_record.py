@@ -20,7 +20,7 @@ from healcore.core.decision import NONFINITE, Cause, StepRecord, names_of
 from healcore.runtime.run.batch_parts import PartGrowth
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
-from healcore.runtime.run.monitor_state import MonitorState, take_fields
+from healcore.runtime.run.monitor_state import MonitorState, NumberOrNone, take_fields
 from healcore.runtime.run.orders import RollbackRecord, nested
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
@@ -57,8 +57,8 @@ class IncidentRecord:
     """Whether the engine has closed the incident, so that the next alarm opens another one."""
     reported_over: bool = False
     """Whether its event `over` was written."""
-    number_in_engine: int = 0
-    """The engine's number of this incident, or -1 if the engine's count has restarted since."""
+    number_in_engine: NumberOrNone = 0
+    """The engine's number of this incident, or None if the engine's count has restarted since."""
     engine: str = ""
     """Name of the optimizer with the first alarm, or "" in a checkpoint of an older version."""
 
@@ -316,7 +316,7 @@ class Ledger:
         self.last_alarms = {name: min(last, step - 1) for name, last in self.last_alarms.items()}
         if self.incidents:
             self.incidents[-1].over = True
-            self.incidents[-1].number_in_engine = -1
+            self.incidents[-1].number_in_engine = None
         if saved is not None:
             self.untrained = saved.untrained
 

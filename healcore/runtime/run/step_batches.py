@@ -17,7 +17,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.run.compare.trained_step import ObservedBatch
-from healcore.runtime.run.steps import StepResult
+from healcore.runtime.run.dispatch_queue import StepResult
 
 if TYPE_CHECKING:
     from healcore.runtime.run.pass_states import PassStates

@@ -25,7 +25,6 @@ from healcore.runtime.run.restore.program_state import ProgramState
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
-from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
@@ -142,7 +141,6 @@ class Process:
         self.run.step_batches = step_batches
         self.run.data_state = DataState(self.loaders.position)
         self.run.schedule = schedule_of(self.run, EVERY)
-        self.run.step_reader = DelayedReader()
         loop_state = LoopState(self.loaders, self.run.progress, has_trainer=False)
         self.run.loop = SimpleNamespace(state=loop_state)  # type: ignore[assignment]
         self.run.known_checkpoints = KnownCheckpoints(
@@ -215,7 +213,9 @@ class Process:
         self.saver.save_state_as(self.step, why)
 
     def go_back(self, depth: int) -> RollbackRecord:
-        order = Order(index=self.step - 1, onset=self.onset, depth=depth)
+        order = Order(
+            index=self.step - 1, onset=self.onset, first_alarm_of_cause=self.onset, depth=depth
+        )
         done = self.run.rollback_restore.restore(order)
         self.run.progress.step, self._goes_on = done.continues_at, False
         return done

@@ -49,7 +49,9 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
 def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
     """Its trials continue where they were. New trouble would get the first trial again."""
     ledger = Ledger()
-    order = Order(index=0, onset=250, changes=RepeatChanges(lr_at_fault={"": 0.1}))
+    order = Order(
+        index=0, onset=250, first_alarm_of_cause=250, changes=RepeatChanges(lr_at_fault={"": 0.1})
+    )
     rollback = RollbackRecord(order=order, continues_at=100, step=420)
     ledger.on_rollback(rollback, None)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import healcore
-from healcore.errors import AlreadyCompleted, HealcoreError
+from healcore.errors import AlreadyCompleted
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.loop_state import LoopPhase, LoopState
 from healcore.runtime.run.progress import RunProgress
@@ -143,13 +143,6 @@ def test_a_yielded_step_is_taken_once_the_run_has_counted_it():
     assert not state.has_taken_yielded_step
     state.yield_step(3)
     assert state.has_taken_yielded_step
-
-
-def test_the_error_of_a_reading_is_kept():
-    state = loop_state()
-    error = HealcoreError("a")
-    state.fail_reading(error)
-    assert state.reading_error is error
 
 
 def assigned_by_others(tree: ast.AST, names: set[str]) -> list[str]:

@@ -8,8 +8,8 @@ from healcore.core.decision import Action, Cause
 from healcore.events import Log
 from healcore.runtime.data import BatchId
 from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.monitor import IncidentMonitor
-from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks
 from tests.healer.step_records import record
 from tests.runtime.run.bare_driver import BareDriver

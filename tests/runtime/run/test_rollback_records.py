@@ -52,6 +52,13 @@ def test_a_checkpoint_has_the_same_keys_as_before_the_parts_of_an_order():
     assert read(saved | {"held": {"until": 40}}) == record
 
 
+@pytest.mark.parametrize("earlier", [{"since": -1}, {}], ids=["-1", "no key"])
+def test_an_order_whose_first_step_is_unknown_begins_at_its_onset(earlier):
+    """Earlier versions had -1 for an order that did not say since when."""
+    saved = {name: value for name, value in SAVED.items() if name != "since"}
+    assert read(saved | earlier).order.first_alarm_of_cause == 25
+
+
 def test_the_reason_of_lost_steps_is_saved_and_not_cut_out_of_the_text():
     record = read(SAVED | {"why_lost": "a: b", "why_forward": "a: b: write a list"})
     assert (record.why_lost, record.rewind_obstacle) == ("a: b", "a: b: write a list")
@@ -78,7 +85,9 @@ def test_a_saved_order_without_a_reason_gets_it_from_its_other_keys(changed, rea
 
 def test_the_earlier_names_warn():
     changes = RepeatChanges(lr_at_fault={"": 0.1})
-    order = Order(index=30, onset=25, batches=(BatchId(0, 3),), changes=changes)
+    order = Order(
+        index=30, onset=25, first_alarm_of_cause=25, batches=(BatchId(0, 3),), changes=changes
+    )
     record = RollbackRecord(order=order, continues_at=20)
     assert (record.onset, record.batches) == (25, order.batches)
     with pytest.warns(DeprecationWarning, match=r"read rollback\.continues_at"):

@@ -16,7 +16,7 @@ from healcore.errors import Terminated
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.checkpoints.unread_steps import unread_from_text, unread_to_text
 from healcore.runtime.run.compare.trained_step import ObservedBatch
-from healcore.runtime.run.steps import DelayedReader, ReadDispatch, StepResult
+from healcore.runtime.run.dispatch_queue import DispatchQueue, ReadDispatch, StepResult
 from tests.healer.step_records import record
 from tests.healer.training_loops import SKIPS, TorchLoop, at, train
 
@@ -31,7 +31,7 @@ BAD = record(
 
 
 def test_unread_steps_come_back_as_they_were():
-    reader = DelayedReader()
+    reader = DispatchQueue()
     batch = ObservedBatch({"x": np.arange(3)}, 0.5)
     reader.push(ReadDispatch([[FINE]], 1, True), StepResult(7, [], (BatchId(0, 7),)))
     reader.push(ReadDispatch([[FINE, BAD], [FINE]], 2), StepResult(8, [], (), (batch,)))
@@ -44,7 +44,7 @@ def test_unread_steps_come_back_as_they_were():
     assert [each.first.contents for each in kept] == [(), (batch,)]
     assert not any(each.dispatch.vote_requested or each.first.has_lost_contents for each in kept)
 
-    again = DelayedReader()
+    again = DispatchQueue()
     again.resume(unread_from_text(text, {}))
     assert [each.index for each in again.read_all()] == [7, 8, 9]
     lost = [each.first.has_lost_contents for each in unread_from_text(text, {})]
@@ -52,11 +52,11 @@ def test_unread_steps_come_back_as_they_were():
 
 
 def test_a_failed_read_costs_no_save(tmp_path, monkeypatch):
-    def fail(reader: DelayedReader) -> Any:
+    def fail(reader: DispatchQueue) -> Any:
         raise RuntimeError("the device is lost")
 
     ask = at(6, lambda healer: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(DelayedReader, "read_ahead", fail)
+    monkeypatch.setattr(DispatchQueue, "read_ahead", fail)
     with pytest.raises(Terminated):
         train(TorchLoop(), SKIPS, range(10), store=tmp_path, before=ask)
     monkeypatch.undo()

@@ -23,7 +23,7 @@ from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.counts import count_incidents
 from healcore.history.run_history import RunAttempt
 from healcore.policy import load
-from healcore.runtime.run.steps import LAG
+from healcore.runtime.run.dispatch_queue import LAG
 from healcore.tools.cli import app
 from healcore.tools.report.figure import WIDTHS, draw, plot
 from healcore.tools.report.incident_text import rate_changes, response_text

@@ -82,7 +82,7 @@ class Deleter:
         self._ledger = ledger
         self._known_checkpoints = known_checkpoints
         self._known_good_up_to = -1
-        """`RunRecord.known_good_up_to` at the last deletion, or -1 before."""
+        """`RunRecord.known_good_up_to` at the last deletion. It begins with the same value, -1."""
         self._results: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
 
@@ -130,11 +130,13 @@ class Deleter:
 
         store.submit(step, delete)
 
-    def _last_target(self) -> int:
-        """Target of the last rollback in this region of the run, or -1."""
+    def _last_target(self) -> int | None:
+        """Target of the last rollback in this region of the run, or None without a rollback."""
         ledger = self._ledger
         past = ledger.same_trouble(ledger.next_step, self._policy.rollback.region)
-        return past[-1].continues_at if past else -1
+        if not past:
+            return None
+        return past[-1].continues_at
 
     def collect_results(self) -> None:
         """Reads the results of the deletions that have ended in the background. Does not wait.
@@ -169,20 +171,24 @@ def _choose(
     store: CheckpointStore,
     attempts: AttemptHistory,
     step: int,
-    target: int,
+    target: int | None,
     keep: Keep,
     stay: Collection[int],
 ) -> _Chosen:
     """Chooses what to delete after the save of `step`: nothing if this save is not in the store.
 
-    `target` is of the last rollback in this region; `stay` are steps that may be needed.
+    `target` is of the last rollback in this region, or None without a rollback. `stay` are steps
+    that may be needed.
     """
     saves = attempts.with_status(store.checkpoints())
     saves = [saved for saved in saves if saved.path or not store.durable]
     if (step, len(attempts.starts)) not in {(saved.step, saved.attempt) for saved in saves}:
         return _Chosen([], set(), None)
     good = [saved.step for saved in saves if saved.status == "good"]
-    older = [at for at in good if at < target][-1:]
-    surplus = superfluous(saves, keep, stay={*stay, target, *older})
+    needed = {*stay}
+    if target is not None:
+        older = [at for at in good if at < target]
+        needed.update(older[-1:], [target])
+    surplus = superfluous(saves, keep, stay=needed)
     abandoned = {saved.step for saved in saves if saved.is_abandoned}
     return _Chosen(surplus, {*surplus} - abandoned, max(good, default=None))

@@ -51,8 +51,8 @@ class KnownCheckpoints:
         self._log = log
         self._record = record
         self._ledger = ledger
-        self.started_from = -1
-        """Step of the snapshot or checkpoint that this process started from, or -1."""
+        self.started_from: int | None = None
+        """Step of the snapshot or checkpoint that this process started from, or None before."""
         self.newer_than_start: set[int] = set()
         """Steps of checkpoints newer than the resumed one: this process could not use them."""
         self.damage: list[CheckpointDamaged] = []
@@ -123,7 +123,7 @@ class KnownCheckpoints:
         record = self._record
         self._store.take_nonfinite()
         self._nonfinite_now = {}
-        if self.started_from < 0:
+        if self.started_from is None:
             self.started_from = step
             for each in self.listed():
                 if not each.is_abandoned:

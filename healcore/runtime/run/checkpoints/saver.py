@@ -152,7 +152,7 @@ class Saver:
         Steps that cannot be read are reported, and not in the record: the save is worth more.
         """
         try:
-            return unread_to_text(self.run.step_reader.read_ahead())
+            return unread_to_text(self.run.dispatch_queue.read_ahead())
         except Exception as error:
             what = "the newest steps could not be read for the checkpoint"
             problem = f"{what}: {type(error).__name__}: {error}"

@@ -60,12 +60,12 @@ class SaveSchedule:
     ) -> None:
         self.every = every or policy.rollback.probation
         """Steps between two saves."""
-        self.last_saved = -1
-        """Step of the last checkpoint or of the start."""
-        self.last_regular = -1
-        """Step of the last regular save, of the start or of the last rollback. Another save changes
-        neither when weights are saved regularly nor with which weights later weights are compared.
-        """
+        self.last_saved: int | None = None
+        """Step of the last checkpoint or of the start, or None before the start."""
+        self.last_regular: int | None = None
+        """Step of the last regular save, of the start or of the last rollback; or None before the
+        start. Another save changes neither when weights are saved regularly nor with which weights
+        later weights are compared."""
         self.after_change = False
         """Whether no checkpoint has the structure that the program has given to its model."""
         self._policy = policy
@@ -88,7 +88,7 @@ class SaveSchedule:
             True if the run should save now. With several ranks the answer is the same on all of
             them, and the method may be collective.
         """
-        if self._progress.step - self.last_saved >= self._next_warning:
+        if self._progress.step - (self.last_saved or 0) >= self._next_warning:
             self._next_warning *= 2
             self._warn()
         wanted = self._missed_saves >= 1 or self.after_change
@@ -99,7 +99,7 @@ class SaveSchedule:
 
     def _warn(self) -> None:
         """Warns that nothing was saved for long, and why. Slow saves are a reason only once."""
-        saved, slow = self.last_saved, self._time.exceeded
+        slow = self._time.exceeded
         if slow and self._slow_saves_reported:
             return
         if slow:
@@ -111,7 +111,10 @@ class SaveSchedule:
             why += "Checkpoints(every=N) saves every N steps"
         else:
             why = "alarms delay the save"
+        saved = self.last_saved
         line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
+        if saved is None:
+            line = f"no checkpoint yet ({why}); a restart begins at the first step"
         self._log.problem(self._progress.step, line)
 
     @property
@@ -126,7 +129,10 @@ class SaveSchedule:
     @property
     def _missed_saves(self) -> int:
         """Number of regular saves that were due since the last one."""
-        return self._progress.step // self.every - self.last_regular // self.every
+        interval = self._progress.step // self.every
+        if self.last_regular is None:
+            return interval + 1  # the first save, at the start, is due too
+        return interval - self.last_regular // self.every
 
     @property
     def delayed(self) -> bool:
@@ -159,7 +165,7 @@ class SaveSchedule:
         began = time.monotonic()
         self.last_saved = self._progress.step
         if regular:
-            self.last_regular = self.last_saved
+            self.last_regular = self._progress.step
         self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield
@@ -181,7 +187,8 @@ class _SavingTime:
         """Whether the limit was exceeded on any rank at the last check."""
         self._ranks = ranks
         self._began = time.monotonic()
-        self._checked = -1
+        self._checked: int | None = None
+        """Checkpoint interval of the last check, or None before the first check."""
 
     def exceeds_limit(self, interval: int) -> bool:
         """Whether the saves of a rank have taken too long. Collective once per interval.

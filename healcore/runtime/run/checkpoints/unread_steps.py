@@ -14,7 +14,7 @@ from typing import Any
 from healcore.core.decision import Action, Cause, StepRecord, SuspectGradient
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.compare.trained_step import ObservedBatch
-from healcore.runtime.run.steps import ReadDispatch, StepResult, UnreadDispatch
+from healcore.runtime.run.dispatch_queue import ReadDispatch, StepResult, UnreadDispatch
 from healcore.runtime.store import values
 
 _TEXT = ("the steps that were not read",)

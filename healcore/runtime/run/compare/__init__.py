@@ -6,12 +6,14 @@
         credit         how much comparisons may cost
         mean_pause     how long a high mean loss is no reason to compare again
         anchor_choice  which earlier weights are compared, and which are kept
-        loss_function  evaluates the user's `loss_fn` on the batches of a `trained_step`
+        anchor_losses  evaluates the current weights and earlier weights on the same steps, with
+        loss_function  the user's `loss_fn` on the batches of a `trained_step`
         rises          what one comparison shows
         evidence       the evidence of all comparisons with the same earlier weights (`Anchor`)
-        suspicion      what follows from the evidence, up to the verdict
+        suspicion      what follows from the evidence, up to the `verdict`
     holding            learns the healthy ranges, and holds what has left them
-    comparison_state   what a checkpoint holds; `saved_form` is the form of batches and numbers
+    comparison_state   what these parts share, and a checkpoint holds; batches and numbers have the
+                       `saved_form` there
 
 Begin with `Comparisons.observe`, which runs after each step.
 """

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from pydantic import ConfigDict
 
+from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.mean_pause import FIRST_PAUSE
-from healcore.runtime.run.compare.suspicion import Verdict
+from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.healthy_ranges import HealthyRanges
 
 
@@ -18,6 +19,19 @@ class ComparisonState:
 
     A restart in the middle of a suspicion continues it with the evidence so far. Without that, a
     run that is killed often would never collect enough evidence for a rollback.
+
+    A run has one such object. A resume changes its fields, so that each part can keep the object.
+    Each field has one owner, which changes it in the course of the run:
+
+        anchors                             `Comparisons`, which adds and compares them.
+                                            `AnchorLosses` drops those that cannot be compared.
+                                            `Suspicion` lowers the evidence of a verdict that waits.
+        first_losses, silent_until          `Comparisons`
+        rates, bursts, verdict, repeated    `Suspicion`
+        ranges, intended                    `Holding`
+        the fields "in a record"            nobody: `Comparisons.to_save` sets them in a copy
+
+    The end of a suspicion changes fields of several owners, see `forget_trouble`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -54,6 +68,37 @@ class ComparisonState:
     """Text of `StepHistory.to_text`, in a record."""
     numbers: str = ""
     """Text of the ranges of the optimizers' numbers since something was last held, in a record."""
+
+    @property
+    def has_evidence(self) -> bool:
+        """Whether an anchor has evidence, or a verdict is pending."""
+        return self.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
+
+    def anchor_of(self, step: int) -> Anchor | None:
+        """The anchor of a step, or None if its weights are not kept.
+
+        Args:
+            step: step of the checkpoint at which the weights were copied.
+
+        Returns:
+            The anchor, which `anchors` holds too.
+        """
+        for anchor in self.anchors:
+            if anchor.step == step:
+                return anchor
+        return None
+
+    def forget_trouble(self, credit: Credit) -> None:
+        """Forgets the suspicion, its verdict, and the numbers that it has shown to be intended.
+
+        Args:
+            credit: the credit of the comparisons. It is refilled for the next suspicion.
+        """
+        self.verdict = None
+        self.rates.clear()
+        self.bursts.clear()
+        self.intended = {}
+        credit.refill()
 
     def needed(self) -> list[int]:
         """Steps of the weights that a restart loads."""

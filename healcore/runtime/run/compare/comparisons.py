@@ -21,20 +21,20 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from healcore.core.signals import SignalError
-from healcore.runtime.driver import LossFn
+from healcore.runtime.driver import Driver
 from healcore.runtime.run.compare.anchor_choice import (
     best_on_average,
     newest_better,
     to_compare,
     with_new,
 )
+from healcore.runtime.run.compare.anchor_losses import AnchorLosses
 from healcore.runtime.run.compare.comparison_state import ComparisonState
-from healcore.runtime.run.compare.credit import FORWARD_PASS, Credit
+from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import RECENT, Anchor
-from healcore.runtime.run.compare.loss_function import LossFunction
+from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.compare.mean_pause import MeanPause
 from healcore.runtime.run.compare.rises import Rises, joined, rise_of
 from healcore.runtime.run.compare.saved_form import (
@@ -44,12 +44,12 @@ from healcore.runtime.run.compare.saved_form import (
     unpack_batches,
 )
 from healcore.runtime.run.compare.step_history import Signs, StepHistory
-from healcore.runtime.run.compare.suspicion import Suspicion, Verdict
+from healcore.runtime.run.compare.suspicion import Suspicion
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
+from healcore.runtime.run.compare.verdict import Verdict
+from healcore.runtime.run.dispatch_queue import DispatchQueue
+from healcore.runtime.run.monitor_state import take_fields
 from healcore.runtime.store.packed_values import PackedValues
-
-if TYPE_CHECKING:
-    from healcore.runtime.run.run import Run
 
 MEDIAN_OF = 3
 """Past batches of a comparison while there is evidence. The median of their rises is steadier than
@@ -63,16 +63,25 @@ class Comparisons:
     by the mean. Comparisons are collective, so they depend only on values that are equal on all
     ranks: reduced losses and alarms. No comparison depends on the clock.
 
+    It owns `anchors`, `first_losses` and `silent_until` of the `ComparisonState`.
+
     Args:
-        run: the parts of the run.
-        loss_fn: the user's function, or None to compare nothing.
-        loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
+        driver: copies the weights, and knows whether they have changed since the last step.
+        dispatch_queue: the steps that are not read yet, whose batches a checkpoint needs.
+        state: the state of the comparisons.
+        history: the last steps.
+        credit: bounds what the comparisons cost.
+        anchor_losses: evaluates the `loss_fn` with current and earlier weights.
+        suspicion: concludes from the evidence.
+        holding: learns the healthy ranges where the weights are not suspect.
+        save_every: steps between two saves.
 
     Attributes:
         state: what a checkpoint holds. It lacks the facts "in a record", which `to_save` adds.
         history: losses, gradient norms and batches of the last steps.
         suspicion: the verdict that waits, and what dates the trouble.
         credit: number of evaluations that the run may make.
+        anchor_losses: evaluates the `loss_fn` with current and earlier weights.
         loss_function: evaluates `loss_fn`.
         steps_are_windows: whether each step ends an accumulation. The next accumulation may have
             begun then, and the weights can be compared all the same.
@@ -80,42 +89,40 @@ class Comparisons:
 
     def __init__(
         self,
-        run: Run,
-        loss_fn: LossFn | None,
         *,
-        loss_fn_cost: float = FORWARD_PASS,
+        driver: Driver,
+        dispatch_queue: DispatchQueue,
+        state: ComparisonState,
+        history: StepHistory,
+        credit: Credit,
+        anchor_losses: AnchorLosses,
+        suspicion: Suspicion,
+        holding: Holding,
+        save_every: int,
     ) -> None:
-        self.run = run
-        self.state = ComparisonState()
-        self.history = StepHistory()
-        self.suspicion = Suspicion(run)
-        self.credit = Credit(loss_fn_cost)
-        self.loss_function = LossFunction(
-            loss_fn,
-            driver=run.driver,
-            ranks=run.ranks,
-            log=run.log,
-            record=run.record,
-            progress=run.progress,
-            batch_parts=run.batch_parts,
-        )
+        self.state = state
+        self.history = history
+        self.suspicion = suspicion
+        self.credit = credit
+        self.anchor_losses = anchor_losses
+        self.loss_function = anchor_losses.loss_function
         self.steps_are_windows = False
+        self._driver = driver
+        self._dispatch_queue = dispatch_queue
+        self._holding = holding
+        self._save_every = save_every
         self._mean_pause = MeanPause()
         self._has_reason = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
         if self.is_enabled:
-            run.driver.watch_numbers()
+            driver.watch_numbers()
 
     @property
     def is_enabled(self) -> bool:
-        """Whether weights are compared, which requires a `loss_fn`.
-
-        A `loss_fn` that fails is dropped, so the value may become False during a run. Then nothing
-        is compared or held any more.
-        """
-        return self.loss_function.is_usable
+        """Whether weights are compared, see `AnchorLosses.is_enabled`."""
+        return self.anchor_losses.is_enabled
 
     @property
     def anchors(self) -> list[Anchor]:
@@ -131,7 +138,7 @@ class Comparisons:
         `HeldNumber.last_step_before`. `Saver` and `Deleter` keep these checkpoints.
         """
         steps = [anchor.step for anchor in self.anchors]
-        for number in self.run.holding.held.numbers.values():
+        for number in self._holding.held.numbers.values():
             steps.append(number.last_step_before)
         return frozenset(steps)
 
@@ -142,7 +149,7 @@ class Comparisons:
         While this is true, no anchor is added and nothing is learnt as healthy: the current weights
         may be the damaged ones.
         """
-        return self.state.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
+        return self.state.has_evidence
 
     def forget_unsaved_anchor(self, step: int) -> None:
         """Drops the anchor of a step whose checkpoint could not be saved.
@@ -163,27 +170,24 @@ class Comparisons:
             restorable: steps of the checkpoints. An anchor of any other step is dropped, because no
                 rollback could restore its place in the run.
         """
-        if self.is_enabled and self._dispatch_losses and not self.loss_function.is_checked:
-            self.loss_function.drop()
+        if self._dispatch_losses and self.loss_function.drop_if_unchecked(step):
             self.anchors.clear()
-            why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
-            self.run.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
         if not self.is_enabled:
-            self.run.holding.release_all(step)
+            self._holding.release_all(step)
             return
         if self.has_evidence or step < self.state.silent_until:
             return
-        if self.run.holding.learn(step):
+        if self._holding.learn(step):
             return
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
-        if step not in restorable or self.anchor_of(step) is not None:
+        if step not in restorable or self.state.anchor_of(step) is not None:
             return
         level = self.history.mean()
         spread = 0.0
         if level is not None:
             spread = self.history.spread()
         new = Anchor(step, level=level, spread=spread, healthy=self.state.ranges.values)
-        new.weights = self.run.driver.copy_weights()
+        new.weights = self._driver.copy_weights()
         self.state.anchors = with_new(self.anchors, new)
 
     def observe(
@@ -244,7 +248,7 @@ class Comparisons:
             loss,
             alarm=alarm,
             healthy=not self.has_evidence,
-            norm_limits=self.run.holding.held.norm_limits,
+            norm_limits=self._holding.held.norm_limits,
         )
         if signs.high:
             self.suspicion.add_high_step(trained.index)
@@ -297,24 +301,18 @@ class Comparisons:
 
     def _learn_first_step(self, trained: TrainedStep, losses: Sequence[float]) -> None:
         """Checks the `loss_fn` on the first step with batches, and `losses` of its dispatch."""
-        first = self.anchor_of(trained.index)
+        first = self.state.anchor_of(trained.index)
         single = math.nan
         if len(losses) == 1:
             single = losses[0]
-        try:
-            self.loss_function.learn_first_step(trained, single, first and first.weights)
-        except SignalError as error:
-            # Nothing is saved: the mended program trains the first step again.
-            self.run.loop.state.fail_reading(error)
-            raise
+        self.loss_function.learn_first_step(trained, single, first and first.weights)
         if not self.is_enabled:
             self.anchors.clear()
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on.
 
-        The steps are repeated, so their losses and samples would count twice. The healthy ranges
-        are taken from the newest anchor that is left.
+        The steps are repeated, so their losses and samples would count twice.
 
         Args:
             target: the step at which the run continues.
@@ -323,12 +321,10 @@ class Comparisons:
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
         for anchor in self.anchors:
             anchor.rewind(target)
-        ranges = self.state.ranges
-        if self.anchors:
-            ranges.values = ranges.values.with_better(self.anchors[-1].healthy)
+        self._holding.on_rollback(target)
         self._forget_trouble()
-        self.history.forget(ranges.values.norms, ranges.values.loss)
-        self.run.holding.on_rollback(target)
+        healthy = self.state.ranges.values
+        self.history.forget(healthy.norms, healthy.loss)
 
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`.
@@ -395,7 +391,7 @@ class Comparisons:
             mean_quiet_until=self._mean_pause.until,
             pause=self._mean_pause.length,
             history=self.history.to_text(),
-            numbers=numbers_to_text(self.run.holding.numbers()),
+            numbers=numbers_to_text(self._holding.numbers()),
         )
 
     def batches_to_save(self) -> PackedValues | None:
@@ -407,7 +403,7 @@ class Comparisons:
         if not self.is_enabled:
             return None
         steps: list[TrainedStep] = []
-        for index, contents in self.run.step_reader.unread_contents().items():
+        for index, contents in self._dispatch_queue.unread_contents().items():
             steps.append(TrainedStep(index, contents))
         for anchor in self.anchors:
             steps += [*anchor.sample, *anchor.usual]
@@ -434,7 +430,7 @@ class Comparisons:
         if verdict is not None and verdict.anchor_step not in weights:
             verdict = None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
-        self.state = replace(saved, anchors=anchors, verdict=verdict)
+        take_fields(self.state, replace(saved, anchors=anchors, verdict=verdict))
         self.loss_function.gives_loss |= saved.gives_loss
         if saved.credit is not None:
             self.credit.left = saved.credit
@@ -453,31 +449,15 @@ class Comparisons:
             anchor.weights = weights[anchor.step]
             anchor.restore_samples(steps)
 
-        holding = self.run.holding
+        holding = self._holding
         if self.is_enabled:  # without a `loss_fn` nothing is held or released
             holding.hold(holding.held, step)
-        if saved.numbers and self.run.driver.state_is_in_place:
+        if saved.numbers and self._driver.state_is_in_place:
             holding.continue_numbers(numbers_from_text(saved.numbers))
 
-    def anchor_of(self, step: int) -> Anchor | None:
-        """The anchor of a step, or None if its weights are not kept.
-
-        Args:
-            step: step of the checkpoint at which the weights were copied.
-
-        Returns:
-            The anchor, which `state.anchors` holds too.
-        """
-        for anchor in self.anchors:
-            if anchor.step == step:
-                return anchor
-        return None
-
     def _forget_trouble(self) -> None:
-        """Forgets the suspicion and its verdict. The credit is refilled for the next suspicion."""
+        """Forgets the suspicion and its verdict, and the losses of the current dispatch."""
         self.suspicion.forget()
-        self.state.intended = {}
-        self.credit.refill()
         self._dispatch_losses.clear()
 
     def _best_on_average(self, index: int) -> Anchor | None:
@@ -494,7 +474,7 @@ class Comparisons:
         verdict = self.state.verdict
         if verdict is not None:
             return [anchor for anchor in self.anchors if anchor.step == verdict.anchor_step]
-        return to_compare(self.anchors, index, every=self.run.schedule.every, best=best)
+        return to_compare(self.anchors, index, every=self._save_every, best=best)
 
     def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
         """Compares with each eligible anchor.
@@ -508,7 +488,7 @@ class Comparisons:
         Returns:
             A verdict if the run has to roll back now, or None.
         """
-        if not (self.steps_are_windows or self.run.driver.may_save(self.run.schedule.every)):
+        if not (self.steps_are_windows or self._driver.may_save(self._save_every)):
             return None  # within an accumulation: the weights have not changed since the last step
         evaluations = 0
         verdict = None
@@ -519,12 +499,16 @@ class Comparisons:
         for anchor in self._eligible_anchors(trained.index, best):
             compared = self._compare_with(anchor, trained, known)
             if compared is None:
-                return None
+                if not self.is_enabled:
+                    return None  # without a `loss_fn` nothing can test a verdict again
+                continue  # only this anchor is of other parameters
             evaluations += compared.evaluations
             if not math.isnan(compared.evidence):
                 found = self._weigh(trained.index, anchor, compared)
                 if found is not None:
                     verdict = found
+        if verdict is not None and self.state.anchor_of(verdict.anchor_step) is None:
+            verdict = None  # its anchor was dropped after it was found
         if verdict is not None and not self.suspicion.has_waited(verdict):
             self.suspicion.postpone(verdict)
             verdict = None
@@ -548,7 +532,7 @@ class Comparisons:
         Returns:
             What the comparison shows, or None if the weights cannot be compared.
         """
-        losses = self.losses_of([trained], anchor, known)
+        losses = self.anchor_losses.losses_of([trained], anchor, known)
         if losses is None:
             return None
         [now], [then] = losses
@@ -564,7 +548,7 @@ class Comparisons:
         past = anchor.draw(number)
         if not past:  # no batch was trained on since the anchor
             return Rises(evaluations)
-        losses = self.losses_of(past, anchor)
+        losses = self.anchor_losses.losses_of(past, anchor)
         if losses is None:
             return None
         pairs = [*zip(*losses, strict=True)]
@@ -578,7 +562,7 @@ class Comparisons:
             evidence is left, the run has recovered and the verdict is forgotten.
         """
         anchor.learn(index, compared.evidence, is_retest=self.state.verdict is not None)
-        threshold = self.run.policy.rollback.evidence
+        threshold = self.suspicion.threshold
         if anchor.evidence >= threshold and self.suspicion.has_learnt_since(anchor):
             anchor.evidence, anchor.onset = 1.0, None
         if anchor.evidence >= threshold:
@@ -589,26 +573,3 @@ class Comparisons:
             self.suspicion.report_recovery(index)
             self._forget_trouble()
         return None
-
-    def losses_of(
-        self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
-    ) -> tuple[list[float], list[float]] | None:
-        """`LossFunction.losses` of the current weights and an anchor's weights. Collective.
-
-        Args:
-            steps: the steps whose batches are evaluated.
-            anchor: the earlier weights. It is dropped if the parameters have changed since.
-            known: losses of the steps with the current weights, or None to evaluate these.
-
-        Returns:
-            Two lists with one loss per step, current and earlier weights; or None if the weights
-            cannot be compared.
-        """
-        losses = self.loss_function.losses(steps, anchor.weights, known)
-        if not self.is_enabled:
-            self.anchors.clear()
-        elif losses is None:  # the parameters have changed: the next checkpoint makes an anchor
-            self.anchors.remove(anchor)
-            if self.state.verdict is not None:
-                self._forget_trouble()
-        return losses

@@ -20,14 +20,15 @@ from healcore.runtime.driver import Driver, NumberRange
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import Anchor
-from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
-from healcore.runtime.run.compare.suspicion import Verdict
+from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, StepHistory, SuspectSteps
+from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.engine_states import LrState, limit_norms, with_lr_states
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.store.ranks import Ranks, broadcast
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.compare.comparisons import Comparisons
+    from healcore.runtime.run.compare.anchor_losses import AnchorLosses
+    from healcore.runtime.run.compare.comparison_state import ComparisonState
     from healcore.runtime.run.monitor import IncidentMonitor
     from healcore.runtime.run.run_record import RunRecord
 
@@ -39,9 +40,9 @@ fault that ends by itself is shorter in all our benchmarks, at most 100 steps.""
 class Holding:
     """What a run holds in its healthy range, and what was outside of it at a trouble.
 
-    The ranges are a part of `ComparisonState`, which a checkpoint holds. Learning rates and the
-    optimizers' numbers are set by the program, so a rollback alone does not change them: trouble
-    that they cause recurs until they are held.
+    It owns `ranges` and `intended` of the `ComparisonState`, which a checkpoint holds. Learning
+    rates and the optimizers' numbers are set by the program, so a rollback alone does not change
+    them: trouble that they cause recurs until they are held.
 
     Args:
         engine: the engine of the policy, whose limits of norms hold a norm.
@@ -50,7 +51,9 @@ class Holding:
         log: the log, for what is released.
         record: the step at which the run began.
         monitor: has the learning rates in force.
-        comparisons: have the ranges, the anchors and the history of the steps.
+        state: the state of the comparisons.
+        history: the last steps.
+        anchor_losses: evaluates batches with the better weights.
         save_every: steps between two saves.
     """
 
@@ -63,7 +66,9 @@ class Holding:
         log: RunLog,
         record: RunRecord,
         monitor: IncidentMonitor,
-        comparisons: Comparisons,
+        state: ComparisonState,
+        history: StepHistory,
+        anchor_losses: AnchorLosses,
         save_every: int,
     ) -> None:
         self._engine = engine
@@ -72,7 +77,9 @@ class Holding:
         self._log = log
         self._record = record
         self._monitor = monitor
-        self._comparisons = comparisons
+        self._state = state
+        self._history = history
+        self._anchor_losses = anchor_losses
         self._save_every = save_every
         self.freezes = False
         """Whether the next step is frozen, see `Held.frozen_steps`."""
@@ -86,20 +93,24 @@ class Holding:
         Setting it changes the state that checkpoints save, and nothing else. `hold` also applies it
         to the driver and the engines.
         """
-        return self._comparisons.state.ranges.held
+        return self._state.ranges.held
 
     @held.setter
     def held(self, held: Held) -> None:
-        self._comparisons.state.ranges.held = held
+        self._state.ranges.held = held
 
     def on_rollback(self, target: int) -> None:
-        """Notes whether the step `target` is frozen. Called after the restore.
+        """Takes the healthy ranges of the newest anchor, and notes whether `target` is frozen.
 
-        The restore has limited the engines already.
+        Called after the restore, which has limited the engines already, and after the anchors of
+        later steps were dropped.
 
         Args:
             target: the step at which the run continues.
         """
+        ranges = self._state.ranges
+        if self._state.anchors:
+            ranges.values = ranges.values.with_better(self._state.anchors[-1].healthy)
         self.freezes = self.held.freezes(target)
 
     def release_all(self, step: int) -> None:
@@ -135,9 +146,7 @@ class Holding:
             Whether a number has turned out to be intended, see `take_intended`. Then neither the
             anchors nor the current weights are a measure any more.
         """
-        comparisons = self._comparisons
-        history = comparisons.history
-        ranges = comparisons.state.ranges
+        history, ranges = self._history, self._state.ranges
 
         # Learn.
         seen = broadcast(self._ranks, self.numbers())
@@ -155,7 +164,7 @@ class Holding:
         # Release, and adapt what stays held.
         held = ranges.held
         released = ranges.release(step, seen)
-        comparisons.state.intended = ranges.lasting_numbers(step, seen, after=LASTING_STEPS)
+        self._state.intended = ranges.lasting_numbers(step, seen, after=LASTING_STEPS)
         ranges.follow_norms(step, history.typical_norms())
         before = ranges.release_start_rates(step)
         if before:
@@ -171,7 +180,7 @@ class Holding:
                 f"step {step}: {', '.join(released)}: the program's own value is in its healthy "
                 "range again, and is used"
             )
-        return bool(comparisons.state.intended)
+        return bool(self._state.intended)
 
     def take_intended(self) -> dict[str, float]:
         """Takes the held numbers that have turned out to be intended, each once.
@@ -179,7 +188,7 @@ class Holding:
         Returns:
             Name -> the value that the program keeps.
         """
-        state = self._comparisons.state
+        state = self._state
         intended, state.intended = state.intended, {}
         return intended
 
@@ -254,8 +263,7 @@ class Holding:
         Returns:
             Indices of steps, ascending.
         """
-        comparisons = self._comparisons
-        suspects, anchor = self._suspect_steps(verdict), comparisons.anchor_of(verdict.anchor_step)
+        suspects, anchor = self._suspect_steps(verdict), self._state.anchor_of(verdict.anchor_step)
         if suspects is None or anchor is None:
             return []
         unusual = set()
@@ -267,10 +275,9 @@ class Holding:
 
     def _with_high_loss(self, suspects: SuspectSteps, anchor: Anchor) -> set[int]:
         """Suspect steps whose loss under an anchor's weights is not ordinary."""
-        comparisons = self._comparisons
         before = suspects.start - STEPS_BEFORE_SIGN
         usual_by_index = {}
-        for each in comparisons.anchors:
+        for each in self._state.anchors:
             for step in each.usual:
                 if step.index < before:
                     usual_by_index[step.index] = step
@@ -279,7 +286,7 @@ class Holding:
         if not usual or not steps:
             return set()
         both = [*usual, *steps]
-        losses = comparisons.losses_of(both, anchor, [math.nan] * len(both))
+        losses = self._anchor_losses.losses_of(both, anchor, [math.nan] * len(both))
         if losses is None:
             return set()
         _, under_better = losses
@@ -300,8 +307,7 @@ class Holding:
         Args:
             step: step of an anchor. For another step the newest knowledge is returned.
         """
-        comparisons = self._comparisons
-        anchor, values = comparisons.anchor_of(step), comparisons.state.ranges.values
+        anchor, values = self._state.anchor_of(step), self._state.ranges.values
         if anchor is None:
             return values
         return values.with_better(anchor.healthy)
@@ -336,7 +342,7 @@ class Holding:
 
     def _suspect_steps(self, verdict: Verdict) -> SuspectSteps | None:
         """The steps that may have caused the trouble of a verdict."""
-        return self._comparisons.history.suspect_steps(verdict.onset, verdict.found_at)
+        return self._history.suspect_steps(verdict.onset, verdict.found_at)
 
     def numbers(self) -> dict[str, NumberRange]:
         """`Driver.numbers`, with their ranges in earlier processes since something was held.

@@ -98,7 +98,7 @@ class LossFunction:
         ranks: the ranks, which evaluate together.
         log: the log, for problems of the function.
         record: has the number of samples that an evaluation may have.
-        progress: the number of steps, for the log.
+        progress: the number of steps, for the log. It keeps an error of the program.
         batch_parts: splits batches that do not fit into memory.
 
     Attributes:
@@ -142,6 +142,22 @@ class LossFunction:
     def drop(self) -> None:
         """Drops the function for the rest of the process, because it cannot be used."""
         self._function = None
+
+    def drop_if_unchecked(self, step: int) -> bool:
+        """Drops the function if no step has had a batch for it, and logs the problem.
+
+        Args:
+            step: steps done.
+
+        Returns:
+            Whether the function was dropped.
+        """
+        if self.is_checked or not self.is_usable:
+            return False
+        self.drop()
+        why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
+        self._log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
+        return True
 
     def _warn(self, problem: str) -> None:
         """Logs a problem. The run continues without comparisons."""
@@ -318,7 +334,10 @@ class LossFunction:
         self.draws = any(each.draws for each in everyone)
         problems = {each.kind: each.text for each in reversed(everyone)}  # of the lowest rank
         if _Problem.MISTAKE in problems:
-            raise SignalError(problems[_Problem.MISTAKE]) from failure
+            mistake = SignalError(problems[_Problem.MISTAKE])
+            # Nothing is saved: the mended program trains the first step again.
+            self._progress.reading_error = mistake
+            raise mistake from failure
         if _Problem.STATE in problems:
             self.drop()
         problem = problems.get(_Problem.STATE, problems.get(_Problem.CALL))

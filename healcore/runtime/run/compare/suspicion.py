@@ -27,83 +27,72 @@ A restart continues wherever the run was: `ComparisonState` holds the facts.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.rises import Rises, rise_of
-from healcore.runtime.run.compare.step_history import STEPS_AFTER_SIGN, WINDOWS
+from healcore.runtime.run.compare.step_history import STEPS_AFTER_SIGN, WINDOWS, StepHistory
+from healcore.runtime.run.compare.verdict import Verdict
 
 if TYPE_CHECKING:
+    from healcore.runtime.reporting.run_log import RunLog
+    from healcore.runtime.run.compare.anchor_losses import AnchorLosses
     from healcore.runtime.run.compare.comparison_state import ComparisonState
-    from healcore.runtime.run.run import Run
+    from healcore.runtime.run.compare.credit import Credit
+    from healcore.runtime.run.compare.holding import Holding
+    from healcore.runtime.run.run_record import Ledger, RunRecord
 
 RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
 
 
-class Verdict(NamedTuple):
-    """The finding that earlier weights are better than the current weights."""
-
-    roll_back_at: int
-    """Index of the newest step when the run rolls back."""
-    found_at: int
-    """Index of the first step with enough evidence."""
-    anchor_step: int
-    """Step of the earlier weights, see `Anchor.step`."""
-    onset: int
-    """Index of the first step of the trouble: its first sign, or the first comparison with
-    evidence."""
-    evidence: float
-    """Lower bound on the mean number of comparisons until a healthy run has this evidence."""
-    rise: float | None
-    """Loss of the step's batch, current minus earlier weights, or None if it is not finite."""
-    rise_remembered: float | None
-    """The same difference for a batch trained on since the anchor, or None if it is not finite."""
-    healthy_rates: dict[str, float]
-    """Engine name -> highest learning rate at which the run was healthy, if known."""
-    rates: tuple[dict[str, float], ...]
-    """Learning rates in force at the comparisons that found the trouble; empty if unknown."""
-    losses: str = ""
-    """Digest of the losses up to step `found_at`, see `StepHistory.digest`."""
-    recurred: bool = False
-    """Whether a repeat of the steps had the same losses up to `found_at`, bit for bit. Then the
-    program causes the trouble, and what the repeat has changed had no effect."""
-
-    @property
-    def due(self) -> int:
-        """Step at which the run rolls back unless it has recovered.
-
-        The wait begins at the onset, and has as many steps as lie between the anchor and the onset.
-        A run that recovers during the wait loses fewer steps than by the rollback. A run that does
-        not recover loses about twice as many (rent or buy: Karlin et al. 1988, "Competitive snoopy
-        caching"). Thus a learning rate that is raised on purpose gets time to recover.
-        """
-        return self.onset + (self.onset - self.anchor_step)
-
-
 class Suspicion:
     """The suspicion that earlier weights are better: its onset, and the verdict that waits.
 
-    The facts are in `ComparisonState`, which a checkpoint holds. So a restart continues the
-    suspicion.
+    It owns `rates`, `bursts`, `verdict` and `repeated` of the `ComparisonState`. A checkpoint holds
+    this state, so a restart continues the suspicion.
 
     Args:
-        run: the parts of the run.
+        threshold: evidence for a verdict, see `[rollback] evidence` of the policy.
+        log: the log, for a verdict that waits and for a recovery.
+        record: the step at which the run began.
+        ledger: the rollbacks so far.
+        state: the state of the comparisons.
+        history: the last steps.
+        credit: refilled when the suspicion ends.
+        anchor_losses: evaluates the weights at the end of the run.
+        holding: the learning rates, now and while the run was healthy.
 
     Attributes:
+        threshold: evidence for a verdict.
         strong_evidence: evidence that is enough where a run cannot wait for the threshold.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.strong_evidence = run.policy.rollback.evidence**RESTART_POWER
+    def __init__(
+        self,
+        *,
+        threshold: float,
+        log: RunLog,
+        record: RunRecord,
+        ledger: Ledger,
+        state: ComparisonState,
+        history: StepHistory,
+        credit: Credit,
+        anchor_losses: AnchorLosses,
+        holding: Holding,
+    ) -> None:
+        self.threshold = threshold
+        self.strong_evidence = threshold**RESTART_POWER
+        self._log = log
+        self._record = record
+        self._ledger = ledger
+        self._state = state
+        self._history = history
+        self._credit = credit
+        self._anchor_losses = anchor_losses
+        self._holding = holding
         self._expected: Verdict | None = None
         """The verdict whose rollback is about to begin, or None."""
-
-    @property
-    def _state(self) -> ComparisonState:
-        """The state of the comparisons, which a resume replaces."""
-        return self.run.comparisons.state
 
     # -- before a verdict -----------------------------------------------------------------------
 
@@ -134,7 +123,7 @@ class Suspicion:
         if not has_evidence:
             self._state.rates.clear()
             return
-        rates = self.run.holding.known_rates()
+        rates = self._holding.known_rates()
         if rates:
             self._state.rates.append(rates)
 
@@ -150,18 +139,17 @@ class Suspicion:
         """
         verdict = self._state.verdict
         if verdict is None:
-            history = self.run.comparisons.history
             verdict = Verdict(
                 roll_back_at=index,
-                found_at=history.newest,
+                found_at=self._history.newest,
                 anchor_step=anchor.step,
                 onset=self._onset(index, anchor),
                 evidence=1.0,
                 rise=None,
                 rise_remembered=None,
-                healthy_rates=self.run.holding.highest_rates(anchor.step),
+                healthy_rates=self._holding.highest_rates(anchor.step),
                 rates=tuple(self._state.rates),
-                losses=history.digest(anchor.step),
+                losses=self._history.digest(anchor.step),
             )
         return verdict._replace(
             roll_back_at=index,
@@ -194,7 +182,7 @@ class Suspicion:
         """
         if verdict.roll_back_at >= verdict.due:
             return True
-        return bool(self.run.ledger.same_trouble(verdict.onset))
+        return bool(self._ledger.same_trouble(verdict.onset))
 
     def postpone(self, verdict: Verdict) -> None:
         """Keeps a verdict pending until its step `due`.
@@ -210,8 +198,8 @@ class Suspicion:
             anchor.evidence, anchor.onset = 1.0, None
             if anchor.step == verdict.anchor_step:
                 anchor.onset, anchor.evidence = verdict.onset, self.strong_evidence
-        self.run.log.assessment(verdict.roll_back_at, verdict.onset, "worse")
-        self.run.log.warning(
+        self._log.assessment(verdict.roll_back_at, verdict.onset, "worse")
+        self._log.warning(
             f"step {verdict.roll_back_at}: the weights of step {verdict.anchor_step} are better on "
             f"the same batches, since step {verdict.onset}; unless the run recovers, it rolls back "
             f"to them at step {verdict.due}, or at the end of the data"
@@ -226,9 +214,9 @@ class Suspicion:
         verdict = self._state.verdict
         if verdict is None:
             return
-        self.run.log.assessment(index, verdict.onset, "recovered")
+        self._log.assessment(index, verdict.onset, "recovered")
         recovered = f"the run has recovered from the damage of step {verdict.onset}"
-        self.run.log.info(f"step {index}: {recovered}")
+        self._log.info(f"step {index}: {recovered}")
 
     def pending(self, index: int) -> Verdict | None:
         """The verdict that waits to see whether the run recovers, or None if no verdict waits.
@@ -241,10 +229,8 @@ class Suspicion:
         return self._state.verdict._replace(roll_back_at=index)
 
     def forget(self) -> None:
-        """Forgets the pending verdict, and the bursts and rates of the suspicion."""
-        self._state.verdict = None
-        self._state.rates.clear()
-        self._state.bursts.clear()
+        """Forgets the suspicion and its verdict. The credit is refilled for the next suspicion."""
+        self._state.forget_trouble(self._credit)
 
     # -- a run that cannot wait -----------------------------------------------------------------
 
@@ -260,7 +246,7 @@ class Suspicion:
             at_end: whether any evidence is enough, for a question that `decide_at_end` answers.
                 Otherwise it has to be `strong_evidence`.
         """
-        if not self.run.comparisons.is_enabled:
+        if not self._anchor_losses.is_enabled:
             return None
         if self._state.verdict is not None:
             return self.pending(index)
@@ -292,11 +278,10 @@ class Suspicion:
             verdict = self.verdict_without_waiting(index, at_end=True)
         if verdict is None:
             return None
-        comparisons = self.run.comparisons
-        anchor = comparisons.anchor_of(verdict.anchor_step)
+        anchor = self._state.anchor_of(verdict.anchor_step)
         if anchor is None:
             return None
-        losses = comparisons.losses_of(anchor.usual or anchor.sample, anchor)
+        losses = self._anchor_losses.losses_of(anchor.usual or anchor.sample, anchor)
         if losses is None:
             return None
         is_lower = [rise_of(now, then) > 0 for now, then in zip(*losses, strict=True)]
@@ -316,8 +301,8 @@ class Suspicion:
         Args:
             anchor: the weights that seem to be better.
         """
-        first, mean = self._state.first_losses, self.run.comparisons.history.mean()
-        if anchor.step > self.run.record.first_step or mean is None or not first:
+        first, mean = self._state.first_losses, self._history.mean()
+        if anchor.step > self._record.first_step or mean is None or not first:
             return False
         return mean < sum(first) / len(first)
 
@@ -358,12 +343,11 @@ class Suspicion:
         if repeated is None or index < repeated.found_at:
             return None
         self._state.repeated = None
-        comparisons = self.run.comparisons
         if index > repeated.found_at:
             return None
-        if comparisons.history.digest(repeated.anchor_step) != repeated.losses:
+        if self._history.digest(repeated.anchor_step) != repeated.losses:
             return None
-        if comparisons.anchor_of(repeated.anchor_step) is None:
+        if self._state.anchor_of(repeated.anchor_step) is None:
             return None
         return repeated._replace(roll_back_at=index, recurred=True)
 

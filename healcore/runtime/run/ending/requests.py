@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.driver import Driver
 from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.run.dispatch_queue import LAG, StepResult
 from healcore.runtime.run.ending.exits import EndRequested, exit_for
-from healcore.runtime.run.steps import LAG, StepResult
 from healcore.runtime.store.ranks import Ranks
 
 POLL_INTERVAL_S = 1.0

@@ -211,7 +211,7 @@ class Shutdown:
 
         Warns if the program has replaced them, unless `_save_and_log_fault` has said so.
         """
-        if self.run.loop.state.reading_error is not None:
+        if self.run.progress.reading_error is not None:
             return False
         if not self.replaced or self.run.progress.step == self.run.schedule.last_saved:
             return True
@@ -315,7 +315,7 @@ class Shutdown:
             if self.run.loop.state.break_place and self.run.saver.keeps_unread:
                 read = self._keep_or_report_last_steps  # the next start trains the rest
             problem = self._collect(failed, read)
-            error = self.run.loop.state.reading_error
+            error = self.run.progress.reading_error
             if error is not None:
                 # Raised, as for any earlier step: the next start would take the run for completed.
                 self.error = self.raised = error
@@ -454,7 +454,7 @@ class Shutdown:
         answers = self.run.policy.answers(fault.cause)
         if fault.hint:  # an error of the program, which a rule for unknown errors may save
             answers |= self.run.policy.answers(Cause.UNKNOWN)
-        if self.run.loop.state.reading_error is not None:
+        if self.run.progress.reading_error is not None:
             obstacle = "the records of a step could not be read"
             if isinstance(raised, SignalError):
                 obstacle = "loss_fn is wrong, and the next start begins before these steps"

@@ -23,6 +23,10 @@ class Stopping:
         RunStopped       raised; it leaves the loop
 
     `Shutdown` then writes the reports and closes the run.
+
+    Args:
+        run: the parts of the run. The diagnosis describes all of them, also `recovery`, which is
+            made later.
     """
 
     def __init__(self, run: Run) -> None:
@@ -70,8 +74,8 @@ class Stopping:
         Called for the postmortem, whose counts include all steps. After an exception the ranks have
         left their loop at different places, so no call may wait for another rank.
         """
-        for result in self.run.step_reader.read_all():
-            self.run.progress.step += self.run.step_reader.take_count_correction()
+        for result in self.run.dispatch_queue.read_all():
+            self.run.progress.step += self.run.dispatch_queue.take_count_correction()
             several = self.run.monitor.metrics.has_several_engines
             self.run.log.records(result.index, result.records, several=several)
             self.run.monitor.metrics.add(result.records)

@@ -122,7 +122,7 @@ def forget_changes(run: Run, *, since: int) -> None:
     """
     record = run.record
     record.changes = [each for each in record.changes if each.step < since]
-    run.loaders.epoch_loop.changed_in = max((each.epoch for each in record.changes), default=-1)
+    run.loaders.epoch_loop.changed_in = max((each.epoch for each in record.changes), default=None)
 
 
 def advice_for(newest: RunRecord | None) -> str:

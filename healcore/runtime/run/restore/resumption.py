@@ -162,7 +162,7 @@ class Resumption:
         if saved.data_state is not None:
             batches = saved.data_state.batches
         if own.unread:
-            self.run.step_reader.resume(unread_from_text(own.unread, batches or {}))
+            self.run.dispatch_queue.resume(unread_from_text(own.unread, batches or {}))
         if own.comparisons is not None:
             self.run.comparisons.continue_from(
                 own.comparisons, weights, step=saved.step, batches=batches

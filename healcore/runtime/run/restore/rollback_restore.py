@@ -144,12 +144,15 @@ class RollbackRestore:
             past = revivals_at(order.onset, ledger.in_force)
         if order.reason is OrderReason.BATCH:
             past = []  # the steps since the last rollback have shown that its checkpoint is sound
+        initial = [self.run.record.first_step]
+        if self.run.known_checkpoints.started_from is not None:
+            initial.append(self.run.known_checkpoints.started_from)
         return choose_checkpoints(
             self.run.stored_checkpoints.listed(),
             onset=order.onset,
             depth=order.depth,
             tried=[each.checkpoint for each in past],
-            initial=(self.run.record.first_step, self.run.known_checkpoints.started_from),
+            initial=initial,
             sound_until_onset=order.sound_until_onset,
         )
 

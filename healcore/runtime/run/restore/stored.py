@@ -137,8 +137,10 @@ class StoredCheckpoints:
             Optimizer -> names of the parameters of each group; empty without any, or if the record
             is malformed, which the resume reports.
         """
-        stored = self._store.records() if self._ranks.rank == 0 else {}
-        stored = broadcast(self._ranks, stored.get(max(steps, default=-1), {}))
+        stored: Mapping[str, Any] = {}
+        if self._ranks.rank == 0 and steps:
+            stored = self._store.records().get(max(steps), {})
+        stored = broadcast(self._ranks, stored)
         with suppress(Exception):
             return RunRecord.of(stored).param_groups
         return {}

@@ -46,7 +46,7 @@ def trials_with(run: Run, order: Order, live: Engines, saved: SavedCheckpoint) -
     # The live multiplier may be cut already, by the step that has ordered the rollback. But a
     # checkpoint from before an earlier rollback does not know the limits of that rollback.
     engines = live
-    known = -1  # number of rollbacks that the checkpoint knows
+    known = None  # number of rollbacks that the checkpoint knows
     if saved.record is not None:
         known = len(saved.record.ledger.rollbacks)
     if known == len(ledger.rollbacks) and saved.engines:

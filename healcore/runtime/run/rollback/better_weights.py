@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
-from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.compare.trained_step import TrainedStep
+from healcore.runtime.run.compare.verdict import Verdict
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.engine_states import LrState, lr_states, with_lr_states
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
 from healcore.runtime.run.rollback.next_trial import MAX_ACCEPTED, Trial, TroubleFacts, next_trial
 from healcore.runtime.run.rollback.report import INTENDED
-from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ class BetterWeights:
     The first rollback for some trouble changes little, and each further rollback for the same
     trouble changes something else. When all trials have failed, the change is accepted and the run
     continues.
+
+    Args:
+        run: the parts of the run. This class uses more than eight of them, also `recovery`, which
+            is made later.
     """
 
     def __init__(self, run: Run) -> None:

@@ -24,10 +24,10 @@ from healcore.core.decision import StepRecord
 from healcore.runtime.driver import Rates
 from healcore.runtime.reporting.nonfinite_steps import IN_A_ROW
 from healcore.runtime.run.compare.trained_step import TrainedStep
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.engine_states import lr_states
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
-from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ class DeadRun:
     A run is dead if no step has a finite gradient any more although the weights are finite. Each of
     its steps is skipped, so without this class the run would continue to the end of the data and
     train nothing.
+
+    Args:
+        run: the parts of the run. This class uses more than eight of them, also `recovery`, which
+            is made later.
     """
 
     def __init__(self, run: Run) -> None:
@@ -111,7 +115,7 @@ class DeadRun:
             The rollback, or None without one.
         """
         monitor = self.run.monitor
-        streak = monitor.state.nonfinite_streak
+        streak = monitor.state.nonfinite_streak or 0
         if streak not in (STEPS_TO_REVIVE, IN_A_ROW):
             return None
         policy, ledger = self.run.policy, self.run.ledger
@@ -162,17 +166,16 @@ class DeadRun:
     def _order_to_revive(self, result: StepResult, onset: int, revival: Revival) -> Order:
         """The order to bring back a dead run that was last trained at step `onset`."""
         state = self.run.monitor.state
+        streak = state.nonfinite_streak or 0
         order = Order(
             index=result.index,
             onset=onset,
-            first_alarm_of_cause=result.index - state.nonfinite_streak + 1,
+            first_alarm_of_cause=result.index - streak + 1,
             reason=OrderReason.DEAD_RUN,
             cause=int(result.records[0].cause),
             # Only the first revival may restore a checkpoint on probation. A later revival, and one
             # at `IN_A_ROW`, which can lose no trained step, takes a known-good checkpoint.
-            sound_until_onset=(
-                revival == Revival.REPEAT and state.nonfinite_streak == STEPS_TO_REVIVE
-            ),
+            sound_until_onset=revival == Revival.REPEAT and streak == STEPS_TO_REVIVE,
             changes=RepeatChanges(revival=revival),
         )
         if revival == Revival.LIMIT_RATE and self.run.policy.may_limit_lr:

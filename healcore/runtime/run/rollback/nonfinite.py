@@ -18,9 +18,9 @@ from healcore.runtime.reporting.nonfinite_steps import (
     IN_A_ROW,
     nonfinite_streak_text,
 )
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 from healcore.runtime.run.rollback.report import reason_of
-from healcore.runtime.run.steps import StepResult
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -40,6 +40,10 @@ class NonfiniteState:
     The loss and the gradients of a step are the policy's matter. What they do not show is checked
     here: the weights after many steps without a finite one, and the arrays of each save. A NaN in
     an array that no loss reads, such as a running mean, would otherwise be found only by the user.
+
+    Args:
+        run: the parts of the run. This class uses more than eight of them, also `recovery`, which
+            is made later.
     """
 
     def __init__(self, run: Run) -> None:
@@ -107,7 +111,7 @@ class NonfiniteState:
             weights are looked at once, at the `STEPS_TO_CHECK`th step in a row.
         """
         policy, state = self.run.policy, self.run.monitor.state
-        streak = state.nonfinite_streak
+        streak = state.nonfinite_streak or 0
         action = _ACTIONS[policy.rollback.nonfinite_state]
         if streak != STEPS_TO_CHECK or policy.observes or not action & SERIOUS:
             return None
@@ -140,7 +144,7 @@ class NonfiniteState:
             RunStopped: the run trains nothing.
         """
         monitor = self.run.monitor
-        streak, from_start = monitor.state.nonfinite_streak, monitor.state.never_finite
+        streak, from_start = monitor.state.nonfinite_streak or 0, monitor.state.never_finite
         longest = FROM_START if from_start else IN_A_ROW
         is_due = streak >= longest or (at_end and from_start and streak > 0)
         is_ordered = order is not None and order.action & SERIOUS
@@ -285,8 +289,9 @@ class NonfiniteState:
         bad = self.run.ledger.unhealthy_between(sound, first)
         if not bad and not finite:
             bad = list(range(sound, first))
-        if bad and sound <= state.last_trained < bad[0]:
-            bad.insert(0, state.last_trained)  # no step has been trained after the damage
+        last = state.last_trained
+        if bad and last is not None and sound <= last < bad[0]:
+            bad.insert(0, last)  # no step has been trained after the damage
         return Order(
             index=self.run.progress.step - 1,
             onset=max(first - 1, 0),  # the state after that step is bad

@@ -28,11 +28,11 @@ from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.events.schema import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.data.rewind_obstacle import RewindObstacle
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
 from healcore.runtime.run.rollback.report import nonfinite_save, reason_of, report_rollback
-from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StateMismatch, StoreError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Recovery:
             The order that the rules of the policy or a hook give, or None.
         """
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
-        self.run.progress.step += self.run.step_reader.take_count_correction()
+        self.run.progress.step += self.run.dispatch_queue.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in result.records]
         result = result._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
         self.run.log.records(
@@ -179,7 +179,7 @@ class Recovery:
         """
         state = self.run.monitor.state
         first = state.last_trained
-        if state.has_micro_steps or not 0 <= first < order.first_alarm_of_cause:
+        if state.has_micro_steps or first is None or first >= order.first_alarm_of_cause:
             return order
         return replace(
             order,
@@ -321,8 +321,8 @@ class Recovery:
             RunStopped: no checkpoint is usable, and the weights are damaged.
         """
         # Unread steps belong to the trouble up to their last alarm.
-        unread = list(self.run.step_reader.read_all())
-        self.run.progress.step += self.run.step_reader.take_count_correction()
+        unread = list(self.run.dispatch_queue.read_all())
+        self.run.progress.step += self.run.dispatch_queue.take_count_correction()
         skips = 0
         for late in unread:
             if any(each.skip for each in late.records):
@@ -339,11 +339,11 @@ class Recovery:
                 self.run.stopping.stop(str(error), onset=order.onset)
             self._report_impossible(order, error)
             self.run.ledger.skips -= skips
-            self.run.step_reader.put_back(unread)  # their own orders are carried out next
+            self.run.dispatch_queue.put_back(unread)  # their own orders are carried out next
             return None
         report_rollback(self.run, done)
         self.run.batches.on_rollback(done.continues_at)
-        self.run.step_reader.forget_accumulation()
+        self.run.dispatch_queue.forget_accumulation()
         self.run.nonfinite_state.on_rollback()
         self.run.monitor.read_engines()
         return done

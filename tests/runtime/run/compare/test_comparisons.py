@@ -4,8 +4,9 @@ import pytest
 
 from healcore.runtime.run.compare.evidence import SAMPLE_SIZE
 from healcore.runtime.run.compare.trained_step import TrainedStep
-from tests.runtime.run.compare.arithmetic import MAX_CREDIT
+from tests.runtime.run.compare.arithmetic import MAX_CREDIT, THRESHOLD, TO_VERDICT
 from tests.runtime.run.compare.toy_driver import (
+    OTHER_PARAMETERS,
     ToyRun,
     healthy_run,
     noisy,
@@ -89,3 +90,49 @@ def test_an_anchor_whose_checkpoint_is_gone_is_dropped():
     run.restorable = set()
     train_healthy(run, 100)
     assert anchor_steps(run) == []
+
+
+@pytest.mark.parametrize(("changed", "found"), [(100, 200), (200, 100)])
+def test_an_anchor_of_other_parameters_costs_the_other_anchors_no_comparison(changed, found):
+    """The step that completes the evidence is compared with both anchors, the older one first."""
+    run = healthy_run(250)
+    last = run.step + TO_VERDICT - 1
+    level = run.driver.weight + 5.0
+    while run.step < last:
+        assert run.take(run.step, weight=level, alarm=True) is None
+    assert not run.assessments, "the evidence is not complete yet"
+    anchor, other = run.comparisons.state.anchor_of(changed), run.comparisons.state.anchor_of(found)
+    assert anchor is not None
+    assert other is not None
+    anchor.weights, anchor.evidence = OTHER_PARAMETERS, 1.0
+    other.evidence = 0.9 * THRESHOLD
+    run.comparisons.credit.left = 0.0
+
+    run.take(run.step, weight=level, alarm=True)
+
+    assert run.assessments == ["worse"]
+    verdict = run.comparisons.suspicion.pending(run.step)
+    assert verdict is not None
+    assert (verdict.anchor_step, verdict.found_at) == (found, last)
+    assert run.comparisons.state.anchor_of(changed) is None
+    assert run.comparisons.credit.left < 0.0, "the comparison with the other anchor is charged"
+
+
+def test_no_verdict_stands_about_weights_that_were_dropped_in_the_same_comparison():
+    """Nothing could test such a verdict again: the next comparison finds it about other weights."""
+    run = healthy_run(250)
+    last = run.step + TO_VERDICT - 1
+    level = run.driver.weight + 5.0
+    while run.step < last:
+        assert run.take(run.step, weight=level, alarm=True) is None
+    anchor = run.comparisons.state.anchor_of(200)
+    assert anchor is not None
+    anchor.weights = OTHER_PARAMETERS  # its strong evidence makes it the anchor of the verdict
+
+    run.take(run.step, weight=level, alarm=True)
+    assert run.comparisons.suspicion.pending(run.step) is None
+
+    run.take(run.step, weight=level, alarm=True)
+    verdict = run.comparisons.suspicion.pending(run.step)
+    assert verdict is not None
+    assert verdict.anchor_step == 100

@@ -137,7 +137,9 @@ def test_damage_soon_after_the_anchor_is_not_waited_for():
     assert run.assessments == []
 
 
-ROLLED_BACK = RollbackRecord(order=Order(index=299, onset=DAMAGE), step=300, continues_at=200)
+ROLLED_BACK = RollbackRecord(
+    order=Order(index=299, onset=DAMAGE, first_alarm_of_cause=DAMAGE), step=300, continues_at=200
+)
 
 
 def test_trouble_that_was_rolled_back_already_has_no_second_wait():

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from healcore.events import Log
-from healcore.runtime.driver import NumberRange
+from healcore.runtime.driver import NumberRange, WeightsChanged
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.compare.comparisons import Comparisons
-from healcore.runtime.run.compare.holding import Holding
-from healcore.runtime.run.compare.suspicion import Verdict
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
-from healcore.runtime.run.steps import DelayedReader
+from healcore.runtime.run.compare.verdict import Verdict
+from healcore.runtime.run.construction import add_comparing_parts
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
 Loss = Callable[[float, Any], float]
+OTHER_PARAMETERS = "other parameters"
+"""Weights of an anchor from before the program has changed its parameters."""
 
 
 class ToyDriver(BareDriver):
@@ -49,6 +49,8 @@ class ToyDriver(BareDriver):
     def losses_of(
         self, loss_fn: Loss, batches: Iterable[Any], weights: Any = None, *, redraw: bool = False
     ) -> list[float]:
+        if weights == OTHER_PARAMETERS:
+            raise WeightsChanged
         weights = self.weight if weights is None else weights
         found = [loss_fn(weights, batch) for batch in batches]
         self.evaluations += len(found)
@@ -69,19 +71,10 @@ class ToyRun:
         run = bare_run(log, self.driver)
         self.record = run.record
         run.schedule = schedule_of(run, interval)
-        run.step_reader = DelayedReader()
         monitor: Any = SimpleNamespace(rates_in_force=self._rates_in_force)
-        self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)
-        self.holding = run.holding = Holding(
-            engine=run.policy.engine,
-            driver=self.driver,
-            ranks=run.ranks,
-            log=log,
-            record=run.record,
-            monitor=monitor,
-            comparisons=self.comparisons,
-            save_every=interval,
-        )
+        run.monitor = monitor
+        add_comparing_parts(run, loss_fn, **options)
+        self.comparisons, self.holding = run.comparisons, run.holding
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.add_anchor(0, self.restorable)

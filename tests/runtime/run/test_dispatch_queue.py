@@ -5,7 +5,7 @@ from typing import Any
 
 from healcore.core.decision import StepRecord
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.steps import DelayedReader, StepResult
+from healcore.runtime.run.dispatch_queue import DispatchQueue, StepResult
 from tests.healer.step_records import record
 
 
@@ -15,7 +15,7 @@ def dispatch_of(step: StepRecord) -> Any:
 
 
 def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
-    reader = DelayedReader()
+    reader = DispatchQueue()
 
     # A micro-step accumulates a batch, and the accumulation is undone.
     micro_step = record(judged=False)
@@ -31,7 +31,7 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
 
 def test_steps_that_are_put_back_are_due_again_before_all_others():
     """A rollback that was not possible has read them, and their own orders are still open."""
-    reader = DelayedReader()
+    reader = DispatchQueue()
     for index in range(3):
         reader.push(dispatch_of(record()), StepResult(index, [], ()))
     assert reader.read_next().index == 0

@@ -1,6 +1,7 @@
-"""Steps as the host reads them, a fixed number of dispatches after they were queued.
+"""`DispatchQueue`: the dispatches that the host has not read yet.
 
-Reading does not wait for the device. The delay does not depend on when records arrive, because all
+The host reads a dispatch a fixed number of dispatches after it was queued, so that reading does not
+wait for the device. The delay does not depend on when records arrive, because all
 ranks have to act at the same step.
 """
 
@@ -105,7 +106,7 @@ class UnreadDispatch(NamedTuple):
     """The index of its first step, and its batches."""
 
 
-class DelayedReader:
+class DispatchQueue:
     """Queue of dispatches. Each is read `LAG` dispatches after it was queued.
 
     Reading a dispatch at once would wait until the device has computed it, and the device would

@@ -1,0 +1,30 @@
+"""A step that is unknown is None in a record, and -1 in the records of earlier versions."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from healcore.runtime.run.run_record import IncidentRecord, RunRecord
+
+
+@pytest.mark.parametrize("unknown", [-1, None], ids=["earlier versions", "this version"])
+def test_a_checkpoint_says_that_no_step_was_trained(unknown):
+    content = json.loads(json.dumps(RunRecord().to_dict()))
+    content["monitor"] |= {"last_trained": unknown, "nonfinite_streak": unknown}
+    incident = asdict(IncidentRecord(1, 3, 4, 1)) | {"number_in_engine": unknown}
+    content["ledger"]["incidents"] = [incident]
+
+    record = RunRecord.of(content)
+
+    assert record.monitor.last_trained is None
+    assert record.monitor.nonfinite_streak is None
+    assert record.ledger.incidents[0].number_in_engine is None
+    assert RunRecord.of(json.loads(json.dumps(record.to_dict()))) == record
+
+
+def test_a_checkpoint_keeps_the_last_trained_step():
+    content = json.loads(json.dumps(RunRecord().to_dict()))
+    content["monitor"] |= {"last_trained": 0, "nonfinite_streak": 2}
+    monitor = RunRecord.of(content).monitor
+    assert (monitor.last_trained, monitor.nonfinite_streak) == (0, 2)
