@@ -32,8 +32,8 @@ def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
     for number in range(30):
         plain.step(None, number)
     watched = loop_of(framework, Faults(always=[5, 23]), policy)
-    facts = train(watched, policy, range(30), store=tmp_path)
-    assert facts["rollbacks"] == 0
+    result = train(watched, policy, range(30), store=tmp_path)
+    assert result.rollbacks == 0
     assert same(watched.weights(), plain.weights())
     orders = events(tmp_path, "order")
     assert all(order["observed"] for order in orders)
@@ -49,8 +49,8 @@ def test_a_hook_may_override(tmp_path):
         return Action(0)
 
     loop = loop_of("torch", Faults(always=[23]))
-    facts = train(loop, rules(), range(40), store=tmp_path, on_incident=hook)
-    assert facts["rollbacks"] == 0
+    result = train(loop, rules(), range(40), store=tmp_path, on_incident=hook)
+    assert result.rollbacks == 0
     assert seen[0].step == 23
     assert seen[0].action & Action.ROLLBACK
     assert seen[0].batches == ((0, 23),)
@@ -65,7 +65,7 @@ def test_a_hook_that_adds_a_save_is_no_evidence():
         return incident.action | Action.SAVE
 
     loop = loop_of("torch", Faults(always=range(20, 32)))
-    assert train(loop, "default", range(50), on_incident=add_save)["rollbacks"] == 0
+    assert train(loop, "default", range(50), on_incident=add_save).rollbacks == 0
 
 
 @pytest.mark.slow
