@@ -35,14 +35,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_line_per_step_and_the_undone_ones_stay(framework, tmp_path):
     path = tmp_path / "run.metrics.jsonl"  # by default next to the events
     loop = loop_of(framework, Faults(once=[23]), rules())
-    facts = train(loop, rules(), range(40), events=tmp_path / "run.events.jsonl")
+    result = train(loop, rules(), range(40), events=tmp_path / "run.events.jsonl")
 
     # Every step has a line, the undone ones too.
     found = lines(path)
     steps = [line["step"] for line in found]
     back = next(i for i, (a, b) in enumerate(itertools.pairwise(steps)) if b <= a) + 1
     assert steps[:back] == list(range(24)), "each step until the bad one"
-    assert steps[back:] == list(range(steps[back], facts["step"]))
+    assert steps[back:] == list(range(steps[back], result.step))
 
     # The line of the bad step, and the cut after the rollback.
     bad = found[23]
@@ -74,7 +74,7 @@ def test_the_numbers_are_those_of_the_loop(tmp_path, monkeypatch):
         observe(healer, loss)
 
     def before_the_step(*_: Any) -> None:
-        gradients = [each.grad for each in loop.model.parameters()]
+        gradients = [each.grad for each in loop.model.parameters() if each.grad is not None]
         norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
     monkeypatch.setattr(Healer, "observe", observed)

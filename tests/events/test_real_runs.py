@@ -18,7 +18,15 @@ from healcore.runtime.run.ending.exits import RunStopped
 from healcore.tools.report.run_report import read_reports
 from tests.events.sample_events import problems
 from tests.healer.run_directory import flip_a_bit
-from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, broken_at, loop_of, rules, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    Faults,
+    TorchLoop,
+    broken_at,
+    loop_of,
+    rules,
+    train,
+)
 
 pytestmark = pytest.mark.slow  # many runs; the other tests here read events
 
@@ -66,9 +74,9 @@ def test_the_settings_of_a_run_are_in_its_events_and_its_report(framework, tmp_p
     loop = loop_of(framework, policy=rules())
     path = tmp_path / "run.events.jsonl"
     known = {"precision": "float32", "policy": "test (dc64ba47)"}
-    if framework == "torch":  # as a trainer does
+    if isinstance(loop, TorchLoop):  # as a trainer does
         sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-        loop.optimizer.run_settings = sizes
+        loop.optimizer.run_settings = sizes  # type: ignore[attr-defined]
         known |= {"learning_rate": 0.01, "batch_size": 4, "accumulation": 2, "optimizer": "AdamW"}
     data: Any = DataLoader(range(3), batch_size=1)  # type: ignore[arg-type]
     train(loop, rules(), data, events=path)

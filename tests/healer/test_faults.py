@@ -27,6 +27,7 @@ from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
     EVERY_5,
     Faults,
+    TorchLoop,
     at,
     loop_of,
     train,
@@ -95,9 +96,9 @@ def test_a_worker_that_dies_is_no_network_failure_and_no_unreadable_batch(
 def test_an_unreadable_batch_is_left_out_and_logged(framework, tmp_path):
     policy = load("default")
     loop = loop_of(framework, policy=policy)
-    facts = train(loop, policy, loader(20, [5, 11, 12]), store=tmp_path)
+    result = train(loop, policy, loader(20, [5, 11, 12]), store=tmp_path)
     assert loop.faults.order == [n for n in range(20) if n not in (5, 11, 12)]
-    assert facts["step"] == 17
+    assert result.step == 17
     faults = events(tmp_path, "fault")
     assert [each["batches"] for each in faults] == [[[0, 5]], [[0, 11]], [[0, 12]]]
     assert {each["answer"] for each in faults} == {"skip_batch"}
@@ -158,7 +159,7 @@ def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework
     assert "ZeroDivisionError: " in found["exception"]
     assert_on_the_page(Cause.UNKNOWN, capsys.readouterr().err, tmp_path)
     after = loop_of(framework, policy=load("default"))
-    assert train(after, "default", range(12), store=tmp_path)["step"] == 12
+    assert train(after, "default", range(12), store=tmp_path).step == 12
     assert after.faults.order == [7, 8, 9, 10, 11]
 
 
@@ -209,13 +210,15 @@ def test_a_state_that_may_be_spoilt_is_not_saved(spoilt, saved, why, tmp_path):
     framework = "jax" if spoilt == "donated" else "torch"
     loop = loop_of(framework, Faults(always=[8] if spoilt == "alarm" else []), policy)
     if spoilt == "half updated":
+        assert isinstance(loop, TorchLoop)
         loop.optimizer = Breaking(loop.model.parameters(), lr=0.01)
         loop.state = {"model": loop.model, "optimizer": loop.optimizer}
         loop.scheduler = torch.optim.lr_scheduler.ConstantLR(loop.optimizer)
 
     def fail(healer: Any) -> None:
         if spoilt == "weights":
-            loop.model[0].weight.data.fill_(math.nan)
+            assert isinstance(loop, TorchLoop)
+            loop.first.weight.data.fill_(math.nan)
         if spoilt == "donated":
             for leaf in jax.tree.leaves(healer.state):
                 leaf.delete()

@@ -59,9 +59,9 @@ def test_a_rollback_and_a_kill_lose_no_step(make, framework, tmp_path):
         if number != bad:
             plain.step(None, number)
     loop = loop_of(framework, Faults(always=[bad]), POLICY)
-    facts = train(loop, POLICY, make)
-    assert facts["rollbacks"] == 1
-    assert facts["step"] == COUNT - 1
+    result = train(loop, POLICY, make)
+    assert result.rollbacks == 1
+    assert result.step == COUNT - 1
     assert same(loop.weights(), plain.weights())
     killed = loop_of(framework, Faults(always=[bad]), POLICY)
     breaks_off(killed, POLICY, make, at=numbers[25], store=tmp_path)
@@ -94,8 +94,8 @@ def test_the_function_can_ask_for_the_epoch(tmp_path):
 def test_a_function_that_returns_the_same_iterator_goes_on_forward(tmp_path):
     stream = iter(range(COUNT))
     loop = loop_of("torch", Faults(always=[BAD]))
-    facts = train(loop, POLICY, lambda: stream, store=tmp_path)
-    assert facts["rollbacks"] == 1
+    result = train(loop, POLICY, lambda: stream, store=tmp_path)
+    assert result.rollbacks == 1
     (data,) = [each for each in events(tmp_path, "data") if each.get("rewound") is False]
     assert "has to make a new one at each call" in data["outcome"]
     assert loop.faults.order == list(range(COUNT))
@@ -103,7 +103,7 @@ def test_a_function_that_returns_the_same_iterator_goes_on_forward(tmp_path):
 
 def test_a_function_with_arguments_is_refused():
     with pytest.raises(DataError, match=r"takes no arguments, and doubled needs some"):
-        train(loop_of("torch"), POLICY, doubled)
+        train(loop_of("torch"), POLICY, doubled)  # type: ignore[arg-type]
 
 
 def test_a_long_read_says_how_far_it_is(tmp_path, monkeypatch, caplog):

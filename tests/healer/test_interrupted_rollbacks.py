@@ -14,7 +14,7 @@ from healcore.runtime.run.restore.program_state import ProgramState
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.store import files
 from tests.healer.simulated_kills import Crash, end_without_log
-from tests.healer.training_loops import Faults, loop_of, rules, same, train
+from tests.healer.training_loops import Faults, TrainingResult, loop_of, rules, same, train
 
 POINTS = [
     (CheckpointStore, "restore"),
@@ -78,16 +78,16 @@ def test_a_kill_at_any_point_of_a_rollback_changes_nothing(
 ):
     """`distance` is from one tried point to the next one."""
 
-    def run(folder: str) -> tuple[dict[str, Any], list[Any]]:
+    def run(folder: str) -> tuple[TrainingResult, list[Any]]:
         loop = loop_of(framework, Faults(always=[23, 26]), rules())
-        facts = train(loop, rules(), data(40), store=tmp_path / folder)
-        return {name: facts[name] for name in ("step", "rollbacks")}, loop.weights()
+        result = train(loop, rules(), data(40), store=tmp_path / folder)
+        return result, loop.weights()
 
     # A run without a kill has two rollbacks, which pass the same points.
     with monkeypatch.context() as patch:
         passed = RollbackPoints(patch).passed
         expected, weights = run("clean")
-    assert expected["rollbacks"] == 2
+    assert expected.rollbacks == 2
     of_first = passed[: len(passed) // 2]
     assert passed == of_first * 2
     assert len({*of_first}) == len(POINTS)
@@ -103,6 +103,6 @@ def test_a_kill_at_any_point_of_a_rollback_changes_nothing(
             with pytest.raises(Crash):
                 run(folder)
         # The next process ends the run.
-        facts, after = run(folder)
-        assert facts == expected, point
+        result, after = run(folder)
+        assert result == expected, point
         assert same(after, weights), point

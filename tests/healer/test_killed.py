@@ -46,12 +46,13 @@ def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
             watched.begin(STEP)
 
         numbers = iter(data) if variant == "forward" else data
-        facts = train(loop, policy, numbers, before=before, store=root / "store", console=False)
-        return {**facts, "good": None, "weights": digest(*loop.weights())}
+        result = train(loop, policy, numbers, before=before, store=root / "store", console=False)
+        weights = digest(*loop.weights())
+        return {"step": result.step, "rollbacks": result.rollbacks, "weights": weights}
 
     with (root / "trace-0").open("a", buffering=1) as file:
-        facts = run()  # trains nothing if it was killed just before it logged its end
-    (root / "end-0.json").write_text(json.dumps(facts))
+        end = run()  # trains nothing if it was killed just before it logged its end
+    (root / "end-0.json").write_text(json.dumps(end))
 
 
 def check(framework: str, root: Path) -> None:

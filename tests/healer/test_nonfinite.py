@@ -23,6 +23,8 @@ from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
     EVERY_5,
     Faults,
+    TorchLoop,
+    TrainingResult,
     breaks_off,
     loop_of,
     rules,
@@ -33,7 +35,7 @@ from tests.healer.training_loops import (
 def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
     """A loop with an array `seen` on which no loss depends."""
     loop = loop_of(framework, policy=policy)
-    if framework == "torch":
+    if isinstance(loop, TorchLoop):
         loop.model.register_buffer("seen", torch.zeros(3))
     else:
         loop.state["seen"] = jnp.zeros(3)
@@ -50,7 +52,7 @@ def spoil(loop: Any, healer: Any) -> None:
 
 def spoilt_run(
     loop: Any, policy: Any, store: Any, at: Any, *, once: bool = False, **options: Any
-) -> dict[str, Any]:
+) -> TrainingResult:
     """A run whose statistics become Inf before some batches. NaN is restored after the step."""
     spoilt = []
 
@@ -66,15 +68,16 @@ def spoilt_run(
 @BOTH_FRAMEWORKS
 def test_the_run_goes_back_by_default(framework, tmp_path):
     loop = with_statistics(framework, rules())
-    facts = spoilt_run(loop, rules(), tmp_path, at=[22], once=True)
+    result = spoilt_run(loop, rules(), tmp_path, at=[22], once=True)
     (logged,) = events(tmp_path, "rollback")
     assert logged["onset"] == 24, "the checkpoint of step 25 has it"
     assert logged["checkpoint"] in (15, 20)
-    assert facts["step"] == 60, "no batch is skipped"
+    assert result.step == 60, "no batch is skipped"
     order = events(tmp_path, "order")[0]
     assert (order["action"], order["step"]) == (["ROLLBACK"], 29), "the last judged step"
     assert "seen" in order["why"]
-    assert facts["good"] > 30
+    assert result.last_good is not None
+    assert result.last_good > 30
     (after,) = postmortems(tmp_path)
     assert "NaN or Inf in" in after["diagnosis"]
     assert "step 25" in after["diagnosis"]
@@ -92,13 +95,14 @@ def test_an_array_that_every_batch_spoils_costs_one_batch(framework, tmp_path):
     policy = policies.load("default", rollback={"probation": 5})
     loop = with_statistics(framework, policy)
     loop.faults = Faults(always={41, 48})  # their alarms have another reason
-    facts = spoilt_run(loop, policy, tmp_path, range(22, 100))
-    assert (facts["rollbacks"], facts["step"]) == (2, 59)
+    result = spoilt_run(loop, policy, tmp_path, range(22, 100))
+    assert (result.rollbacks, result.step) == (2, 59)
     problems = [each["problem"] for each in events(tmp_path, "problem")]
     (line,) = [each for each in problems if "again after a rollback" in each]
     assert "without the batch of step 22, which stays skipped" in line
     assert "it does not read them" in line
-    assert facts["good"] > 30
+    assert result.last_good is not None
+    assert result.last_good > 30
 
 
 @BOTH_FRAMEWORKS
@@ -107,14 +111,14 @@ def test_only_the_batch_is_skipped_that_spoils_an_array_again(bad, framework, tm
     """An outlier leaves Inf in running statistics, and loss and gradients stay finite."""
     policy = policies.load("default", rollback={"probation": 5, "skip_batches": 3})
     loop = with_statistics(framework, policy)
-    facts = spoilt_run(loop, policy, tmp_path, [bad])
+    result = spoilt_run(loop, policy, tmp_path, [bad])
     assert finite_statistics(loop)
     first, second = events(tmp_path, "rollback")
     assert not first.get("batches")
     assert second["batches"] == [[0, bad]]
     assert (second["onset"], second["step"]) == (bad, bad + 1)
     assert second["checkpoint"] == 20, "no older one: its steps were repeated and checked"
-    assert (facts["step"], loop.faults.order.count(bad)) == (59, 2)
+    assert (result.step, loop.faults.order.count(bad)) == (59, 2)
     assert "seen" in events(tmp_path, "order")[1]["why"]
     assert not any("again after" in each["problem"] for each in events(tmp_path, "problem"))
 
@@ -138,16 +142,16 @@ def test_a_kill_between_the_two_rollbacks_changes_nothing(framework, tmp_path):
         train(killed, policy, range(60), store=tmp_path, before=before)
     new_process()
     loop = with_statistics(framework, policy)
-    facts = spoilt_run(loop, policy, tmp_path, [22])
-    assert (facts["step"], finite_statistics(loop)) == (59, True)
+    result = spoilt_run(loop, policy, tmp_path, [22])
+    assert (result.step, finite_statistics(loop)) == (59, True)
     assert [each.get("batches", []) for each in events(tmp_path, "rollback")] == [[], [[0, 22]]]
 
 
 def test_without_a_rollback_in_the_budget_the_array_is_allowed(tmp_path):
     policy = policies.load("default", rollback={"probation": 5}, budget={"recoveries": 1})
     loop = with_statistics("torch", policy)
-    facts = spoilt_run(loop, policy, tmp_path, [22])
-    assert (facts["rollbacks"], facts["step"]) == (1, 60)
+    result = spoilt_run(loop, policy, tmp_path, [22])
+    assert (result.rollbacks, result.step) == (1, 60)
     problems = [each["problem"] for each in events(tmp_path, "problem")]
     assert sum("the budget of rollbacks is exhausted" in each for each in problems) == 1
     assert sum("it does not read them" in each for each in problems) == 1
@@ -159,12 +163,12 @@ def test_an_array_that_no_loss_reads_neither_cuts_the_rate_nor_stops_the_run(tmp
     bad = {12, 22, 32, 42, 52}
     loop = with_statistics("jax", policy)
     loop.faults = Faults(always=bad)
-    facts = spoilt_run(loop, policy, tmp_path, bad)
+    result = spoilt_run(loop, policy, tmp_path, bad)
     rollbacks = events(tmp_path, "rollback")
-    assert len(rollbacks) == facts["rollbacks"] == policy.budget.recoveries
+    assert len(rollbacks) == result.rollbacks == policy.budget.recoveries
     skipped = {number for each in rollbacks for _, number in each["batches"]}
     assert skipped <= bad
-    assert facts["step"] == 60 - len(skipped)
+    assert result.step == 60 - len(skipped)
     assert {each.get("lr_scale", 1.0) for each in rollbacks} == {1.0}
     assert not any(each.get("lr_limit") for each in rollbacks)
     problems = [each["problem"] for each in events(tmp_path, "problem")]
@@ -209,9 +213,9 @@ def test_an_array_that_no_loss_reads_is_no_evidence_for_a_rule(tmp_path):
     policy, bad = policies.load("default", rollback={"probation": 5}), {12, 22, 32, 38}
     loop = with_statistics("jax", policy)
     loop.faults = Faults(always=bad | {*range(46, 57)})
-    facts = spoilt_run(loop, policy, tmp_path, bad)
+    result = spoilt_run(loop, policy, tmp_path, bad)
     assert not finite_statistics(loop)
-    assert facts["rollbacks"] == policy.budget.recoveries, "none by the rule"
+    assert result.rollbacks == policy.budget.recoveries, "none by the rule"
     by_rule = [each for each in events(tmp_path, "assessment") if each["cause"]]
     assert {each["by"] for each in by_rule} == {"nothing"}
 
@@ -241,15 +245,15 @@ def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
         loop.faults.always = frozenset() if seen.isfinite().all() else {number}
         step(healer, number)
         if number == batch:
-            (loop.model[0].weight.data if what == "weights" else seen).fill_(value)
+            (loop.first.weight.data if what == "weights" else seen).fill_(value)
 
     loop.step = spoiling_step
-    facts = train(loop, policy, range(steps), store=tmp_path, save_every=25)
+    result = train(loop, policy, range(steps), store=tmp_path, save_every=25)
     (logged,) = events(tmp_path, "rollback")
     assert logged["onset"] == (batch if steps == 100 else steps - 1)
     assert logged["checkpoint"] == (25 if batch == 49 else 50), "the newest without it"
     assert logged["batches"][:2] == [[0, batch], [0, batch + 1]]
-    assert facts["step"] == steps - len(logged["batches"])
+    assert result.step == steps - len(logged["batches"])
 
 
 @pytest.mark.parametrize("recoveries", [1, 3])
@@ -260,7 +264,7 @@ def test_damage_again_right_after_a_rollback_is_rolled_back_in_the_budget(recove
 
     def before(healer: Any, number: int) -> None:
         if number in (30, 45):
-            loop.model[0].weight.data.fill_(np.nan)
+            loop.first.weight.data.fill_(np.nan)
 
     spent = pytest.raises(RunStopped, match="1 rollback has been made within")
     with nullcontext() if recoveries > 1 else spent:
@@ -274,7 +278,7 @@ def test_weights_that_are_not_finite_after_the_last_step_are_no_completed_run(tm
         with Healer(state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
             for number in healer.steps(12):
                 loop.step(healer, number)
-            loop.model[3].bias.data.mul_(average)
+            loop.last.bias.data.mul_(average)
         return len(loop.faults.order)
 
     with pytest.raises(RunStopped, match=r"model\.3\.bias became NaN or Inf at the end"):
@@ -288,8 +292,8 @@ def test_it_stops_or_only_alerts_if_the_policy_orders_it(tmp_path):
     with pytest.raises(RunStopped, match="NaN or Inf in"):
         spoilt_run(with_statistics(), stops, tmp_path / "stop", at=[22])
     alerts = policies.load(rules(), rollback={"nonfinite_state": "alert"})
-    facts = spoilt_run(with_statistics(), alerts, tmp_path, at=[22], save_every=10)
-    assert (facts["rollbacks"], facts["step"]) == (0, 60)
+    result = spoilt_run(with_statistics(), alerts, tmp_path, at=[22], save_every=10)
+    assert (result.rollbacks, result.step) == (0, 60)
     assert events(tmp_path, "order")[0]["action"] == ["ALERT"]
     assert all(each["step"] < 25 for each in events(tmp_path, "good")), "nor is it known-good"
     assert "The run ends in that state" in postmortems(tmp_path)[0]["diagnosis"]
@@ -304,7 +308,7 @@ def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
     breaks_off(loop(), rules(), range(40), store=tmp_path, at=27)
     assert "model.mask" in events(tmp_path, "problem")[0]["problem"]
     assert events(tmp_path, "good")
-    assert train(loop(), rules(), range(40), store=tmp_path)["good"]
+    assert train(loop(), rules(), range(40), store=tmp_path).last_good
     assert events(tmp_path, "resume")[0]["checkpoint"] == 25
 
 
@@ -323,9 +327,9 @@ SENTENCES = {
 def test_without_a_finite_step_the_healer_ends(kind, compares, steps, tmp_path):
     loop = loop_of("torch", Faults(always=range(steps) if kind == "loss" else ()))
     if kind == "weights":
-        loop.model[3].bias.data.fill_(math.nan)
+        loop.last.bias.data.fill_(math.nan)
     if kind == "gradient":
-        loop.model[0].weight.register_hook(lambda gradient: gradient * math.inf)
+        loop.first.weight.register_hook(lambda gradient: gradient * math.inf)
     factor = math.nan if kind == "loss" else 1.0
     loss_fn = (lambda batch: loop.model(torch.ones(1, 4)).mean() * factor) if compares else None
     with pytest.raises(RunStopped) as stop:
@@ -392,7 +396,7 @@ def test_a_stop_for_weights_that_are_not_finite_says_so(tmp_path):
 
     def before(healer: Any, number: int) -> None:
         if number == 20:
-            loop.model[0].weight.data.fill_(math.nan)
+            loop.first.weight.data.fill_(math.nan)
 
     with pytest.raises(RunStopped) as stop:
         train(loop, policy, range(40), store=tmp_path, save_every=100, before=before)

@@ -200,8 +200,8 @@ def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):
     # Bad only this time, which may be in a later epoch.
     hurt.faults.once = {bad}
     hurt.faults.seen[bad] = -clean.faults.order[:23].count(bad)
-    facts = train(hurt, policy, data(), epochs=5)
-    assert (facts["rollbacks"], facts["step"]) == (1, len(clean.faults.order))
+    result = train(hurt, policy, data(), epochs=5)
+    assert (result.rollbacks, result.step) == (1, len(clean.faults.order))
     assert len(hurt.faults.order) > len(clean.faults.order), "the run did not go back"
     assert same(hurt.weights(), clean.weights())
 
@@ -211,14 +211,14 @@ def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(
     framework, tmp_path, capsys
 ):
     loop = loop_of(framework, Faults(always=[23]), rules())
-    facts = train(loop, rules(), iter(range(40)), store=tmp_path)
+    result = train(loop, rules(), iter(range(40)), store=tmp_path)
     assert loop.faults.order == list(range(40)), "nothing twice, nothing left out"
     (rollback,) = events(tmp_path, "rollback")
     warned, moved = events(tmp_path, "data")
     assert "continues forward" in warned["outcome"], "before it is needed"
     assert moved["rewound"] is False
     assert "range_iterator" in moved["outcome"]
-    assert facts["step"] == rollback["checkpoint"] + 15
+    assert result.step == rollback["checkpoint"] + 15
     assert (rollback["steps_lost"], "steps_repeated" in rollback) == (10, False)
     because = "because a range_iterator cannot be rewound"
     lines = capsys.readouterr().err

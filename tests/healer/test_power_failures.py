@@ -19,7 +19,7 @@ def run(base: Path, batches: int) -> dict[str, Any]:
     loop = loop_of("torch", Faults(always=(13, 31)))
     policy = rules(recoveries=6)
     steps: list[int] = []
-    facts = train(
+    result = train(
         loop,
         policy,
         range(batches),
@@ -29,8 +29,8 @@ def run(base: Path, batches: int) -> dict[str, Any]:
     )
     return {
         "weights": [each.tobytes() for each in loop.weights()],
-        "rollbacks": facts["rollbacks"],
-        "first step": steps[0] if steps else facts["step"],
+        "rollbacks": result.rollbacks,
+        "first step": steps[0] if steps else result.step,
     }
 
 

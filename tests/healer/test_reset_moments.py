@@ -33,18 +33,18 @@ def steps_of_optimizer(loop: Any) -> set[int]:
 @pytest.mark.parametrize("framework", ["torch", JAX])
 def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, tmp_path):
     loop = loop_of(framework, Faults(always=[23]), RESETS)
-    facts = train(loop, RESETS, range(40), store=tmp_path)
+    result = train(loop, RESETS, range(40), store=tmp_path)
     (rollback,) = events(tmp_path, "rollback")
     assert rollback["moments_reset"] is True
-    assert steps_of_optimizer(loop) == {facts["step"] - rollback["checkpoint"]}
+    assert steps_of_optimizer(loop) == {result.step - rollback["checkpoint"]}
 
 
 def test_the_optimizer_keeps_its_steps_by_default(tmp_path):
     loop = loop_of("torch", Faults(always=[23]))
-    facts = train(loop, rules(), range(40), store=tmp_path)
+    result = train(loop, rules(), range(40), store=tmp_path)
     (rollback,) = events(tmp_path, "rollback")
     assert "moments_reset" not in rollback
-    assert steps_of_optimizer(loop) == {facts["step"]}
+    assert steps_of_optimizer(loop) == {result.step}
 
 
 def test_a_restart_resets_no_moments(tmp_path):

@@ -15,6 +15,7 @@ from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
     EVERY_5,
     Faults,
+    TrainingResult,
     breaks_off,
     broken_at,
     loop_of,
@@ -28,14 +29,14 @@ NEVER = -1
 
 def train_with_poison(
     policy: Any, *, shows: int, poisoned_at: int = NEVER, breaks_at: int = NEVER, **options: Any
-) -> dict[str, Any]:
-    """Trains with weights that become too large at a step; returns the facts of the run.
+) -> TrainingResult:
+    """Trains with weights that become too large at a step.
 
     The loss is finite until the step `shows`. From then on, it is NaN while the weights are large.
     The run breaks off at `breaks_at`, once its checkpoints are written.
     """
     loop = loop_of("torch")
-    bias = loop.model[0].bias.data
+    bias = loop.first.bias.data
 
     def before(healer: Any, number: int) -> None:
         if number == poisoned_at and not healer.rollbacks:
@@ -46,9 +47,9 @@ def train_with_poison(
         is_poisoned = bias.max() > 1e6
         loop.faults.always = frozenset([number] if number >= shows and is_poisoned else [])
 
-    facts = train(loop, policy, before=before, **options)
+    result = train(loop, policy, before=before, **options)
     assert bias.max() < 1e6
-    return facts
+    return result
 
 
 def restored_steps(store: Path) -> list[int]:
@@ -63,9 +64,9 @@ def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(tmp_path):
     with pytest.raises(RuntimeError, match="power"):
         train_with_poison(policy, poisoned_at=8, breaks_at=11, **options)
 
-    facts = train_with_poison(policy, **options)
+    result = train_with_poison(policy, **options)
 
-    assert facts["rollbacks"] == 2
+    assert result.rollbacks == 2
     assert restored_steps(tmp_path) == [10, 0]
 
 
@@ -84,13 +85,13 @@ def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path):
 def test_damage_of_long_ago_is_left_behind(tmp_path):
     """The run goes back one checkpoint, then three, then five, ..."""
     policy = policies.load(rules(cut=False, recoveries=8), rollback={"deepen": 2})
-    facts = train_with_poison(
+    result = train_with_poison(
         policy, poisoned_at=10, shows=28, data=range(40), store=tmp_path, save_every=2
     )
     *before, last = restored_steps(tmp_path)
     assert min(before) > 10 >= last, "only the last one was deep enough"
     assert len(events(tmp_path, "good")) > 8, "and the newest three had left it behind long since"
-    assert facts["step"] > 28
+    assert result.step > 28
 
 
 @BOTH_FRAMEWORKS
@@ -141,7 +142,7 @@ def train_with_best(store: Path | None, *, last: int | None = None) -> list[int]
     def before(healer: Healer, number: int) -> None:
         lengths.append(len(best))
         if number == 22:
-            best["bias"] = loop.model[0].bias.detach().clone()
+            best["bias"] = loop.first.bias.detach().clone()
         if last is not None:
             broken_at(last)(healer, number)
 

@@ -57,7 +57,7 @@ def test_each_directory_has_every_checkpoint_and_can_be_used_alone(framework, tm
     expected = undisturbed(framework, tmp_path)
     local, shared = places(tmp_path)
     loop = loop_with_nan(framework)
-    assert train(loop, rules(), range(STEPS), store=[local, shared])["rollbacks"] == 1
+    assert train(loop, rules(), range(STEPS), store=[local, shared]).rollbacks == 1
     assert same(loop.weights(), expected)
     assert (
         [*scan(local).complete]
@@ -70,7 +70,7 @@ def test_each_directory_has_every_checkpoint_and_can_be_used_alone(framework, tm
     for alone in (shared, [shared], [str(local)]):
         new_process()
         again = loop_of(framework, policy=rules())
-        assert train(again, rules(), range(STEPS), store=alone)["step"] == STEPS - 1
+        assert train(again, rules(), range(STEPS), store=alone).step == STEPS - 1
         assert again.faults.order == [], "the run has completed"
         assert same(again.weights(), expected)
 
@@ -185,7 +185,7 @@ def test_the_last_state_is_lost_only_if_no_directory_has_it(tmp_path, monkeypatc
     with pytest.raises(LastStateNotSaved):
         train(loop_of("torch"), rules(), range(12), store=roots)
     disk.full = {roots[0]}
-    assert train(loop_of("torch"), rules(), range(12), store=roots)["step"] == 12
+    assert train(loop_of("torch"), rules(), range(12), store=roots).step == 12
     assert [*scan(roots[0]).complete] == []
 
 
@@ -240,8 +240,8 @@ def test_a_directory_that_missed_a_rollback_does_not_undo_it(tmp_path, monkeypat
     shutil.copytree(before, roots[0])
     new_process()
     again = loop_of("torch")
-    facts = train(again, rules(), range(STEPS), store=roots)
-    assert facts["rollbacks"] == 1
+    result = train(again, rules(), range(STEPS), store=roots)
+    assert result.rollbacks == 1
     assert same(again.weights(), expected)
 
 
@@ -253,7 +253,7 @@ def test_directories_of_two_runs_are_refused_by_name(tmp_path):
         train(loop_of("torch"), rules(), range(STEPS), store=places(tmp_path))
     assert "empty directory" in str(got.value)
     # The directories are free again, and each run can go on.
-    assert train(loop_of("torch"), rules(), range(STEPS), store=tmp_path / "local")["step"] == STEPS
+    assert train(loop_of("torch"), rules(), range(STEPS), store=tmp_path / "local").step == STEPS
 
 
 def test_what_is_no_list_of_directories_is_refused_in_words(tmp_path):

@@ -60,7 +60,7 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypa
     def fill(healer: Any, number: int) -> None:
         full[:] = [18 <= number < 28]
 
-    assert train(loop, rules(), range(41), store=tmp_path, before=fill)["step"] == 40
+    assert train(loop, rules(), range(41), store=tmp_path, before=fill).step == 40
     assert tried.count(40) == 2
     failed = events(tmp_path, "save_failed")
     assert failed[0]["step"] in (15, 20), "a slow disk may still be at the one before"
@@ -116,7 +116,7 @@ def test_a_completed_store_is_of_one_run_which_may_go_on(tmp_path):
         torch.manual_seed(seed)
         for each in loop.model.parameters():
             torch.nn.init.normal_(each)
-        return train(loop, rules(), range(12), store=tmp_path, **options)["step"]
+        return train(loop, rules(), range(12), store=tmp_path, **options).step
 
     run(0)
     for seed in (1, 0):  # a fold, and the same run again
@@ -167,8 +167,8 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(killed,
     remove_a_file(newest)
     loop = loop_of("torch")
     with caplog.at_level(logging.INFO, "healcore"):
-        facts = train(loop, rules(), range(40), store=tmp_path)
-    assert facts["step"] == 40
+        result = train(loop, rules(), range(40), store=tmp_path)
+    assert result.step == 40
     assert loop.faults.order[0] == 10
     assert sorted(event["step"] for event in events(tmp_path, "damaged")) == [15, 20]
     (line,) = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]

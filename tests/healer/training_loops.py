@@ -6,9 +6,10 @@ of numbers is a data set, and a test can choose which batches are bad, always or
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal, Protocol, overload
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -23,6 +24,8 @@ from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.jax.opt_state import without_heal_state
+from healcore.policy import Policy, PolicyLike
+from healcore.torch import Healing
 from tests.healer.run_options import grouped
 
 JAX = pytest.param("jax", marks=pytest.mark.slow)
@@ -40,8 +43,12 @@ SKIPS = policies.loads(
 
 
 def rules(
-    *, cut: bool = True, skip_batches: int = 0, recoveries: int = 3, mode: Any = "heal"
-) -> Any:
+    *,
+    cut: bool = True,
+    skip_batches: int = 0,
+    recoveries: int = 3,
+    mode: Literal["heal", "observe"] = "heal",
+) -> Policy:
     """A policy that rolls back, and cuts the rate, at the first bad batch."""
     do = ["skip", "rollback", "cut_lr"] if cut else ["skip", "rollback"]
     return policies.load(
@@ -63,7 +70,7 @@ ANSWERS = [
 ]
 
 
-def with_answers(**more: Any) -> Any:
+def with_answers(**more: Any) -> Policy:
     """The policy of `rules`, which also answers faults."""
     policy = rules()
     respond = policies.to_dict(policy)["respond"]
@@ -74,7 +81,8 @@ class Faults:
     """Which batches are bad: their targets are NaN each time, or the first time only."""
 
     def __init__(self, always: Iterable[int] = (), once: Iterable[int] = ()) -> None:
-        self.always, self.once = frozenset(always), frozenset(once)
+        self.always: Set[int] = frozenset(always)
+        self.once: Set[int] = frozenset(once)
         self.seen: Counter[int] = Counter()
         self.order: list[int] = []
 
@@ -89,6 +97,25 @@ class Faults:
         return inputs, targets
 
 
+class Loop(Protocol):
+    """What `TorchLoop` and `JaxLoop` have in common."""
+
+    framework: str
+    """"torch" or "jax"."""
+    faults: Faults
+    """Makes the batches, and has the numbers of all batches so far."""
+    state: dict[str, Any]
+    """The state for a Healer."""
+
+    def step(self, healer: Healer | None, number: int) -> None:
+        """Trains with the batch of a number: within the Healer, or without one."""
+        ...
+
+    def weights(self) -> list[np.ndarray]:
+        """Copies of all arrays that a step changes: parameters and moments."""
+        ...
+
+
 class TorchLoop:
     """Dropout, AdamW, a cosine schedule: everything that a rollback must restore."""
 
@@ -98,14 +125,21 @@ class TorchLoop:
     def __init__(self, faults: Faults | None = None) -> None:
         torch.manual_seed(0)
         self.faults = faults or Faults()
+        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
         self.model = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+            self.first, torch.nn.Dropout(0.2), torch.nn.Tanh(), self.last
         )
+        self.optimizer: torch.optim.Optimizer
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate)
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 200)
-        self.state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
 
-    def step(self, healer: Healer | None, number: Any) -> None:
+    def step(self, healer: Healer | Healing | None, number: int) -> None:
         inputs, targets = map(torch.from_numpy, self.faults.batch(int(number)))
         loss = (self.model(inputs) - targets).square().mean()
         if healer is not None:
@@ -123,7 +157,7 @@ class TorchLoop:
 
 
 @cache
-def protected_step(policy: Any) -> tuple[Any, Any]:
+def protected_step(policy: PolicyLike | None) -> tuple[Any, Any]:
     """The transformation and the step of `JaxLoop`: compiled once for all loops with one policy."""
     adamw = optax.adamw(optax.cosine_decay_schedule(1e-2, 200))
     tx = adamw if policy is None else protect(adamw, policy=policy)
@@ -152,7 +186,7 @@ class JaxLoop:
 
     framework = "jax"
 
-    def __init__(self, faults: Faults | None = None, policy: Any = None) -> None:
+    def __init__(self, faults: Faults | None = None, policy: PolicyLike | None = None) -> None:
         self.faults = faults or Faults()
         keys = jax.random.split(jax.random.key(0), 3)
         params = {
@@ -162,13 +196,13 @@ class JaxLoop:
             "b2": jnp.zeros(1),
         }
         self.tx, self.compiled_step = protected_step(policy)
-        self.state = {
+        self.state: dict[str, Any] = {
             "params": params,
             "opt_state": self.tx.init(params),
             "key": jax.random.key_data(keys[2]),
         }
 
-    def step(self, healer: Healer | None, number: Any) -> None:
+    def step(self, healer: Healer | None, number: int) -> None:
         batch = self.faults.batch(int(number))
         self.state = self.compiled_step(self.state if healer is None else healer.state, *batch)
         if healer is not None:
@@ -179,46 +213,100 @@ class JaxLoop:
         return [np.asarray(leaf) for leaf in jax.tree.leaves(without_heal_state(self.state))]
 
 
-def loop_of(framework: str, faults: Faults | None = None, policy: Any = None) -> Any:
-    """A fresh loop; the same weights each time."""
-    return TorchLoop(faults) if framework == "torch" else JaxLoop(faults, policy)
+@overload
+def loop_of(
+    framework: Literal["torch"], faults: Faults | None = None, policy: PolicyLike | None = None
+) -> TorchLoop: ...
+@overload
+def loop_of(
+    framework: str, faults: Faults | None = None, policy: PolicyLike | None = None
+) -> Loop: ...
+def loop_of(framework: str, faults: Faults | None = None, policy: PolicyLike | None = None) -> Loop:
+    """A fresh loop; the same weights each time.
+
+    Args:
+        framework: "torch" or "jax".
+        faults: which batches are bad, by default none.
+        policy: the policy of `train`. A step in JAX contains the policy, or is without healcore if
+            it is None. A torch step does not read it.
+    """
+    if framework == "torch":
+        return TorchLoop(faults)
+    return JaxLoop(faults, policy)
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What the Healer of `train` says at the end of its run."""
+
+    step: int
+    """Number of steps, without those that a rollback has undone."""
+    rollbacks: int
+    """Number of rollbacks."""
+    last_good: int | None
+    """Step of the newest known-good checkpoint, or None if there is none."""
 
 
 def train(
-    loop: Any,
-    policy: Any,
-    data: Any,
+    loop: Loop,
+    policy: PolicyLike,
+    data: Iterable[Any] | Callable[[], Iterable[Any]],
     *,
-    store: Any = None,
-    before: Callable[[Healer, int], None] | None = None,
+    before: Callable[[Healer, int], object] | None = None,
     epochs: int = 1,
     **options: Any,
-) -> dict[str, Any]:
-    """A whole healed run; returns its facts. `before(healer, batch)` is called before each step."""
+) -> TrainingResult:
+    """Trains within a Healer to the end of the data.
+
+    Args:
+        loop: the training. It has the final state afterwards.
+        policy: the policy, see `Healer`.
+        data: the numbers of the batches, or a function that makes an iterable of them.
+        before: called with the Healer and the number of the batch before each step.
+        epochs: number of passes over the data.
+        **options: other options of a `Healer`, as `grouped` takes them: `store=tmp_path`. A
+            checkpoint is saved every 5 steps unless `save_every` says otherwise.
+    """
     options.setdefault("save_every", 5)
-    with Healer(policy, state=loop.state, store=store, **grouped(options)) as healer:
+    with Healer(policy, state=loop.state, **grouped(options)) as healer:
         for number in healer.batches(data, epochs=epochs):
             if before is not None:
                 before(healer, int(number))
             loop.step(healer, number)
-        good = healer.report().last_good
+        last_good = healer.report().last_good
         loop.state = healer.state
-        return {"step": healer.step, "rollbacks": healer.rollbacks, "good": good}
+        return TrainingResult(healer.step, healer.rollbacks, last_good)
 
 
-def at(batch: int, action: Callable[[Any], object]) -> Callable[[Healer, int], None]:
+def at(batch: int, action: Callable[[Healer], object]) -> Callable[[Healer, int], None]:
     """A `before` that calls an action with the Healer at a batch."""
-    return lambda healer, number: action(healer) if number == batch else None  # type: ignore[return-value]
+
+    def act(healer: Healer, number: int) -> None:
+        if number == batch:
+            action(healer)
+
+    return act
 
 
-def broken_at(batch: int, error: type[BaseException] = RuntimeError) -> Any:
+def broken_at(
+    batch: int, error: type[BaseException] = RuntimeError
+) -> Callable[[Healer, int], None]:
+    """A `before` that ends the run at a batch with an exception, whose text is `power`."""
+
     def fail(healer: Healer) -> None:
         raise error("power")
 
     return at(batch, fail)
 
 
-def breaks_off(loop: Any, policy: Any, data: Any, *, at: int, **options: Any) -> None:
+def breaks_off(
+    loop: Loop,
+    policy: PolicyLike,
+    data: Iterable[Any] | Callable[[], Iterable[Any]],
+    *,
+    at: int,
+    **options: Any,
+) -> None:
     """`train` up to a batch, at which the run ends with an exception."""
     with pytest.raises(RuntimeError, match="power"):
         train(loop, policy, data, before=broken_at(at), **options)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from healcore.runtime.store import checksums, files, manifest, single_file
-from tests.healer.training_loops import broken_at, loop_of, rules, train
+from tests.healer.training_loops import TrainingResult, broken_at, loop_of, rules, train
 
 STEPS, LENGTH = 12, 18
 
@@ -41,7 +41,7 @@ def cut_short(framework: str, root: Path) -> None:
         go_on(framework, root, before=broken_at(STEPS))
 
 
-def go_on(framework: str, root: Path, **options: Any) -> Any:
+def go_on(framework: str, root: Path, **options: Any) -> TrainingResult:
     """The next process."""
     policy = rules()
     loop = loop_of(framework, policy=policy)

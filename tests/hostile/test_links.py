@@ -71,7 +71,7 @@ def test_a_pipe_in_the_run_directory_is_not_waited_for(name, expected, root):
     cut_short("torch", root)
     (root / name).unlink(missing_ok=True)
     os.mkfifo(root / name)
-    code = "from tests.hostile.run_directories import go_on; print(go_on('torch', root)['step'])"
+    code = "from tests.hostile.run_directories import go_on; print(go_on('torch', root).step)"
     assert expected in in_time(code, root)
 
 

@@ -251,7 +251,7 @@ def test_values_that_healcore_does_not_write_are_damage(framework, tmp_path):
         shutil.copytree(tmp_path / "run", root)
         newest = runs.checkpoints(root)[-1]
         runs.rewrite(newest, file, change(runs.part(newest, file)))
-        assert runs.go_on(framework, root)["step"] == runs.LENGTH, name
+        assert runs.go_on(framework, root).step == runs.LENGTH, name
         (damaged,) = events(root, "damaged")
         assert damaged["step"] == int(newest.name[5:15]), name
         (resumed,) = events(root, "resume")

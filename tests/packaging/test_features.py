@@ -12,7 +12,7 @@ import pytest
 from healcore.policy import load, to_dict
 
 TESTS = Path(__file__).parents[1]
-PAGE = (TESTS / "README.md").read_text()
+PAGE = (TESTS / "README.md").read_text().partition("## A feature, and the test")[2]
 FEATURES = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE, re.M)
 TEST = re.compile(r"`tests/([\w/]+\.py)::(test_\w+)`")
 

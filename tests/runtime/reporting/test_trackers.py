@@ -40,7 +40,7 @@ def test_a_restarted_run_with_a_rollback_is_stored_as_one_run(name, folder):
     if name == "wandb":
         time.sleep(1.1)  # the folder of an offline run is named by the second in which it begins
     loop = loop_of("torch", Faults(once=[13]))
-    assert train(loop, rules(), data, **options)["rollbacks"] == 1
+    assert train(loop, rules(), data, **options).rollbacks == 1
 
     # Tracking changes nothing, and nothing went wrong.
     plain = loop_of("torch", Faults(once=[13]))
@@ -111,8 +111,8 @@ def test_a_wandb_run_keeps_its_own_steps(folder):
 
 def run(folder: Path, **options: Any) -> list[Any]:
     loop = loop_of("torch", Faults(once=[13]))
-    facts = train(loop, rules(), range(20), events=folder / "run.events.jsonl", **options)
-    assert (facts["step"], facts["rollbacks"]) == (19, 1), "one bad batch is left out"
+    result = train(loop, rules(), range(20), events=folder / "run.events.jsonl", **options)
+    assert (result.step, result.rollbacks) == (19, 1), "one bad batch is left out"
     return loop.weights()
 
 

@@ -55,7 +55,7 @@ def test_the_first_one_saves_and_ends_with_130_and_a_plain_line(how, tmp_path):
     assert found["environment"]["python"]
     assert 0 < found["seconds"] < 600
     loop = loop_of("torch")
-    assert train(loop, rules(), range(12), store=tmp_path)["step"] == 12
+    assert train(loop, rules(), range(12), store=tmp_path).step == 12
     assert loop.faults.order == [8, 9, 10, 11]
 
 

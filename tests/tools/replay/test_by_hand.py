@@ -198,8 +198,8 @@ def test_a_replay_has_the_decisions_of_a_live_run_with_rollbacks(framework, bad,
     """With rollbacks to a checkpoint and to the beginning."""
     path = tmp_path / "run.metrics.jsonl"
     loop = loop_of(framework, Faults(once=bad), rules())
-    facts = train(loop, rules(), range(40), metrics=path)
-    assert facts["rollbacks"] == len(bad)
+    result = train(loop, rules(), range(40), metrics=path)
+    assert result.rollbacks == len(bad)
     live, found, summary = live_and_replayed(path, rules())
     assert found == live
     assert summary.rollbacks == len(bad)

@@ -1,0 +1,67 @@
+"""Calls that a Healer refuses: outside of its block, of the other framework, of wrong types."""
+
+from typing import Any
+
+import pytest
+
+from healcore import Healer, Logging
+from healcore.errors import HealerError, IncompleteRun, UnknownState
+from tests.healer.training_loops import loop_of, rules
+
+
+def test_methods_that_are_called_outside_of_the_block_say_so():
+    loop = loop_of("torch")
+    healer = Healer(rules(), state=loop.state)
+    with pytest.raises(RuntimeError, match="with Healer"):
+        healer.observe(1.0)
+    with healer:
+        for number in healer.batches(range(2)):
+            loop.step(healer, number)
+    with pytest.raises(RuntimeError, match="has ended"):
+        next(healer.batches([1]))
+    with pytest.raises(RuntimeError, match="opened once"), healer:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("framework", "method", "arguments", "advice"),
+    [
+        ("torch", "update", {"state": None}, "healer.after_step()"),
+        ("torch", "scan", {"update": None, "state": None, "steps": 5, "every": 5}, "healer.steps"),
+        ("jax", "loss", {"batch": 1}, "value=loss"),
+        ("jax", "observe", {"loss": 1.0}, "value=loss"),
+    ],
+)
+def test_a_method_of_the_other_framework_says_what_to_write(framework, method, arguments, advice):
+    def loss_fn(*given: Any) -> Any:
+        raise AssertionError("a Healer calls loss_fn only after a step")
+
+    loop = loop_of(framework, policy=rules())
+    healer = Healer(rules(), state=loop.state, loss_fn=loss_fn)
+    # The first is of the end of the block: the run has taken no step.
+    with pytest.raises(IncompleteRun), healer, pytest.raises(HealerError) as raised:
+        getattr(healer, method)(**arguments)
+    message = str(raised.value)
+    wanted, given = ("JAX", "torch") if framework == "torch" else ("torch", "JAX")
+    assert f"healer.{method}(" in message
+    assert f"is for {wanted}, and the state of this Healer is of {given}: " in message
+    assert advice in message
+
+
+def test_arguments_of_other_types_are_refused():
+    state = loop_of("torch").state
+    with pytest.raises(ValueError, match=r"hooks is a healcore.Hooks\(...\), not 3"):
+        Healer(rules(), state=state, hooks=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"store is a path, .* not ''"):
+        Healer(rules(), state=state, store="")
+    with pytest.raises(ValueError, match="events is a path"):
+        Logging(events=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epochs is a whole number >= 1, or None"):
+        Healer(rules(), state=state).batches([1], epochs=0)
+    with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):
+        Healer(rules(), state={}).__enter__()
+    in_jax = loop_of("jax", policy=rules()).state
+    with pytest.raises(
+        UnknownState, match=r"\(engine\), and this state is of jax: pass no `attach`"
+    ):
+        Healer(rules(), state=in_jax, attach={"engine": "host"}).__enter__()
