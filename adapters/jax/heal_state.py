@@ -31,7 +31,7 @@ from healcore.core import numerics
 from healcore.core.decision import Decision, record_metrics
 from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.engine.config import EngineConfig, config_differences
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 from healcore.core.signals import Signals
 from healcore.jax import engine_rows
 from healcore.jax.array_leaves import PyTree
@@ -45,6 +45,7 @@ DEFAULT_RECORDS = 64
 """Default number of steps whose records a HealState has."""
 
 
+@exported_by("healcore.jax")
 class HealStateError(HealcoreError, ValueError):
     """An optimizer state has no healing state, several, or one of another policy.
 

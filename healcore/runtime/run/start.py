@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from healcore.console import counted, first_of
+from healcore.core.errors import exported_by
 from healcore.history import RunHistory, RunState
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
@@ -47,6 +48,7 @@ _records: dict[Path, RunRecord] = {}
 """The record of the last run of this process in each directory."""
 
 
+@exported_by("healcore.errors")
 class StoreNotEmpty(StoreError):
     """The store holds a run that this start must not continue or overwrite.
 
