@@ -460,8 +460,9 @@ def _check(engine: Engine, state: Any) -> None:
         raise HealStateError(
             "this healing state belongs to another policy or release: "
             f"{_difference(made_with, engine)}. "
-            "Use the same policy everywhere, as in protect(tx, policy) and Healer(policy); for "
-            'heal_zclip() write Healer("zclip"). To continue with another policy and reset its '
+            "Pass the same policy, clip= and other keywords to protect and to the Healer, as in "
+            "protect(tx, policy, clip=...) and Healer(policy, clip=...); for heal_zclip() write "
+            'Healer("zclip"). To continue with another policy and reset its '
             "detectors: with_heal_state(without_heal_state(old), like=tx.init(params))"
         )
 

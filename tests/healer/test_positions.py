@@ -1,5 +1,6 @@
 """After an exception, a `break` or a rollback exactly one step that counts uses each batch."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -154,8 +155,12 @@ def test_a_rollback_to_before_the_loader_of_an_epoch_reads_the_earlier_epoch_aga
         for epoch in healer.epochs(2):
             for number in healer.batches([10 * epoch + i for i in range(8)], epoch=epoch):
                 loop.step(healer, number)
+            print(f"after pass {epoch}", file=sys.stderr)
     assert loop.faults.order[-12:] == [*range(3, 8), 10, *range(12, 18)]
     lines = capsys.readouterr().err
+    returned = lines.index("healer.epochs yields epoch 0 again")
+    assert lines.index("rolled back from step 11") < returned
+    assert returned < lines.index("after pass 1"), "the code after the pass may print a wrong row"
     assert "rolled back from step 11 to the checkpoint of step 3, 1 batch skipped" in lines
     assert "healer.epochs yields epoch 0 again" in lines
     assert "not repeated" not in lines

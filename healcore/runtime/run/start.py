@@ -195,7 +195,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     for warning in warnings:
         log.problem(None, warning)
     if after_kill:
-        log.warning("the previous run was killed; its postmortem was written")
+        log.warning(f"the previous run was {after_kill}")
     elif saves and history is not None and history.state is RunState.EXCEPTION:
         faults = history.newest["fault"]
         if faults and faults[-1].problem:
@@ -224,18 +224,18 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         _records[store.root.resolve()] = run.record
 
 
-def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, bool]:
+def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, str]:
     """Reads what the previous process has logged, and writes its postmortem if it was killed.
 
-    Returns the history of the run until then, or None without one, and whether a postmortem was
-    written.
+    Returns the history of the run until then, or None without one, and a clause about the kill, or
+    an empty string.
     """
     events = log.events.path
     if events is None:
-        return None, False
+        return None, ""
     history = postmortem.read_last_run(events)
     if not history:
-        return history, False
+        return history, ""
     return history, postmortem.write_for_killed(events, history, log.metrics.path)
 
 

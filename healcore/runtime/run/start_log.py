@@ -86,6 +86,8 @@ def log_first_lines(
     rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
     if rate is not None:
         facts.append(f"learning rate {rate:.4g}")
+        if rate == 0:  # a warm-up from 0, which otherwise looks like a mistake
+            facts[-1] += f" at step {step}"
     size = run_settings.settings_for_events(settings, rate).get("batch_size")
     if size is not None:
         facts.append(f"batch size {size}")
