@@ -84,10 +84,12 @@ def log_first_lines(
     if policy.observes:
         facts[0] += " (observes, changes nothing)"
     rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
-    if rate is not None:
+    if rate is None:
+        facts.append("learning rate not known yet")
+    elif rate == 0:  # a warm-up from 0 otherwise looks like a mistake
+        facts.append(f"learning rate 0 at step {step}")
+    else:
         facts.append(f"learning rate {rate:.4g}")
-        if rate == 0:  # a warm-up from 0, which otherwise looks like a mistake
-            facts[-1] += f" at step {step}"
     size = run_settings.settings_for_events(settings, rate).get("batch_size")
     if size is not None:
         facts.append(f"batch size {size}")
