@@ -342,3 +342,13 @@ def test_a_bad_batch_is_named_with_its_rows(tmp_path, caplog):
     named = f"epoch 0 batch {alarm['batches'][0][1]} (rows 23)"
     assert named in caplog.text
     assert named in postmortems(tmp_path)[-1]["diagnosis"].replace("\n", " ")
+
+
+def test_a_row_that_is_bad_in_each_epoch_is_named_after_three_epochs(tmp_path, caplog):
+    data = DataLoader(range(40), batch_size=None, shuffle=True)  # type: ignore[arg-type]
+    loop = loop_of("torch", Faults(always=[23]))
+    with caplog.at_level("INFO", "healcore"):
+        train(loop, policies.load(SKIPS, incident={"quiet_steps": 3}), data, epochs=5)
+    found = [line for line in caplog.messages if "each of the last 3 epochs" in line]
+    assert len(found) == 1
+    assert found[0].endswith("in the same rows of the data. All of these batches have row 23")
