@@ -9,6 +9,7 @@ import argparse
 import functools
 import os
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -76,14 +77,15 @@ def train_protected(batches, params, tx, show):
 
 def train_healed(batches, params, tx, show):
     tx = healcore.jax.protect(tx)  # <- healcore
-    evaluate = jax.jit(lambda state, batch: loss_fn(state[0], batch))  # <- healcore
+    # healcore: the loss of any state on a batch
+    evaluate = jax.jit(lambda state, batch: loss_fn(state[0], batch))
     state = (params, tx.init(params))
     with healcore.Healer(  # <- healcore
         "default", state=state, store="tutorial-jax", loss_fn=evaluate
     ) as healer:
-        for batch, state in healer.batches(batches).with_state():  # <- healcore
+        for batch in healer.batches(batches):  # <- healcore
             step = healer.step
-            state, loss = train_step(tx, state, batch)
+            state, loss = train_step(tx, healer.state, batch)  # <- healcore
             healer.update(state)  # <- healcore
             show(step, loss)
     return healer.state
@@ -101,6 +103,7 @@ def main(protection, kill_at=None, faults=True):
         if step % 50 == 0:
             print(f"step {step:3}  loss {loss.item():.3f}", flush=True)
         if step == kill_at:
+            time.sleep(1)  # the newest checkpoint is written in the background
             os.kill(os.getpid(), signal.SIGKILL)
 
     params, tx = build(faults)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 
 import torch
 from torch import nn
@@ -69,7 +70,8 @@ def train_attached(batches, model, optimizer, scheduler, show):
 
 
 def train_healed(batches, model, optimizer, scheduler, show):
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore
+    # healcore: what training changes
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     with healcore.Healer(  # <- healcore
         "default",
         state=state,
@@ -98,6 +100,7 @@ def main(protection, kill_at=None, faults=True):
         if step % 50 == 0:
             print(f"step {step:3}  loss {loss.item():.3f}", flush=True)
         if step == kill_at:
+            time.sleep(1)  # the newest checkpoint is written in the background
             os.kill(os.getpid(), signal.SIGKILL)
 
     data = make_data(faults)

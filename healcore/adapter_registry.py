@@ -10,7 +10,7 @@ import importlib.util
 import pkgutil
 from typing import Any
 
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 
 PROVIDED = {
     "driver": {
@@ -42,6 +42,7 @@ def find(framework: str, capability: str) -> Any:
     return pkgutil.resolve_name(PROVIDED[capability][framework])
 
 
+@exported_by("healcore.errors")
 class MissingExtraError(HealcoreError, ImportError):
     """The framework that a part of healcore needs is not installed."""
 

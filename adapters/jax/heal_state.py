@@ -31,7 +31,7 @@ from healcore.core import numerics
 from healcore.core.decision import Decision, record_metrics
 from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.engine.config import EngineConfig, config_differences
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 from healcore.core.signals import Signals
 from healcore.jax import engine_rows
 from healcore.jax.array_leaves import PyTree
@@ -45,6 +45,7 @@ DEFAULT_RECORDS = 64
 """Default number of steps whose records a HealState has."""
 
 
+@exported_by("healcore.jax")
 class HealStateError(HealcoreError, ValueError):
     """An optimizer state has no healing state, several, or one of another policy.
 
@@ -459,8 +460,9 @@ def _check(engine: Engine, state: Any) -> None:
         raise HealStateError(
             "this healing state belongs to another policy or release: "
             f"{_difference(made_with, engine)}. "
-            "Use the same policy everywhere, as in protect(tx, policy) and Healer(policy); for "
-            'heal_zclip() write Healer("zclip"). To continue with another policy and reset its '
+            "Pass the same policy, clip= and other keywords to protect and to the Healer, as in "
+            "protect(tx, policy, clip=...) and Healer(policy, clip=...); for heal_zclip() write "
+            'Healer("zclip"). To continue with another policy and reset its '
             "detectors: with_heal_state(without_heal_state(old), like=tx.init(params))"
         )
 

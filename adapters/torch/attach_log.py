@@ -173,6 +173,7 @@ class AttachLog:
             cause=names_of(record.cause),
             readings=record.readings,
             lr=None,
+            lr_before=None,
             observed=self._engine.mode == "observe",
             skip=False,
             skips=None,

@@ -12,8 +12,28 @@ import re
 import traceback
 import unicodedata
 from collections.abc import Callable
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
+def exported_by(module: str) -> Callable[[type[_Error]], type[_Error]]:
+    """Makes a traceback name an exception by the module from which programs import it.
+
+    Without this, the traceback names a private module.
+
+    Args:
+        module: the public module that exports the exception, such as "healcore.errors".
+    """
+
+    def rename(error: type[_Error]) -> type[_Error]:
+        error.__module__ = module
+        return error
+
+    return rename
+
+
+@exported_by("healcore")
 class HealcoreError(BaseException):
     """Base class of all exceptions of healcore; each subclass also has a builtin base.
 
@@ -30,6 +50,7 @@ class HealcoreError(BaseException):
         return super().__str__()
 
 
+@exported_by("healcore.errors")
 class AttachError(HealcoreError, TypeError):
     """`healcore.torch` cannot heal the optimizer it was given. Nothing was changed.
 
@@ -38,14 +59,17 @@ class AttachError(HealcoreError, TypeError):
     """
 
 
+@exported_by("healcore.errors")
 class CommitError(HealcoreError, TypeError):
     """Two train states in JAX differ in structure, shapes or dtypes."""
 
 
+@exported_by("healcore.errors")
 class ParametersChangedError(HealcoreError, RuntimeError):
     """The optimizer has fewer parameters than before. The current step was not taken."""
 
 
+@exported_by("healcore.errors")
 class RanksDisagreeError(HealcoreError, RuntimeError):
     """The ranks of one run have decided differently. The current step was not taken.
 

@@ -12,12 +12,13 @@ import numpy as np
 from healcore.core import numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Norms
 from healcore.core.decision import Telemetry
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 
 # A norm is not negative, but subnormals count as 0, as in XLA.
 _LEAST_NORM = float(np.nextafter(np.float32(-numerics.TINY), np.float32(0)))
 
 
+@exported_by("healcore.errors")
 class SignalError(HealcoreError, ValueError):
     """A signal of wrong type or shape; the message says what was received and what to pass.
 

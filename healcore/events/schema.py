@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from healcore.console import counted
+from healcore.console import counted, first_of
 from healcore.core.numerics import SIGNAL_LIMIT
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses the sentences without pydantic
@@ -24,6 +24,8 @@ _SHOWN_ROWS = 16
 """Limit of the rows of a batch in a sentence."""
 _FEW_ROWS = 4
 """The limit in the sentence of an alarm that changes nothing."""
+_SHOWN_BATCHES = 3
+"""Limit of the batches in the sentence of a step that reads many batches."""
 
 
 # -- sentences ------------------------------------------------------------------------------------
@@ -102,12 +104,13 @@ def alarm_text(alarm: Any) -> str:
     """Describes an alarm: its causes, what was measured, and what was done about it.
 
     Args:
-        alarm: an event `alarm`, or an object with its fields `cause`, `readings`, `lr`, `observed`,
-            `skip`, `skips`, `grad_scale`, `action` and `lr_scale`. `healcore.torch.attach` has no
-            events, and passes such an object.
+        alarm: an event `alarm`, or an object with its fields `cause`, `readings`, `lr`,
+            `lr_before`, `observed`, `skip`, `skips`, `grad_scale`, `action` and `lr_scale`.
+            `healcore.torch.attach` has no events, and passes such an object.
 
     Returns:
-        The sentence, for example "grad spike; loss 2.31, gradient norm 41; gradients × 0.024".
+        The sentence, for example "grad spike; loss 2.31, gradient norm 41; clipped as usual
+        (gradients × 0.024)".
     """
     return _alarm_sentence(alarm, _responses(alarm))
 
@@ -124,9 +127,12 @@ def _alarm_sentence(alarm: Any, responses: _Responses) -> str:
 
 
 def _alarm_rate(alarm: Any) -> str:
-    """Describes the learning rate of a step: in force, and the schedule's if it differs."""
+    """Describes the rate of a step: in force, and the schedule's or the rate before a jump."""
     if alarm.observed or alarm.lr_scale is None or alarm.lr_scale == 1:
-        return f"learning rate {alarm.lr:.4g}"
+        text = f"learning rate {alarm.lr:.4g}"
+        if alarm.lr_before is not None:
+            text += f" ({alarm.lr_before:.4g} before)"
+        return text
     in_force = alarm.lr * alarm.lr_scale
     return f"learning rate {in_force:.4g} (the schedule's rate was {alarm.lr:.4g})"
 
@@ -157,7 +163,7 @@ def _responses(alarm: Any) -> _Responses:
         else:
             responses.append("skipped")
     elif alarm.grad_scale is not None and alarm.grad_scale < 1:
-        responses.append(f"gradients × {alarm.grad_scale:.3g}")
+        responses.append(f"clipped as usual (gradients × {alarm.grad_scale:.3g})")
     elif alarm.grad_scale is not None and not orders:
         responses.append("nothing is changed")
         changes_nothing = True
@@ -217,6 +223,8 @@ def _alarm(event: EventRecord) -> str:
         if responses.changes_nothing:
             limit = _FEW_ROWS
         parts += batch_names(event.batches or (), event.rows, limit)
+    elif event.skip and event.batches:
+        parts.append(first_of(batch_names(event.batches, ()), _SHOWN_BATCHES, "; "))
     return "; ".join(parts)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 
 
+@exported_by("healcore.errors")
 class HealerError(HealcoreError, RuntimeError):
     """A method was called outside the Healer's block, or for the other framework.
 

@@ -152,6 +152,22 @@ def test_a_list_of_rows_that_is_cut_has_the_number_of_the_others(number, end):
             "14, 15 and 16 more)",
             id="rows of a skipped batch",
         ),
+        pytest.param(
+            {"skip": True, "batches": [(3, 18)]},
+            "skipped (3 so far); epoch 3 batch 18",
+            id="skipped batch",
+        ),
+        pytest.param(
+            {"skip": True, "batches": [(0, number) for number in range(32)]},
+            "; epoch 0 batch 0; epoch 0 batch 1; epoch 0 batch 2; and 29 more",
+            id="skipped batches of an accumulation",
+        ),
+        pytest.param(
+            {"grad_scale": 0.125}, "; clipped as usual (gradients × 0.125)", id="clipped step"
+        ),
+        pytest.param(
+            {"lr": 0.3, "lr_before": 0.003}, "learning rate 0.3 (0.003 before);", id="higher rate"
+        ),
     ],
 )
 def test_the_sentence_about_an_alarm(changes, text):

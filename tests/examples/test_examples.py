@@ -223,33 +223,41 @@ def test_the_loop_for_your_own_data_skips_a_batch_with_nan_in_torch(tmp_path, mo
 def test_the_line_that_tests_your_own_loop_makes_one_step_skip(
     framework, tmp_path, monkeypatch, capsys
 ):
+    """The batches have token ids, which cannot be NaN."""
     monkeypatch.chdir(tmp_path)
-    program = PYTHON.findall(OWN_LOOP)[["torch", "JAX"].index(framework)]
-    line = re.findall(r"^    (if healer\.step == 5: .*)$", OWN_LOOP, re.M)
-    loop = re.search(r"^    for batch in .*\n", program, re.M)
-    assert loop
-    test = line[["torch", "JAX"].index(framework)]
-    program = program.replace(loop[0], f"{loop[0]}        {test}\n")
+    in_torch, in_jax = PYTHON.findall(OWN_LOOP)
+    ids, targets = torch.arange(320) % 7, torch.arange(320) % 3
     if framework == "torch":
-        model = torch.nn.Linear(4, 1)
+        test = re.findall(r"^    (if healer\.step == 5: .*)$", OWN_LOOP, re.M)[0]
+        loss_line = "        loss = healer.loss(batch)\n"
+        assert loss_line in in_torch
+        program = in_torch.replace(loss_line, f"{loss_line}        {test}\n")
+        model = torch.nn.Embedding(7, 1)
         optimizer = torch.optim.AdamW(model.parameters())
         mine = {
             "model": model,
             "optimizer": optimizer,
             "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
-            "dataset": torch.utils.data.TensorDataset(torch.randn(320, 4), torch.randn(320, 1)),
+            "dataset": torch.utils.data.TensorDataset(ids, targets[:, None]),
         }
     else:
-        rng = np.random.default_rng(0)
+        test = re.findall(r"^    (loss = .*heal/steps.*)$", OWN_LOOP, re.M)[0]
+        loss_line = "    loss, grads = jax.value_and_grad(loss_fn)(params, batch)\n"
+        assert loss_line in in_jax
+        program = in_jax.replace(loss_line, f"{loss_line}    {test}\n")
+        batch = {"ids": ids[:32].numpy(), "targets": targets[:32].numpy()}
         mine = {
-            "params": {"w": jnp.ones((4, 1))},
-            "loader": [
-                (rng.standard_normal((32, 4), np.float32), np.ones((32, 1), np.float32))
-            ] * 10,
-            "loss_fn": lambda params, batch: jnp.mean((batch[0] @ params["w"] - batch[1]) ** 2),
-        }  # fmt: skip
+            "params": {"w": jnp.ones(7)},
+            "loader": [batch] * 10,
+            "loss_fn": lambda params, batch: jnp.mean(
+                (params["w"][batch["ids"]] - batch["targets"]) ** 2
+            ),
+        }
     exec(program, mine)
-    assert "skipped 1 step;" in capsys.readouterr().err
+    lines = capsys.readouterr().err
+    assert "skipped 1 step;" in lines
+    assert "step 5: incident 1: nonfinite" in lines
+    assert lines.count("; skipped; epoch 0 batch 5") == 1
     if framework == "JAX":
         assert jnp.isfinite(mine["params"]["w"]).all()
-        assert not jnp.array_equal(mine["params"]["w"], jnp.ones((4, 1)))
+        assert not jnp.array_equal(mine["params"]["w"], jnp.ones(7))

@@ -1,5 +1,6 @@
 """After an exception, a `break` or a rollback exactly one step that counts uses each batch."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -154,8 +155,12 @@ def test_a_rollback_to_before_the_loader_of_an_epoch_reads_the_earlier_epoch_aga
         for epoch in healer.epochs(2):
             for number in healer.batches([10 * epoch + i for i in range(8)], epoch=epoch):
                 loop.step(healer, number)
+            print(f"after pass {epoch}", file=sys.stderr)
     assert loop.faults.order[-12:] == [*range(3, 8), 10, *range(12, 18)]
     lines = capsys.readouterr().err
+    returned = lines.index("healer.epochs yields epoch 0 again")
+    assert lines.index("rolled back from step 11") < returned
+    assert returned < lines.index("after pass 1"), "the code after the pass may print a wrong row"
     assert "rolled back from step 11 to the checkpoint of step 3, 1 batch skipped" in lines
     assert "healer.epochs yields epoch 0 again" in lines
     assert "not repeated" not in lines
@@ -337,3 +342,13 @@ def test_a_bad_batch_is_named_with_its_rows(tmp_path, caplog):
     named = f"epoch 0 batch {alarm['batches'][0][1]} (rows 23)"
     assert named in caplog.text
     assert named in postmortems(tmp_path)[-1]["diagnosis"].replace("\n", " ")
+
+
+def test_a_row_that_is_bad_in_each_epoch_is_named_after_three_epochs(tmp_path, caplog):
+    data = DataLoader(range(40), batch_size=None, shuffle=True)  # type: ignore[arg-type]
+    loop = loop_of("torch", Faults(always=[23]))
+    with caplog.at_level("INFO", "healcore"):
+        train(loop, policies.load(SKIPS, incident={"quiet_steps": 3}), data, epochs=5)
+    found = [line for line in caplog.messages if "each of the last 3 epochs" in line]
+    assert len(found) == 1
+    assert found[0].endswith("in the same rows of the data. All of these batches have row 23")

@@ -17,7 +17,7 @@ import numpy as np
 from healcore.core.array_namespace import Array, Flag, Float, Int
 from healcore.core.decision import Decision, Telemetry
 from healcore.core.engine.config import EngineConfig, RuleConfig
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 from healcore.core.numerics import map_leaves, zeros
 
 SCHEMA = 10  # version of the saved form
@@ -39,6 +39,7 @@ UNKNOWN_RATE = -1.0
 has no NaN, so the number cannot be a rate. The multiplier is computed as for a rate of 1."""
 
 
+@exported_by("healcore.errors")
 class StateError(HealcoreError, ValueError):
     """A saved state that does not fit the policy; the message says where, and what to do.
 

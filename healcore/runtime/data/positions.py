@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 from healcore.events.schema import rows_text
 from healcore.runtime.data.loader_protocols import LoaderState
 from healcore.runtime.store import values
@@ -48,6 +48,7 @@ Division = list[Any]
 """What has to stay equal for another number of ranks, see `other_ranks.division`."""
 
 
+@exported_by("healcore")
 class DataError(HealcoreError, RuntimeError):
     """A position in the data, or a request to the cursor, is not valid.
 
@@ -56,10 +57,12 @@ class DataError(HealcoreError, RuntimeError):
     """
 
 
+@exported_by("healcore.errors")
 class UnusableLoader(DataError, TypeError):
     """The object is not a loader, or has fewer epochs than requested."""
 
 
+@exported_by("healcore.errors")
 @dataclass(eq=False, repr=False)
 class EmptyLoader(DataError):
     """The loader gave no batch in a whole epoch.

@@ -101,7 +101,7 @@ _TYPES: dict[str, Fault] = _by_name(
     (_TRANSIENT, "urllib3.exceptions.SSLError"),
     (_TRANSIENT, "aiohttp.client_exceptions.ClientConnectionError"),
     (_TRANSIENT, "aiohttp.client_exceptions.ClientPayloadError"),
-    (_DATA, "healcore.runtime.data.positions.DataError builtins.EOFError"),
+    (_DATA, "healcore.DataError builtins.EOFError"),
     (_DATA, "builtins.UnicodeDecodeError json.decoder.JSONDecodeError zlib.error"),
     (_DATA, "gzip.BadGzipFile lzma.LZMAError _lzma.LZMAError zipfile.BadZipFile"),
     (_DATA, "tarfile.ReadError PIL.UnidentifiedImageError pyarrow.lib.ArrowInvalid"),

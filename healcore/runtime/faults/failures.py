@@ -81,9 +81,9 @@ FAILURES: dict[Cause, Failure] = {
     Cause.LOSS_SPIKE: Failure(
         "loss_spike",
         Severity.WARNING,
-        "The loss rose far above its level and stayed high. Look at the data of those steps "
-        "first, then at the learning rate and at the second-moment decay (a lower beta2 forgets "
-        "sooner).",
+        "The loss rose far above its level and stayed high. Look at the learning rate first if it "
+        "has just risen. Otherwise look at the data of those steps, then at the learning rate and "
+        "at the second-moment decay (a lower beta2 forgets sooner).",
         (_PALM, _ZCLIP),
     ),
     # Published: half the learning rate with each rollback. A change of the data can also raise the

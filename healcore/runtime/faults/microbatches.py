@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 from healcore.runtime.store.ranks import Ranks
 
 Batch = TypeVar("Batch")
@@ -37,6 +37,7 @@ class UnsplittableBatch(HealcoreError, ValueError):
     """A batch without a common number of samples."""
 
 
+@exported_by("healcore.errors")
 class MicrobatchError(HealcoreError, RuntimeError):
     """The loop over the parts of a batch does not have the required form.
 

@@ -290,8 +290,13 @@ def interventions(outcome: RunOutcome) -> list[str]:
         phrases.append(f"skipped {counted(batches, 'batch', 'batches')} after a rollback")
     if counts.clips:
         phrases.append(f"clipped {counted(counts.clips, 'step')}")
-    if counts.lr_cuts:
-        phrases.append(f"cut the learning rate {_times(counts.lr_cuts)}")
+    # The engine counts a limit as a cut. After another rollback it may have forgotten the limit.
+    limits = sum(event.lr_limit is not None for event in outcome.history.rollbacks)
+    limits = min(limits, counts.lr_cuts)
+    if counts.lr_cuts > limits:
+        phrases.append(f"cut the learning rate {_times(counts.lr_cuts - limits)}")
+    if limits:
+        phrases.append(f"limited the learning rate {_times(limits)}")
     for answer, phrase in _ANSWERS.items():
         number = outcome.history.answers[answer]
         if number:

@@ -223,7 +223,7 @@ def read_last_run(events: Path) -> RunHistory | None:
     return runs[-1]
 
 
-def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = None) -> bool:
+def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = None) -> str:
     """Writes the postmortem of a run that was killed.
 
     A killed process writes nothing at its end. So the next process calls this function before it
@@ -236,15 +236,15 @@ def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = N
         metrics: the metrics file, or None without one.
 
     Returns:
-        True if a postmortem was written. False if the run has ended in another way, or if its
-        process is still running.
+        A clause for the log with the last step and the file, or an empty string if nothing was
+        written: the run has ended in another way, or its process is still running.
     """
     process = history.processes[-1].identity()
     if history.end is not None or process is None:
-        return False
+        return ""
     gone = process.gone()
     if gone is False:
-        return False
+        return ""
     why = ""
     if gone is None:
         why = f"it ran on {process.host}, whose processes this host cannot see"
@@ -271,7 +271,9 @@ def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = N
     problem = write(events, outcome, certain=bool(gone))
     if problem is not None:
         console.warning(f"the previous run was killed; {problem}")
-    return problem is None
+        return ""
+    file = path_for(events, history.processes[-1].id)
+    return f"killed after step {step} or later; postmortem: {file}"
 
 
 def _last_rows(metrics: Path | None, history: RunHistory) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import is_logged, passes_power_of_ten
-from healcore.core.decision import Action, Cause, StepRecord, names_of
+from healcore.core.decision import NONFINITE, Action, Cause, StepRecord, names_of
 from healcore.core.engine.config import RuleConfig
 from healcore.events.schema import sentence
 from healcore.history.incidents import MAX_ALARMS
@@ -23,7 +23,9 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
 from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.run.bad_rows import BadRows
 from healcore.runtime.run.dispatch_queue import StepResult
+from healcore.runtime.run.rate_jumps import RateJumps
 from healcore.runtime.run_options import HostPolicy
 
 if TYPE_CHECKING:
@@ -245,6 +247,7 @@ class AlarmLog:
 
     Attributes:
         alerts: decides about the alerts of the same steps.
+        rate_jumps: is told the learning rate of every step.
     """
 
     def __init__(self, *, policy: HostPolicy, log: RunLog, ledger: Ledger, driver: Driver) -> None:
@@ -253,6 +256,8 @@ class AlarmLog:
         self._ledger = ledger
         self._driver = driver
         self.alerts = Alerts(policy=policy, log=log, ledger=ledger)
+        self.rate_jumps = RateJumps()
+        self._bad_rows = BadRows()
         self._outside = 0  # alarms outside of incidents
         self._explained: set[str] = set()
         """Diagnoses on the console so far: a line has each of them once."""
@@ -312,9 +317,10 @@ class AlarmLog:
             number = incident.alarms
         if number > MAX_ALARMS and not has_line and not judged.alert:
             return
-        rate = None
+        rate = rate_before = None
         if has_line:
             rate = self._rate_of(record)
+            rate_before = self.rate_jumps.rate_before(result.index, record)
         explanation = failures_of(record.cause)[0].diagnosis
         by_optimizer = None
         if record.by_optimizer:
@@ -339,6 +345,7 @@ class AlarmLog:
             skips=skips,
             grad_scale=grad_scale,
             lr=rate,
+            lr_before=rate_before,
             lr_scale=record.lr_scale,
             action=record.action,
             readings=record.readings,
@@ -347,12 +354,27 @@ class AlarmLog:
             observed=policy.observes,
             **batch_fields(result),
         )
-        if not has_line:
-            return
+        if has_line:
+            self._write_line(judged, sentence(event), explanation)
+        begins = incident is not None and incident.alarms == 1
+        if begins and record.skip and record.cause & NONFINITE:
+            text = self._bad_rows.add(result.batches)
+            if text:
+                self._log.warning(f"step {result.index}: {text}")
+
+    def _write_line(self, judged: JudgedRecord, text: str, explanation: str) -> None:
+        """Writes the console line of an alarm.
+
+        Args:
+            judged: the record of the alarm.
+            text: the sentence about its event.
+            explanation: the diagnosis, which the first line about an error has too.
+        """
+        result, record, incident = judged.result, judged.record, judged.incident
         which = ""
         if incident is not None:
             which = f"incident {incident.number}: "
-        line = f"step {result.index}: {which}{sentence(event)}"
+        line = f"step {result.index}: {which}{text}"
         if failures_of(record.cause)[0].severity is not Severity.ERROR:
             self._log.warning(line)
             return

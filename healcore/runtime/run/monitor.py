@@ -142,6 +142,7 @@ class IncidentMonitor:
         incident = self._ledger.add_step(result.index, result.records, self._causes)
         for record in result.records:
             self.state.dropped += record.dropped
+            self._alarm_log.rate_jumps.add(result.index, record)
         if flags.has_trained:
             self.state.last_trained = result.index
         if not flags.is_judged:

@@ -80,13 +80,13 @@ def _steps_are_epochs(run: Run, epoch: int) -> bool:
 def _return_to_epoch(run: Run) -> int:
     """Continues a loop over epochs at the epoch of a rollback, and returns the epoch.
 
+    The line of the rollback has named this epoch.
+
     The program's code after the pass has run with the restored state (an evaluation, the step of a
     scheduler), so the state is restored once more.
     """
     run.rollback_restore.restore_again(run.progress.step)
-    epoch = run.loaders.return_to_epoch()
-    run.log.info(f"step {run.progress.step}: healer.epochs yields epoch {epoch} again")
-    return epoch
+    return run.loaders.return_to_epoch()
 
 
 def loop_over_steps(run: Run, total: int, warmup: int | None = None) -> Iterator[int]:

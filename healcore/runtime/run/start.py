@@ -148,8 +148,8 @@ class _PreviousProcess(NamedTuple):
 
     history: RunHistory | None
     """The history of the run until then, or None without events."""
-    was_killed: bool
-    """Whether the previous process was killed, so that its postmortem was written now."""
+    kill_text: str
+    """A line about the kill of the previous process, if its postmortem was written now."""
 
 
 class _StoredRun(NamedTuple):
@@ -225,7 +225,7 @@ def _carry_out(
     start_log.log_start(run, found.settings, resumes=plan.resumes)
     for warning in warnings:
         run.log.problem(None, warning)
-    start_log.log_previous_end(run.log, history, was_killed=previous.was_killed)
+    start_log.log_previous_end(run.log, history, kill_text=previous.kill_text)
     if has_loss_fn:
         start_log.warn_of_unused_loss_fn(run)
     try:
@@ -262,12 +262,13 @@ def _read_previous_process(log: RunLog) -> _PreviousProcess:
     """Reads what the previous process has logged, and writes its postmortem if it was killed."""
     events = log.events.path
     if events is None:
-        return _PreviousProcess(None, was_killed=False)
+        return _PreviousProcess(None, kill_text="")
     history = postmortem.read_last_run(events)
     if not history:
-        return _PreviousProcess(history, was_killed=False)
-    was_killed = postmortem.write_for_killed(events, history, log.metrics.path)
-    return _PreviousProcess(history, was_killed=was_killed)
+        return _PreviousProcess(history, kill_text="")
+    clause = postmortem.write_for_killed(events, history, log.metrics.path)
+    kill_text = f"the previous run was {clause}" if clause else ""
+    return _PreviousProcess(history, kill_text)
 
 
 def _check_stop_file(run: Run) -> None:

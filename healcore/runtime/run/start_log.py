@@ -37,16 +37,16 @@ def log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
     )
 
 
-def log_previous_end(log: RunLog, history: RunHistory | None, *, was_killed: bool) -> None:
+def log_previous_end(log: RunLog, history: RunHistory | None, *, kill_text: str) -> None:
     """Says how the previous start has ended, if it was killed or has raised.
 
     Args:
         log: the log.
         history: the history of the run that is resumed, or None if a new run begins.
-        was_killed: whether the postmortem of the previous process was written now.
+        kill_text: a line about the kill of the previous process, or an empty string.
     """
-    if was_killed:
-        log.warning("the previous run was killed; its postmortem was written")
+    if kill_text:
+        log.warning(kill_text)
     elif history is not None and history.state is RunState.EXCEPTION:
         faults = history.newest["fault"]
         if faults and faults[-1].problem:
@@ -112,7 +112,11 @@ def log_first_lines(
     if policy.observes:
         facts[0] += " (observes, changes nothing)"
     rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
-    if rate is not None:
+    if rate is None:
+        facts.append("learning rate not known yet")
+    elif rate == 0:  # a warm-up from 0 otherwise looks like a mistake
+        facts.append(f"learning rate 0 at step {step}")
+    else:
         facts.append(f"learning rate {rate:.4g}")
     size = run_settings.settings_for_events(settings, rate).get("batch_size")
     if size is not None:

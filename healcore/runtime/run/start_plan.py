@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Literal
 
+from healcore.core.errors import exported_by
 from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import CheckpointInfo, StoreError
 
 
+@exported_by("healcore.errors")
 class StoreNotEmpty(StoreError):
     """The store holds a run that this start must not continue or overwrite.
 

@@ -13,9 +13,10 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, Protocol
 
 from healcore.console import first_of
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 
 
+@exported_by("healcore")
 class StoreError(HealcoreError, RuntimeError):
     """Base class of all errors of checkpoint stores.
 
@@ -24,6 +25,7 @@ class StoreError(HealcoreError, RuntimeError):
     """
 
 
+@exported_by("healcore.errors")
 class NoGoodCheckpoint(StoreError):
     """There is no checkpoint to roll back to.
 
@@ -31,6 +33,7 @@ class NoGoodCheckpoint(StoreError):
     """
 
 
+@exported_by("healcore.errors")
 class UnsavableState(StoreError, TypeError):
     """The state holds a value that a checkpoint cannot hold.
 
@@ -39,6 +42,7 @@ class UnsavableState(StoreError, TypeError):
     """
 
 
+@exported_by("healcore.errors")
 @dataclass(eq=False, repr=False)
 class CheckpointDamaged(StoreError):
     """The bytes of a checkpoint differ from the saved bytes. Use an older checkpoint.
@@ -64,6 +68,7 @@ class CheckpointDamaged(StoreError):
         )
 
 
+@exported_by("healcore.errors")
 @dataclass(eq=False, repr=False)
 class CheckpointNotFound(StoreError):
     """The store has no complete checkpoint of the requested step.
@@ -86,6 +91,7 @@ class CheckpointNotFound(StoreError):
         return f"{self.location} has no checkpoint of step {self.step}; it has: {more}{newest}"
 
 
+@exported_by("healcore.errors")
 @dataclass(eq=False, repr=False)
 class SaveFailed(StoreError):
     """A checkpoint could not be copied or written. Earlier checkpoints are unchanged.
@@ -117,6 +123,7 @@ class SaveFailed(StoreError):
         return message
 
 
+@exported_by("healcore.errors")
 @dataclass(eq=False, repr=False)
 class StateMismatch(StoreError):
     """The saved state does not fit the live state.

@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from healcore.core.errors import clean
+from healcore.core.errors import clean, exported_by
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.forks import watch_forks
 
@@ -30,6 +30,7 @@ _QUOTED_BYTES = 300
 """Bytes of the lock file that an error message quotes."""
 
 
+@exported_by("healcore.errors")
 @dataclass(eq=False, repr=False)
 class StoreInUse(StoreError):
     """Another run uses the directory.

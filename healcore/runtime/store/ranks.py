@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 from healcore.runtime.store.checkpoints import CheckpointDamaged, SaveFailed, StoreError
 
 T = TypeVar("T")
@@ -51,6 +51,7 @@ class Alone:
         return [item]
 
 
+@exported_by("healcore.errors")
 class RankFailed(HealcoreError, OSError):
     """Another rank raised an error, which this message quotes, or does not answer."""
 

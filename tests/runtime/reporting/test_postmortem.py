@@ -139,6 +139,17 @@ def test_the_last_line_of_a_run():
     twice = run._replace(counts=run.counts._replace(rollbacks=2, lr_cuts=3))
     assert "cut the learning rate 3 times, " in last_line(twice, 50)
     assert "rolled back 2 times; " in last_line(twice, 50)
+    limited = end_of("completed", 50, ("rollback", 9, {"checkpoint": 2, "lr_limit": 0.003}))
+    once = limited._replace(counts=limited.counts._replace(rollbacks=1, lr_cuts=1))
+    assert last_line(once, 50).startswith(
+        "completed after step 50: limited the learning rate once, rolled back once"
+    )
+    cut_too = once._replace(counts=once.counts._replace(lr_cuts=3))
+    assert "cut the learning rate 2 times, limited the learning rate once, " in last_line(
+        cut_too, 50
+    )
+    none_left = once._replace(counts=once.counts._replace(lr_cuts=0))
+    assert "limited" not in last_line(none_left, 50)
 
 
 def test_the_explanation_lists_each_fault_with_its_remedy_and_the_steps_it_cost():
@@ -213,9 +224,15 @@ def test_a_full_and_a_read_only_disk(tmp_path):
 
 def of_killed(path: Path, metrics: Path | None = None) -> Any:
     run = postmortem.read_last_run(path)
-    if run is None or not postmortem.write_for_killed(path, run, metrics):
+    if run is None:
         return None
-    return postmortem.read(path_for(path, run.processes[-1].id))
+    clause = postmortem.write_for_killed(path, run, metrics)
+    if not clause:
+        return None
+    file = path_for(path, run.processes[-1].id)
+    found = postmortem.read(file)
+    assert clause == f"killed after step {found['step']} or later; postmortem: {file}"
+    return found
 
 
 def test_a_killed_process_has_a_postmortem(events):

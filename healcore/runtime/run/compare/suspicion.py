@@ -201,8 +201,9 @@ class Suspicion:
         self._log.assessment(verdict.roll_back_at, verdict.onset, "worse")
         self._log.warning(
             f"step {verdict.roll_back_at}: the weights of step {verdict.anchor_step} are better on "
-            f"the same batches, since step {verdict.onset}; unless the run recovers, it rolls back "
-            f"to them at step {verdict.due}, or at the end of the data"
+            f"the same batches, since step {verdict.onset}; the run has until step {verdict.due}, "
+            "or the end of the data, to recover. Then they are compared again, and it rolls back "
+            "if they are still better"
         )
 
     def report_recovery(self, index: int) -> None:

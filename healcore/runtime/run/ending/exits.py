@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import HealcoreError, exported_by
 
 _newest_end: BaseException | None = None
 
@@ -29,6 +29,7 @@ def _note(error: BaseException) -> None:
     _newest_end = error
 
 
+@exported_by("healcore")
 class RunStopped(HealcoreError, SystemExit):
     """The policy ends the run.
 
@@ -63,6 +64,7 @@ class _EndsWithStatus0(HealcoreError, SystemExit):
         return self.why
 
 
+@exported_by("healcore.errors")
 class AlreadyCompleted(_EndsWithStatus0):
     """A loop trains on although its run had completed. Uncaught, the status is 0.
 
@@ -72,6 +74,7 @@ class AlreadyCompleted(_EndsWithStatus0):
     """
 
 
+@exported_by("healcore.errors")
 class EndRequested(_EndsWithStatus0):
     """A stop file has ended the run, or exists when the program starts.
 
@@ -81,6 +84,7 @@ class EndRequested(_EndsWithStatus0):
     """
 
 
+@exported_by("healcore.errors")
 class LastStateNotSaved(HealcoreError, SystemExit):
     """The loop has ended, and no checkpoint holds its last state, for example on a full disk.
 
@@ -90,6 +94,7 @@ class LastStateNotSaved(HealcoreError, SystemExit):
     """
 
 
+@exported_by("healcore.errors")
 class IncompleteRun(HealcoreError, SystemExit):
     """The loop took no step, took its steps without the Healer, or began at its own step.
 
@@ -106,6 +111,7 @@ class IncompleteRun(HealcoreError, SystemExit):
         self.why = why
 
 
+@exported_by("healcore.errors")
 class Terminated(HealcoreError, SystemExit):
     """A signal has ended the run: SIGTERM or SIGUSR1.
 
@@ -121,6 +127,7 @@ class Terminated(HealcoreError, SystemExit):
         _note(self)
 
 
+@exported_by("healcore.errors")
 class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
     """Ctrl-C, raised between two steps instead of within one.
 

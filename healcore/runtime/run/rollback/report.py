@@ -76,6 +76,13 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
             "tx.update, so that a rollback can lower it"
         )
     run.log.warning(line)
+    epoch = run.loaders.epoch_loop.returns_to
+    if epoch is not None:
+        # Before the program's code after the pass: it may print a row for the restored weights.
+        run.log.info(
+            f"step {done.continues_at}: this pass over the data ends here, and then "
+            f"healer.epochs yields epoch {epoch} again"
+        )
 
 
 def report_before_kill(run: Run, resumed: int) -> None:

@@ -13,8 +13,12 @@ from healcore.runtime.run.run_record import Ledger, RunRecord, Trials
 ENGINE = engine_of("default")
 BEFORE = {"a": ENGINE.to_dict(ENGINE.init())}
 """The engine states before the trials."""
-OTHER_TROUBLE = RollbackRecord(order=Order(index=50, onset=48), number=1, step=51, continues_at=40)
-TRIAL = RollbackRecord(order=Order(index=90, onset=88), number=2, step=91, continues_at=80)
+OTHER_TROUBLE = RollbackRecord(
+    order=Order(index=50, onset=48, first_alarm_of_cause=48), number=1, step=51, continues_at=40
+)
+TRIAL = RollbackRecord(
+    order=Order(index=90, onset=88, first_alarm_of_cause=88), number=2, step=91, continues_at=80
+)
 SKIPPED_BEFORE, SKIPPED_BY_TRIAL = [0, 48], [0, 88]
 
 
