@@ -113,7 +113,7 @@ def _steps_text(first: float, last: float) -> str:
 
 
 _FOUND_BY = {
-    "earlier_weights": "worse weights, found by comparison",
+    "earlier_weights": "earlier weights were better on the same batches",
     "nonfinite_steps": "no finite step any more",
     "intended_numbers": "a change that the program makes on purpose",
 }

@@ -165,7 +165,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         NoGoodCheckpoint: the store holds a run, and none of its checkpoints can be used.
     """
     log, policy, ranks, store = run.log, run.policy, run.ranks, run.store
-    history, after_kill = _read_previous_process(log)
+    history, kill_text = _read_previous_process(log)
     stop_file = run.end_requests.stop_file
     if any(ranks.gather(stop_file.found)):
         log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
@@ -192,8 +192,8 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     start_log.log_start(run, settings, resumes=bool(saves))
     for warning in warnings:
         log.problem(None, warning)
-    if after_kill:
-        log.warning("the previous run was killed; its postmortem was written")
+    if kill_text:
+        log.warning(kill_text)
     elif saves and history is not None and history.state is RunState.EXCEPTION:
         faults = history.newest["fault"]
         if faults and faults[-1].problem:
@@ -222,19 +222,25 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         _records[store.root.resolve()] = run.record
 
 
-def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, bool]:
+def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, str]:
     """Reads what the previous process has logged, and writes its postmortem if it was killed.
 
-    Returns the history of the run until then, or None without one, and whether a postmortem was
-    written.
+    Returns the history of the run until then, or None without one, and a line about the kill, or
+    an empty string if no postmortem was written.
     """
     events = log.events.path
     if events is None:
-        return None, False
+        return None, ""
     history = postmortem.read_last_run(events)
     if not history:
-        return history, False
-    return history, postmortem.write_for_killed(events, history, log.metrics.path)
+        return history, ""
+    outcome = postmortem.write_for_killed(events, history, log.metrics.path)
+    if outcome is None:
+        return history, ""
+    path = postmortem.path_for(events, history.processes[-1].id)
+    return history, (
+        f"the previous run was killed at step {outcome.step} or later; its postmortem is {path}"
+    )
 
 
 def _check_resume(

@@ -210,7 +210,9 @@ class Suspicion:
             anchor.evidence, anchor.onset = 1.0, None
             if anchor.step == verdict.anchor_step:
                 anchor.onset, anchor.evidence = verdict.onset, self.strong_evidence
-        self.run.log.assessment(verdict.roll_back_at, verdict.onset, "worse")
+        self.run.log.assessment(
+            verdict.roll_back_at, verdict.onset, "worse", checkpoint=verdict.anchor_step
+        )
         self.run.log.warning(
             f"step {verdict.roll_back_at}: the weights of step {verdict.anchor_step} are better on "
             f"the same batches, since step {verdict.onset}; unless the run recovers, it rolls back "
@@ -226,7 +228,7 @@ class Suspicion:
         verdict = self._state.verdict
         if verdict is None:
             return
-        self.run.log.assessment(index, verdict.onset, "recovered")
+        self.run.log.assessment(index, verdict.onset, "recovered", checkpoint=verdict.anchor_step)
         recovered = f"the run has recovered from the damage of step {verdict.onset}"
         self.run.log.info(f"step {index}: {recovered}")
 
