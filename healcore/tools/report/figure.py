@@ -42,7 +42,7 @@ _MAX_MARKS = 300
 _MAX_ROWS = 5
 """Limit of rows with text for events of one kind."""
 _VERDICTS = {
-    ("damage", "weights"): "weights not finite",
+    ("damage", "weights"): "not finite",
     ("damage", "state"): "state not finite",
     ("unknown", "nothing"): "no evidence",
     ("unknown", "budget"): "budget exhausted",
@@ -217,7 +217,7 @@ def _timeline(report: PageReport) -> dict[str, list[_Mark]]:
     return {
         "alarms": _alarms(report),
         "skipped": skips,
-        "compared": compared,
+        "weights": compared,
         "rollbacks": rollbacks,
         "end": ends,
     }
@@ -227,22 +227,22 @@ def _restart_text(attempt: RunAttempt, left: float) -> str:
     """Describes a restart after `left` steps, for example "330 → 300 restart"."""
     first = f"{attempt.first_step:.0f}"
     if attempt.killed:
-        return f"killed after {left:.0f}, restart at {first}"
+        return f"killed after {left:.0f} → {first}"
     if left == attempt.first_step:
         return f"restart at {first}"
     return f"{left:.0f} → {first} restart"
 
 
 def _verdict_text(event: EventRecord) -> str:
-    """Describes a verdict on the weights in the words of the log."""
+    """Describes a verdict on the weights, whose row has the name "weights"."""
     found = event.verdict, event.by
     if found in _VERDICTS:
         return _VERDICTS[found]
     if event.verdict not in ("worse", "damage"):
         return str(event.verdict)
-    text = "earlier weights better"
+    text = "earlier ones better"
     if event.checkpoint is not None:
-        text = f"weights of step {event.checkpoint} better"
+        text = f"step {event.checkpoint} better"
     if event.verdict == "worse":
         text += ": waits"
     return text
