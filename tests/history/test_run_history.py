@@ -15,6 +15,7 @@ from healcore.events.json_lines import Event
 from healcore.history import Mode, RunHistory, RunState, runs_of
 from healcore.history.curves import _values, thin
 from healcore.runtime.reporting.diagnosis import STATES
+from healcore.runtime.reporting.faults_found import faults_found
 from healcore.tools.replay import DecidedRow
 from healcore.tools.report.incident_text import response_text
 
@@ -151,6 +152,7 @@ def test_what_a_kill_has_lost_counts_once():
     assert run.attempts[1] == (6, "resume", 8, 0, True)
     assert run.skips == run.counts().skips == 2
     assert run.counts().incidents == run.incident_count == 2
+    assert [fault.first for fault in faults_found(run)] == [4.0, 7.0]
     # A rollback has saved its counts with the restored checkpoint, so a restart keeps them.
     back = ("rollback", 8, {**BACK, "checkpoint": 6, "onset": 7})
     run = run_of_processes([*first, back], [resume, second, skipped])
