@@ -239,7 +239,7 @@ def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, str]:
         return history, ""
     path = postmortem.path_for(events, history.processes[-1].id)
     return history, (
-        f"the previous run was killed at step {outcome.step} or later; its postmortem is {path}"
+        f"the previous run was killed after step {outcome.step} or later; postmortem: {path}"
     )
 
 

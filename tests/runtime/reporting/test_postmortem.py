@@ -333,9 +333,7 @@ def test_the_next_start_says_how_far_the_killed_run_came_and_names_its_postmorte
         pass
     line = capsys.readouterr().err.splitlines()[0]
     path = path_for(events, name)
-    assert line.endswith(
-        f"the previous run was killed at step 350 or later; its postmortem is {path}"
-    )
+    assert line.endswith(f"the previous run was killed after step 350 or later; postmortem: {path}")
     assert path.exists()
 
 
