@@ -165,7 +165,8 @@ class EventRecord(_EventsModel):
     number: PositiveInt = _maybe("Number of the rollback in the whole run.")
     depth: NonNegativeInt = _maybe("How many known-good checkpoints the rollback goes back.")
     checkpoint: NonNegativeInt = _maybe(
-        "Step of the restored checkpoint, or of the checkpoint that the event reports."
+        "Step of the restored checkpoint, of the checkpoint that the event reports, or of the "
+        "earlier weights of an assessment."
     )
     other_copy: Boolean = _maybe("true: another copy of the damaged checkpoint was intact.")
     steps_repeated: PositiveInt = _maybe("Undone steps that the run repeats after the rollback.")

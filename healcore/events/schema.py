@@ -332,22 +332,90 @@ def _lr(event: EventRecord) -> str:
 _ASSESSMENTS = {
     ("unknown", "nothing"): "declined: no evidence that the current weights are worse",
     ("unknown", "budget"): "declined: the budget of rollbacks is exhausted",
-    ("damage", "weights"): "evidence of damage: the weights are not finite",
-    ("damage", "state"): "evidence of damage: the state is not finite",
-    ("damage", "earlier_weights"): "evidence of damage: earlier weights are better",
-    ("worse", "earlier_weights"): "earlier weights are better; the run has time to recover",
-    ("recovered", "earlier_weights"): "the run has recovered",
+    ("damage", "weights"): "the weights are not finite",
+    ("damage", "state"): "the state is not finite",
+    ("damage", "earlier_weights"): "{weights} are better on the same batches",
+    ("worse", "earlier_weights"): "{weights} are better on the same batches",
+    ("recovered", "earlier_weights"): "the run has recovered from the damage",
 }
 """(`verdict`, `by`) of an event `assessment` -> sentence."""
 
 
 def _assessment(event: EventRecord) -> str:
     text = _ASSESSMENTS.get((event.verdict or "", event.by or ""))
+    weights = "earlier weights"
+    if event.checkpoint is not None:  # older versions do not write it
+        weights = f"the weights of step {event.checkpoint}"
     if text is None:  # a verdict of another version
         text = f"assessment: {event.verdict or 'unknown'}"
+    else:
+        text = text.format(weights=weights)
     if event.onset is not None and event.verdict != "unknown":
-        text += f", since step {event.onset}"
+        if event.verdict == "recovered":
+            text += f" of step {event.onset}"
+        else:
+            text += f", since step {event.onset}"
+    if event.verdict == "worse":
+        text += "; the run has time to recover"
     return text
+
+
+_WHY_SAVED = {
+    "first": "before the first step",
+    "ordered": "as a rule or a hook asks",
+    "requested": "as the program asks",
+    "rollback": "for a rollback",
+    "last": "at the end of the run",
+    "emergency": "before an exception ends the run",
+}
+"""`why` of an event `save` -> clause. A regular save has none."""
+
+
+def _save(event: EventRecord) -> str:
+    text = f"checkpoint {event.step} is copied"
+    if event.step is None:
+        text = "a checkpoint is copied"
+    if event.seconds is not None:
+        text += f" in {_duration(event.seconds)}"
+    why = event.why or ""
+    if why in ("", "regular"):
+        return text
+    return f"{text}, {_WHY_SAVED.get(why, why)}"
+
+
+def _duration(seconds: float) -> str:
+    """Writes a duration, for example "3.4 ms" or "12 s"."""
+    if seconds < 1:
+        return f"{1000 * seconds:.2g} ms"
+    return f"{seconds:.3g} s"
+
+
+def _good(event: EventRecord) -> str:
+    step = event.checkpoint
+    if step is None:
+        step = event.step
+    if step is None:
+        return "a checkpoint is known-good"
+    return f"checkpoint {step} is known-good"
+
+
+def _data(event: EventRecord) -> str:
+    text = event.outcome or ""
+    if text == "rewound":
+        text = "the data is rewound"
+    elif text.startswith("continues forward"):
+        text = f"the data {text}"
+    if not event.settings:
+        return text
+    settings = ", ".join(f"{name} {value}" for name, value in event.settings.items())
+    return _join([text, settings], ": ")
+
+
+def _skipped_batches(event: EventRecord) -> str:
+    names = batch_names(event.batches or (), event.rows or ())
+    if not names:
+        return ""
+    return f"skipped: {', '.join(names)}"
 
 
 def _hook(event: EventRecord) -> str:
@@ -453,14 +521,14 @@ KINDS: dict[str, EventKind] = {
         _assessment,
         Trait.JUDGED,
     ),
-    "save": EventKind("A checkpoint's copy was taken."),
+    "save": EventKind("A checkpoint's copy was taken.", (), _save),
     "save_failed": EventKind(
         "A checkpoint could not be written; training continues.",
         ("problem",),
         "a checkpoint was not written: {problem}",
         Trait.CHECKPOINT | Trait.SEVERE,
     ),
-    "good": EventKind("A checkpoint is known-good from now on.", traits=Trait.CHECKPOINT),
+    "good": EventKind("A checkpoint is known-good from now on.", (), _good, Trait.CHECKPOINT),
     "damaged": EventKind(
         "The bytes of a checkpoint have changed since the save.",
         ("problem",),
@@ -474,10 +542,13 @@ KINDS: dict[str, EventKind] = {
         _rollback,
         Trait.DURABLE | Trait.SEVERE,
     ),
-    "skipped_batches": EventKind("The run skips exactly these batches.", ("batches",)),
+    "skipped_batches": EventKind(
+        "The run skips exactly these batches.", ("batches",), _skipped_batches
+    ),
     "data": EventKind(
         "The data was positioned after a restart or a rollback, or a loader is read first.",
         ("outcome",),
+        _data,
     ),
     "lr": EventKind(
         "The learning-rate multiplier was cut (`action`: `CUT_LR`), left 1, or returned to 1.",

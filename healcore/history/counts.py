@@ -19,7 +19,7 @@ class Counts(NamedTuple):
     rollbacks: int = 0
     """Rollbacks that were carried out; without healing, incidents that would be rolled back."""
     skips: int = 0
-    """Skipped steps, including undone steps."""
+    """Skipped steps, including steps that a rollback has undone."""
     clips: int | None = None
     """Steps with clipped gradients, or None if unknown."""
     alarms: int | None = None
@@ -58,9 +58,11 @@ def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> C
 
     Returns:
         The counts. An incident with number 0, which is only a rollback, counts as a rollback only.
+        An incident whose steps were lost with its process does not count: the restart repeats it.
     """
+    kept = [incident for incident in incidents if not incident.lost]
     return Counts(
-        incidents=sum(incident.number > 0 for incident in incidents),
-        rollbacks=sum(incident.rolled_back for incident in incidents),
-        skips=sum(incident.skipped for incident in incidents),
+        incidents=sum(incident.number > 0 for incident in kept),
+        rollbacks=sum(incident.rolled_back for incident in kept),
+        skips=sum(incident.skipped for incident in kept),
     )._replace(**counts)

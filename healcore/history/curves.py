@@ -41,6 +41,9 @@ class Curves(NamedTuple):
     """Whether the logged loss or norm is not finite, bool, or None without such marks."""
     rows: int | None = None
     """Number of rows before thinning, or None if no row was dropped."""
+    after_gap: np.ndarray | None = None
+    """Whether the rows of the steps before were lost with their process, bool, or None without such
+    marks."""
 
     def undone(self) -> np.ndarray:
         """Marks the rows that a later attempt has replaced, by starting at or before their step.
@@ -149,6 +152,7 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     engine = None
     last_process = ""
     last_step = 0
+    last_every = 1
     attempt = -1
     for number, line in read_lines(path, parse_metrics):
         if isinstance(line, str):
@@ -162,14 +166,22 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
             engine = line.get("engine", "")
         if line.get("engine", "") != engine:
             continue
+        every = line.get("every", 1)
+        if type(every) is not int:
+            every = 1
         if process != last_process or step <= last_step:
             attempt += 1
+        # A process that was killed may have lost its last rows, although a later save was written.
+        after_gap = last_process not in ("", process) and step > last_step + max(every, last_every)
         last_process = process
         last_step = step
-        rows.extend((step, attempt, *_values(line)))
-    steps, attempts, nonfinite, *curves = np.frombuffer(rows).reshape(-1, 3 + len(_CURVES)).T
+        last_every = every
+        rows.extend((step, attempt, after_gap, *_values(line)))
+    table = np.frombuffer(rows).reshape(-1, 4 + len(_CURVES))
+    steps, attempts, gaps, nonfinite, *curves = table.T
     named = dict(zip(_CURVES, curves, strict=True))
-    return Curves(steps, attempt=attempts, nonfinite=nonfinite.astype(bool), **named), damage
+    marks = {"nonfinite": nonfinite.astype(bool), "after_gap": gaps.astype(bool)}
+    return Curves(steps, attempt=attempts, **marks, **named), damage
 
 
 def read_last_rows(path: Path, process: str) -> dict[str, dict[str, Any]]:

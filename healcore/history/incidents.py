@@ -76,7 +76,9 @@ class Incident:
     over: bool = False
     """Whether the incident has an event `over`."""
     undone: bool = False
-    """Whether the run rolled back to a step before the onset."""
+    """Whether the run went back to a step before the onset, by a rollback or a restart."""
+    lost: bool = False
+    """Whether its process was lost before a save. A restart repeats its steps, and counts anew."""
 
     @property
     def capped(self) -> bool:

@@ -58,7 +58,11 @@ class RunProcess:
     end: EventRecord | None = None
     last: EventRecord | None = None
     diagnosis: str = ""
-    """Newest diagnosis in the events."""
+    """Newest diagnosis in the events, or empty after a rollback or the end of the incident."""
+    resumed_at: int | None = None
+    """Step of the checkpoint that the process has resumed, or None."""
+    trained: bool = True
+    """False for a start that has found the run completed, and only loaded its final state."""
     began: float | None = None
     """Monotonic clock of its first event, in seconds."""
 
@@ -74,6 +78,10 @@ class RunProcess:
             self.start = event
         elif event.kind == "end":
             self.end = event
+        elif event.kind == "resume":
+            self.resumed_at = event.checkpoint
+        if event.kind in ("rollback", "over"):  # the alert before is answered
+            self.diagnosis = ""
         if event.kind != "alarm":
             self.diagnosis = event.diagnosis or self.diagnosis
         if self.began is None:
@@ -137,6 +145,8 @@ class RunAttempt(NamedTuple):
     """Steps done when the previous attempt ended, or None if unknown."""
     skipped: int = 0
     """Batches that the rollback has skipped."""
+    killed: bool = False
+    """Whether the process before was killed, so that `left` is a lower limit."""
 
 
 @dataclass(eq=False, repr=False)
@@ -189,6 +199,19 @@ class RunHistory:
     def __post_init__(self) -> None:
         self._good_steps: set[int] = set()  # steps of the known-good checkpoints in the store
         self._store: str | None = None
+        self._new_skips: list[float] = []  # skipped steps since the last rollback or restart
+
+    @property
+    def last_trained(self) -> RunProcess | None:
+        """Last process that has trained, or None without a process.
+
+        A program may start again after its run has completed, for an evaluation. That process says
+        nothing about the run, so the facts of the end are those of the process before.
+        """
+        for process in reversed(self.processes):
+            if process.trained:
+                return process
+        return None
 
     @property
     def start(self) -> EventRecord | None:
@@ -275,7 +298,8 @@ class RunHistory:
         origin = "start"
         if self.attempts:
             origin = "process"
-        self.attempts.append(RunAttempt(step, origin, self.step))
+        killed = bool(self.processes) and self.processes[-1].end is None
+        self.attempts.append(RunAttempt(step, origin, self.step, killed=killed))
         self.processes.append(RunProcess(process))
         self.step = None
         self.lr_scale = None
@@ -331,11 +355,26 @@ class RunHistory:
             if incident.onset_step >= step:
                 incident.undone = True
 
+    def _lose(self, step: float) -> None:
+        """Takes back the counts since the last rollback from `step` on: the restart repeats them.
+
+        The counts of the run are saved with its checkpoints, so the run itself counts them once.
+        """
+        for incident in self.incidents:
+            if incident.attempt != len(self.attempts) - 2 or incident.onset_step < step:
+                continue
+            incident.lost = True
+            if incident.number:
+                self.incident_count = min(self.incident_count, incident.number - 1)
+        self.skips -= sum(skipped >= step for skipped in self._new_skips)
+        self._new_skips.clear()
+
     def _on_resume(self, event: EventRecord, step: float) -> None:
         first = step
         if event.checkpoint is not None:
             first = float(event.checkpoint)
         self._undo(first)
+        self._lose(first)
         self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
 
     def _on_rollback(self, event: EventRecord, step: float) -> None:
@@ -344,6 +383,7 @@ class RunHistory:
             return
         self.step = target
         self.rollbacks.append(event)
+        self._new_skips.clear()
         onset = _onset(event, step)
         if not self.incidents or self.incidents[-1].onset_step != onset:
             self._open(event, onset)  # better weights or a hook: a rollback without an incident
@@ -369,6 +409,7 @@ class RunHistory:
     def _on_alarm(self, event: EventRecord, step: float) -> None:
         if event.skip:
             self.skips += 1
+            self._new_skips.append(step)
         if event.incident:
             self._on_order(event, step)
         elif len(self.alarms_outside) < _MAX_OUTSIDE:
@@ -423,6 +464,13 @@ class RunHistory:
 
     def _on_end(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count, event.incidents or 0)
+        process = self.processes[-1]
+        if len(self.processes) > 1 and event.ending is Ending.COMPLETED:
+            before = self.processes[-2].end
+            if before is not None and before.ending is Ending.COMPLETED:
+                process.trained = process.resumed_at != event.step
+        if not process.trained:
+            self.attempts.pop()
 
     def _incident_of_attempt(self) -> Incident | None:
         """The last incident, or None if it belongs to an earlier attempt."""

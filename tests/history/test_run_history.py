@@ -15,6 +15,7 @@ from healcore.events.json_lines import Event
 from healcore.history import Mode, RunHistory, RunState, runs_of
 from healcore.history.curves import _values, thin
 from healcore.runtime.reporting.diagnosis import STATES
+from healcore.runtime.reporting.faults_found import faults_found
 from healcore.tools.replay import DecidedRow
 from healcore.tools.report.incident_text import response_text
 
@@ -48,7 +49,7 @@ def test_an_incident_with_its_rollback():
     assert case.lr_path == (1.0, 0.5)
     assert case.evidence[0].name == "w"
     assert [each.kind for each in case.responses] == ["rollback"]
-    assert run.attempts == [(0, "start", None, 0), (2, "rollback", 6, 2)]
+    assert run.attempts == [(0, "start", None, 0, False), (2, "rollback", 6, 2, False)]
     assert (run.step, len(run.rollbacks), run.skips) == (3, 1, 2)
 
 
@@ -112,6 +113,57 @@ def test_which_processes_are_one_run(first, together):
     runs = runs_of(two)
     assert len(runs) == (1 if together else 2)
     assert [each.id for each in runs[-1].processes] == (["a", "b"] if together else ["b"])
+
+
+COMPLETED = ("end", 9, {"ending": "completed"})
+RESUMED = ("resume", 9, {"checkpoint": 9})
+
+
+def run_of_processes(*happened: list[Any]) -> RunHistory:
+    ids = "abcdefgh"[: len(happened)]
+    of = [events(START, *each, run=run) for run, each in zip(ids, happened, strict=True)]
+    (run,) = runs_of(dict(zip(ids, of, strict=True)))
+    return run
+
+
+def test_a_start_of_a_completed_run_is_no_part_of_its_training():
+    trained = [("save", 9, {}), COMPLETED]
+    run = run_of_processes(trained, [RESUMED, COMPLETED], [RESUMED, COMPLETED])
+    assert [each.trained for each in run.processes] == [True, False, False]
+    assert run.last_trained is run.processes[0]
+    assert [each.origin for each in run.attempts] == ["start"]
+    longer = ("end", 12, {"ending": "completed"})
+    run = run_of_processes(trained, [RESUMED, COMPLETED], [RESUMED, longer])
+    assert [each.trained for each in run.processes] == [True, False, True]
+    killed_at_its_end = run_of_processes([("save", 9, {})], [RESUMED, COMPLETED])
+    assert killed_at_its_end.last_trained is killed_at_its_end.processes[1]
+    assert RunHistory().last_trained is None
+
+
+def test_what_a_kill_has_lost_counts_once():
+    """The run counts what its checkpoint knows: a restart repeats the steps after the save."""
+    second = ("incident", 7, {"incident": 2, "onset": 7, "cause": ["NONFINITE_LOSS"]})
+    skipped = ("alarm", 7, {**NAN, "incident": 2})
+    first = [BEGIN, ("alarm", 4, NAN), ("save", 6, {}), second, skipped]
+    resume = ("resume", 6, {"checkpoint": 6})
+    run = run_of_processes(first, [resume, second, skipped])
+    assert [each.number for each in run.incidents] == [1, 2, 2]
+    assert [each.lost for each in run.incidents] == [False, True, False]
+    assert run.attempts[1] == (6, "resume", 8, 0, True)
+    assert run.skips == run.counts().skips == 2
+    assert run.counts().incidents == run.incident_count == 2
+    assert [fault.first for fault in faults_found(run)] == [4.0, 7.0]
+    # A rollback has saved its counts with the restored checkpoint, so a restart keeps them.
+    back = ("rollback", 8, {**BACK, "checkpoint": 6, "onset": 7})
+    run = run_of_processes([*first, back], [resume, second, skipped])
+    assert [each.lost for each in run.incidents] == [False, False, False]
+    assert run.skips == 3
+
+
+def test_the_diagnosis_of_an_alert_ends_with_its_rollback():
+    alert = ("alert", 5, {"cause": ["LOSS_SPIKE"], "diagnosis": "look at the data"})
+    assert run_of(alert).processes[-1].diagnosis == "look at the data"
+    assert run_of(alert, ("rollback", 6, BACK)).processes[-1].diagnosis == ""
 
 
 def test_how_a_run_ended():

@@ -16,6 +16,7 @@ from healcore.runtime.reporting.run_outcome import RunOutcome
 
 _WIDTH = 96
 _SHOWN = 5
+_MAX_ROLLBACKS = 3  # limit of the rollbacks that a diagnosis describes first
 _MAX_FAULTS = 10  # limit of the faults that a diagnosis lists
 
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
@@ -66,6 +67,8 @@ def explain(outcome: RunOutcome) -> str:
     """Writes the diagnosis for a person: a headline, then paragraphs with a label.
 
         The program raised an exception at step 412: ValueError: ...
+        Rolled back: from step 216 to the checkpoint of step 150, because earlier weights were
+          better on the same batches since step 181. The learning rate was 0.15, ...
         Seen: loss spike from step 398 on. At the first alarm: loss 9.1 (limit 4).
         Faults found:
           - step 240: nonfinite loss. Skipped 1 step.
@@ -83,6 +86,7 @@ def explain(outcome: RunOutcome) -> str:
         is nothing to say are absent.
     """
     parts = [_headline(outcome)]
+    parts += _paragraph("Rolled back", _rolled_back(outcome))
     parts += _paragraph("Seen", _seen(outcome))
     parts += _paragraph("State", _state(outcome))
     parts += _list_faults(outcome)
@@ -164,9 +168,58 @@ def _last_good(outcome: RunOutcome) -> str:
     if outcome.last_good is None:
         return _wrapped(_no_good_checkpoint(outcome), first="Last known-good: ", then="  ")
     text = f"Last known-good: the checkpoint of step {outcome.last_good}"
+    if outcome.probation is not None and outcome.step > outcome.last_good:
+        text += f" ({later_ones_need(outcome.probation)})"
     if outcome.last_good_path:
         text += f", in {outcome.last_good_path}"
     return f"{text}."  # not wrapped: a path stays on one line
+
+
+def later_ones_need(probation: int | None) -> str:
+    """Explains why checkpoints after the newest known-good checkpoint are not known-good.
+
+    Args:
+        probation: healthy steps after which a checkpoint is known-good, or None if unknown.
+
+    Returns:
+        A clause: "later ones need 100 healthy steps after them".
+    """
+    if probation is None:
+        return "later ones need more healthy steps after them"
+    return f"later ones need {counted(probation, 'healthy step')} after them"
+
+
+_WHY_ROLLED_BACK = {
+    "earlier_weights": "earlier weights were better on the same batches",
+    "nonfinite_steps": "no step was finite any more",
+    "intended_numbers": "the program changes a held number on purpose",
+}
+"""`EventRecord.by` of a rollback -> clause about the reason."""
+
+
+def _rolled_back(outcome: RunOutcome) -> Iterator[str]:
+    """The newest rollbacks with their reasons: the incidents after them are often small."""
+    if outcome.history.observes:
+        return
+    rollbacks = outcome.history.rollbacks
+    if len(rollbacks) > _MAX_ROLLBACKS:
+        yield f"{_times(len(rollbacks))}; the last {_MAX_ROLLBACKS}:"
+    for event in rollbacks[-_MAX_ROLLBACKS:]:
+        text = f"from step {event.step or 0} to the checkpoint of step {event.checkpoint}"
+        why = event.problem or _WHY_ROLLED_BACK.get(event.by or "")
+        if why:
+            text += f", because {why}"
+        elif event.cause:
+            text += f", because of {flags_text(event.cause)}"
+        if event.onset is not None:
+            text += f", since step {event.onset}"
+        yield f"{text}."
+        if event.lr_at_fault and event.lr_limit and event.lr_at_fault > event.lr_limit:
+            times = event.lr_at_fault / event.lr_limit
+            yield (
+                f"The learning rate was {event.lr_at_fault:.3g}, {times:.3g} times the limit since "
+                f"then ({event.lr_limit:.3g})."
+            )
 
 
 def _seen(outcome: RunOutcome) -> Iterator[str]:

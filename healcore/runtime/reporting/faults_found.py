@@ -39,6 +39,8 @@ def faults_found(history: RunHistory) -> list[FaultFound]:
     """
     faults: list[FaultFound] = []
     for incident in history.incidents:
+        if incident.lost:  # the restart has repeated its steps, with an incident of its own
+            continue
         where = _steps_text(incident.onset_step, incident.end)
         remedies = _remedies(incident)
         undone_by = _undone_by(history, incident.onset_step)
@@ -113,7 +115,7 @@ def _steps_text(first: float, last: float) -> str:
 
 
 _FOUND_BY = {
-    "earlier_weights": "worse weights, found by comparison",
+    "earlier_weights": "earlier weights were better on the same batches",
     "nonfinite_steps": "no finite step any more",
     "intended_numbers": "a change that the program makes on purpose",
 }

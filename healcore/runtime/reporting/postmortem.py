@@ -18,7 +18,7 @@ from healcore.events.file_names import process_path, stem
 from healcore.events.json_lines import to_json
 from healcore.events.metrics import COMPARED
 from healcore.events.models import Ending, EventRecord
-from healcore.history import RunHistory, runs_of
+from healcore.history import RunHistory, RunState, runs_of
 from healcore.history.counts import name_changes
 from healcore.history.curves import read_last_rows
 from healcore.runtime.faults.failures import causes_of
@@ -223,12 +223,13 @@ def read_last_run(events: Path) -> RunHistory | None:
     return runs[-1]
 
 
-def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = None) -> str:
+def write_for_killed(
+    events: Path, history: RunHistory, metrics: Path | None = None
+) -> RunOutcome | None:
     """Writes the postmortem of a run that was killed.
 
     A killed process writes nothing at its end. So the next process calls this function before it
-    writes its own `start`. A healthy run has few events, so the last step and its numbers are read
-    from the metrics file.
+    writes its own `start`.
 
     Args:
         events: the events file.
@@ -236,17 +237,35 @@ def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = N
         metrics: the metrics file, or None without one.
 
     Returns:
-        A clause for the log with the last step and the file, or an empty string if nothing was
-        written: the run has ended in another way, or its process is still running.
+        What is known about the end, if a postmortem was written. None if the run has ended in
+        another way, or if its process is still running.
     """
-    process = history.processes[-1].identity()
-    if history.end is not None or process is None:
-        return ""
-    gone = process.gone()
-    if gone is False:
-        return ""
+    state = history.state
+    if state not in (RunState.GONE, RunState.UNKNOWN) or history.processes[-1].identity() is None:
+        return None
+    outcome = outcome_of_killed(history, metrics)
+    problem = write(events, outcome, certain=state is RunState.GONE)
+    if problem is not None:
+        console.warning(f"the previous run was killed; {problem}")
+        return None
+    return outcome
+
+
+def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOutcome:
+    """Finds out what is known about the end of a killed run.
+
+    A healthy run has few events, so the last step and its numbers are read from the metrics file.
+
+    Args:
+        history: the run, whose last process was killed.
+        metrics: the metrics file, or None without one.
+
+    Returns:
+        The outcome, from which the diagnosis is written. The run may have done more steps.
+    """
     why = ""
-    if gone is None:
+    process = history.processes[-1].identity()
+    if history.state is RunState.UNKNOWN and process is not None:
         why = f"it ran on {process.host}, whose processes this host cannot see"
     rows = _last_rows(metrics, history)
     step = history.step or 0
@@ -255,7 +274,7 @@ def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = N
     lr_scale = 1.0
     if history.lr_scale is not None:
         lr_scale = history.lr_scale
-    outcome = RunOutcome(
+    return RunOutcome(
         history,
         Ending.KILLED,
         step,
@@ -268,12 +287,6 @@ def write_for_killed(events: Path, history: RunHistory, metrics: Path | None = N
         steps_lost=history.steps_lost,
         why_lost=history.why_lost,
     )
-    problem = write(events, outcome, certain=bool(gone))
-    if problem is not None:
-        console.warning(f"the previous run was killed; {problem}")
-        return ""
-    file = path_for(events, history.processes[-1].id)
-    return f"killed after step {step} or later; postmortem: {file}"
 
 
 def _last_rows(metrics: Path | None, history: RunHistory) -> dict[str, dict[str, Any]]:

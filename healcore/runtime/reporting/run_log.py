@@ -58,6 +58,8 @@ class RunLog:
         """
         event = self.events.write(kind, step=step, **fields)
         record = self.history.add(event)
+        if kind == "save":  # a kill then loses no rows that a restart does not repeat
+            self.metrics.flush()
         self.trackers.event(event)
         for problem in self.hooks.on_event(event):
             self.problem(step, problem)

@@ -266,9 +266,12 @@ def _read_previous_process(log: RunLog) -> _PreviousProcess:
     history = postmortem.read_last_run(events)
     if not history:
         return _PreviousProcess(history, kill_text="")
-    clause = postmortem.write_for_killed(events, history, log.metrics.path)
-    kill_text = f"the previous run was {clause}" if clause else ""
-    return _PreviousProcess(history, kill_text)
+    outcome = postmortem.write_for_killed(events, history, log.metrics.path)
+    if outcome is None:
+        return _PreviousProcess(history, kill_text="")
+    path = postmortem.path_for(events, history.processes[-1].id)
+    how = f"killed after step {outcome.step} or later; postmortem: {path}"
+    return _PreviousProcess(history, kill_text=f"the previous run was {how}")
 
 
 def _check_stop_file(run: Run) -> None:

@@ -25,6 +25,8 @@ OK, DAMAGED = 0, 1
 
 MAX_PRINTED = 20
 """Limit of the problems of runs that are printed. The page lists more."""
+SEVERAL_RUNS = "healcore.reports.html"
+"""Page of several runs, in the current folder. It must not replace the page of one of them."""
 POLL_INTERVAL = 0.5
 """Seconds between two reads of `--follow`."""
 
@@ -167,6 +169,15 @@ def _shorten(value: object, limit: int = 400) -> str:
     return text
 
 
+def _default_page(file: Path, count: int) -> Path:
+    """The page of a run is next to its events. A page of several runs belongs to none of them."""
+    from healcore.events.file_names import stem
+
+    if count > 1:
+        return Path(SEVERAL_RUNS)
+    return file.with_name(f"{stem(file)}.report.html")
+
+
 def report(
     events: Annotated[
         list[Path],
@@ -175,12 +186,15 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="OUT.html", help="Default: run.report.html next to the events."
+            "--out",
+            "-o",
+            metavar="OUT.html",
+            help="Default: run.report.html next to the events; for several EVENTS "
+            "healcore.reports.html in the current folder.",
         ),
     ] = None,
 ) -> None:
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
-    from healcore.events.file_names import stem
     from healcore.tools.report import run_report
     from healcore.tools.report.page import render
 
@@ -200,7 +214,7 @@ def report(
         problems += each.notes
     for problem in problems[:MAX_PRINTED]:
         echo(problem, err=True)
-    page = out or files[0].with_name(f"{stem(files[0])}.report.html")
+    page = out or _default_page(files[0], len(events))
     # Metrics and postmortems are next to the events file.
     inputs: list[Path] = []
     for file in files:

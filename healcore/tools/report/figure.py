@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.console import counted
+from healcore.events.models import EventRecord
 from healcore.events.schema import flags_text
 from healcore.history import Curves, Incident
+from healcore.history.run_history import RunAttempt
 from healcore.tools.report.incident_text import skipped_text
 from healcore.tools.report.run_report import PageReport
 
@@ -39,7 +41,13 @@ _MAX_MARKS = 300
 """Limit of events of one kind."""
 _MAX_ROWS = 5
 """Limit of rows with text for events of one kind."""
-_VERDICTS = {"damage": "weights damaged", "worse": "weights worse", "unknown": "no evidence"}
+_VERDICTS = {
+    ("damage", "weights"): "not finite",
+    ("damage", "state"): "state not finite",
+    ("unknown", "nothing"): "no evidence",
+    ("unknown", "budget"): "budget exhausted",
+}
+"""(`verdict`, `by`) of an event `assessment` -> text on the timeline."""
 
 
 class _Mark(NamedTuple):
@@ -192,14 +200,13 @@ def _timeline(report: PageReport) -> dict[str, list[_Mark]]:
         text = f"{left:.0f} → {attempt.first_step:.0f}"
         colour = _RATE
         if attempt.origin != "rollback":
-            text += " restart"
+            text = _restart_text(attempt, left)
             colour = _QUIET
         rollbacks.append(_Mark(left, left, text, colour, attempt.first_step))
     compared: list[_Mark] = []
     for event in report.assessments:
         step = event.step or 0
-        verdict = str(event.verdict)
-        compared.append(_Mark(step, step, _VERDICTS.get(verdict, verdict), _LOSS))
+        compared.append(_Mark(step, step, _verdict_text(event), _LOSS))
     ends: list[_Mark] = []
     if report.ending():
         last_steps = report.curves.step[-1:].tolist()  # empty without curves
@@ -210,10 +217,35 @@ def _timeline(report: PageReport) -> dict[str, list[_Mark]]:
     return {
         "alarms": _alarms(report),
         "skipped": skips,
-        "compared": compared,
+        "weights": compared,
         "rollbacks": rollbacks,
         "end": ends,
     }
+
+
+def _restart_text(attempt: RunAttempt, left: float) -> str:
+    """Describes a restart after `left` steps, for example "330 → 300 restart"."""
+    first = f"{attempt.first_step:.0f}"
+    if attempt.killed:
+        return f"killed after {left:.0f} → {first}"
+    if left == attempt.first_step:
+        return f"restart at {first}"
+    return f"{left:.0f} → {first} restart"
+
+
+def _verdict_text(event: EventRecord) -> str:
+    """Describes a verdict on the weights, whose row has the name "weights"."""
+    found = event.verdict, event.by
+    if found in _VERDICTS:
+        return _VERDICTS[found]
+    if event.verdict not in ("worse", "damage"):
+        return str(event.verdict)
+    text = "earlier ones better"
+    if event.checkpoint is not None:
+        text = f"step {event.checkpoint} better"
+    if event.verdict == "worse":
+        text += ": waits"
+    return text
 
 
 def _alarms(report: PageReport) -> list[_Mark]:
@@ -394,12 +426,19 @@ def _draw_curve(axis: Any, curves: Curves, values: np.ndarray, colour: str) -> N
 
 
 def _plot(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
-    """Draws a line through the rows in `where`. A logged NaN or Inf and a rollback make a gap."""
+    """Draws a line through the rows in `where`.
+
+    A logged NaN or Inf makes a gap, and so do a rollback and rows that were lost with a process.
+    """
     finite = np.isfinite(values)
     logged = where & finite
     if curves.nonfinite is not None:
         logged = where & (finite | curves.nonfinite)
     if (where & finite).any():
         x, y = curves.step[logged], np.where(finite, values, np.nan)[logged]
-        back = np.flatnonzero(np.diff(x) <= 0) + 1
-        axis.plot(np.insert(x, back, np.nan), np.insert(y, back, np.nan), **{"lw": 1.2, **style})
+        breaks = np.diff(x) <= 0
+        if curves.after_gap is not None:
+            gaps = np.cumsum(curves.after_gap)[logged]  # number of gaps up to each row
+            breaks |= (np.diff(gaps) > 0) & (np.diff(x) > 1)
+        at = np.flatnonzero(breaks) + 1
+        axis.plot(np.insert(x, at, np.nan), np.insert(y, at, np.nan), **{"lw": 1.2, **style})

@@ -22,7 +22,8 @@ from healcore.history.counts import count_incidents
 from healcore.history.curves import read_metrics, thinned
 from healcore.history.run_history import RunAttempt
 from healcore.runtime.reporting import postmortem
-from healcore.runtime.reporting.diagnosis import STATES
+from healcore.runtime.reporting.diagnosis import STATES, explain, later_ones_need
+from healcore.runtime.reporting.postmortem import outcome_of_killed
 
 MAX_LINES = 20
 """Limit of the lines of one kind that a report lists."""
@@ -195,9 +196,11 @@ def find_events_file(path: Path) -> Path:
 
 def _report_on(path: Path, history: RunHistory) -> PageReport:
     """Builds the report on one run of the events file `path`."""
-    written, obstacle = _read_postmortem(path, history.processes[-1].id)
+    process = history.last_trained or history.processes[-1]
+    written, obstacle = _read_postmortem(path, process.id)
     history.add_postmortem(written)
-    curves, curve_notes = _read_curves(metrics_path(path), history)
+    metrics = metrics_path(path)
+    curves, curve_notes = _read_curves(metrics, history)
     start = history.start or EventRecord()
     state = _state_of(history, written)
     notes = _notes_on_fields(history)
@@ -207,7 +210,11 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
     notes += _notes_of_run(history)
     diagnosis = written.get("diagnosis")
     if not isinstance(diagnosis, str):
-        diagnosis = history.processes[-1].diagnosis
+        diagnosis = process.diagnosis
+        if state is RunState.GONE:  # the next start will write the postmortem
+            outcome = outcome_of_killed(history, metrics)
+            diagnosis = explain(outcome)
+            written = {"step": outcome.step}
     mode = Mode.HEAL
     if history.observes:
         mode = Mode.OBSERVE
@@ -223,11 +230,31 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
         facts=_facts(history, state, written),
         state=state,
         notes=tuple(notes),
-        attempts=tuple(history.attempts),
+        attempts=_attempts(path, history),
         alarms_outside=history.alarms_outside,
         assessments=tuple(history.newest["assessment"]),
         diagnosis=diagnosis,
     )
+
+
+def _attempts(path: Path, history: RunHistory) -> tuple[RunAttempt, ...]:
+    """The attempts of a run, with the last known step of each process that was killed.
+
+    Only its postmortem has this step, because the events of a healthy process end with a save.
+    """
+    attempts: list[RunAttempt] = []
+    processes = iter([process for process in history.processes if process.trained])
+    before = next(processes)
+    for attempt in history.attempts:
+        if attempt.origin in ("process", "resume"):
+            if attempt.killed:
+                written, _ = _read_postmortem(path, before.id)
+                step = written.get("step")
+                if type(step) is int:
+                    attempt = attempt._replace(left=max(attempt.left or 0, step))
+            before = next(processes, before)
+        attempts.append(attempt)
+    return tuple(attempts)
 
 
 def _notes_on_fields(history: RunHistory) -> list[str]:
@@ -304,6 +331,8 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
             first = process.start
         if process.end:
             step_at_end = process.end.step
+    if state in (RunState.GONE, RunState.KILLED) and written.get("step") is not None:
+        step_at_end = f"{written['step']} or later"
     faults: list[str] = []
     for event in history.newest["fault"]:
         faults.append(f"step {event.step}: {sentence(event).removeprefix('fault: ')}")
@@ -311,6 +340,8 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
     last_good = history.last_good
     if last_good is None:
         last_good = written.get("last_good")
+    if state is RunState.COMPLETED and last_good is not None and last_good != step_at_end:
+        last_good = f"{last_good} ({later_ones_need(None)})"
     settings: list[str] = []
     for name, value in history.settings.items():
         if name != "policy":

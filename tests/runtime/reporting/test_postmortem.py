@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from healcore import Healer
 from healcore.core.decision import RECORD_FIELDS, Cause, StepRecord
+from healcore.errors import IncompleteRun
 from healcore.events import Log, read
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
@@ -177,9 +180,9 @@ def test_the_explanation_lists_each_fault_with_its_remedy_and_the_steps_it_cost(
         "step 114: loss spike. Undone by the rollback from step 134.",
         "step 180: data: truncated; the batch is skipped.",
         "step 240: nonfinite loss. Skipped 1 step. Undone by the rollback from step 256.",
-        "steps 250 to 256: worse weights, found by comparison. Rolled back from step 256 to the "
-        "checkpoint of step 240, 1 batch skipped, 10 steps are repeated, 6 steps are not repeated, "
-        "because the loader has no position.",
+        "steps 250 to 256: earlier weights were better on the same batches. Rolled back from step "
+        "256 to the checkpoint of step 240, 1 batch skipped, 10 steps are repeated, 6 steps are "
+        "not repeated, because the loader has no position.",
     ]
     long = [("alarm", step, {"cause": ["LOSS_SPIKE"]}) for step in range(5, 9)]
     assert "  - steps 5 to 8: loss spike. " in explain(end_of("completed", 300, *long, open=False))
@@ -190,7 +193,8 @@ def test_the_explanation_lists_each_fault_with_its_remedy_and_the_steps_it_cost(
     causes = [cause.name for cause in Cause][:20]
     many = [("alarm", 20 * step, {"cause": [cause]}) for step, cause in enumerate(causes)]
     text = explain(end_of("completed", 900, ("rollback", 1, lost), *many, open=False))
-    assert "worse weights" in text, "a fault with a remedy has priority"
+    found = text.split("Faults found:")[1]
+    assert "earlier weights were better" in found, "a fault with a remedy has priority"
     assert f"  - and {len(causes) - 9} more, which changed nothing" in text
 
 
@@ -335,6 +339,41 @@ def test_the_next_start_closes_the_case(events):
     log.write("end", step=360, ending="completed")
     assert of_killed(events) is None
     assert [*events.parent.glob("*postmortem*")] == [path_for(events, name)]
+
+
+def test_the_next_start_says_how_far_the_killed_run_came_and_names_its_postmortem(tmp_path, capsys):
+    events = tmp_path / "healcore.events.jsonl"
+    name = log_of_a_run(events, born=1)
+    model = torch.nn.Linear(2, 1)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    with pytest.raises(IncompleteRun), Healer(state=state, store=tmp_path):
+        pass
+    line = capsys.readouterr().err.splitlines()[0]
+    path = path_for(events, name)
+    assert line.endswith(f"the previous run was killed after step 350 or later; postmortem: {path}")
+    assert path.exists()
+
+
+def test_the_known_good_checkpoint_of_a_complete_run_says_why_it_is_not_the_last():
+    end = end_of("completed", 636, probation=100, last_good=500, last_good_path="runs/7/step-500")
+    assert explain(end).endswith(
+        "\nLast known-good: the checkpoint of step 500 (later ones need 100 healthy steps after "
+        "them), in runs/7/step-500."
+    )
+    assert "later ones" not in explain(end._replace(last_good=636))
+
+
+def test_a_diagnosis_says_first_what_was_rolled_back():
+    back = {"onset": 352, "checkpoint": 300, "by": "earlier_weights"}
+    rate = {"lr_at_fault": 0.116, "lr_limit": 0.00232}
+    nan = ("incident", 886, {"incident": 1, "onset": 886, "cause": ["NONFINITE_GRAD"]})
+    text = " ".join(explain(end_of("completed", 900, ("rollback", 425, back | rate), nan)).split())
+    first, then = text.index("Rolled back: from step 425"), text.index("Seen: nonfinite grad")
+    assert first < then
+    assert "The learning rate was 0.116, 50 times the limit since then (0.00232)." in text
+    many = [("rollback", 20 + each, {"onset": 9, "checkpoint": 8}) for each in range(5)]
+    text = " ".join(explain(end_of("stopped", 30, *many)).split())
+    assert "Rolled back: 5 times; the last 3: from step 22 to the checkpoint of step 8" in text
 
 
 def test_a_process_of_another_host_cannot_be_seen(events):

@@ -106,6 +106,45 @@ def test_events_show_prints_one_line_for_each_event(tmp_path):
     assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
 
 
+def test_events_show_has_a_sentence_for_each_kind(tmp_path):
+    log = Log(tmp_path / "healcore.events.jsonl")
+    weights = {"onset": 351, "cause": [], "by": "earlier_weights", "checkpoint": 300}
+    happened = [
+        ("save", 0, {"why": "first", "seconds": 0.00343}),
+        ("save", 100, {"why": "regular", "seconds": 12.34}),
+        ("save", 150, {"why": "of another version"}),
+        ("good", 100, {}),
+        ("data", 100, {"outcome": "rewound", "rewound": True}),
+        ("data", 100, {"outcome": "continues forward: no position", "rewound": False}),
+        ("data", 0, {"outcome": "a loader is read", "settings": {"batch size of loader 0": 16}}),
+        ("skipped_batches", 9, {"batches": [[0, 4], [1, 5]]}),
+        ("assessment", 370, {**weights, "verdict": "worse"}),
+        ("assessment", 421, {**weights, "verdict": "damage"}),
+        ("assessment", 430, {**weights, "verdict": "recovered"}),
+        ("assessment", 440, {**weights, "verdict": "damage", "checkpoint": None}),
+        ("assessment", 450, {"onset": 3, "cause": [], "by": "weights", "verdict": "damage"}),
+    ]
+    for kind, step, fields in happened:
+        log.write(kind, step=step, **fields)
+    lines = healcore_cli("events", "show", str(tmp_path)).stdout.splitlines()[1:]
+    better = "are better on the same batches, since step 351"
+    assert [line[48:].strip() for line in lines] == [
+        "checkpoint 0 is copied in 3.4 ms, before the first step",
+        "checkpoint 100 is copied in 12.3 s",
+        "checkpoint 150 is copied, of another version",
+        "checkpoint 100 is known-good",
+        "the data is rewound",
+        "the data continues forward: no position",
+        "a loader is read: batch size of loader 0 16",
+        "skipped: epoch 0 batch 4, epoch 1 batch 5",
+        f"the weights of step 300 {better}; the run has time to recover",
+        f"the weights of step 300 {better}",
+        "the run has recovered from the damage of step 351",
+        f"earlier weights {better}",
+        "the weights are not finite, since step 3",
+    ]
+
+
 def test_an_events_file_without_an_event_is_refused(tmp_path):
     (tmp_path / "run.events.jsonl").write_bytes(b"")
     done = healcore_cli("events", "show", str(tmp_path))

@@ -18,11 +18,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+from healcore.events import Log
 from healcore.events.models import EventRecord, EvidenceRecord
 from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.counts import count_incidents
 from healcore.history.run_history import RunAttempt
 from healcore.policy import load
+from healcore.runtime.reporting import postmortem
 from healcore.runtime.run.dispatch_queue import LAG
 from healcore.tools.cli import app
 from healcore.tools.report.figure import WIDTHS, draw, plot
@@ -30,7 +32,7 @@ from healcore.tools.report.incident_text import rate_changes, response_text
 from healcore.tools.report.page import render
 from healcore.tools.report.run_report import PageReport, ReportError, read_reports
 from tests.healer import training_loops
-from tests.healer.run_directory import events_of, postmortems
+from tests.healer.run_directory import events_of, new_process, postmortems
 from tests.healer.training_loops import Faults, broken_at, loop_of
 from tests.packaging.page_text import blocks
 
@@ -192,6 +194,105 @@ def test_a_report_is_written_next_to_its_run(copy):
     assert healcore("report", copy.parent, "--out", copy.with_name("a.html")).exit_code == 0
 
 
+def test_a_page_of_several_runs_replaces_the_page_of_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        Path(name).mkdir()
+        Log(Path(name, "run.events.jsonl")).write("start", step=None, policy="default")
+    assert healcore("report", "first").stdout.strip() == f"page: {Path('first/run.report.html')}"
+    page = Path("first/run.report.html").read_text()
+    done = healcore("report", "first", "second")
+    assert (done.exit_code, done.stdout.strip()) == (0, "page: healcore.reports.html")
+    assert "2 runs" in Path("healcore.reports.html").read_text()
+    assert Path("first/run.report.html").read_text() == page
+    assert healcore("report", "first", "second", "-o", "a.html").stdout.strip() == "page: a.html"
+
+
+def killed(folder: Path, rows: range) -> Path:
+    """Events file of a run that had a healed spike, and then was killed."""
+    events = folder / "run.events.jsonl"
+    log = Log(events)
+    log.write("start", step=None, policy="default", mode="heal", store="there")
+    log.write("save", step=0, why="first")
+    text = "The loss rose far above its level."
+    log.write("alert", step=12, cause=["LOSS_SPIKE"], severity="warning", diagnosis=text)
+    log.write(
+        "rollback", step=15, checkpoint=10, onset=12, by="earlier_weights", outcome="done",
+        lr_at_fault=0.15, lr_limit=0.003, steps_repeated=5,
+    )  # fmt: skip
+    log.write("save", step=30, why="regular")
+    lines = events.read_text().splitlines()
+    lines[0] = json.dumps({**json.loads(lines[0]), "born": 1})  # another process had this number
+    events.write_text("".join(f"{line}\n" for line in lines))
+    write_rows(events, log.process_id, rows)
+    return events
+
+
+def write_rows(events: Path, process: str, steps: range) -> None:
+    with events.with_name("run.metrics.jsonl").open("a") as file:
+        for step in steps:
+            row = {"schema": 1, "kind": "step", "run": process, "step": step, "time": 4e9}
+            file.write(json.dumps({**row, "loss": 2.0}) + "\n")
+
+
+def test_a_killed_run_is_explained_before_its_restart(tmp_path):
+    """The next start writes the postmortem, and the page says the same before it."""
+    events = killed(tmp_path, range(34))
+    (report,) = read_reports(events)
+    assert report.state is RunState.GONE
+    assert report.facts["Step at the end"] == "34 or later"
+    text = " ".join(report.diagnosis.split())
+    assert text.startswith("The process was killed without notice; its last record is at step 34.")
+    assert (
+        "Rolled back: from step 15 to the checkpoint of step 10, because earlier weights were "
+        "better on the same batches, since step 12. The learning rate was 0.15, 50 times the limit "
+        "since then (0.003)."
+    ) in text
+    assert "The loss rose" not in text, "the spike is healed"
+    history = postmortem.read_last_run(events)
+    assert history is not None
+    assert postmortem.write_for_killed(events, history, events.with_name("run.metrics.jsonl"))
+    (after,) = read_reports(events)
+    assert after.diagnosis == report.diagnosis
+
+
+@pytest.mark.parametrize(("last", "shown"), [(25, True), (29, False)])
+def test_lost_rows_are_a_gap_in_the_line(tmp_path, last, shown):
+    """A process that is killed after its save at step 30 may have lost the rows before it."""
+    events = killed(tmp_path, range(last + 1))
+    history = postmortem.read_last_run(events)
+    assert history is not None
+    postmortem.write_for_killed(events, history, events.with_name("run.metrics.jsonl"))
+    lines = events.read_text().splitlines()
+    second = [json.loads(lines[0]), json.loads(lines[0])]
+    second[0] |= {"run": "second", "resumes": True}
+    second[1] |= {"run": "second", "seq": 1, "kind": "resume", "step": 30, "checkpoint": 30}
+    events.write_text("\n".join([*lines, *map(json.dumps, second)]) + "\n")
+    write_rows(events, "second", range(30, 40))
+    (report,) = read_reports(events)
+    assert report.curves.after_gap is not None
+    assert report.curves.after_gap.any() == shown
+    figure = Figure()
+    plot(figure, report, WIDTHS["screen"])
+    drawn = [np.asarray(each.get_xdata()) for each in figure.axes[1].lines]
+    (line,) = [steps for steps in drawn if len(steps) > 30]
+    assert np.isnan(line).any() == shown
+    texts = [each.get_text() for each in figure.axes[0].texts]
+    assert "killed after 30 → 30" in texts
+
+
+def test_a_start_of_a_completed_run_keeps_the_report(tmp_path):
+    """It trains nothing, as for an evaluation, and has no postmortem of its own."""
+    for _ in range(2):
+        new_process()
+        events = train(tmp_path, [7], batches=20, store=tmp_path / "checkpoints")
+        (report,) = read_reports(events)
+        assert "The run is complete at step 20." in report.diagnosis
+        assert report.counts.clips is not None
+        assert [each.origin for each in report.attempts] == ["start"]
+    assert len(report.facts["Run"].split(", ")) == 2
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -295,7 +396,7 @@ def test_every_incident_has_its_row(healed):
     page = render([report])
     assert page.count('<tr class="incident">') == len(report.incidents)
     for case in report.incidents:
-        assert f">#{case.number}</td>" in page
+        assert f"<td>#{case.number}" in page
         assert escape(response_text(case)) in page
     # The last text is that of an attempt, undone or not.
     texts = "epoch 0: 250–260 (11 skipped)", "1 → 0.25", "[budget]", report.fingerprint, "completed"
@@ -311,17 +412,31 @@ def test_the_tiles_have_plurals_and_a_rollback_without_an_alarm_its_reason_and_l
     report = hostile()._replace(incidents=(found,), counts=Counts(0, 1, 1, 1, 2), diagnosis="")
     page = render([report])
     text = " ".join(re.sub(r"<[^>]+>", " ", page.partition("<body>")[2]).split())
-    tiles = "0 incidents 1 rollback 1 step skipped 1 step clipped 2 steps with an alarm"
-    assert tiles in text
+    assert "1 rollback 1 step skipped 1 step clipped 2 steps with an alarm" in text
+    assert "50 steps logged These numbers include steps that a rollback has undone." in text
+    assert "0 incidents 1 rollback" not in text
     assert "Incidents and rollbacks Incident Steps Cause Outcome Skipped Learning rate" in text
     row = (
-        "rollback 113–134 worse weights, found by comparison rolled back from step 134 to the "
+        "rollback 113–134 earlier weights were better on the same batches rolled back from step "
+        "134 to the "
         "checkpoint of step 110, learning rate at most 0.00571 (it was 0.0884), 24 steps are "
         "repeated 0 at most 0.00571 (it was 0.0884) –"
     )
     assert row in text
     assert rate_changes(Incident(1, 0, 3.0, 4.0, lr_path=(1.0, 0.5))) == "× 1 → 0.5"
     assert rate_changes(Incident(1, 0, 3.0, 4.0, lr_path=(1.0,))) == ""
+
+
+def test_an_incident_that_happens_again_says_so_and_a_quiet_run_has_0_incidents():
+    quiet = hostile()._replace(incidents=(), counts=Counts(0, 0, 0))
+    assert "0 incidents" in re.sub(r"<[^>]+>", " ", render([quiet]))
+    again = (
+        Incident(4, 0, onset_step=113.0, step=113.0, undone=True),
+        Incident(5, 0, onset_step=150.0, step=150.0, undone=True, lost=True),
+    )
+    text = re.sub(r"<[^>]+>", " ", render([quiet._replace(incidents=again)]))
+    assert "#4 undone" in text
+    assert "#5 repeated by a restart" in text
 
 
 @pytest.mark.slow
@@ -376,10 +491,13 @@ def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request
         texts += [*axis.texts, axis.xaxis.label, axis.yaxis.label]
     shown = {text.get_text() for text in texts}
     assert {report.ending(), "optimizer step", "loss", "gradient\nnorm (L2)"} <= shown
-    arcs = {re.split(",| restart", text)[0] for text in shown}
+    arcs = {text.removesuffix(" restart") for text in shown}
     for attempt in report.attempts:
         if attempt.left is not None:
-            assert f"{attempt.left:.0f} → {attempt.first_step:.0f}" in arcs
+            arc = f"{attempt.left:.0f} → {attempt.first_step:.0f}"
+            if attempt.left == attempt.first_step:  # no step was undone
+                arc = f"restart at {attempt.first_step:.0f}"
+            assert arc in arcs
 
     # Where the texts are.
     boxes = [text.get_window_extent() for text in texts if text.get_text()]

@@ -198,7 +198,9 @@ class Suspicion:
             anchor.evidence, anchor.onset = 1.0, None
             if anchor.step == verdict.anchor_step:
                 anchor.onset, anchor.evidence = verdict.onset, self.strong_evidence
-        self._log.assessment(verdict.roll_back_at, verdict.onset, "worse")
+        self._log.assessment(
+            verdict.roll_back_at, verdict.onset, "worse", checkpoint=verdict.anchor_step
+        )
         self._log.warning(
             f"step {verdict.roll_back_at}: the weights of step {verdict.anchor_step} are better on "
             f"the same batches, since step {verdict.onset}; the run has until step {verdict.due}, "
@@ -215,7 +217,7 @@ class Suspicion:
         verdict = self._state.verdict
         if verdict is None:
             return
-        self._log.assessment(index, verdict.onset, "recovered")
+        self._log.assessment(index, verdict.onset, "recovered", checkpoint=verdict.anchor_step)
         recovered = f"the run has recovered from the damage of step {verdict.onset}"
         self._log.info(f"step {index}: {recovered}")
 

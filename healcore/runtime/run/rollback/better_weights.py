@@ -105,6 +105,7 @@ class BetterWeights:
             verdict.roll_back_at,
             verdict.onset,
             "damage",
+            checkpoint=verdict.anchor_step,
             rise=verdict.rise,
             rise_remembered=verdict.rise_remembered,
         )
