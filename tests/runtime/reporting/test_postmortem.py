@@ -230,12 +230,11 @@ def of_killed(path: Path, metrics: Path | None = None) -> Any:
     run = postmortem.read_last_run(path)
     if run is None:
         return None
-    clause = postmortem.write_for_killed(path, run, metrics)
-    if not clause:
+    outcome = postmortem.write_for_killed(path, run, metrics)
+    if outcome is None:
         return None
-    file = path_for(path, run.processes[-1].id)
-    found = postmortem.read(file)
-    assert clause == f"killed after step {found['step']} or later; postmortem: {file}"
+    found = postmortem.read(path_for(path, run.processes[-1].id))
+    assert outcome.step == found["step"]
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from healcore.runtime.driver import Driver, LossFn, PendingDispatch
+from healcore.runtime.driver import Driver, Engines, LossFn, PendingDispatch
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
 
@@ -72,7 +72,7 @@ class BareDriver(Driver):
     def settings(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def learning_rates(self) -> dict[str, float | None]:
+    def learning_rates(self, engines: Engines | None = None) -> dict[str, float | None]:
         return {}
 
     def store(self, where: Any) -> CheckpointStore:

@@ -29,10 +29,12 @@ def error_of(
     if resumed_at is not None:
         progress.resume(resumed_at, completed=completed)
     progress.count(taken)
-    use = SimpleNamespace(was_used=was_used, reached_end=reached_end, break_place=break_place)
+    state = SimpleNamespace(
+        is_complete=False, was_used=was_used, reached_end=reached_end, break_place=break_place
+    )
     run: Any = SimpleNamespace(
         progress=progress,
-        loop=SimpleNamespace(is_complete=False, use=use, has_trainer=has_trainer),
+        loop=SimpleNamespace(state=state, has_trainer=has_trainer),
         driver=SimpleNamespace(framework=framework),
         step_batches=SimpleNamespace(pending_ids=[(0, n) for n in range(read)], skipped_steps=0),
         pass_states=SimpleNamespace(repeated_all_passes=repeated_all_passes),
