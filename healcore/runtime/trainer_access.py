@@ -159,7 +159,7 @@ class TrainerAccess:
         """
         run = self._run
         if run.progress.resumed_here and not run.pass_states.passes:
-            run.program_state.load_step(run.progress.step)
+            run.program_loader.load_step(run.progress.step)
 
     @property
     def is_trial(self) -> bool:

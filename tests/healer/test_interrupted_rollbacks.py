@@ -10,7 +10,7 @@ from healcore import CheckpointStore
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.ending.shutdown import Shutdown
-from healcore.runtime.run.restore.program_state import ProgramState
+from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.store import files
 from tests.healer.simulated_kills import Crash, end_without_log
@@ -21,7 +21,7 @@ POINTS = [
     (CheckpointStore, "replace_record"),
     (Saver, "begin_attempt"),
     (Saver, "report_failures"),
-    (ProgramState, "load"),
+    (ProgramLoader, "load"),
     (LoaderRegistry, "rewind"),
     (files, "replace"),
 ]

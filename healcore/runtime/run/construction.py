@@ -52,13 +52,13 @@ from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.program_watch import StructureChanges
 from healcore.runtime.run.restore.next_start import NextStart
-from healcore.runtime.run.restore.program_state import ProgramState
+from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.dead_run import DeadRun
-from healcore.runtime.run.rollback.nonfinite import NonfiniteState
+from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
@@ -281,7 +281,7 @@ def _add_checkpoint_parts(run: Run, options: Options) -> None:
         loaders=run.loaders,
         items=run.saver.items,
     )
-    run.program_state = ProgramState(
+    run.program_loader = ProgramLoader(
         policy=run.policy,
         driver=run.driver,
         store=run.store,
@@ -297,7 +297,7 @@ def _add_deciding_parts(run: Run, options: Options) -> None:
     """Adds what decides about rollbacks, the end and memory, and the loop that asks for it."""
     run.better_weights = BetterWeights(run)
     run.dead_run = DeadRun(run)
-    run.nonfinite_state = NonfiniteState(run)
+    run.nonfinite_recovery = NonfiniteRecovery(run)
     of_trainer = run_settings.trainer_settings(options.state)
     run.stopping = Stopping(run)
     run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))

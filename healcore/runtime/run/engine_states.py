@@ -16,7 +16,7 @@ import numpy as np
 from healcore.core.engine import Engine, StateError
 from healcore.runtime.driver import Engines
 
-LrState: TypeAlias = dict[str, Any]
+SavedLrState: TypeAlias = dict[str, Any]
 """The learning-rate part of an engine state: multiplier, limit and cuts, as JSON-safe values."""
 
 
@@ -88,7 +88,7 @@ def norm_limits(engines: Engines) -> dict[str, float]:
     return limits
 
 
-def lr_states(engines: Engines) -> dict[str, LrState]:
+def lr_states(engines: Engines) -> dict[str, SavedLrState]:
     """The learning-rate part of engine states, to undo a limit later.
 
     A limit of the rate changes this part only. `with_lr_states` puts the copy back.
@@ -102,7 +102,7 @@ def lr_states(engines: Engines) -> dict[str, LrState]:
     return {name: dict(each["state"]["lr"]) for name, each in engines.items()}
 
 
-def with_lr_states(engines: Engines, before: Mapping[str, LrState]) -> Engines:
+def with_lr_states(engines: Engines, before: Mapping[str, SavedLrState]) -> Engines:
     """Engine states with an earlier learning-rate part: the limits since then are undone.
 
     Args:

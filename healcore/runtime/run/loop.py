@@ -262,7 +262,7 @@ class Loop:
             The rollback, or None without one. Orders of the steps before come first, so it may be
             the rollback of such an order.
         """
-        nonfinite = self.run.nonfinite_state
+        nonfinite = self.run.nonfinite_recovery
         arrays = nonfinite.came_back()
         if not arrays:
             return None
@@ -288,7 +288,7 @@ class Loop:
         rollback = self.read_and_act(every=True)
         if rollback is not None or self.run.schedule.delayed:
             return rollback
-        rollback = self.run.nonfinite_state.roll_back_if_saved()
+        rollback = self.run.nonfinite_recovery.roll_back_if_saved()
         if rollback is not None:
             self._on_rollback()
             return rollback
@@ -345,7 +345,7 @@ class Loop:
         if verdict is not None:
             rollback = self.run.better_weights.carry_out(verdict)
         if rollback is None and alone:
-            rollback = self.run.nonfinite_state.roll_back_if_saved(at_end=of_training)
+            rollback = self.run.nonfinite_recovery.roll_back_if_saved(at_end=of_training)
         if rollback is not None:
             self._on_rollback()
         return rollback

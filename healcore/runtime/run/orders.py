@@ -89,10 +89,10 @@ class Order:
         reason            set besides                                            made by
         ---------------   ----------------------------------------------------   -------------------
         RULE, HOOK        cause, depth, batches                                  `IncidentMonitor`
-        SAVED_NAN         arrays, sound_until_onset, batches (of alarms),        `NonfiniteState`
+        SAVED_NAN         arrays, sound_until_onset, batches (of alarms),        `NonfiniteRecovery`
                           untrained
-        BATCH             arrays, sound_until_onset, batches (one), untrained    `NonfiniteState`
-        WEIGHTS_NAN       cause, batches                                         `NonfiniteState`
+        BATCH             arrays, sound_until_onset, batches (one), untrained    `NonfiniteRecovery`
+        WEIGHTS_NAN       cause, batches                                         `NonfiniteRecovery`
         DEAD_RUN          cause, sound_until_onset,                              `DeadRun`
                           changes: revival, lr_at_fault, lr_states
         BETTER_WEIGHTS    anchor_step, batches,                                  `BetterWeights`

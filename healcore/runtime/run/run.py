@@ -26,13 +26,13 @@ from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.progress import RunProgress
 from healcore.runtime.run.restore.next_start import NextStart
-from healcore.runtime.run.restore.program_state import ProgramState
+from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.dead_run import DeadRun
-from healcore.runtime.run.rollback.nonfinite import NonfiniteState
+from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run_record import Ledger, RunRecord
 from healcore.runtime.run.step_batches import StepBatches
@@ -53,10 +53,11 @@ class Run:
                         |  pass_states, data_state                      random states
                         +- monitor, holding, comparisons                what is seen
                         +- recovery, better_weights, dead_run,          what is decided
-                        |  nonfinite_state, out_of_memory, stopping
+                        |  nonfinite_recovery, out_of_memory,
+                        |  stopping
                         +- schedule, known_checkpoints, saver,          checkpoints
                         |  stored_checkpoints
-                        +- program_state, rollback_restore,             restores
+                        +- program_loader, rollback_restore,            restores
                         |  resumption, next_start
 
     `start` makes the parts in the order of the fields. No part replaces another one. A part gets
@@ -114,7 +115,7 @@ class Run:
     """Saves checkpoints, and deletes checkpoints that are not needed any more."""
     stored_checkpoints: StoredCheckpoints = field(init=False)
     """Reads the checkpoints that all ranks can load."""
-    program_state: ProgramState = field(init=False)
+    program_loader: ProgramLoader = field(init=False)
     """Loads the program's state of a checkpoint, and nothing else."""
     rollback_restore: RollbackRestore = field(init=False)
     """Restores a checkpoint for a rollback."""
@@ -126,7 +127,7 @@ class Run:
     """What to try where earlier weights are better."""
     dead_run: DeadRun = field(init=False)
     """What to try where no step is finite any more."""
-    nonfinite_state: NonfiniteState = field(init=False)
+    nonfinite_recovery: NonfiniteRecovery = field(init=False)
     """What to do about NaN and Inf in the weights or in a save."""
     stopping: Stopping = field(init=False)
     """Stops the run with a diagnosis."""

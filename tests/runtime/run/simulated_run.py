@@ -21,7 +21,7 @@ from healcore.runtime.run.data_state import DATA_STATE_ITEM, DataState
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.loop_state import LoopState
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.restore.program_state import ProgramState
+from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
@@ -169,7 +169,7 @@ class Process:
             loaders=self.loaders,
             items=self.saver.items,
         )
-        self.run.program_state = ProgramState(
+        self.run.program_loader = ProgramLoader(
             policy=POLICY,
             driver=driver,
             store=store,

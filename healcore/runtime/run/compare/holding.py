@@ -22,7 +22,7 @@ from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, StepHistory, SuspectSteps
 from healcore.runtime.run.compare.verdict import Verdict
-from healcore.runtime.run.engine_states import LrState, limit_norms, with_lr_states
+from healcore.runtime.run.engine_states import SavedLrState, limit_norms, with_lr_states
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.store.ranks import Ranks, broadcast
 
@@ -131,7 +131,7 @@ class Holding:
             f"step {step}: what was held is released, because no weights are compared any more"
         )
 
-    def _restore_start_rates(self, before: Mapping[str, LrState]) -> None:
+    def _restore_start_rates(self, before: Mapping[str, SavedLrState]) -> None:
         """Ends a limit of the rate from the start of the run, if there is one."""
         if before:
             self._driver.load(None, with_lr_states(self._driver.engines(), before))

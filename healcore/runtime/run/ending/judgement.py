@@ -27,9 +27,9 @@ def stop_if_not_trained(run: Run) -> None:
     untrained = run.ledger.untrained
     skipped = run.step_batches.skipped_steps
     total = run.progress.step + skipped
-    run.nonfinite_state.stop_if_never_finite(at_end=True)
+    run.nonfinite_recovery.stop_if_never_finite(at_end=True)
     judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
-    if judges and not run.nonfinite_state.weights_are_finite():
+    if judges and not run.nonfinite_recovery.weights_are_finite():
         found = run.saver.nonfinite_in_state()
         if found:
             run.stopping.stop(f"{first_of(found)} became NaN or Inf at the end")

@@ -337,7 +337,7 @@ class Shutdown:
             return
         if self.replaced:  # an order may compare the weights, which the training has not made
             loop.report_last_steps()
-        elif self.run.saver.keeps_unread and self.run.nonfinite_state.weights_are_finite():
+        elif self.run.saver.keeps_unread and self.run.nonfinite_recovery.weights_are_finite():
             loop.keep_last_steps()
         else:
             loop.read_and_act(every=True)

@@ -109,7 +109,7 @@ class Resumption:
         reset = repeats and self.run.policy.rollback.reset_moments
         if not self.run.comparisons.is_enabled:
             engines = limit_norms(self.run.policy.engine, engines, {})
-        self.run.program_state.load(saved.state, engines, reset=reset)
+        self.run.program_loader.load(saved.state, engines, reset=reset)
         if failed_trials(newest) is not None:
             self._apply_rates(engines, saved)
         needed: list[int] = []
@@ -132,7 +132,7 @@ class Resumption:
                 continue
             weights = None
             try:
-                self.run.program_state.load_step(step)
+                self.run.program_loader.load_step(step)
                 weights = self.run.driver.copy_weights()
             except Exception as error:
                 problem = f"the weights of checkpoint {step} cannot be compared: {error}"

@@ -208,7 +208,7 @@ class RollbackRestore:
         if changes.trial == Trial.ACCEPT or changes.revival == Revival.UNDO:
             engines = with_lr_states(engines, changes.lr_states)
         reset = self.run.policy.rollback.reset_moments
-        self.run.program_state.load(saved.state, engines, reset=reset)
+        self.run.program_loader.load(saved.state, engines, reset=reset)
         return engines
 
     def _limit_rates(
@@ -323,11 +323,11 @@ class RollbackRestore:
             step: step of the checkpoint.
         """
         driver = self.run.driver
-        engines, reset = driver.engines(), self.run.program_state.resets_moments_at(step)
+        engines, reset = driver.engines(), self.run.program_loader.resets_moments_at(step)
 
         def load(saved: SavedCheckpoint) -> None:
             if driver.state_is_in_place:
-                self.run.program_state.load(saved.state, engines, reset=reset)
+                self.run.program_loader.load(saved.state, engines, reset=reset)
 
         self.run.saver.wait()
         try:

@@ -21,7 +21,7 @@ from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.engine_states import LrState, lr_states, with_lr_states
+from healcore.runtime.run.engine_states import SavedLrState, lr_states, with_lr_states
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
 from healcore.runtime.run.rollback.next_trial import MAX_ACCEPTED, Trial, TroubleFacts, next_trial
@@ -367,7 +367,7 @@ def _undone(order: Order, past: Sequence[RollbackRecord]) -> Order:
     Rates and held values return to what they were before the first trial, and the batches that a
     trial has skipped are read again.
     """
-    rates: Mapping[str, LrState] = {}
+    rates: Mapping[str, SavedLrState] = {}
     for each in past:
         changes = each.order.changes
         if changes.trial == Trial.LIMIT_RATE:

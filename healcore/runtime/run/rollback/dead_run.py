@@ -123,7 +123,7 @@ class DeadRun:
             return None  # only the policy's own rules decide
         if monitor.state.never_finite or monitor.nonfinite_record is None:
             return None  # a run without any finite step has nothing to go back to
-        if not self.run.nonfinite_state.weights_are_finite():
+        if not self.run.nonfinite_recovery.weights_are_finite():
             return None
         onset = max(ledger.first_consecutive(result.index) - 1, 0)
         is_sound = self._earlier_weights_are_sound(result, onset)

@@ -1,4 +1,4 @@
-"""`NonfiniteState`: what is done about NaN and Inf in the weights, or in what a checkpoint saves.
+"""`NonfiniteRecovery`: what is done about NaN and Inf in weights, or in what a checkpoint saves.
 
 A skipped step keeps NaN in a gradient out of the weights. NaN in the weights themselves, in the
 moments of an optimizer or in statistics that the forward pass writes stays there. Every later step
@@ -34,7 +34,7 @@ _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.S
 """Value of `[rollback] nonfinite_state` in a policy -> the action that it asks for."""
 
 
-class NonfiniteState:
+class NonfiniteRecovery:
     """Decides about NaN and Inf in the weights and in the saved state.
 
     The loss and the gradients of a step are the policy's matter. What they do not show is checked

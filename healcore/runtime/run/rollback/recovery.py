@@ -98,10 +98,11 @@ class Recovery:
 
         The order of the calls is part of the decision:
 
-        1. Without an order, weights with NaN or Inf make one (`NonfiniteState.order_for_damage`).
+        1. Without an order, NaN or Inf in the weights make one
+           (`NonfiniteRecovery.order_for_damage`).
         2. A run in which no step is finite any more rolls back (`DeadRun.revive`), and the order is
            dropped.
-        3. A run that trains nothing stops (`NonfiniteState.stop_if_never_finite`).
+        3. A run that trains nothing stops (`NonfiniteRecovery.stop_if_never_finite`).
         4. The weights are compared with earlier weights (`BetterWeights.compare`).
         5. The order is carried out, or without an order the verdict of the comparison.
         6. Without both, values that the program has kept for long are accepted
@@ -118,11 +119,11 @@ class Recovery:
             RunStopped: the order stops the run, or the run trains nothing any more.
         """
         if order is None:
-            order = self.run.nonfinite_state.order_for_damage(result)
+            order = self.run.nonfinite_recovery.order_for_damage(result)
         revived = self.run.dead_run.revive(result)
         if revived is not None:
             return revived
-        self.run.nonfinite_state.stop_if_never_finite(order)
+        self.run.nonfinite_recovery.stop_if_never_finite(order)
         verdict = self.run.better_weights.compare(result)
         if order is not None:
             return self.carry_out(order)
@@ -148,12 +149,12 @@ class Recovery:
         Raises:
             RunStopped: the order stops the run, or its budget of rollbacks is exhausted.
         """
-        is_damaged = self.run.nonfinite_state.is_damaged(order)
+        is_damaged = self.run.nonfinite_recovery.is_damaged(order)
         needs_evidence = self._needs_evidence(order)
         if is_damaged:
             order = self._from_damaging_step(order)
         if needs_evidence and is_damaged:
-            by = "state" if self.run.nonfinite_state.weights_are_finite() else "weights"
+            by = "state" if self.run.nonfinite_recovery.weights_are_finite() else "weights"
             cause = Cause(order.cause)
             self.run.log.assessment(order.index, order.onset, "damage", by, cause=cause)
         elif needs_evidence:
@@ -218,7 +219,7 @@ class Recovery:
         if order.is_harmless:
             self._report_impossible(order, NoGoodCheckpoint("the budget of rollbacks is exhausted"))
             return None
-        if not needs_evidence or not self.run.nonfinite_state.weights_are_finite():
+        if not needs_evidence or not self.run.nonfinite_recovery.weights_are_finite():
             rollbacks = counted(count, "rollback has", "rollbacks have")
             why = f"{rollbacks} been made within {counted(reach, 'step')} of the run"
             self.run.stopping.stop(why, onset=order.onset)
@@ -344,7 +345,7 @@ class Recovery:
         report_rollback(self.run, done)
         self.run.batches.on_rollback(done.continues_at)
         self.run.dispatch_queue.forget_accumulation()
-        self.run.nonfinite_state.on_rollback()
+        self.run.nonfinite_recovery.on_rollback()
         self.run.monitor.read_engines()
         return done
 

@@ -1,4 +1,4 @@
-"""`ProgramState`: puts the program's state of a checkpoint into the live run."""
+"""`ProgramLoader`: puts the program's state of a checkpoint into the live run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from healcore.runtime.run.run_record import RunRecord
 
 
-class ProgramState:
+class ProgramLoader:
     """The state that the program has passed to the Healer, as a checkpoint holds it.
 
     This class loads nothing else. `RollbackRestore` and `Resumption` call it, and continue
