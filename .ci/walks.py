@@ -4,9 +4,10 @@
     python .ci/walks.py --files    # and the files of each walk, in the order of their first call
 
 A walk is what a reader follows from a cause to its effect. Each is a small real run. Of its calls
-count those of one step: the step with the fault, up to its effect on disk or on the console. A file
-counts if a function of it was called, a type if a method of it was called. The calls before that
-step (the run is opened, its engine is recorded) do not count, but a walk may name them.
+count those of one step: the step with the fault, up to its effect on disk or on the console. Of a
+killed run count those of the next start. A file counts if a function of it was called, a type if a
+method of it was called. The calls before that (the run is opened, its engine is recorded) do not
+count, but a walk may name them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import ast
 import contextlib
 import inspect
 import io
+import os
 import re
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -148,11 +152,11 @@ def torch_loss_to_rollback() -> Trace:
     return trace
 
 
-def jax_steps(nan_at: int | None) -> Trace:
-    """A run in JAX; the trace is of the compilation of its step, then of one step.
+def jax_step() -> Trace:
+    """A run in JAX; the trace is of the compilation of its step, then of a step with NaN.
 
-    Args:
-        nan_at: step whose gradients are NaN, or None for a healthy run.
+    The compiled step serves healthy gradients and NaN. The trace ends after the host has read the
+    record of the step with NaN, and of healthy steps after it.
     """
     import jax
     import jax.numpy as jnp
@@ -170,9 +174,8 @@ def jax_steps(nan_at: int | None) -> Trace:
 
     def step(state: Any, number: Any) -> Any:
         loss, grads = jax.value_and_grad(lambda p: jnp.square(p["w"] - 0.5).sum())(state["params"])
-        if nan_at is not None:
-            bad = jnp.where(number == nan_at, jnp.nan, 1.0)
-            grads = jax.tree.map(lambda leaf: leaf * bad, grads)
+        bad = jnp.where(number == 40, jnp.nan, 1.0)
+        grads = jax.tree.map(lambda leaf: leaf * bad, grads)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"], value=loss)
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state}
@@ -187,8 +190,72 @@ def jax_steps(nan_at: int | None) -> Trace:
                 if number == 40:
                     trace.start()
                 healer.update(compiled(healer.state, number))
-                if number == 46:  # by now the host has read step 40
+                if number == 46:  # by now the host has read steps 40 to 43
                     trace.stop()
+    return trace
+
+
+def train_in_torch(folder: str, on_batch: Callable[[int, Any], bool]) -> None:
+    """Trains in torch, on a list of 64 batches: batch n is filled with n.
+
+    Args:
+        folder: the store. A run in it is resumed.
+        on_batch: step, batch -> whether to train on the batch. The first False ends the loop.
+    """
+    import torch
+
+    import healcore
+    from healcore.torch import DCPStore
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    store = DCPStore(folder)
+    healer = healcore.Healer(
+        state={"model": model, "optimizer": optimizer},
+        store=store,
+        checkpoints=healcore.Checkpoints(every=20),
+        logging=healcore.Logging(console=False),
+    )
+    with healer:
+        for batch in healer.batches([torch.full((8, 8), float(number)) for number in range(64)]):
+            if healer.step == 30:
+                store.wait()  # the checkpoint of step 20 is on disk
+            if not on_batch(healer.step, batch):
+                break
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+
+def killed_at_30(folder: str) -> None:
+    """Runs in a process of its own, and kills that process at step 30."""
+
+    def kill(step: int, batch: Any) -> bool:
+        if step == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    train_in_torch(folder, kill)
+
+
+def killed_run_to_next_batch() -> Trace:
+    """A run that was killed at step 30: the next start of its program, up to the first batch."""
+    trace = Trace()
+    first: list[tuple[int, float]] = []
+
+    def stop(step: int, batch: Any) -> bool:
+        trace.stop()
+        first.append((step, float(batch.mean())))
+        return False
+
+    program = f"import runpy, sys; runpy.run_path({__file__!r})['killed_at_30'](sys.argv[1])"
+    with tempfile.TemporaryDirectory() as folder:
+        killed = subprocess.run([sys.executable, "-c", program, folder], check=False)
+        assert killed.returncode == -signal.SIGKILL, "the program was not killed at step 30"
+        trace.start()
+        train_in_torch(folder, stop)
+    assert first == [(20, 20.0)], "the run has not resumed at batch 20"
     return trace
 
 
@@ -233,8 +300,8 @@ def csv_to_table() -> Trace:
 
 WALKS: dict[str, Callable[[], Trace]] = {
     "A loss in torch, to a finished rollback": torch_loss_to_rollback,
-    "A healthy step in JAX, to its record on the host": lambda: jax_steps(None),
-    "A NaN gradient in JAX, to unchanged parameters": lambda: jax_steps(40),
+    "A step in JAX, to its record on the host": jax_step,
+    "A killed run, to its next batch": killed_run_to_next_batch,
     "A threshold in TOML, to the comparison with it": toml_to_comparison,
     "A CSV, to the table of `healcore replay`": csv_to_table,
 }

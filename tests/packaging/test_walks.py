@@ -42,7 +42,7 @@ def test_a_wrong_name_is_noticed(code):
     assert not trace.has_called("transform.py", "step_or_keep")
 
 
-@pytest.mark.slow  # five runs in torch and JAX: 12 s of CPU time
+@pytest.mark.slow  # five runs in torch and JAX, and one that is killed: 15 s of CPU time
 def test_what_the_walks_name_is_called():
     done = subprocess.run(
         [sys.executable, ".ci/walks.py"], cwd=ROOT, capture_output=True, text=True, timeout=600

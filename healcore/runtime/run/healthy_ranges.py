@@ -29,21 +29,22 @@ RATE_TOLERANCE = 1.0001
 
 
 class HealthyNumber(NamedTuple):
-    """The values that a number of an optimizer had while the run was healthy.
+    """The values that a learning rate, or a number of an optimizer, had in the healthy run.
 
-    The number is a learning rate, a momentum or a weight decay. `low` and `high` are the lowest and
-    the highest value so far. A value far outside of this range is a suspect when trouble begins.
+    A number of an optimizer is a momentum, a beta or a weight decay. The learning rate has its own
+    name. `low` and `high` are the lowest and the highest value so far. A value far outside of this
+    range is a suspect when trouble begins.
     """
 
     low: float
     high: float
     last: float
-    """The number's value at the newest healthy checkpoint."""
+    """The value at the newest healthy checkpoint."""
     change: float = 0.0
-    """How much `last` rose between the last two healthy checkpoints, for a scheduled number."""
+    """How much `last` rose between the last two healthy checkpoints, for a scheduled value."""
 
     def extended(self, seen: NumberRange) -> HealthyNumber:
-        """The range with the values that the number has had since.
+        """The range with the values since then.
 
         Args:
             seen: lowest, highest and last value since the newest healthy checkpoint.
