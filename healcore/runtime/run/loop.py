@@ -172,19 +172,20 @@ class Loop:
 
         1. The step is counted and its records are queued, if the body has not done so
            (`queue_dispatch`).
-        2. The records of earlier steps are read. For each of these steps the current weights are
-           compared with earlier weights, and then an order rolls back, stops or saves
-           (`read_and_act`, `Recovery.act`).
+        2. The records of earlier steps are read. For each of these steps, weights are compared if
+           there is a reason, and then an order or a verdict is carried out: a rollback, a stop or a
+           save (`read_and_act`, `Recovery.act`).
         3. A batch that brings back NaN or Inf is skipped (`_skip_if_nonfinite`).
-        4. A checkpoint is saved if a save is due (`_save_when_due`).
+        4. If a save is due, a checkpoint is saved. If an earlier save has NaN or Inf, the run rolls
+           back instead (`_save_when_due`).
         5. Frozen steps begin or end (`Holding.update_freezing`).
         6. The ranks vote on the end of the run if a vote is due (`EndRequests.vote_when_due`).
-        7. The run ends if a signal or the stop file has asked for its end
-           (`EndRequests.raise_or_propose`).
+        7. The run ends, or its rank proposes the end, if a signal, Ctrl-C or the stop file has
+           asked for the end (`EndRequests.raise_or_propose`).
 
-        Without an optimizer step since the last call, 2 to 6 are left out. Before a save and before
-        a change of the frozen steps, all queued steps are read. With `last`, only 1 and 3 are done,
-        and then the work at the end of the data (`roll_back_at_end`).
+        Only 1 and 7 are done without an optimizer step since the last call. Before a save, and
+        before a change of the frozen steps, all queued steps are read. With `last`, only 1 and 3
+        are done, and then the work at the end of the data (`roll_back_at_end`).
 
         Args:
             last: as for `after_step`.
