@@ -98,5 +98,6 @@ class Overflows:
         skipped = overflowed & (self._consecutive <= self._search)
         if signals.loss is not None:
             skipped = skipped & torch.isfinite(signals.loss)
+        assert signals.grad_norm is not None
         norm = signals.grad_norm.masked_fill(overflowed & ~skipped, math.nan)
         return signals._replace(externally_skipped=skipped, grad_norm=norm)

@@ -239,6 +239,7 @@ class Measurer:
             rate = group.get("lr")
             if isinstance(rate, Tensor) and not rate.is_cpu:
                 is_finite = self._at_home(rate).reshape(()).isfinite()
+                assert signals.grad_norm is not None
                 norm = torch.where(is_finite, signals.grad_norm, math.nan)
                 signals = signals._replace(grad_norm=norm)
             elif rate is None or abs(rate) <= FLOAT32_MAX:
@@ -246,6 +247,7 @@ class Measurer:
             elif any(p.grad is not None for p in group["params"]):
                 bad.append(float(rate))
         if bad:
+            assert signals.grad_norm is not None
             norm = torch.full_like(signals.grad_norm, math.nan)
             signals = signals._replace(grad_norm=norm)
         return signals, tuple(bad)

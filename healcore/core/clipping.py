@@ -291,14 +291,14 @@ class AutoClipConfig(NamedTuple):
     """Parameters of AutoClip: clips at a percentile of the recent norms.
 
     From Seetharaman et al., 2020, arXiv:2007.14469. With a percentile of 10, about nine of ten
-    steps are clipped. The original sorts the whole history at each step. This version keeps a
-    histogram of 16 bins per octave: O(1) memory, integer counts that are equal in every backend,
-    and a percentile at most one bin (4.4 %) too high. At `2 * window` norms all counts are halved,
-    so that the rule follows a lasting level shift within five windows. As published, raw norms
-    enter: clipped norms would lower the percentile further and further.
+    steps are clipped, so that most steps have similar lengths. ZClip instead clips rare outliers
+    only.
 
-    With a percentile of 10, about nine of ten steps are clipped, so that most steps have similar
-    lengths. Compare this with ZClip, which clips rare outliers only.
+    The original sorts the whole history at each step. This version keeps a histogram of 16 bins per
+    octave: O(1) memory, integer counts that are equal in every backend, and a percentile at most
+    one bin (4.4 %) too high. At `2 * window` norms all counts are halved, so that the rule follows
+    a lasting level shift within five windows. As published, raw norms enter: clipped norms would
+    lower the percentile further and further.
     """
 
     percentile: Annotated[Number, number(above=0, below=100)] = 10.0

@@ -32,24 +32,23 @@ class Signals(NamedTuple):
 
     None means that the run never has the signal. A detector without its signal is inactive. Which
     signals a run has is fixed before its first step, because a compiled step is traced with them.
-    So the types of the fields leave out None.
     """
 
-    loss: Float = None
+    loss: Float | None = None
     """Training loss of this step."""
-    grad_norm: Float = None
+    grad_norm: Float | None = None
     """Global L2 norm of the gradients, float32, before any clipping; at least 0."""
-    eval_loss: Float = None
+    eval_loss: Float | None = None
     """Evaluation loss; NaN at a step without an evaluation."""
-    group_norms: Norms = None
+    group_norms: Norms | None = None
     """(n,) L2 norm of each tensor's gradient, for per-tensor clipping."""
-    change_expected: Flag = None
+    change_expected: Flag | None = None
     """bool: opens the grace window, because the LR, batch, data or weights change."""
-    externally_skipped: Flag = None
+    externally_skipped: Flag | None = None
     """bool: whether the caller skips this step, as after an overflow of a GradScaler. The engine
     then neither learns nor counts the step. It uses only `change_expected` and `eval_loss`, because
     these are reported once."""
-    learning_rate: Float = None
+    learning_rate: Float | None = None
     """float32: the schedule's learning rate at this step. With it, the limit on the learning rate
     is absolute. Without it, the schedule is assumed to be constant."""
 
@@ -83,7 +82,7 @@ class CheckedSignals(NamedTuple):
     """Whether this step has an evaluation."""
     restart: Flag
     """Whether a change is expected, so that baselines restart their warm-up."""
-    learning_rate: Float = None
+    learning_rate: Float | None = None
     """The schedule's rate. It is not checked, and may be NaN or Inf."""
 
 

@@ -206,7 +206,7 @@ def test_before_a_limit_no_decision_depends_on_the_rate(rule):
         if i == 90:
             a, b = (engine.on_rollback(each, each, xp=np) for each in (a, b))
             a, b = (engine.limit_lr(s, np.float32(1e-3), np.float32(1), xp=np) for s in (a, b))
-        current = engine.without_limit(b)
+        current = engine.specialised_for(b)
         assert current.limits_lr == (i >= 90)
         a, first = engine.step(a, fuzz.at(trace, i), xp=np)
         b, second = current.step(b, fuzz.at(trace, i), xp=np)
@@ -319,8 +319,8 @@ def test_a_step_without_a_limit_has_none_of_its_operations(clip):
             a, b = (engine.limit_norm(state, limit, xp=np) for state in (a, b))
         if i == 30:
             a, b = engine.freeze(a), engine.freeze(b)
-        current = engine.without_limit(b)
-        assert current is engine.without_limit(b)
+        current = engine.specialised_for(b)
+        assert current is engine.specialised_for(b)
         assert current.limits_norm == (20 <= i < 40)
         assert current.scales_grads == (clip is not None or current.limits_norm)
         a, first = engine.step(a, fuzz.at(trace, i), xp=np)

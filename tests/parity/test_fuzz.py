@@ -254,6 +254,7 @@ def test_no_promise_is_broken(name, steps, lanes):
         signals = fuzz.at(trace, i)
         with np.errstate(all="ignore"):
             state, decision = engine.step(state, signals, xp=np)
+        assert signals.externally_skipped is not None
         accepted = ~decision.skip & ~signals.externally_skipped
         norms = [x for x in (signals.grad_norm, signals.group_norms) if x is not None]
         assert all(np.isfinite(x[accepted]).all() for x in norms), i

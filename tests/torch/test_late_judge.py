@@ -115,7 +115,7 @@ def test_a_limit_of_a_rollback_is_applied_in_the_step_until_it_is_gone():
 def test_a_rule_that_does_not_skip_at_once_decides_by_its_state():
     rule = {"to": ["nonfinite"], "when": {"consecutive": 2}, "do": ["skip"]}
     policy = policies.load("default", respond=[rule])
-    assert not policy.engine().without_limit(policy.engine().init()).tests_only_finite
+    assert not policy.engine().specialised_for(policy.engine().init()).tests_only_finite
 
 
 def test_records_that_are_read_late_or_out_of_order_are_those_of_their_steps():

@@ -132,7 +132,7 @@ class StatefulEngine:
 
     Attributes:
         engine: the policy's engine.
-        step_engine: the engine that makes the steps, see `Engine.without_limit`.
+        step_engine: the engine that makes the steps, see `Engine.specialised_for`.
         tensors: number of tensors, the parameters of the optimizer.
         max_norm: the limit of the policy's fixed clip, or None. None too in observe mode, and while
             a limit that a rollback has set may be lower.
@@ -160,7 +160,7 @@ class StatefulEngine:
         Args:
             state: a state with leaves of NumPy, which fits the engine and the number of parameters.
         """
-        self.step_engine = self.engine.without_limit(state)
+        self.step_engine = self.engine.specialised_for(state)
         is_alone = self.engine.mode != "observe" and not self.step_engine.limits_norm
         self.max_norm = None
         if self.engine.clips_at_fixed_norm and is_alone:

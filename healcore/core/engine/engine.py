@@ -53,6 +53,20 @@ class Engine:
     The engine holds no state. `step` is a pure function of (policy, state, signals). It can be
     jitted, scanned, vmapped, compiled and replayed. Arrays may have leading batch axes, and each
     lane is then an independent run.
+
+    These attributes say what a run with the policy needs. They are fixed when the engine is made:
+
+        attribute            True if                                        read by
+        per_tensor           clipping is per tensor: `Signals.group_norms`  all packages
+        clips_at_fixed_norm  the clipping rule is one fixed limit           adapters
+        scales_grads         a step may clip, or limit the gradient norm    adapters
+        limits_norm          `step` applies `EngineState.norm_limit`        adapters
+        cuts_lr              a rule can cut the learning rate               this class only
+        limits_lr            the rate may get a limit (`limit_lr`)          adapters, runtime
+        scales_lr            `Decision.lr_scale` can differ from 1          adapters, runtime
+        resets_moments       a cut of the rate resets the moments           adapters
+        skips_bad_loss       a loss that is not finite skips the step       torch adapter
+        tests_only_finite    a step can be judged after it was taken        torch adapter
     """
 
     def __init__(self, config: EngineConfig, *, limits_norm: bool = True) -> None:
@@ -61,7 +75,7 @@ class Engine:
         Args:
             config: the policy.
             limits_norm: whether `step` applies a limit that `limit_norm` has set. False for states
-                that never get one: replays, and the engines of `without_limit`.
+                that never get one: replays, and the engines of `specialised_for`.
 
         Raises:
             ValueError: unknown mode, clipping rule or detector.
@@ -84,23 +98,17 @@ class Engine:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
         self.config, self.mode = config, config.mode
         self._clip_name: str | None = None
-        self.per_tensor = False
-        """Whether clipping is per tensor and needs `Signals.group_norms`."""
-        self.clips_at_fixed_norm = False
-        """Whether the clipping rule is one fixed limit, as in `clip_grad_norm_`."""
+        self.per_tensor = self.clips_at_fixed_norm = False
         if config.clip is not None:
             self._clip_name = config.clip.kind
             self.per_tensor = config.clip.per_tensor
             self.clips_at_fixed_norm = config.clip.is_fixed
         self.limits_norm = limits_norm
-        """Whether `step` applies `EngineState.norm_limit`."""
         # Attributes, because Dynamo cannot trace the lock of Python 3.11's `cached_property`.
         self.cuts_lr = any(rule.action & Action.CUT_LR for rule in config.rules)
-        """Whether a rule can cut the learning rate."""
         self.limits_lr = may_limit_rate(config.lr)
-        """Whether the rate may get a limit (`limit_lr`): this needs `Signals.learning_rate`."""
+        """A limit of the rate needs `Signals.learning_rate`."""
         self.scales_lr = self.cuts_lr or self.limits_lr
-        """Whether `Decision.lr_scale` can differ from 1."""
         self.tests_only_finite = self._tests_only_finite()
         """Whether each decision to enforce follows from the step alone: from a test for NaN and
         Inf, and from a fixed clip. Such a step can be judged after it was taken, because the state
@@ -110,13 +118,13 @@ class Engine:
         self.skips_bad_loss = any(
             rule.skip and rule.causes & Cause.NONFINITE_LOSS for rule in config.rules
         )
-        """Whether a loss that is not finite skips the step. A gradient always does."""
+        """A gradient that is not finite always skips the step."""
         self.resets_moments = config.lr.reset_moments and self.cuts_lr and self.mode != "observe"
-        """Whether a cut of the learning rate resets the optimizer's moments."""
+        """False in observe mode, which enforces nothing."""
         self.scales_grads = config.clip is not None or limits_norm
-        """Whether `Decision.grad_scale` or `group_scale` can differ from 1."""
+        """If False, `Decision.grad_scale` and `group_scale` are always 1."""
         self._specialised: dict[tuple[bool, bool], Engine] = {}
-        """Engines of `without_limit`, by whether they limit the rate, and the gradient norm."""
+        """Engines of `specialised_for`, by whether they limit the rate, and the gradient norm."""
 
     def _tests_only_finite(self) -> bool:
         if self.per_tensor:
@@ -315,13 +323,13 @@ class Engine:
         recoveries = xp.where(ordered, state.budget.recoveries - 1, state.budget.recoveries)
         return state._replace(budget=state.budget._replace(recoveries=recoveries))
 
-    def without_limit(self, state: EngineState) -> Engine:
+    def specialised_for(self, state: EngineState) -> Engine:
         """The engine for the steps from `state` on, until the host changes the state.
 
         The host sets limits at a rollback: of the learning rate (a policy without cuts needs the
         schedule's rate only for this) and of the gradient norm. The returned engine decides the
-        same, without the operations of a limit that is not set. Equal limits give the same object,
-        so that a step that is compiled for it is compiled once.
+        same, without the operations of a limit that `state` does not have. States with the same
+        kinds of limits give the same object, so that a step is compiled once for it.
 
         Args:
             state: the state, in NumPy.

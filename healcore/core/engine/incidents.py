@@ -62,9 +62,9 @@ class RecoveryOrders(NamedTuple):
     given.
     """
 
-    healthy: Flag = None
+    healthy: Flag | None = None
     """Whether the step has no alarm, and no incident is open in which the model may get worse."""
-    refund: Flag = None
+    refund: Flag | None = None
     """Whether to refund one rollback and one cut."""
     cut: Flag | None = None
     """Whether to cut the learning rate."""

@@ -20,11 +20,21 @@ LAG = 1
 """Number of dispatches after which the host reads a decision, so that reading does not wait."""
 
 
-class StepResult(NamedTuple):
-    """One step whose records have been read.
+class DispatchStart(NamedTuple):
+    """Where a dispatch begins, and its batches. The host knows both before it reads the records."""
 
-    While its dispatch is queued, the same type describes its first step, without records.
-    """
+    index: int
+    """Index of its first step in the run, from 0."""
+    batches: tuple[BatchId, ...]
+    """The batches of all its steps."""
+    contents: tuple[Any, ...] = ()
+    """Content of the batches if weights are compared on them."""
+    has_lost_contents: bool = False
+    """See `StepResult.has_lost_contents`."""
+
+
+class StepResult(NamedTuple):
+    """One step whose records have been read."""
 
     index: int
     """Index of the step in the run, from 0."""
@@ -102,7 +112,7 @@ class UnreadDispatch(NamedTuple):
 
     dispatch: ReadDispatch
     """The records of its steps."""
-    first: StepResult
+    first: DispatchStart
     """The index of its first step, and its batches."""
 
 
@@ -117,7 +127,7 @@ class DispatchQueue:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[PendingDispatch, StepResult]] = deque()
+        self._queue: deque[tuple[PendingDispatch, DispatchStart]] = deque()
         """Dispatches, each with the index of its first step and its batches."""
         self._read_steps: deque[StepResult] = deque()
         """Steps of the dispatch that was read last, which `read_next` has not returned yet."""
@@ -128,13 +138,12 @@ class DispatchQueue:
         self._contents: tuple[Any, ...] = ()
         """Content of these batches."""
 
-    def push(self, pending: PendingDispatch, first: StepResult) -> None:
+    def push(self, pending: PendingDispatch, first: DispatchStart) -> None:
         """Queues a dispatch.
 
         Args:
             pending: the records on the device.
-            first: index of the first step, and the batches of all steps of the dispatch. It has no
-                records.
+            first: index of the first step, and the batches of all steps of the dispatch.
         """
         self._queue.append((pending, first))
 
@@ -170,7 +179,10 @@ class DispatchQueue:
         """
         found: list[UnreadDispatch] = []
         for result in self._read_steps:
-            found.append(UnreadDispatch(ReadDispatch([result.records], 1), result))
+            first = DispatchStart(
+                result.index, result.batches, result.contents, result.has_lost_contents
+            )
+            found.append(UnreadDispatch(ReadDispatch([result.records], 1), first))
         for pending, first in self._queue:
             steps = pending.read()
             found.append(UnreadDispatch(ReadDispatch(steps, pending.count), first))
@@ -222,21 +234,27 @@ class DispatchQueue:
         self._correction = 0
         return correction
 
-    def _read(self, pending: PendingDispatch, first: StepResult) -> list[StepResult]:
+    def _read(self, pending: PendingDispatch, first: DispatchStart) -> list[StepResult]:
         """Reads a dispatch, and gives each of its steps an index and batches."""
         steps = pending.read()
         more = len(steps) - pending.count
         if more:
             self._correction += more
-            moved: deque[tuple[PendingDispatch, StepResult]] = deque()
+            moved: deque[tuple[PendingDispatch, DispatchStart]] = deque()
             for queued, later in self._queue:
                 moved.append((queued, later._replace(index=later.index + more)))
             self._queue = moved
         is_whole = len(steps) == 1 and not (self._accumulated or self._contents)
         if is_whole and _has_stepped(steps[0]):  # most dispatches: one step with its own batches
-            vote = pending.vote_requested
-            lost = first.has_lost_contents
-            return [StepResult(first.index, steps[0], first.batches, first.contents, 1, vote, lost)]
+            result = StepResult(
+                index=first.index,
+                records=steps[0],
+                batches=first.batches,
+                contents=first.contents,
+                vote_requested=pending.vote_requested,
+                has_lost_contents=first.has_lost_contents,
+            )
+            return [result]
         found: list[StepResult] = []
         # With as many batches as steps, each step has its own batch. Otherwise steps share them.
         has_own_batch = len(steps) > 1 and len(first.batches) == len(steps)
@@ -261,13 +279,13 @@ class DispatchQueue:
                     self._contents = contents
                     contents = ()
             result = StepResult(
-                first.index + i,
-                records,
-                batches,
-                contents,
-                len(steps),
-                pending.vote_requested and is_last,
-                first.has_lost_contents,
+                index=first.index + i,
+                records=records,
+                batches=batches,
+                contents=contents,
+                steps_at_once=len(steps),
+                vote_requested=pending.vote_requested and is_last,
+                has_lost_contents=first.has_lost_contents,
             )
             found.append(result)
         return found

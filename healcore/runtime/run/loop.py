@@ -17,11 +17,12 @@ has the order of the work:
                                   queues its records for the host
     rest of the body
                                   _between_steps: reads the records      BEFORE_STEP
-                                  of an earlier step, rolls back or
-                                  saves, compares weights, ends
+                                  of an earlier step, compares
+                                  weights, rolls back or saves,
+                                  freezes, votes, ends
 
 The host reads a record a fixed number of steps later, so that it does not wait for the device (see
-`steps.LAG`).
+`dispatch_queue.LAG`).
 """
 
 from __future__ import annotations
@@ -165,7 +166,26 @@ class Loop:
             self._rolled_back_by_update = rollback
 
     def _between_steps(self, *, last: bool = False) -> RollbackRecord | None:
-        """Does the work between two steps, in the order of the drawing at the top of this file.
+        """Does the work between two steps.
+
+        The order of the work is part of the decision:
+
+        1. The step is counted and its records are queued, if the body has not done so
+           (`queue_dispatch`).
+        2. The records of earlier steps are read. For each of these steps, weights are compared if
+           there is a reason, and then an order or a verdict is carried out: a rollback, a stop or a
+           save (`read_and_act`, `Recovery.act`).
+        3. A batch that brings back NaN or Inf is skipped (`_skip_if_nonfinite`).
+        4. If a save is due, a checkpoint is saved. If an earlier save has NaN or Inf, the run rolls
+           back instead (`_save_when_due`).
+        5. Frozen steps begin or end (`Holding.update_freezing`).
+        6. The ranks vote on the end of the run if a vote is due (`EndRequests.vote_when_due`).
+        7. The run ends, or its rank proposes the end, if a signal, Ctrl-C or the stop file has
+           asked for the end (`EndRequests.raise_or_propose`).
+
+        Only 1 and 7 are done without an optimizer step since the last call. Before a save, and
+        before a change of the frozen steps, all queued steps are read. With `last`, only 1 and 3
+        are done, and then the work at the end of the data (`roll_back_at_end`).
 
         Args:
             last: as for `after_step`.

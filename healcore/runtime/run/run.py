@@ -60,8 +60,8 @@ class Run:
                         +- program_loader, rollback_restore,            restores
                         |  resumption, next_start
 
-    `start` makes the parts in the order of the fields. No part replaces another one. A part gets
-    the other parts in one of two ways:
+    `construct` makes the parts in the order of the fields. No part replaces another one. A part
+    gets the other parts in one of two ways:
 
     - Each by name, as keyword arguments. This is the usual way, as in `SaveSchedule`: its signature
       shows what the part depends on.

@@ -17,7 +17,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.run.compare.trained_step import ObservedBatch
-from healcore.runtime.run.dispatch_queue import StepResult
+from healcore.runtime.run.dispatch_queue import DispatchStart
 
 if TYPE_CHECKING:
     from healcore.runtime.run.pass_states import PassStates
@@ -114,7 +114,7 @@ class StepBatches:
         if self._loop_names_batches:
             self._forget_contents()
 
-    def count_dispatch(self, pending: PendingDispatch) -> StepResult:
+    def count_dispatch(self, pending: PendingDispatch) -> DispatchStart:
         """Counts the steps of a dispatch, with the batches of the last loader that yielded.
 
         A dispatch is one call of a compiled step, or one optimizer step; a compiled loop takes
@@ -124,8 +124,7 @@ class StepBatches:
             pending: the dispatch that the driver has reported. Its `count` is the number of steps.
 
         Returns:
-            The first step of the dispatch with its batches. Its records are still empty, because
-            the device has not been read.
+            The index of its first step, and its batches.
         """
         loader = self.last_read
         if loader is not None:
@@ -141,7 +140,7 @@ class StepBatches:
             self._max_per_step = len(self.last_ids)
         # The update of a scan reads no data that a rollback could skip.
         ids = () if loader is not None and loader.is_scan else tuple(self.last_ids)
-        first = StepResult(self._progress.step, [], ids, tuple(self._contents))
+        first = DispatchStart(self._progress.step, ids, tuple(self._contents))
         self._forget_pending()  # a step may take batches of several loaders
         self._progress.count(pending.count)
         return first

@@ -60,7 +60,7 @@ def show(policy: _Named, set_: SetOption = None) -> None:
     else:
         echo(preset_text(policy), nl=False)
     engine = loaded.engine()
-    tests_only_finite = engine.without_limit(engine.init()).tests_only_finite
+    tests_only_finite = engine.specialised_for(engine.init()).tests_only_finite
     in_step = "the whole policy"
     if tests_only_finite:
         in_step = "a finite test and a fixed clip"

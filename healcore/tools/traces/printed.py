@@ -166,6 +166,16 @@ def printed_lines(
     Then the records have these places, if this gives each record another one. In a log whose lines
     name places, a line without a place is the mean of an epoch, and not a step.
     """
+    records = _collect(parse, path, problems)
+    if not any(each.place.step is not None or _has_step(each.record) for each in records):
+        records = _with_places_of_other_lines(records)
+    yield from _emit(records, problems)
+
+
+def _collect(
+    parse: Callable[[str], Fields | None], path: str, problems: list[Problem]
+) -> list[_Printed]:
+    """The records of all lines, each with its place and the places of the lines around it."""
     records: list[_Printed] = []
     epoch: int | None = None
     between: Place | None = None
@@ -201,8 +211,11 @@ def printed_lines(
             continue
         records.append(_Printed(number, record, place, between, None, is_summary))
         between = None
-    if not any(each.place.step is not None or _has_step(each.record) for each in records):
-        records = _with_places_of_other_lines(records)
+    return records
+
+
+def _emit(records: Sequence[_Printed], problems: list[Problem]) -> Records:
+    """Yields line number and record of each step and evaluation, without the means of epochs."""
     have_places = _have_places(records)
     last_place = Place(None)
     for each in records:

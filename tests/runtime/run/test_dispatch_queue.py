@@ -5,7 +5,7 @@ from typing import Any
 
 from healcore.core.decision import StepRecord
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.dispatch_queue import DispatchQueue, StepResult
+from healcore.runtime.run.dispatch_queue import DispatchQueue, DispatchStart
 from tests.healer.step_records import record
 
 
@@ -15,28 +15,28 @@ def dispatch_of(step: StepRecord) -> Any:
 
 
 def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
-    reader = DispatchQueue()
+    queue = DispatchQueue()
 
     # A micro-step accumulates a batch, and the accumulation is undone.
     micro_step = record(judged=False)
-    reader.push(dispatch_of(micro_step), StepResult(0, [], (BatchId(0, 0),)))
-    list(reader.read_all())
-    reader.forget_accumulation()
+    queue.push(dispatch_of(micro_step), DispatchStart(0, (BatchId(0, 0),)))
+    list(queue.read_all())
+    queue.forget_accumulation()
 
     # The next update is of its own batch.
-    reader.push(dispatch_of(record()), StepResult(0, [], (BatchId(0, 1),)))
-    (update,) = reader.read_all()
+    queue.push(dispatch_of(record()), DispatchStart(0, (BatchId(0, 1),)))
+    (update,) = queue.read_all()
     assert update.batches == (BatchId(0, 1),)
 
 
 def test_steps_that_are_put_back_are_due_again_before_all_others():
     """A rollback that was not possible has read them, and their own orders are still open."""
-    reader = DispatchQueue()
+    queue = DispatchQueue()
     for index in range(3):
-        reader.push(dispatch_of(record()), StepResult(index, [], ()))
-    assert reader.read_next().index == 0
-    unread = list(reader.read_all())
-    reader.push(dispatch_of(record()), StepResult(3, [], ()))
-    reader.put_back(unread)
-    assert reader.has_due()
-    assert [each.index for each in reader.read_all()] == [1, 2, 3]
+        queue.push(dispatch_of(record()), DispatchStart(index, ()))
+    assert queue.read_next().index == 0
+    unread = list(queue.read_all())
+    queue.push(dispatch_of(record()), DispatchStart(3, ()))
+    queue.put_back(unread)
+    assert queue.has_due()
+    assert [each.index for each in queue.read_all()] == [1, 2, 3]

@@ -10,6 +10,8 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.run import Run
+from healcore.runtime.run.run_record import Ledger
 from healcore.runtime.run_options import Hooks
 from tests.healer.step_records import record
 from tests.runtime.run.bare_driver import BareDriver
@@ -21,16 +23,18 @@ IN_INCIDENT = {**NAN_ALARM, "incident": 1, "incident_open": True}
 
 
 @pytest.fixture
-def monitor() -> IncidentMonitor:
-    """The monitor of a run without checkpoints. Its lines are on standard error."""
-    log = RunLog(Log(None), console=True)
-    driver = BareDriver()
-    run = bare_run(log, driver)
+def run() -> Run:
+    """A run without checkpoints. Its lines are on standard error."""
+    return bare_run(RunLog(Log(None), console=True), BareDriver())
+
+
+@pytest.fixture
+def monitor(run: Run) -> IncidentMonitor:
     return IncidentMonitor(
         policy=run.policy,
-        driver=driver,
+        driver=run.driver,
         ranks=run.ranks,
-        log=log,
+        log=run.log,
         ledger=run.ledger,
         state=run.record.monitor,
         hooks=Hooks(),
@@ -38,9 +42,9 @@ def monitor() -> IncidentMonitor:
     )
 
 
-def process_steps(monitor: IncidentMonitor, count: int, **changes: Any) -> None:
+def process_steps(monitor: IncidentMonitor, ledger: Ledger, count: int, **changes: Any) -> None:
     """Gives the monitor the next `count` steps; `changes` are to the record of a healthy step."""
-    first = monitor._ledger.next_step
+    first = ledger.next_step
     for index in range(first, first + count):
         monitor.process(StepResult(index, [record(step=index + 1, **changes)], ()))
 
@@ -51,9 +55,9 @@ def process_batches(monitor: IncidentMonitor, steps: range, first_batch: int) ->
         monitor.process(StepResult(index, [record()], (BatchId(0, batch),)))
 
 
-def test_skips_of_one_long_incident_are_said_at_powers_of_ten(monitor, capsys):
-    process_steps(monitor, 5)
-    process_steps(monitor, 1000, **IN_INCIDENT)
+def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run, monitor, capsys):
+    process_steps(monitor, run.ledger, 5)
+    process_steps(monitor, run.ledger, 1000, **IN_INCIDENT)
 
     first, *later = capsys.readouterr().err.splitlines()
     assert first.startswith("healcore: step 5: incident 1: nonfinite loss; ")
@@ -86,18 +90,18 @@ def test_ids_of_an_earlier_loader_are_not_skipped_in_the_current_one(monitor, ba
     assert [batch.index for batch in found] == skipped
 
 
-def test_an_incident_that_is_over_has_one_event_and_one_line(monitor, capsys):
-    process_steps(monitor, 5)
-    process_steps(monitor, 3, **IN_INCIDENT)
+def test_an_incident_that_is_over_has_one_event_and_one_line(run, monitor, capsys):
+    process_steps(monitor, run.ledger, 5)
+    process_steps(monitor, run.ledger, 3, **IN_INCIDENT)
     capsys.readouterr()
 
-    process_steps(monitor, 9)  # it takes ten
+    process_steps(monitor, run.ledger, 9)  # it takes ten
     assert capsys.readouterr().err == ""
 
-    process_steps(monitor, 30, loss=0.5)
+    process_steps(monitor, run.ledger, 30, loss=0.5)
     (line,) = capsys.readouterr().err.splitlines()
     assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
-    (incident,) = monitor._log.history.incidents
+    (incident,) = run.log.history.incidents
     assert incident.over
     assert not monitor.is_unhealthy
 
@@ -105,8 +109,8 @@ def test_an_incident_that_is_over_has_one_event_and_one_line(monitor, capsys):
 @pytest.mark.parametrize(
     "cause", [Cause.PLATEAU, Cause.GRAD_VANISHING], ids=lambda cause: cause.name
 )
-def test_a_lasting_alarm_is_over_at_the_first_step_without_it(monitor, cause):
-    process_steps(monitor, 30, cause=cause, action=Action.ALERT)
+def test_a_lasting_alarm_is_over_at_the_first_step_without_it(run, monitor, cause):
+    process_steps(monitor, run.ledger, 30, cause=cause, action=Action.ALERT)
     assert monitor.is_unhealthy, "report().converged is false"
-    process_steps(monitor, 1)
+    process_steps(monitor, run.ledger, 1)
     assert not monitor.is_unhealthy

@@ -16,7 +16,7 @@ from healcore.errors import Terminated
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.checkpoints.unread_steps import unread_from_text, unread_to_text
 from healcore.runtime.run.compare.trained_step import ObservedBatch
-from healcore.runtime.run.dispatch_queue import DispatchQueue, ReadDispatch, StepResult
+from healcore.runtime.run.dispatch_queue import DispatchQueue, DispatchStart, ReadDispatch
 from tests.healer.step_records import record
 from tests.healer.training_loops import SKIPS, TorchLoop, at, train
 
@@ -31,12 +31,12 @@ BAD = record(
 
 
 def test_unread_steps_come_back_as_they_were():
-    reader = DispatchQueue()
+    queue = DispatchQueue()
     batch = ObservedBatch({"x": np.arange(3)}, 0.5)
-    reader.push(ReadDispatch([[FINE]], 1, True), StepResult(7, [], (BatchId(0, 7),)))
-    reader.push(ReadDispatch([[FINE, BAD], [FINE]], 2), StepResult(8, [], (), (batch,)))
-    text = unread_to_text(reader.read_ahead())
-    assert unread_to_text(reader.read_ahead()) == text, "they stay queued"
+    queue.push(ReadDispatch([[FINE]], 1, True), DispatchStart(7, (BatchId(0, 7),)))
+    queue.push(ReadDispatch([[FINE, BAD], [FINE]], 2), DispatchStart(8, (), (batch,)))
+    text = unread_to_text(queue.read_ahead())
+    assert unread_to_text(queue.read_ahead()) == text, "they stay queued"
 
     kept = unread_from_text(text, {8: [tuple(batch)]})
     assert [each.dispatch.steps for each in kept] == [[[FINE]], [[FINE, BAD], [FINE]]]
@@ -52,7 +52,7 @@ def test_unread_steps_come_back_as_they_were():
 
 
 def test_a_failed_read_costs_no_save(tmp_path, monkeypatch):
-    def fail(reader: DispatchQueue) -> Any:
+    def fail(queue: DispatchQueue) -> Any:
         raise RuntimeError("the device is lost")
 
     ask = at(6, lambda healer: os.kill(os.getpid(), signal.SIGTERM))

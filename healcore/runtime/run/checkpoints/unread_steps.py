@@ -14,7 +14,7 @@ from typing import Any
 from healcore.core.decision import Action, Cause, StepRecord, SuspectGradient
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.compare.trained_step import ObservedBatch
-from healcore.runtime.run.dispatch_queue import ReadDispatch, StepResult, UnreadDispatch
+from healcore.runtime.run.dispatch_queue import DispatchStart, ReadDispatch, UnreadDispatch
 from healcore.runtime.store import values
 
 _TEXT = ("the steps that were not read",)
@@ -69,9 +69,8 @@ def unread_from_text(text: str, contents: Mapping[int, Any]) -> list[UnreadDispa
         parts: tuple[ObservedBatch, ...] = ()
         if each["contents"] and index in contents:
             parts = tuple(ObservedBatch(*part) for part in contents[index])
-        first = StepResult(
+        first = DispatchStart(
             index,
-            [],
             tuple(BatchId(*batch) for batch in each["batches"]),
             parts,
             has_lost_contents=len(parts) != each["contents"],

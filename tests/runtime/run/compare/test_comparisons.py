@@ -2,6 +2,7 @@
 
 import pytest
 
+from healcore.runtime.run.compare.anchor_choice import to_compare
 from healcore.runtime.run.compare.evidence import SAMPLE_SIZE
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from tests.runtime.run.compare.arithmetic import MAX_CREDIT, THRESHOLD, TO_VERDICT
@@ -9,6 +10,7 @@ from tests.runtime.run.compare.toy_driver import (
     OTHER_PARAMETERS,
     ToyRun,
     healthy_run,
+    healthy_weight,
     noisy,
     train_damaged,
     train_healthy,
@@ -34,7 +36,8 @@ def test_an_anchor_is_compared_once_it_is_a_save_interval_old():
     run = ToyRun(noisy)
 
     def compared_at(index: int) -> list[int]:
-        return [anchor.step for anchor in run.comparisons._eligible_anchors(index)]
+        chosen = to_compare(run.comparisons.anchors, index, every=run.interval)
+        return [anchor.step for anchor in chosen]
 
     assert compared_at(SAMPLE_SIZE - 2) == []
     assert compared_at(SAMPLE_SIZE - 1) == [0]
@@ -65,8 +68,24 @@ def test_a_rollback_drops_what_came_after_its_target():
     for anchor in run.comparisons.anchors:
         assert all(step.index < 150 for step in anchor.sample)
     assert not run.comparisons.has_evidence
-    assert not run.comparisons._dispatch_losses
     assert run.comparisons.credit.left == pytest.approx(MAX_CREDIT)
+
+
+def test_a_rollback_drops_the_losses_of_an_unfinished_dispatch():
+    """Otherwise the next comparison would take their mean for the loss of the restored weights."""
+    evidence: list[list[float]] = []
+    for is_unfinished in (False, True):
+        run = healthy_run(290)
+        if is_unfinished:
+            step = TrainedStep(run.step, ())
+            run.comparisons.observe(step, -9.0, alarm=False, has_trained=True)
+        run.comparisons.on_rollback(250)
+        run.step = 250
+        before = run.driver.evaluations
+        run.take(run.step, weight=healthy_weight(run.step) + 5.0, alarm=True)
+        assert run.driver.evaluations > before, "the step is compared"
+        evidence.append([anchor.evidence for anchor in run.comparisons.anchors])
+    assert evidence[0] == evidence[1]
 
 
 def test_an_accepted_level_is_not_compared_and_new_copies_are_made_after_it():
