@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Accumulation:
             if drops:
                 p.grad = None
             elif p.grad is not None:
-                with torch.no_grad():
+                with torch.no_grad(), suppress(RuntimeError):  # an expanded tensor is not writable
                     p.grad.zero_()
         self._reached = False
         self.healing.drop_losses()

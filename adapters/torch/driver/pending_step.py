@@ -257,8 +257,9 @@ class PendingStep:
                     votes, _, _ = entry.marks.read()
                     if votes > 0:
                         self.vote_requested = True
-            self._records = [*self._early]
+            records = [*self._early]
             for entry in self._entries:
-                self._records.append(entry.recorder.read(entry))
+                records.append(entry.recorder.read(entry))
+            self._records = records  # only when all are read: an error is raised again
             self._entries = ()
         return [self._records]

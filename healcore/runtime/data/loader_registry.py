@@ -19,6 +19,7 @@ from healcore.runtime.data.positions import (
     BEGUN,
     COUNT,
     EPOCH,
+    TRAINED,
     BatchId,
     Positions,
     SavedPosition,
@@ -393,6 +394,16 @@ class LoaderRegistry:
     # -- positions ------------------------------------------------------------------------------
 
     @property
+    def awaits_training_data(self) -> bool:
+        """Whether no loader has taken over the position of the loader of the last step yet.
+
+        After a restart the program may evaluate before it comes to its training loop. Until then
+        the run can be neither saved nor rolled back: its place in the data belongs to no loader of
+        this process.
+        """
+        return str(self._earlier.trained) in self._earlier.positions
+
+    @property
     def can_rewind(self) -> bool:
         """Whether the loaders of the steps can be rewound.
 
@@ -409,10 +420,17 @@ class LoaderRegistry:
         first batch again.
 
         Returns:
-            Number of a loader as text -> its position. Under `COUNT`, `EPOCH` and `BEGUN` are the
-            next number of a loader, the epoch of the loop, and the loaders begun in this epoch.
+            Number of a loader as text -> its position. Under `COUNT`, `EPOCH`, `BEGUN` and
+            `TRAINED` are the next number of a loader, the epoch of the loop, the loaders begun in
+            this epoch, and the loader of the last step.
         """
         positions: Positions = {}
+        count, trained = self._numbers.next, None
+        if self.last_trained is not None and self.last_trained.trains:
+            trained = self.last_trained.number
+        if self.awaits_training_data:
+            positions.update(self._earlier.positions)
+            count, trained = max(count, self._earlier.count), self._earlier.trained
         for loader in self:
             if loader.exhausted_before or loader.is_undone:
                 continue
@@ -421,11 +439,15 @@ class LoaderRegistry:
             else:
                 positions[str(loader.number)] = loader.start
         epoch = self.epoch_loop.next_epoch
-        positions[COUNT] = self._numbers.next
+        positions[COUNT] = count
         positions[EPOCH] = epoch
         begun = self._numbers.begun_in(epoch)
+        if self.awaits_training_data:
+            begun = self._earlier.begun.get(epoch, begun)
         if begun is not None:
             positions[BEGUN] = begun
+        if trained is not None:
+            positions[TRAINED] = trained
         return positions
 
     def position_after_step(self) -> Positions | None:

@@ -34,7 +34,7 @@ SavedPosition = dict[str, Any]
 Positions = dict[str, Any]
 """The positions of all loaders of a run, as a checkpoint has them:
 
-    {"0": position, "1": position, "count": 2, "epoch": 1, "begun": [1]}
+    {"0": position, "1": position, "count": 2, "epoch": 1, "begun": [1], "trained": 1}
 
 The keys of the positions are the numbers of the loaders, see `LoaderNumbers`."""
 EPOCH = "epoch"
@@ -44,6 +44,8 @@ COUNT = "count"
 BEGUN = "begun"
 """Key next to the positions of loaders: the numbers of the loaders that the loop has begun in this
 epoch, in order. Checkpoints of 0.3.0 do not have it."""
+TRAINED = "trained"
+"""Key next to the positions of loaders: the number of the loader of the last step."""
 Division = list[Any]
 """What has to stay equal for another number of ranks, see `other_ranks.division`."""
 
@@ -248,7 +250,7 @@ def check_positions(position: Mapping[str, Any]) -> None:
                 raise DataError(f"the numbers of loaders are a list, not {value!r:.80}")
             for number in value:
                 _check_number("number of a loader", number)
-        elif key in (COUNT, EPOCH):
+        elif key in (COUNT, EPOCH, TRAINED):
             _check_number(f"{key} of loaders", value)
         else:
             decode_position(value)

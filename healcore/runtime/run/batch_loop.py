@@ -105,10 +105,10 @@ class BatchLoop:
             return False
         if self._state.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
             return False
-        is_evaluation = loop.is_evaluation(known)
+        self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)
+        is_evaluation = loop.is_evaluation(self._loader)
         if is_evaluation:
             self._state.begin_evaluation()
-        self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)
         self._state.mark_random_states_restored()
         if known is not None and known.trains:  # what the code before this pass has changed
             self._run.saver.keep_weight_sample()

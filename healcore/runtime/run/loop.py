@@ -115,12 +115,17 @@ class Loop:
         return self.run.loaders.epoch_loop.returns_to is not None
 
     def is_evaluation(self, loader: RunLoader | None) -> bool:
-        """Whether an evaluation in the body of a training loop reads this loader.
+        """Whether an evaluation reads this loader: in the body of a training loop, or before it.
 
         A restart does not repeat the rest of the body, so the work between two steps waits for it.
+        After a restart the work also waits until the training data have their place again: a save
+        would not have the place, and a rollback would not move it.
         """
-        if loader is not None and loader.trains:
-            return False
+        if loader is not None:
+            if not self.run.progress.steps_taken and self.run.loaders.awaits_training_data:
+                return True
+            if loader.trains:
+                return False
         for each in self.run.loaders:
             if each.in_use and each.trains:
                 return True

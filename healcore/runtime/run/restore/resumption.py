@@ -13,6 +13,7 @@ from healcore.runtime.driver import Engines
 from healcore.runtime.run.checkpoints.unread_steps import unread_from_text
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import SavedDataState
+from healcore.runtime.run.dispatch_queue import UnreadDispatch
 from healcore.runtime.run.engine_states import limit_norms
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.restore.changed_model import advice_for, forget_changes
@@ -162,7 +163,8 @@ class Resumption:
         if saved.data_state is not None:
             batches = saved.data_state.batches
         if own.unread:
-            self.run.dispatch_queue.resume(unread_from_text(own.unread, batches or {}))
+            unread = unread_from_text(own.unread, batches or {})
+            self.run.dispatch_queue.resume(self._comparable_on_all_ranks(unread))
         if own.comparisons is not None:
             self.run.comparisons.continue_from(
                 own.comparisons, weights, step=saved.step, batches=batches
@@ -173,6 +175,19 @@ class Resumption:
         if own.repeats_undone_steps(saved.step):
             positions |= _kept_positions(own, saved)
         self.run.loaders.resume(positions, own.skipped)
+
+    def _comparable_on_all_ranks(self, unread: Sequence[UnreadDispatch]) -> list[UnreadDispatch]:
+        """Marks the steps whose batches any rank has lost, because comparing is collective.
+
+        Each rank saves its own batches, up to a limit in bytes.
+        """
+        lost = self.run.ranks.gather([each.first.has_lost_contents for each in unread])
+        agreed: list[UnreadDispatch] = []
+        for number, each in enumerate(unread):
+            is_lost = any(flags[number] for flags in lost)
+            first = each.first._replace(has_lost_contents=is_lost)
+            agreed.append(each._replace(first=first))
+        return agreed
 
 
 def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:

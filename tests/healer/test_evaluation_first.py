@@ -1,0 +1,96 @@
+"""A program that evaluates before its training loop, and is killed or ends and starts again."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from healcore import Action, Checkpoints, Healer, Hooks
+from healcore.errors import Terminated
+from healcore.runtime.run.ending.shutdown import Shutdown
+from tests.healer.run_directory import new_process
+from tests.healer.simulated_kills import Crash, end_without_log
+
+TRAINING = [torch.full((2, 3), float(number)) for number in range(20)]
+VALIDATION = [torch.zeros(2, 3) for _ in range(3)]
+
+
+def program(
+    store: Path,
+    *,
+    after_step: Callable[[int], None] = lambda step: None,
+    nan_at: int | None = None,
+) -> list[int]:
+    """Evaluates, then trains; returns the numbers of the training batches of this start."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    read: list[int] = []
+    options: Any = {
+        "checkpoints": Checkpoints(every=10),
+        "hooks": Hooks(on_incident=lambda incident: Action.ROLLBACK),
+    }
+    state = {"model": model, "optimizer": optimizer}
+    with Healer("default", state=state, store=store, **options) as healer:
+        for batch in healer.batches(VALIDATION):
+            model(batch)
+        for batch in healer.batches(TRAINING):
+            read.append(int(batch[0, 0]))
+            loss = model(batch).square().mean()
+            if nan_at == read[-1]:
+                loss = loss * torch.nan
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after_step(read[-1] + 1)
+    return read
+
+
+def raise_at(last: int) -> Callable[[int], None]:
+    def after_step(step: int) -> None:
+        if step == last:
+            raise KeyError("the program's own error")
+
+    return after_step
+
+
+def kill_at(last: int) -> Callable[[int], None]:
+    def after_step(step: int) -> None:
+        if step == last:
+            raise Crash
+
+    return after_step
+
+
+def test_a_start_after_a_save_in_the_body_keeps_the_place_in_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The exception saves step 10 in the body. The next start evaluates, and is then killed."""
+    with pytest.raises(KeyError):
+        program(tmp_path, after_step=raise_at(10))
+    new_process()
+    with monkeypatch.context() as patch:
+        patch.setattr(Shutdown, "close", end_without_log)
+        with pytest.raises(Crash):
+            program(tmp_path, after_step=kill_at(13))
+    new_process()
+    assert program(tmp_path) == list(range(10, 20))
+
+
+def test_an_order_of_an_unread_step_waits_for_the_training_data(tmp_path: Path):
+    """A signal ends the run right after the step. The next start evaluates before it rolls back."""
+
+    def stop(step: int) -> None:
+        if step == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Terminated):
+        program(tmp_path, after_step=stop, nan_at=8)
+    new_process()
+    read = program(tmp_path)
+    assert read == [9, *range(8), *range(9, 20)], "the rollback repeats all steps but the bad one"
