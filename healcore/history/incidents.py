@@ -78,7 +78,7 @@ class Incident:
     undone: bool = False
     """Whether the run went back to a step before the onset, by a rollback or a restart."""
     lost: bool = False
-    """Whether its process was lost before a save. A restart repeats its steps, and counts anew."""
+    """Whether its process was lost before a save. A restart repeats its steps, and counts again."""
 
     @property
     def capped(self) -> bool:
