@@ -94,3 +94,43 @@ def test_an_order_of_an_unread_step_waits_for_the_training_data(tmp_path: Path):
     new_process()
     read = program(tmp_path)
     assert read == [9, *range(8), *range(9, 20)], "the rollback repeats all steps but the bad one"
+
+
+@pytest.mark.parametrize("last", [7, 17, 20])
+def test_an_order_drawn_in_each_pass_is_the_same_after_two_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+):
+    """The evaluation draws random numbers too, and counts as a pass of the program."""
+
+    def start(store: Path, kill_after: int | None) -> list[int]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        read: list[int] = []
+        state = {"model": model, "optimizer": optimizer}
+        with Healer("default", state=state, store=store, checkpoints=Checkpoints(every=4)) as healer:
+            for batch in healer.batches(VALIDATION):
+                model(batch + torch.randn(3))
+            for _ in range(3):
+                order = torch.randperm(10).tolist()
+                for number in healer.batches(order):
+                    read.append(number)
+                    loss = model(TRAINING[number]).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if healer.step == kill_after:
+                        raise Crash
+        return read
+
+    whole = start(tmp_path / "whole", None)
+    killed = tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        patch.setattr(Shutdown, "close", end_without_log)
+        for kill_after in (last, last + 3):
+            new_process()
+            with pytest.raises(Crash):
+                start(killed, kill_after)
+    new_process()
+    rest = start(killed, None)
+    assert rest == whole[-len(rest) :]

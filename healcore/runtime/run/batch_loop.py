@@ -28,7 +28,7 @@ class BatchLoop:
 
     After a rollback the same loop yields the batches of the checkpoint again, if the loader can be
     rewound. An evaluation in the body of a training loop only reads: a restart does not repeat the
-    rest of the body, so a save or a rollback waits for the training loop (`Loop.is_evaluation`).
+    rest of the body, so a save or a rollback waits for the training loop (`Loop.work_waits`).
 
     Args:
         run: the parts of the run.
@@ -106,13 +106,13 @@ class BatchLoop:
         if self._state.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
             return False
         self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)
-        is_evaluation = loop.is_evaluation(self._loader)
-        if is_evaluation:
+        work_waits = loop.work_waits(self._loader)
+        if work_waits:
             self._state.begin_evaluation()
         self._state.mark_random_states_restored()
         if known is not None and known.trains:  # what the code before this pass has changed
             self._run.saver.keep_weight_sample()
-        if not is_evaluation:  # after a `break` the loop continues from `self._loader`
+        if not work_waits:  # after a `break` the loop continues from `self._loader`
             loop.after_step()
         return True
 
@@ -167,16 +167,16 @@ class BatchLoop:
         step_before = progress.step
         loop.queue_dispatch()
         self._has_stepped = progress.step > step_before
-        if not loop.is_evaluation(self._loader):
+        if not loop.work_waits(self._loader):
             loop.after_step()
 
     def _end(self) -> None:
         """Ends the loop after the last batch, and judges the run if no other loop may follow."""
         loop, loader = self._loop, self._loader
         self._state.end_evaluation()
-        evaluates = loop.is_evaluation(loader)
-        self._run.batches.end(loader, evaluates=evaluates)
-        if evaluates or not loader.trains:
+        trains = not loop.work_waits(loader)
+        self._run.batches.end(loader, trains=trains, ends_pass=not loop.is_evaluation(loader))
+        if not trains or not loader.trains:
             return
         # A pass with a number is one of several, and so is perhaps a pass of few steps.
         is_one_of_several = self._epoch is not None or self._run.loaders.epoch_loop.can_return

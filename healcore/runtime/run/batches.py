@@ -145,21 +145,23 @@ class RunBatches:
         loader.use_batch()
         return batch
 
-    def end(self, loader: RunLoader, *, evaluates: bool) -> None:
+    def end(self, loader: RunLoader, *, trains: bool, ends_pass: bool) -> None:
         """Ends the loop over a loader that has no further batch.
 
         Args:
             loader: result of `begin`.
-            evaluates: whether the loop has taken no step, so that the next pass over the training
-                data has not begun.
+            trains: whether the loop may have taken steps. After a restart it has not, until the
+                training data have their place again.
+            ends_pass: whether a pass of the program's loop has ended, also one that a restart
+                repeats without batches. An evaluation in the body of a training loop is no pass.
         """
         step_batches = self._step_batches
-        if evaluates and loader is self._loaders.last_trained:
+        if not trains and loader is self._loaders.last_trained:
             self._loaders.last_trained = None  # a loop over `steps` has no loader
             step_batches.last_read = None
         if loader is not self._loaders.last_trained:
             step_batches.end_evaluation(loader)
-        if not evaluates:
+        if ends_pass:
             self._pass_states.begin_pass(ended=True)
         loader.leave_loop()
 

@@ -114,22 +114,25 @@ class Loop:
         """Whether the rest of this epoch is dropped, because the run was rolled back before it."""
         return self.run.loaders.epoch_loop.returns_to is not None
 
-    def is_evaluation(self, loader: RunLoader | None) -> bool:
-        """Whether an evaluation reads this loader: in the body of a training loop, or before it.
-
-        A restart does not repeat the rest of the body, so the work between two steps waits for it.
-        After a restart the work also waits until the training data have their place again: a save
-        would not have the place, and a rollback would not move it.
-        """
-        if loader is not None:
-            if not self.run.progress.steps_taken and self.run.loaders.awaits_training_data:
-                return True
-            if loader.trains:
-                return False
+    def is_evaluation(self, loader: RunLoader) -> bool:
+        """Whether an evaluation in the body of a training loop reads this loader."""
+        if loader.trains:
+            return False
         for each in self.run.loaders:
             if each.in_use and each.trains:
                 return True
         return self.state.has_taken_yielded_step
+
+    def work_waits(self, loader: RunLoader) -> bool:
+        """Whether the work between two steps waits while the program reads this loader.
+
+        It waits for the end of an evaluation in the body of a training loop, because a restart does
+        not repeat the rest of the body. After a restart it also waits until the training data have
+        their place again: a save would not have the place, and a rollback would not move it.
+        """
+        if not self.run.progress.steps_taken and self.run.loaders.awaits_training_data:
+            return True
+        return self.is_evaluation(loader)
 
     # -- the work between two steps -------------------------------------------------------------
 
@@ -358,7 +361,7 @@ class Loop:
         alone = self.run.ranks.world == 1
         of_training = loader in (None, self.run.loaders.last_trained)
         self.queue_dispatch()
-        if not (alone or of_training) or (loader is not None and self.is_evaluation(loader)):
+        if not (alone or of_training) or (loader is not None and self.work_waits(loader)):
             return None  # one rank may evaluate alone, and reading steps is collective
         rollback = self.read_and_act(every=True)
         if rollback is not None:
