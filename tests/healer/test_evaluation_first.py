@@ -108,7 +108,9 @@ def test_an_order_drawn_in_each_pass_is_the_same_after_two_kills(
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         read: list[int] = []
         state = {"model": model, "optimizer": optimizer}
-        with Healer("default", state=state, store=store, checkpoints=Checkpoints(every=4)) as healer:
+        with Healer(
+            "default", state=state, store=store, checkpoints=Checkpoints(every=4)
+        ) as healer:
             for batch in healer.batches(VALIDATION):
                 model(batch + torch.randn(3))
             for _ in range(3):
