@@ -356,7 +356,8 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     run.pass_states.resume(random_states)
     trials = failed_trials(newest)
     if trials is None:
-        run.log.event("resume", step=step, checkpoint=step)
+        first_unread = run.dispatch_queue.first_index
+        run.log.event("resume", step=step, checkpoint=step, first_unread=first_unread)
     else:
         _report_undone(run, len(run.ledger.rollbacks) - trials.first, step)
     report_before_kill(run, step)
@@ -391,7 +392,8 @@ def _report_undone(run: Run, count: int, step: int) -> None:
     else:
         why = "the steps since then were skipped or taken without the Healer, so they are trained "
         why += "again"
-    run.log.event("resume", step=step, checkpoint=step, why=why)
+    first_unread = run.dispatch_queue.first_index
+    run.log.event("resume", step=step, checkpoint=step, first_unread=first_unread, why=why)
     run.log.info(f"step {step}: {why}")
     try:
         run.saver.replace_record(step)
