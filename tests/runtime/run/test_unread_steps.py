@@ -24,7 +24,7 @@ from healcore.runtime.run.ending.shutdown import Shutdown
 from tests.healer.run_directory import events
 from tests.healer.simulated_kills import Crash, end_without_log
 from tests.healer.step_records import record
-from tests.healer.training_loops import SKIPS, Faults, TorchLoop, at, train
+from tests.healer.training_loops import SKIPS, Faults, TorchLoop, at, rules, train
 
 FINE = record()
 BAD = record(
@@ -94,3 +94,27 @@ def test_the_report_counts_an_unread_step_once_after_a_kill(tmp_path, monkeypatc
     (history,) = runs_of(read(tmp_path / "healcore.events.jsonl").by_process())
     assert (history.counts().incidents, history.counts().skips) == (1, 1)
     assert [fault.first for fault in faults_found(history)] == [6]
+
+
+@pytest.mark.parametrize(
+    ("policy", "rolls_back"),
+    [
+        pytest.param(rules(), True, id="the same policy"),
+        pytest.param(rules(recoveries=5), True, id="a policy with the same rule"),
+        pytest.param(SKIPS, False, id="a policy without a rollback"),
+        pytest.param(rules(mode="observe"), False, id="a policy that observes"),
+        pytest.param("default", False, id="a policy that needs evidence"),
+    ],
+)
+def test_the_policy_of_the_restart_decides_about_the_orders_of_unread_steps(
+    policy, rolls_back, tmp_path
+):
+    """The bad step is the last one before a signal. The first policy orders a rollback for it."""
+    loop = TorchLoop(Faults([6]))
+    ask = at(6, lambda healer: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Terminated):
+        train(loop, rules(), range(20), store=tmp_path, before=ask)
+    assert not events(tmp_path, "rollback")
+    train(TorchLoop(Faults()), policy, range(20), store=tmp_path)
+    assert bool(events(tmp_path, "rollback")) == rolls_back
+    assert events(tmp_path, "end")[-1]["ending"] == "completed"
