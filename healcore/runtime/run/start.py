@@ -245,17 +245,14 @@ def _carry_out(
 
 
 def _set_loop_state(run: Run, plan: StartPlan) -> None:
-    """Tells the loop that nothing is trained, or that it begins with the work after a step.
+    """Tells the loop that nothing is trained, if an earlier process has completed the run.
 
     Args:
         run: the parts of the run, which has resumed or taken its first snapshot.
         plan: the plan of the start.
     """
-    if run.progress.had_completed:
-        if plan is StartPlan.COMPLETED:
-            run.loop.state.find_completed()
-    elif run.record.is_in_body and not run.loop.has_trainer:
-        run.loop.state.resume_in_body()
+    if run.progress.had_completed and plan is StartPlan.COMPLETED:
+        run.loop.state.find_completed()
 
 
 def _read_previous_process(log: RunLog) -> _PreviousProcess:
@@ -354,6 +351,8 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     completed = newest is not None and newest.completed and newest.step == step
     run.progress.resume(step, completed=completed)
     run.pass_states.resume(random_states)
+    if run.record.is_in_body and not (completed or run.loop.has_trainer):
+        run.loop.state.resume_in_body()  # before a record is written, which has to say so too
     trials = failed_trials(newest)
     if trials is None:
         first_unread = run.dispatch_queue.first_index
