@@ -60,7 +60,7 @@ def judge(
 ) -> tuple[EngineState, Decision]:
     """Judges one step.
 
-        signals -> check -> detectors -> rules -> skip -> clipping rule -> factor ----.
+        signals -> check -> detectors -> rules -> skip -> clipping rule -> factor -------.
                                              |                                           |
                                              '-> incidents, budget -> learning rate -> Decision
 
@@ -401,8 +401,7 @@ def _limit_norm(
     """The result of `_clip_scales` with the host's limit, 0 or the largest norm after scaling.
 
     `norm` is the raw norm. The norm in `CheckedSignals` is limited, so it is too small above
-    `SIGNAL_LIMIT`.
-    A norm that is NaN or Inf belongs to a skipped step. Per-tensor factors are at most the factor
+    `SIGNAL_LIMIT`. A norm that is NaN or Inf belongs to a skipped step. Per-tensor factors are at most the factor
     that scales the whole gradient to the limit. So the norm stays within the limit without a sum
     of norms, which each backend would round differently.
     """

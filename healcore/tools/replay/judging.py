@@ -1,8 +1,8 @@
-"""Runs a policy's engine over the rows of a trace, which takes seconds for a million rows.
+"""Runs a policy's engine over the rows of a trace.
 
-The engine's step is recorded as a loop, once for each set of signals that rows log together, so
-that a trace of a million rows takes seconds. Rollbacks do not use up the budget of the replay,
-because the recorded curve does not recover after them.
+The engine's step is recorded as a loop, once for each set of signals that rows log together. So a
+million rows take seconds. Rollbacks do not use up the budget of the replay, because the recorded
+curve does not recover after them.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _choose_signals(
 
     `eval_loss` is passed only if the policy reads it, as in the adapters. In a trace with
     evaluations every row has `eval_loss`, which is NaN without an evaluation, because the signals
-    of an engine are fixed for a run. Returns the rows, int (n,), the distinct sets of
-    signals, and the place of each row's set, int (n,).
+    of an engine are fixed for a run. Returns the rows, int (n,), the distinct sets of signals, and
+    the place of each row's set, int (n,).
     """
     names = [name for name in JUDGED_SIGNALS if name in rows.logged]
     has_evaluations = "eval_loss" in engine.needs and rows.logged.get("eval_loss", np.False_).any()

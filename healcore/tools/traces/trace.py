@@ -100,13 +100,12 @@ class Trace:
     """The log of one run, in memory.
 
     A run that was resumed or rolled back has logged some steps twice. `rows` has both records, so
-    that a replay sees what the detectors of the run would have seen. `lineage` has the rows that
-    the final weights come from.
+    that a replay sees what the detectors of the run would have seen. The function `lineage` selects
+    the rows that the final weights come from.
 
         steps      1 2 3 4 5 6        attempt 0
         steps            4 5 6 7 8    attempt 1, resumed after step 3
         replaced         x x x        the steps 4 to 6 of attempt 0
-
     """
 
     name: str
