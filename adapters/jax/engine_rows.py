@@ -51,9 +51,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from healcore.core.decision import RECORD_FIELDS, RECORD_INTS, Decision
+from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState, Tally
 from healcore.core.engine.state import record_numbers
+from healcore.core.step_record import RECORD_FIELDS, RECORD_INTS
 from healcore.jax.one_kernel import is_one_kernel
 
 FINGERPRINT = slice(2)

@@ -28,11 +28,12 @@ from jax.core import Tracer
 
 from healcore.console import first_of
 from healcore.core import numerics
-from healcore.core.decision import Decision, record_metrics
+from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.engine.config import EngineConfig, config_differences
 from healcore.core.errors import HealcoreError, exported_by
 from healcore.core.signals import Signals
+from healcore.core.step_record import record_metrics
 from healcore.jax import engine_rows
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.array_namespace import JAX

@@ -5,6 +5,7 @@ detectors        judge the signals of one step, and learn them
 clipping         the clipping rules
 signals          the signals of one step, raw and checked
 decision         the engine's answer for one step, and the flags of causes and actions
+step_record      the values of a step and its decision, as the host reads them
 baseline         averages that are robust to outliers
 ranges           which values a key of a policy may have
 numerics         float32 arithmetic, and states as trees

@@ -83,7 +83,7 @@ class _EventsModel(BaseModel):
 
 
 class ReadingsRecord(_EventsModel):
-    """JSON form of `healcore.core.decision.Readings`."""
+    """JSON form of `healcore.core.step_record.Readings`."""
 
     loss: Number
     grad_norm: Number
@@ -93,7 +93,7 @@ class ReadingsRecord(_EventsModel):
 
 
 class EvidenceRecord(_EventsModel):
-    """JSON form of `healcore.core.decision.SuspectGradient`."""
+    """JSON form of `healcore.core.step_record.SuspectGradient`."""
 
     name: Text
     grad_norm: Number

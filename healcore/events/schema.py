@@ -11,7 +11,7 @@ from healcore.console import counted, first_of
 from healcore.core.numerics import SIGNAL_LIMIT
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses the sentences without pydantic
-    from healcore.core.decision import Readings
+    from healcore.core.step_record import Readings
     from healcore.events.models import EventRecord, ReadingsRecord
 
 SCHEMA = 2

@@ -14,9 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 from healcore import console
 from healcore.console import Console
-from healcore.core.decision import NONFINITE, Action, Cause, Decision, Readings, SuspectGradient
+from healcore.core.decision import NONFINITE, Action, Cause, Decision
 from healcore.core.engine import Engine, RuleConfig
 from healcore.core.errors import error_text
+from healcore.core.step_record import Readings, SuspectGradient
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.document import Budget, Hang, Incident, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve

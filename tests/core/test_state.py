@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from healcore.core.decision import host_record
 from healcore.core.engine import Engine, StateError
 from healcore.core.engine.state import record_numbers
 from healcore.core.numerics import leaves, map_leaves
 from healcore.core.signals import Signals
+from healcore.core.step_record import host_record
 from healcore.core.tape import NotRecordable, to_program
 from healcore.policy import engine_of
 from tests.core import fuzz, policies

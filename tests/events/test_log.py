@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from healcore.core.decision import Cause, SuspectGradient
+from healcore.core.decision import Cause
+from healcore.core.step_record import SuspectGradient
 from healcore.events import Log, log, read
 from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events_of

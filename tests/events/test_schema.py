@@ -9,7 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from healcore.core.decision import Action, Cause, Decision, Readings
+from healcore.core.decision import Action, Cause, Decision
+from healcore.core.step_record import Readings
 from healcore.events import Log, read
 from healcore.events.json_lines import to_json
 from healcore.events.models import EventRecord, validate

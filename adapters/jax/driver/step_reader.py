@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.decision import (
+from healcore.core.step_record import (
     RECORD_FIELDS,
     StepRecord,
     is_by_optimizer,

@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.decision import StepRecord, SuspectGradient, is_by_optimizer, suspect_gradients
+from healcore.core.step_record import (
+    StepRecord,
+    SuspectGradient,
+    is_by_optimizer,
+    suspect_gradients,
+)
 from healcore.torch import live_state
 from healcore.torch.attach_log import MissingLoss
 from healcore.torch.attachment import Healing

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from healcore.core.decision import RECORD_INTS, Decision, StepRecord, host_record
+from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState
 from healcore.core.engine.state import record_numbers
 from healcore.core.numerics import leaves
 from healcore.core.signals import Signals
+from healcore.core.step_record import RECORD_INTS, StepRecord, host_record
 from healcore.torch.array_namespace import Namespace
 from healcore.torch.engines.async_copy import AsyncCopy
 from healcore.torch.engines.host import EnforcedDecision, HostEngine, PendingRecord, StatefulEngine

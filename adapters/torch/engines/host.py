@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from healcore.core.array_namespace import NUMPY
-from healcore.core.decision import Action, Decision, StepRecord, host_record
+from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.engine.state import record_numbers
 from healcore.core.numerics import map_leaves, shortest_decimal
 from healcore.core.signals import Signals
+from healcore.core.step_record import StepRecord, host_record
 from healcore.core.tape import to_program
 
 _CUT_LR = int(Action.CUT_LR)  # operations on an IntFlag take microseconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from healcore.core.decision import StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.torch.engines.device import DeviceEngine
 from healcore.torch.engines.host import HostEngine, PendingRecord
 from healcore.torch.engines.late_judge import RECORD_LAG

@@ -16,14 +16,7 @@ import numpy as np
 from healcore.core import numerics
 from healcore.core.array_namespace import NUMPY, Array, ArrayNamespace, Flag, Float, as_namespace
 from healcore.core.clipping import RULES
-from healcore.core.decision import (
-    NONFINITE,
-    RECORD_FIELDS,
-    Action,
-    Cause,
-    Decision,
-    record_metrics,
-)
+from healcore.core.decision import NONFINITE, Action, Cause, Decision
 from healcore.core.detectors import DETECTORS, FROM_EVALUATIONS
 from healcore.core.engine import learning_rate
 from healcore.core.engine.config import EngineConfig, may_limit_rate
@@ -43,6 +36,7 @@ from healcore.core.engine.state import (
 )
 from healcore.core.numerics import map_leaves, select
 from healcore.core.signals import Signals
+from healcore.core.step_record import RECORD_FIELDS, record_metrics
 
 _MAX_GROUPS = 10_000_000
 

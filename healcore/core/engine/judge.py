@@ -401,9 +401,9 @@ def _limit_norm(
     """The result of `_clip_scales` with the host's limit, 0 or the largest norm after scaling.
 
     `norm` is the raw norm. The norm in `CheckedSignals` is limited, so it is too small above
-    `SIGNAL_LIMIT`. A norm that is NaN or Inf belongs to a skipped step. Per-tensor factors are at most the factor
-    that scales the whole gradient to the limit. So the norm stays within the limit without a sum
-    of norms, which each backend would round differently.
+    `SIGNAL_LIMIT`. A norm that is NaN or Inf belongs to a skipped step. Per-tensor
+    factors are at most the factor that scales the whole gradient to the limit. So the norm stays
+    within the limit without a sum of norms, which each backend would round differently.
     """
     over = (limit > 0) & (norm > limit)
     over = numerics.and_not(over, skip)

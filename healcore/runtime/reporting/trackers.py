@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from healcore.adapter_registry import MissingExtraError
-from healcore.core.decision import StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.events.metrics import COMPARED, NUMBERS
 from healcore.events.models import validate
 from healcore.events.process import Process

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from healcore import Healer
-from healcore.core.decision import RECORD_FIELDS, Cause, StepRecord
+from healcore.core.decision import Cause
+from healcore.core.step_record import RECORD_FIELDS, StepRecord
 from healcore.errors import IncompleteRun
 from healcore.events import Log, read
 from healcore.events.file_names import metrics_path

@@ -2,7 +2,7 @@
 
 import pytest
 
-from healcore.core.decision import StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.runtime.run.rate_jumps import JUMP_STEPS, RateJumps
 from tests.healer.step_records import record
 

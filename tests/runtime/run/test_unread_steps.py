@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from healcore.core.decision import Action, Cause, SuspectGradient
+from healcore.core.decision import Action, Cause
+from healcore.core.step_record import SuspectGradient
 from healcore.errors import Terminated
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.checkpoints.unread_steps import unread_from_text, unread_to_text
