@@ -14,7 +14,8 @@ from healcore.core.step_record import Readings
 from healcore.events import Log, read
 from healcore.events.json_lines import to_json
 from healcore.events.models import EventRecord, validate
-from healcore.events.schema import ENVELOPE, KINDS, MAX_ROWS, batch_names, sentence
+from healcore.events.schema import ENVELOPE, KINDS, sentence
+from healcore.events.sentences import MAX_ROWS, batch_names
 from healcore.runtime.run_options import IncidentContext
 from tests.events import page_tables
 from tests.events.sample_events import EXPORTED, READINGS, SAMPLES, VALIDATOR, problems

@@ -12,7 +12,7 @@ import numpy as np
 
 from healcore.console import counted
 from healcore.events.models import EventRecord
-from healcore.events.schema import flags_text
+from healcore.events.sentences import flags_text
 from healcore.history import Curves, Incident
 from healcore.history.run_history import RunAttempt
 from healcore.tools.report.incident_text import skipped_text

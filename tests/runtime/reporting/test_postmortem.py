@@ -20,7 +20,7 @@ from healcore.events import Log, read
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
 from healcore.events.models import Ending
-from healcore.events.schema import flags_text
+from healcore.events.sentences import flags_text
 from healcore.history import RunHistory, runs_of
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.diagnosis import advice, explain, last_line
