@@ -13,11 +13,17 @@ from healcore import regular_file
 from healcore.console import warning
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_first
 from healcore.torch.store.gloo import GlooRanks, is_distributed
+from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
 Requested: TypeAlias = str | os.PathLike[str] | Literal[True]
 """The path of a checkpoint, or True for the newest checkpoint in `output_dir`."""
+
+
+def output_folder(trainer: HfTrainer) -> Path:
+    """The directory in which the Trainer writes its checkpoints."""
+    return Path(trainer.args.output_dir or "trainer_output")
 
 
 def to_resume_from(requested: Requested, folder: Path) -> Requested | None:
