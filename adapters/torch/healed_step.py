@@ -17,10 +17,11 @@ from healcore.core.errors import ParametersChangedError
 from healcore.core.signals import Signals
 from healcore.torch import gradients
 from healcore.torch.attach_log import AttachLog
-from healcore.torch.enforcer import Enforcer, MomentReset, moments_obstacle
+from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import EnforcedDecision, LiveEngine
 from healcore.torch.loss_mean import one_number
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
+from healcore.torch.moments import MomentReset, moments_obstacle
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
 from healcore.torch.step_replacement import StepPlan, StepReplacement

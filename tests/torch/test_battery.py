@@ -9,7 +9,7 @@ from torch.optim import Adagrad, Optimizer
 
 from healcore.core.engine import Engine
 from healcore.torch import attach
-from healcore.torch.enforcer import moments_obstacle, reset_moments
+from healcore.torch.moments import moments_obstacle, reset_moments
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
 from tests.torch.optimizer_cases import CASES, FUSED, HOST_AND_DEVICE, NAN, Case, host_and_device

@@ -34,11 +34,11 @@ from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Reco
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights
-from healcore.torch.enforcer import moments_obstacle
-from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.engines import keep_after_cuda_error
 from healcore.torch.expected_moments import missing_moments
 from healcore.torch.live_state import State
+from healcore.torch.moments import moments_obstacle
+from healcore.torch.moments import reset_moments as reset_moments_of
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
 from healcore.torch.store.partial_restore import load_common

@@ -19,8 +19,9 @@ from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_INTS, StepRecord, host_record
 from healcore.torch.array_namespace import Namespace
 from healcore.torch.engines.async_copy import AsyncCopy
-from healcore.torch.engines.host import EnforcedDecision, HostEngine, PendingRecord, StatefulEngine
+from healcore.torch.engines.host import HostEngine
 from healcore.torch.engines.late_judge import LateJudge
+from healcore.torch.engines.stateful import EnforcedDecision, PendingRecord, StatefulEngine
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
