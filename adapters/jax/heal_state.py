@@ -27,13 +27,13 @@ from jax import lax
 from jax.core import Tracer
 
 from healcore.console import first_of
-from healcore.core import numerics
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.engine.config import EngineConfig, config_differences
 from healcore.core.errors import HealcoreError, exported_by
 from healcore.core.signals import Signals
 from healcore.core.step_record import record_metrics
+from healcore.core.trees import map_leaves
 from healcore.jax import engine_rows
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.array_namespace import JAX
@@ -268,7 +268,7 @@ def _judge_row(
     if decision.group_scale is not None:
         tensors_of_template = 1
     template = neutral(groups=tensors_of_template)
-    decision = numerics.map_leaves(_as_dtype_of, template, decision)
+    decision = map_leaves(_as_dtype_of, template, decision)
     head = list(jnp.unstack(row[: engine_rows.HEAD_SIZE]))
     if signals.loss is not None:
         head[engine_rows.LOSS_SEEN] |= jnp.isfinite(signals.loss)

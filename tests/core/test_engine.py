@@ -12,7 +12,7 @@ from healcore.core.engine import (
     RollbackConfig,
     RuleConfig,
 )
-from healcore.core.numerics import map_leaves
+from healcore.core.trees import map_leaves
 from tests.core import fuzz, policies
 from tests.core.engine_runner import Runner, flags, same, watching
 

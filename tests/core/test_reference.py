@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healcore.core import baseline, clipping, numerics
+from healcore.core import baseline, clipping, numerics, trees
 from healcore.core.detectors import loss_records, noise, spikes, thresholds, trends, windows
 from healcore.core.engine import incidents, judge, learning_rate
 from healcore.core.signals import Signals
@@ -207,6 +207,7 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     clipping: CLIPS,
     baseline: ("zclip", "adagc", "tame"),
     numerics: ("zclip", "adagc", "ceilings"),
+    trees: ("zclip", "adagc"),
     trends: ("zclip", "tame"),
     loss_records: ("records", "instability"),
     thresholds: ("zclip", "tame", "limits", "ceilings"),

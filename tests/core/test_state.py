@@ -13,10 +13,10 @@ import pytest
 
 from healcore.core.engine import Engine, StateError
 from healcore.core.engine.state import record_numbers
-from healcore.core.numerics import leaves, map_leaves
 from healcore.core.signals import Signals
 from healcore.core.step_record import host_record
 from healcore.core.tape import NotRecordable, to_program
+from healcore.core.trees import leaves, map_leaves
 from healcore.policy import engine_of
 from tests.core import fuzz, policies
 

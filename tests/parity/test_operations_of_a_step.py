@@ -13,8 +13,8 @@ import optax
 import pytest
 import torch
 
-from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
+from healcore.core.trees import map_leaves
 from healcore.jax import protect
 from healcore.jax.array_namespace import JAX
 from healcore.policy import engine_of

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState
 from healcore.core.engine.state import record_numbers
-from healcore.core.numerics import leaves
 from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_INTS, StepRecord, host_record
+from healcore.core.trees import leaves
 from healcore.torch.array_namespace import Namespace
 from healcore.torch.engines.async_copy import AsyncCopy
 from healcore.torch.engines.host import HostEngine

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine, EngineState, StateError
-from healcore.core.numerics import map_leaves, shortest_decimal
+from healcore.core.numerics import shortest_decimal
 from healcore.core.step_record import StepRecord
+from healcore.core.trees import map_leaves
 
 _CUT_LR = int(Action.CUT_LR)  # operations on an IntFlag take microseconds
 

@@ -15,9 +15,9 @@ from healcore.core.detectors.noise import (
     learn_noise,
     noise_unit,
 )
-from healcore.core.numerics import zero_init
 from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import CheckedSignals
+from healcore.core.trees import zero_init
 
 THRESHOLD_GAIN = 0.2
 """Increase of the threshold per full vote, as a share of the threshold."""

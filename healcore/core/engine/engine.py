@@ -22,21 +22,17 @@ from healcore.core.engine import learning_rate
 from healcore.core.engine.config import EngineConfig, may_limit_rate
 from healcore.core.engine.incidents import RecoveryOrders
 from healcore.core.engine.judge import judge
-from healcore.core.engine.state import (
-    FROZEN,
+from healcore.core.engine.saved_state import (
     SCHEMA,
-    UNKNOWN_RATE,
-    EngineState,
     StateError,
     from_json_data,
-    init,
-    record_numbers,
     to_json_data,
     with_unknown_rate,
 )
-from healcore.core.numerics import map_leaves, select
+from healcore.core.engine.state import FROZEN, UNKNOWN_RATE, EngineState, init, record_numbers
 from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_FIELDS, record_metrics
+from healcore.core.trees import map_leaves, select
 
 _MAX_GROUPS = 10_000_000
 

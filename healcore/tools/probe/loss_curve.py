@@ -11,9 +11,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from healcore.core import numerics
 from healcore.core.array_namespace import NUMPY
 from healcore.core.detectors import LossSpikeConfig
-from healcore.core.numerics import map_leaves
 from healcore.core.signals import CheckedSignals
 from healcore.core.tape import to_program
+from healcore.core.trees import map_leaves
 from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
 BLOCKS = 1024

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from healcore.core.engine import Engine, EngineConfig, EngineState
-from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
 from healcore.core.tape import to_loop
+from healcore.core.trees import map_leaves
 from healcore.tools.traces.columns import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Rows, Trace
 
