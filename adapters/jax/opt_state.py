@@ -21,13 +21,13 @@ from healcore.jax.array_leaves import PyTree
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
-    HealStateError,
     ProtectState,
     ScaleByHealLrState,
     engine_state,
     with_engine_state,
 )
 from healcore.jax.nested_states import find
+from healcore.jax.state_policy import HealStateError
 from healcore.jax.tree_nodes import map_nodes
 from healcore.policy import PolicyLike, engine_of
 

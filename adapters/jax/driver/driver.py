@@ -26,10 +26,11 @@ from healcore.jax.driver.program_state import check_not_donated, is_donated, pro
 from healcore.jax.driver.step_reader import LOOP_LINE, Dispatch, StepReader, counters_of
 from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
-from healcore.jax.heal_state import HealState, HealStateError, ProtectState, with_change_expected
+from healcore.jax.heal_state import HealState, ProtectState, with_change_expected
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.optimizer_numbers import injected_hyperparameters, injected_rates
+from healcore.jax.state_policy import HealStateError
 from healcore.jax.tree_nodes import node_at, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import Driver, Engines, NumberRange
