@@ -430,39 +430,52 @@ def read_records(
     if EPOCH_LENGTH in steps.names:
         keys[EPOCH_LENGTH] = EPOCH_LENGTH
     labels = {name: f"'{key}'" for name, key in keys.items()}
+    engines = list(dict.fromkeys(filter(None, steps.engines)))
+    runs: list[str | None] = [None]
+    if len(engines) > 1:
+        runs = [*engines]
+    logs = []
+    for run in runs:
+        rows = _rows_of(steps, keys, run)
+        logs.append(parse_rows(path, run, labels, rows, list(problems), list(notes)))
+    return logs
+
+
+def _rows_of(
+    steps: _Steps, keys: Mapping[str, str], engine: str | None
+) -> Iterator[tuple[int, list[Any]]]:
+    """Yields the rows of one log: the line, and a cell for each of `keys`.
+
+    Args:
+        steps: the records of the file.
+        keys: the key of each signal and of the step, by name.
+        engine: the optimizer of the log, or None for the records of all.
+    """
     step_at = None
     if STEP in keys:
         step_at = list(keys).index(STEP)
     signals = {keys[name] for name in SIGNALS if name in keys}
     judged = {keys[name] for name in JUDGED_SIGNALS if name in keys}
-
-    def rows(engine: str | None) -> Iterator[tuple[int, list[Any]]]:
-        read_cells = _Reader([*keys.values()])
-        step: Any = None
-        has_signal: dict[tuple[str, ...], bool] = {}
-        every = zip(steps.lines, steps.engines, steps.keys, steps.values, strict=True)
-        for line, own, names, values in every:
-            logs = has_signal.get(names)
-            if logs is None:
-                logs = has_signal[names] = not signals.isdisjoint(names)
-            if engine not in (None, own) or not logs:
-                continue
-            cells = read_cells(names, values)
-            if step_at is not None:
-                if cells[step_at] is None:
-                    # A record of another kind may name its step in another way. An evaluation
-                    # without a step belongs to the step before it.
-                    for key, value in zip(names, values, strict=False):
-                        if is_step(key):
-                            cells[step_at] = value
-                            break
-                    if cells[step_at] is None and judged.isdisjoint(names):
-                        cells[step_at] = step
-                step = cells[step_at]
-            yield line, cells
-
-    engines = list(dict.fromkeys(filter(None, steps.engines)))
-    runs: list[str | None] = [None]
-    if len(engines) > 1:
-        runs = [*engines]
-    return [parse_rows(path, run, labels, rows(run), list(problems), list(notes)) for run in runs]
+    read_cells = _Reader([*keys.values()])
+    step: Any = None
+    has_signal: dict[tuple[str, ...], bool] = {}
+    every = zip(steps.lines, steps.engines, steps.keys, steps.values, strict=True)
+    for line, own, names, values in every:
+        logs = has_signal.get(names)
+        if logs is None:
+            logs = has_signal[names] = not signals.isdisjoint(names)
+        if engine not in (None, own) or not logs:
+            continue
+        cells = read_cells(names, values)
+        if step_at is not None:
+            if cells[step_at] is None:
+                # A record of another kind may name its step in another way. An evaluation
+                # without a step belongs to the step before it.
+                for key, value in zip(names, values, strict=False):
+                    if is_step(key):
+                        cells[step_at] = value
+                        break
+                if cells[step_at] is None and judged.isdisjoint(names):
+                    cells[step_at] = step
+            step = cells[step_at]
+        yield line, cells

@@ -168,32 +168,13 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     """
     begins = [0]
     notes: list[str] = []
-    without_steps: list[str] = []
     for log in logs:
         begins.append(begins[-1] + log.rows)
         notes += log.notes
-        if STEP not in log.numbers:
-            without_steps.append(log.path)
     rounded = any(ROUNDED in note for note in notes)
     numbers, masks = _join_columns(logs, begins)
-    unit = STEP
-    if without_steps:
-        unit = "row"
-        counts = "its rows are counted, from 0"
-        if _are_numbers_of_rows(numbers[EPOCH]):
-            unit = EPOCH
-            counts = "its epochs are counted"
-        for path in without_steps:
-            notes.append(f"{path}: it names no step (--column step=NAME): {counts}")
-    if unit == EPOCH:
-        numbers[STEP] = numbers[EPOCH]
-    else:
-        length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[EPOCH_LENGTH])
-        if length:
-            notes.append(
-                f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
-                f"{length:,.15g} in each"
-            )
+    unit, notes_of_steps = _count_steps(name, logs, numbers)
+    notes += notes_of_steps
     row, first, starts = _merge(numbers[STEP], masks, begins)
     step = numbers[STEP][first]
     values = {}
@@ -233,6 +214,42 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
         unit=unit,
         rounded=rounded,
     )
+
+
+def _count_steps(
+    name: str, logs: Sequence[RawLog], numbers: dict[str, np.ndarray]
+) -> tuple[str, list[str]]:
+    """Makes the column of steps, in `numbers`, from what the logs count.
+
+    Args:
+        name: name of the trace.
+        logs: the logs of the trace.
+        numbers: the joined columns. The column of steps is replaced, or changed in place.
+
+    Returns:
+        What the column counts, see `Trace.unit`, and remarks about it.
+    """
+    notes: list[str] = []
+    without_steps = [log.path for log in logs if STEP not in log.numbers]
+    unit = STEP
+    if without_steps:
+        unit = "row"
+        counts = "its rows are counted, from 0"
+        if _are_numbers_of_rows(numbers[EPOCH]):
+            unit = EPOCH
+            counts = "its epochs are counted"
+        for path in without_steps:
+            notes.append(f"{path}: it names no step (--column step=NAME): {counts}")
+    if unit == EPOCH:
+        numbers[STEP] = numbers[EPOCH]
+        return unit, notes
+    length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[EPOCH_LENGTH])
+    if length:
+        notes.append(
+            f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
+            f"{length:,.15g} in each"
+        )
+    return unit, notes
 
 
 def _problem_lines(logs: Sequence[RawLog]) -> list[str]:
