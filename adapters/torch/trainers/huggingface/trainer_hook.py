@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from healcore.console import info
 from healcore.torch.trainers.huggingface import checkpoints
@@ -20,11 +20,11 @@ from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer
 from healcore.torch.trainers.patching import patched
 from healcore.torch.trainers.stored_run import newest_settings, newest_step
 
-if TYPE_CHECKING:  # `callback` imports this module
-    from healcore.torch.trainers.huggingface.callback import HealingCallback
+HealingCallback: TypeAlias = Any
+"""A callback of `callback.py`, which imports this module."""
 
 
-def wrap_train_when_added(kind: type[HealingCallback]) -> None:
+def wrap_train_when_added(kind: type[TrainerCallback]) -> None:
     """Makes `Trainer.add_callback` pass the Trainer to healing callbacks, and wrap `train()`.
 
     `Trainer.__init__` calls `add_callback` too, for its printer or progress bar, when it already
@@ -48,7 +48,7 @@ def wrap_train_when_added(kind: type[HealingCallback]) -> None:
     Trainer.add_callback = add_callback  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _wrap_train(trainer: HfTrainer, kind: type[HealingCallback]) -> None:
+def _wrap_train(trainer: HfTrainer, kind: type[TrainerCallback]) -> None:
     """Makes `train()` resume from the right checkpoint, and end the Healer if it raises.
 
     The Trainer has no event for these moments. `restore_callback_states_from_checkpoint` replaces
@@ -119,7 +119,7 @@ def _set_found_batch_size(trainer: HfTrainer, callbacks: list[HealingCallback]) 
 
 def _begin_training(
     trainer: HfTrainer,
-    kind: type[HealingCallback],
+    kind: type[TrainerCallback],
     original: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
@@ -129,7 +129,7 @@ def _begin_training(
     return original(*args, **kwargs)
 
 
-def _pass_trainer(trainer: HfTrainer, kind: type[HealingCallback]) -> None:
+def _pass_trainer(trainer: HfTrainer, kind: type[TrainerCallback]) -> None:
     """Gives each healing callback its Trainer.
 
     The events of transformers pass the arguments, the state and the model, but not the Trainer.
@@ -138,7 +138,7 @@ def _pass_trainer(trainer: HfTrainer, kind: type[HealingCallback]) -> None:
         callback.added_to = trainer
 
 
-def _healing_callbacks(trainer: HfTrainer, kind: type[HealingCallback]) -> list[HealingCallback]:
+def _healing_callbacks(trainer: HfTrainer, kind: type[TrainerCallback]) -> list[HealingCallback]:
     """The callbacks of a Trainer that heal it."""
     callbacks = trainer.callback_handler.callbacks
     return [each for each in callbacks if isinstance(each, kind)]
