@@ -182,7 +182,7 @@ _budget = BudgetConfig()
 _Few = Annotated[int, whole(0, 1000)]
 
 
-class Incident(NamedTuple):
+class IncidentTable(NamedTuple):
     """`[incident]`: where one incident ends and the next begins, and how often it is alerted.
 
     An incident is a contiguous run of alarms. It spends one attempt of the budget, however many
@@ -366,7 +366,7 @@ class Policy:
     clip: ZClipConfig | FixedConfig | AutoClipConfig | AdaGCConfig | NoClip = NoClip()
     detect: Detect = Detect()
     respond: tuple[Respond, ...] = ()
-    incident: Incident = Incident()
+    incident: IncidentTable = IncidentTable()
     rollback: Rollback = Rollback()
     lr: LrConfig = LrConfig()
     budget: Budget = Budget()

@@ -65,7 +65,7 @@ class UnjudgeableLog(TraceError):
     """
 
 
-class Problem(NamedTuple):
+class RowProblem(NamedTuple):
     """Content of a file that could not be used, with its place.
 
     Commands print problems with the path of the file, so that a user can look at the line.
@@ -94,7 +94,7 @@ class RawLog(NamedTuple):
     finite."""
     logged: Mapping[str, np.ndarray]
     """bool (n,) by signal: whether the row logs the signal."""
-    problems: list[Problem]
+    problems: list[RowProblem]
     notes: list[str]
     """Remarks about usable content, each with the path."""
 
@@ -192,7 +192,7 @@ def parse_rows(
     run: str | None,
     labels: Mapping[str, str],
     rows: Iterable[tuple[int, Sequence[Any]]],
-    problems: list[Problem],
+    problems: list[RowProblem],
     notes: list[str],
 ) -> RawLog:
     """Parses the cells of a file, and adds damaged cells to its problems.
@@ -249,7 +249,7 @@ def parse_rows(
 class _Columns:
     """The columns of a log while its rows are parsed. Arguments as for `parse_rows`."""
 
-    def __init__(self, labels: Mapping[str, str], problems: list[Problem]) -> None:
+    def __init__(self, labels: Mapping[str, str], problems: list[RowProblem]) -> None:
         self.labels = labels
         self.problems = problems
         self.numbers: dict[str, array[float]] = {}
@@ -260,7 +260,9 @@ class _Columns:
                 self.logged[name] = bytearray()
         self.units = array("d")
         """Rounding of each step: 1000 for "1K", 0 for an exact step."""
-        self.damaged: dict[str, list[Problem]] = {"": [each for each in problems if each.unusable]}
+        self.damaged: dict[str, list[RowProblem]] = {
+            "": [each for each in problems if each.unusable]
+        }
 
     def add_plain(self, rows: Sequence[Sequence[Any]]) -> bool:
         """Adds rows as whole columns, which takes a fraction of the time of row after row.
@@ -313,17 +315,17 @@ class _Columns:
                     if number is None:
                         problem = "missing"
                 text = f"{label}: {problem}: the row is skipped"
-                self._add_damage(name, Problem(line, text, unusable=True))
+                self._add_damage(name, RowProblem(line, text, unusable=True))
                 return
             if problem is not None and name in SIGNALS:
                 text = f"{label}: {problem}: the row is read without {name}"
-                self._add_damage(name, Problem(line, text, unusable=name in JUDGED_SIGNALS))
+                self._add_damage(name, RowProblem(line, text, unusable=name in JUDGED_SIGNALS))
             if _is_placeholder(cell):
                 placeholders.append(name)
             values[name] = number
         if placeholders and all(values.get(name) is None for name in JUDGED_SIGNALS):
             text = f"{labels[placeholders[0]]}: N/A: the row has neither a loss nor a norm"
-            self._add_damage(placeholders[0], Problem(line, text, unusable=True))
+            self._add_damage(placeholders[0], RowProblem(line, text, unusable=True))
         for (name, number), cell in zip(values.items(), cells, strict=True):
             if name in SIGNALS:
                 self.logged[name].append(number is not None)
@@ -333,7 +335,7 @@ class _Columns:
                 number = math.nan
             self.numbers[name].append(number)
 
-    def _add_damage(self, name: str, problem: Problem) -> None:
+    def _add_damage(self, name: str, problem: RowProblem) -> None:
         """Adds a problem of the column `name`."""
         self.problems.append(problem)
         self.damaged.setdefault(name, []).append(problem)
@@ -412,7 +414,7 @@ def _spread_rounded_steps(step: np.ndarray, unit: np.ndarray) -> np.ndarray:
     return spread
 
 
-def _refuse_unusable(problems: Sequence[Problem], usable: int) -> None:
+def _refuse_unusable(problems: Sequence[RowProblem], usable: int) -> None:
     """Raises UnjudgeableLog if more than a tenth of the lines, and more than one, are unusable.
 
     One line alone is the usual end of a run that was killed while it wrote.

@@ -18,8 +18,8 @@ from healcore.tools.traces.columns import (
     JUDGED_SIGNALS,
     SIGNALS,
     STEP,
-    Problem,
     RawLog,
+    RowProblem,
     TraceError,
     UnjudgeableLog,
     open_text,
@@ -36,7 +36,7 @@ _MAX_LAYOUTS = 1000
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 
 
-def json_lines(path: str, problems: list[Problem]) -> Records:
+def json_lines(path: str, problems: list[RowProblem]) -> Records:
     """Reads JSON Lines, the format of most loggers.
 
     Args:
@@ -58,13 +58,13 @@ def json_lines(path: str, problems: list[Problem]) -> Records:
                 if not line.endswith(("\n", "\r")):
                     cut = " (the last line is truncated)"
                 message = f"not JSON{cut}: {quote_excerpt(text)}: skipped"
-                problems.append(Problem(number, message, unusable=True))
+                problems.append(RowProblem(number, message, unusable=True))
                 continue
             if isinstance(value, dict):
                 yield number, value
             else:
                 text = f"not a JSON object: {quote_excerpt(text)}: skipped"
-                problems.append(Problem(number, text, unusable=True))
+                problems.append(RowProblem(number, text, unusable=True))
 
 
 def _json_value(text: str) -> Any:
@@ -82,7 +82,7 @@ def _json_value(text: str) -> Any:
         return json.loads(text)
 
 
-def json_document(path: str, problems: list[Problem]) -> Records:
+def json_document(path: str, problems: list[RowProblem]) -> Records:
     """Reads a JSON document with a list of records.
 
     Args:
@@ -107,10 +107,10 @@ def json_document(path: str, problems: list[Problem]) -> Records:
         if isinstance(value, dict):
             yield 0, value
         else:
-            problems.append(Problem(0, f"not a record: {quote_excerpt(str(value))}: skipped"))
+            problems.append(RowProblem(0, f"not a record: {quote_excerpt(str(value))}: skipped"))
 
 
-def scalars(path: str, problems: list[Problem]) -> Records:
+def scalars(path: str, problems: list[RowProblem]) -> Records:
     """Reads the scalars of a TensorBoard event file.
 
     Args:
@@ -141,20 +141,22 @@ def scalars(path: str, problems: list[Problem]) -> Records:
             try:
                 event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
             except DecodeError:
-                problems.append(Problem(0, f"the record that ends at byte {end:,} is not an event"))
+                problems.append(
+                    RowProblem(0, f"the record that ends at byte {end:,} is not an event")
+                )
                 continue
             for value in event.summary.value:
                 try:
                     number = _scalar(value)
                 except (TypeError, ValueError, KeyError, OverflowError) as error:
                     what = f"'{value.tag[:60]}' at byte {end:,} is not a number"
-                    problems.append(Problem(0, f"{what}: {str(error)[:100]}"))
+                    problems.append(RowProblem(0, f"{what}: {str(error)[:100]}"))
                     continue
                 if number is not None:
                     yield 0, {"step": event.step, value.tag: number}
         if end < size:
             rest = f"the last {size - end:,} bytes cannot be read"
-            problems.append(Problem(0, f"truncated or damaged at byte {end:,}: {rest}"))
+            problems.append(RowProblem(0, f"truncated or damaged at byte {end:,}: {rest}"))
 
 
 def _events(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
@@ -390,7 +392,7 @@ class _Reader:
 
 def read_records(
     path: str,
-    read: Callable[[str, list[Problem]], Records],
+    read: Callable[[str, list[RowProblem]], Records],
     is_row: Callable[[Fields], bool],
     columns: Mapping[str, str],
 ) -> list[RawLog]:
@@ -409,7 +411,7 @@ def read_records(
         TraceError: no record has a loss or a gradient norm, or two keys may be the same signal.
         UnjudgeableLog: the records are runs, or too many of them are damaged.
     """
-    problems: list[Problem] = []
+    problems: list[RowProblem] = []
     chosen = set(columns.values())
     steps = _Steps(lambda key: key in chosen or is_kept(key))
     for line, record in read(path, problems):

@@ -15,8 +15,8 @@ from healcore.tools.traces import formats, printed
 from healcore.tools.traces.columns import (
     JUDGED_SIGNALS,
     KNOWN_FORMATS,
-    Problem,
     RawLog,
+    RowProblem,
     TraceError,
     UnjudgeableLog,
     read_head,
@@ -325,7 +325,7 @@ class Format(NamedTuple):
     """
 
     name: str
-    read: Callable[[str, list[Problem]], printed.Records] | None = None
+    read: Callable[[str, list[RowProblem]], printed.Records] | None = None
     """Yields the records of a file, and adds damage to the problems. None for tables."""
     is_step: Callable[[printed.Fields], bool] = bool
     """Whether a record is a step of the run."""

@@ -18,13 +18,13 @@ CELLS: tuple[Any, ...] = (
 PLAIN = (1, 2.5, 3, None, 7.0, 9)
 
 
-def parsed(rows: list[list[Any]], problems: list[columns.Problem]) -> Any:
+def parsed(rows: list[list[Any]], problems: list[columns.RowProblem]) -> Any:
     labels = {name: f"'{name}'" for name in ("step", "epoch", "loss", "grad_norm")}
 
     def lines() -> Any:
         for number, row in enumerate(rows, 2):
             if number % 7 == 0:  # as the reader of CSV reports a row that it skips
-                problems.append(columns.Problem(number, "a row of another width", unusable=True))
+                problems.append(columns.RowProblem(number, "a row of another width", unusable=True))
             else:
                 yield number, row
 
