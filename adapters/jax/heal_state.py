@@ -334,7 +334,7 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
     rows = state.heal_engine
     # An indexed update fails outside of jit on a mesh of several processes.
     place = np.arange(len(rows))[:, None]
-    is_new = (place == 0) | (place == 1 + (new.step - 1) % (len(rows) - 1))
+    is_new = (place == 0) | (place == engine_rows.ring_row(new.step, rows))
     is_kept = np.arange(len(row)) <= engine_rows.EDIT  # not of the EngineState
     group_scale = None
     if tensors is not None:

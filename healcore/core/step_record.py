@@ -276,7 +276,7 @@ def record_metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {f"heal/{_COUNTS.get(name, name)}": numbers[name] for name in _METRICS}
 
 
-def is_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:
+def is_nan_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:
     """Whether a step with NONFINITE_GRAD had finite gradients, so that its update is not finite.
 
     Args:

@@ -29,7 +29,7 @@ import numpy as np
 from healcore.core.step_record import (
     RECORD_FIELDS,
     StepRecord,
-    is_by_optimizer,
+    is_nan_by_optimizer,
     suspect_gradients,
     unpack_record,
 )
@@ -291,7 +291,7 @@ class StepReader:
                     usual = self._usual_norms.get(engine.name)
                     record = record._replace(
                         evidence=suspect_gradients(new.norms, usual, engine.tensor_names),
-                        by_optimizer=is_by_optimizer(record.cause, new.norms),
+                        by_optimizer=is_nan_by_optimizer(record.cause, new.norms),
                     )
                 else:
                     self._usual_norms[engine.name] = new.norms

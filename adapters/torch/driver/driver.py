@@ -93,7 +93,7 @@ class TorchDriver(Driver):
         healings, own = attach_all(self._state, engine_of(policy), attach)
         self.healings = healings
         """The handle of each optimizer, by its name in the state."""
-        self._own = own
+        self._own_healings = own
         """The handles that this driver has made, and detaches in `close`."""
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = _do_nothing
@@ -520,7 +520,7 @@ class TorchDriver(Driver):
         for followed in self._followed:
             followed.accumulation.close()
             followed.healing.healed_step.remove_listener()
-        for healing in self._own:
+        for healing in self._own_healings:
             healing.detach()
 
     def _after_load(self) -> None:
