@@ -54,6 +54,7 @@ class _Call(NamedTuple):
     updates: PyTree
     """The gradients."""
     state: ProtectState
+    """The state before the step."""
     params: PyTree
     """The arrays of the parameters, without functions and other static leaves."""
     has_static: bool

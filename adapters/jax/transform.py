@@ -113,7 +113,8 @@ def heal_zclip(
         z_threshold: z-score above which a norm is a spike.
         ema_decay: decay of the norm's mean and variance per step, in (0, 1).
         warmup_steps: number of finite norms that are averaged before z-scores apply, at least 1.
-        target: rule for the norm to which a spike is clipped.
+        target: norm to which a spike is clipped, with the mean m, the standard deviation s, the
+            z-score z and the threshold k: "reciprocal" m + k² s / z, "mean" m, "max" m + k s.
         max_norm: additional absolute limit, or None for no limit.
         axis_name: see `heal`.
         shard_axis_name: see `heal`.

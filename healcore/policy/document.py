@@ -130,6 +130,7 @@ class Respond:
     do: Annotated[tuple[str, ...], listed(one_of(*_all_actions()))]
     """Actions of the rule."""
     when: When = When()
+    """When the rule fires."""
 
     @property
     def for_faults(self) -> bool:
@@ -190,7 +191,10 @@ class IncidentTable(NamedTuple):
     """
 
     quiet_steps: Steps = _incident.quiet_steps
+    """Steps without an alarm that close an incident."""
     patience: Steps = _incident.patience
+    """Alarms, within one incident, after which the policy repeats its rollback or its cut. The
+    repeated rollback goes further back if `deepen` is above 0."""
     alert_steps: StepsOrZero = 0
     """Steps that a cause must be absent before the `Healer` alerts on it again. With 1 you see each
     isolated spike. With 0 these are `quiet_steps`, and the log is short: outside of incidents it
@@ -206,8 +210,11 @@ class Rollback(NamedTuple):
     """
 
     depth: Annotated[int, whole(1, 1000)] = _rollback.depth
+    """Known-good checkpoint that the first rollback restores; 1 = newest."""
     deepen: _Few = _rollback.deepen
+    """Increase of the depth per further rollback in the same region."""
     region: StepsOrZero = _rollback.region
+    """Distance in steps below which two onsets are in the same region."""
     probation: Steps = 100
     """Healthy steps after a checkpoint until the checkpoint counts as known-good."""
     skip_batches: StepsOrZero = 0
@@ -236,10 +243,14 @@ class Budget(NamedTuple):
     """
 
     recoveries: _Few = _budget.recoveries
+    """Number of rollbacks. When they are exhausted, NaN and Inf stop the run; with `confirm`, only
+    NaN and Inf in the weights do."""
     lr_cuts: _Few = _budget.lr_cuts
+    """Cuts of the learning rate."""
     shrinks: _Few = 6
     """Halvings of a micro-batch that does not fit into memory."""
     refund_after: Steps = _budget.refund_after
+    """Steps without an incident that refund one rollback and one cut."""
 
 
 class Retry(NamedTuple):
@@ -364,15 +375,25 @@ class Policy:
     grace_steps: StepsOrZero = EngineConfig().grace_steps
     """Steps after an expected change (`expect_change()`) in which only NaN and Inf are alarms."""
     clip: ZClipConfig | FixedConfig | AutoClipConfig | AdaGCConfig | NoClip = NoClip()
+    """The clipping rule."""
     detect: Detect = Detect()
+    """The detectors that are on."""
     respond: tuple[Respond, ...] = ()
+    """The rules, in the order of the file."""
     incident: IncidentTable = IncidentTable()
+    """Where incidents end."""
     rollback: Rollback = Rollback()
+    """Which checkpoint a rollback restores."""
     lr: LrConfig = LrConfig()
+    """Cuts of the learning rate."""
     budget: Budget = Budget()
+    """How often a run may recover."""
     retry: Retry = Retry()
+    """How a failed network call is repeated."""
     skip_batch: SkipBatch = SkipBatch()
+    """How many unreadable batches are skipped."""
     hang: Hang = Hang()
+    """When a step counts as hung."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yields rules that could never fire, or whose actions have no budget."""

@@ -304,8 +304,11 @@ class _SavedTensor(NamedTuple):
     table: dict[str, Any]
     """The module's buffers or parameters, in which the tensor is."""
     name: str
+    """Key in `table`."""
     tensor: Tensor
+    """The tensor in use."""
     content: Tensor
+    """A copy of its content, of the same shape and dtype."""
 
 
 def _public_attributes(module: nn.Module) -> dict[str, Any]:

@@ -70,20 +70,22 @@ class EnforcedDecision(NamedTuple):
 
     A `Decision` of the core says what the policy wants. An `EnforcedDecision` adds what only the
     adapter knows: the GradScaler's overflow, and the scale that the gradients still contain. Its
-    numbers are either all on the host or all on the device. `isinstance(enforced.skip, Tensor)`
-    tells the `Enforcer` where they are. Only `clip_factor` is a tensor in both cases.
+    numbers are either all on the host or all on the device. The `Enforcer` looks at `skip`: a
+    tensor means on the device. Only `clip_factor` is a tensor in both cases.
     """
 
     skip: Any
-    """Whether to skip, because the policy or a GradScaler says so: a bool, or float32 0 or 1."""
+    """Whether to skip, because the policy or a GradScaler says so: a bool, or a float32 tensor of 0
+    or 1."""
     grad_scale: Any
-    """Factor of all gradients, float32. 1 changes nothing."""
+    """Factor of all gradients: a float, or a float32 tensor. 1 changes nothing."""
     lr_scale: Any
-    """Factor of the learning rate, or None if the policy cannot scale the rate at this step."""
+    """Factor of the learning rate: a float, or a float32 tensor. None on the device if the policy
+    cannot scale the rate at this step."""
     action: Any
-    """Flags of `Action`, as an int."""
+    """Flags of `Action`: an int, or an int32 tensor."""
     group_scale: Any = None
-    """(n,) float32 factors, or None."""
+    """One factor per tensor, float32 (n,): an array of NumPy or a tensor, or None."""
     grad_divisor: Tensor | None = None
     """float32: divisor of the gradients in the fused kernel, or None without a division."""
     clip_factor: Tensor | None = None

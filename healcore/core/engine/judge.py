@@ -456,7 +456,7 @@ def _telemetry(
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)
 
 
-def _any(flags: list[Array], no_flag: Array | None) -> Array:
+def _any(flags: list[Array], no_flag: Array | None) -> Array | None:
     """Logical or; `no_flag` if there are no flags."""
     if not flags:
         return no_flag

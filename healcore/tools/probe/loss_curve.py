@@ -81,7 +81,9 @@ class Shape(NamedTuple):
     """
 
     start: float
+    """Level at the start."""
     end: float
+    """Level at the end."""
     best: float
     """Lowest running median over as many values as `end` has."""
     noise: float
@@ -181,12 +183,15 @@ class InstabilityEvent(NamedTuple):
     """
 
     step: float
+    """First step above the level."""
     values: int
+    """Number of logged values above the level."""
     height: float
     """Highest value minus the level before the event, in standard deviations of the noise."""
     back: bool
     """Whether the curve returned to the level before the event."""
     last: float
+    """Last step above the level."""
 
 
 def find_events(

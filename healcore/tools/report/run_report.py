@@ -52,19 +52,27 @@ class PageReport(NamedTuple):
     title: str
     """The last two parts of the path of the events file, or the name of the trace."""
     mode: Mode
+    """Whether the run healed or observed, or is a replay."""
     policy_name: str
+    """Name of the policy."""
     policy_toml: str
     """The policy as TOML, or an empty string if unknown."""
     fingerprint: str
+    """16 hex digits, or empty if unknown."""
     curves: Curves
+    """Curves for the plot, thinned."""
     incidents: tuple[Incident, ...]
+    """All incidents, oldest first."""
     counts: Counts
+    """Counts of the whole run."""
     facts: dict[str, str]
+    """Name of a fact -> its text, for the table."""
     state: RunState | None = None
     """How the run ended, or None for a replay."""
     notes: tuple[str, ...] = ()
     """Sentences about damaged or missing data."""
     attempts: tuple[RunAttempt, ...] = ()
+    """All attempts, oldest first."""
     alarms_outside: dict[float, tuple[str, ...]] = {}  # noqa: RUF012 -- never changed
     """Step -> causes, of the first alarms outside of incidents."""
     assessments: tuple[EventRecord, ...] = ()

@@ -87,6 +87,7 @@ class RawLog(NamedTuple):
     """
 
     path: str
+    """Path of the file."""
     run: str | None
     """Name of the run in a file with several runs, or None."""
     numbers: Mapping[str, np.ndarray]
@@ -95,6 +96,7 @@ class RawLog(NamedTuple):
     logged: Mapping[str, np.ndarray]
     """bool (n,) by signal: whether the row logs the signal."""
     problems: list[RowProblem]
+    """Lines and cells that could not be used."""
     notes: list[str]
     """Remarks about usable content, each with the path."""
 

@@ -78,6 +78,7 @@ class TraceAttempt(NamedTuple):
     source: str
     """Path of the file in which the attempt begins."""
     first_step: float
+    """Step of its first row."""
     resumes_after: int | None
     """The last row before the attempt that is still part of the run: the row's step is below
     `first_step`, and no later attempt replaced the row. None for an attempt from scratch."""
@@ -90,7 +91,9 @@ class Unreadable(NamedTuple):
     """
 
     path: str
+    """The path as it was given."""
     problem: str
+    """The reason, as a clause."""
     not_judged: bool = False
     """Whether the path has a log, but too little of the log can be used to judge the run."""
 
@@ -114,6 +117,7 @@ class Trace:
     """All rows in the order of the files, including stale tails; at least one. Records of one
     step that log different signals are one row."""
     attempts: tuple[TraceAttempt, ...]
+    """The attempts, in the order of writing."""
     replaced: np.ndarray
     """bool (n,): rows that a later attempt replaced, because it began at their step or earlier."""
     problems: tuple[str, ...]
