@@ -335,7 +335,8 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
     # An indexed update fails outside of jit on a mesh of several processes.
     place = np.arange(len(rows))[:, None]
     is_new = (place == 0) | (place == engine_rows.ring_row(new.step, rows))
-    is_kept = np.arange(len(row)) <= engine_rows.EDIT  # not of the EngineState
+    # The fingerprint and the edit are not of the EngineState.
+    is_kept = np.arange(len(row)) <= engine_rows.EDIT
     group_scale = None
     if tensors is not None:
         group_scale = jnp.asarray(decision.group_scale)

@@ -23,7 +23,9 @@ from healcore.jax import gradients, heal_state
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.clipping import clip
 from healcore.jax.heal_state import DEFAULT_RECORDS, HealState, ScaleByHealLrState
-from healcore.jax.heal_state import ProtectState as ProtectState  # its place in healcore 0.3.0
+
+# Exported here too, because healcore 0.3.0 had it in this file.
+from healcore.jax.heal_state import ProtectState as ProtectState
 from healcore.jax.optax_states import replicate_over_mesh
 from healcore.jax.protection import Protection, keywords_of
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords

@@ -167,7 +167,8 @@ class StepRanks:
                 )
             self.stages = stages.size()
         world = len(self._members) or 1
-        copies = [self._copies(p) for p in self._params]  # checks all parameters
+        # All parameters are counted, because `_copies` raises for one that does not fit the ranks.
+        copies = [self._copies(p) for p in self._params]
         self.has_parts = self.stages > 1 or any(number != world for number in copies)
 
     def _pipeline(self) -> Any:

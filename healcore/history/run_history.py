@@ -495,7 +495,8 @@ class RunHistory:
             step=max(onset, float(event.step or 0)),
             cause=tuple(event.cause or ()),
         )
-        if event.kind != "rollback":  # its batches are the skipped batches
+        # The `batches` of a rollback are those that it has skipped.
+        if event.kind != "rollback":
             incident.number = event.incident or self.incident_count
             incident.batches = batch_ids(event)
         self.incidents.append(incident)

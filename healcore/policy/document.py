@@ -416,7 +416,7 @@ class Policy:
             condition = f"a cause whose detector is on; [detect.{detector}] is missing"
             write = f"a table [detect.{detector}], or drop {cause!r} from the rule"
             yield path, cause, condition, write
-        # Some detectors raise alarms of the same cause, which the engine cannot tell apart.
+        # Some detectors raise alarms of the same cause, which the engine cannot distinguish.
         for other, config in self.detect._asdict().items():
             if config is None or other == detector or other in rule.to:
                 continue

@@ -44,8 +44,8 @@ class Processes:
         """Counts a dispatch.
 
         Returns:
-            A function that tells whether the processes vote after this dispatch. Always False for a
-            run of one process.
+            A function that returns whether the processes vote after this dispatch. Always False for
+            a run of one process.
         """
         if self._marks is None:
             return _no_vote

@@ -275,7 +275,8 @@ class TorchDriver(Driver):
         if reset_moments:
             for healing in self.healings.values():
                 reset_moments_of(healing.optimizer)
-        steps: dict[str, Any] = {}  # of the states that are replaced
+        # Optimizer -> step of the state that is replaced.
+        steps: dict[str, Any] = {}
         for name in engines:
             steps[name] = self.healings[name].live_engine.state.step
         for name, data in engines.items():
@@ -534,7 +535,10 @@ class TorchDriver(Driver):
                 followed.buffers.save()
 
     def _after_step(self) -> None:
-        """Notes a step of any optimizer, and tells the run. Each `Accumulation` calls it."""
+        """Notes a step of any optimizer, and calls `on_step` of the run.
+
+        Each `Accumulation` calls it.
+        """
         self._steps.on_step()
         self.on_step()
 

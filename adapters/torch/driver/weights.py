@@ -236,7 +236,8 @@ class TorchWeights:
         if not weights:
             self.reshard()  # so that later steps see the shards
             return
-        live = self._all()  # reshards
+        # Reading all parameters shards them again.
+        live = self._all()
         for key, saved in weights.items():
             live[key].data.copy_(saved, non_blocking=live[key].is_cuda)
 

@@ -32,7 +32,8 @@ class HostEngine(StatefulEngine):
     name = "host"
 
     def __init__(self, engine: Engine, tensors: int) -> None:
-        super().__init__(engine, tensors, xp=NUMPY, to_leaf=lambda leaf: leaf[()])  # 0-d: scalars
+        # `leaf[()]` makes scalars of 0-d arrays.
+        super().__init__(engine, tensors, xp=NUMPY, to_leaf=lambda leaf: leaf[()])
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         """Engine, number of parameters and the signals' types -> the recorded step."""
 

@@ -41,7 +41,8 @@ def to_host(tensors: Sequence[Tensor | None]) -> list[Any]:
             if tensor is None:
                 numbers.append(None)
                 continue
-            # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
+            # `.numpy()` shares memory and dispatches nothing. `.item()` would dispatch an
+            # operation, which the tests count as a sync.
             array = tensor.numpy()
             if array.ndim:
                 numbers.append(array.copy())

@@ -88,7 +88,7 @@ def judge(
     )
     skip = skip_by_rules
     if limits_norm:
-        skip = skip | (state.norm_limit < 0)  # `FROZEN` by the host
+        skip = skip | (state.norm_limit < 0)  # the host has frozen the step, see `FROZEN`
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
     wants = _wanted_orders(fired, no_flag)
@@ -206,7 +206,8 @@ def _hits(
         if name in results and rule.causes & detector.CAUSE:
             result = results[name]
             if result.cause is not None and detector.CAUSE & ~rule.causes:
-                found.append((result.cause & rule.causes) != 0)  # some of its causes
+                # The rule names some causes of this detector only.
+                found.append((result.cause & rule.causes) != 0)
             elif rule.sustained:
                 found.append(result.sustained)
             else:
@@ -340,7 +341,7 @@ def _limit_skips(
         granted = wanted & (~seen.finite | allowed)
         streak = xp.where(seen.finite, (streak + (order & allowed)) * order, streak)
     if seen.bad_grad is not None and granted is not seen.bad:
-        granted = granted | seen.bad_grad  # under every policy
+        granted = granted | seen.bad_grad  # NaN in a gradient is skipped under every policy
     return streak, granted
 
 

@@ -252,7 +252,8 @@ def _print_whole(printer: Console, table: Table) -> None:
     """Prints a table. A narrow terminal wraps its lines, so that no number is cut."""
     unlimited = printer.options.update_width(1 << 12)
     if printer.measure(table, options=unlimited).minimum > printer.width:
-        table.columns[0].min_width = 12  # the names, which are folded
+        # The column of names is the only one that may wrap.
+        table.columns[0].min_width = 12
         table.width = printer.measure(table, options=unlimited).minimum
     printer.print(table, crop=False)
 

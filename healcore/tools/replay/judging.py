@@ -83,8 +83,9 @@ def judge_trace(engine: Engine, trace: Trace) -> np.recarray:
     changes = (1 + np.flatnonzero(np.diff(kind))).tolist()
     cuts = sorted({0, *begins, *resumes.values(), *changes, len(index)})
     state = _first_state(engine)
-    saved = {0: state}  # by number of judged rows
-    with np.errstate(all="ignore"):  # NumPy scalars warn
+    # The states at the cuts, by number of judged rows.
+    saved = {0: state}
+    with np.errstate(all="ignore"):  # NumPy would warn of NaN and overflow
         for start, stop in itertools.pairwise(cuts):
             if start and start in resumes:
                 state = _rolled_back(engine, state, saved[resumes[start]])
@@ -124,7 +125,7 @@ def _choose_signals(
 @functools.lru_cache(maxsize=256)
 def _recorded_loop(config: EngineConfig, names: tuple[str, ...]) -> Callable[..., Any]:
     """Records the loop over rows that log these signals, once for a policy."""
-    engine = Engine(config, limits_norm=False)  # a replay holds nothing
+    engine = Engine(config, limits_norm=False)  # a replay sets no limit of the norm
     row = tuple(np.float32(0) for _ in names)
     return to_loop(functools.partial(_judge_row, engine, names), _first_state(engine), row)
 

@@ -212,7 +212,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         exported: Any = state.stateful_callbacks
         # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this entry.
         entry = exported.setdefault(type(self).__name__, {})
-        if isinstance(entry, list):  # of several callbacks of this class
+        # The Trainer makes a list for several callbacks of a class.
+        if isinstance(entry, list):
             entry = entry[0]
         engines = entry.get("attributes", {}).get("engines", {})
         adopt_trainer_checkpoint(healer, engines, step=state.global_step)
