@@ -19,7 +19,7 @@ from healcore.core.engine import Engine, RuleConfig
 from healcore.core.errors import error_text
 from healcore.core.step_record import Readings, SuspectGradient
 from healcore.policy import Policy, PolicyLike, dumps
-from healcore.policy.document import Budget, Hang, Incident, Retry, Rollback, SkipBatch
+from healcore.policy.document import Budget, Hang, IncidentTable, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve
 from healcore.policy.variants import with_limit
 from healcore.runtime.faults.failures import Failure, failures_of
@@ -39,7 +39,7 @@ class HostPolicy(NamedTuple):
     """The policy as TOML with every key, or None if the user has passed an engine."""
     engine: Engine
     """Detectors, rules and clipping, which run within the step."""
-    incident: Incident
+    incident: IncidentTable
     """When an incident has ended."""
     rollback: Rollback
     """How a rollback is carried out."""
