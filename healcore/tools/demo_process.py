@@ -82,6 +82,11 @@ class FrameworkProcess:
             requests.write(pickle.dumps((framework, out, steps, sizes)))
             requests.close()
 
+    @property
+    def pid(self) -> int:
+        """Id of the process that trains."""
+        return self._child.pid
+
     def __enter__(self) -> FrameworkProcess:
         return self
 

@@ -45,7 +45,7 @@ _MAX_UNUSABLE = 0.1
 _ABBREVIATED = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([kKMBGT])\s*")
 """A number such as "12K": its whole part, its decimals and its unit."""
 _UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_BLOCK = 4096
+BLOCK = 4096
 """Rows that are parsed as columns, if their cells are plain numbers."""
 
 
@@ -215,11 +215,11 @@ def parse_rows(
     Raises:
         UnjudgeableLog: more than a tenth of the lines of a column cannot be used.
     """
-    columns = _Columns(labels, problems)
+    columns = Columns(labels, problems)
     remaining = iter(rows)
     while True:
         before = len(problems)
-        block = list(itertools.islice(remaining, _BLOCK))
+        block = list(itertools.islice(remaining, BLOCK))
         if not block:
             break
         if columns.add_plain([cells for _, cells in block]):
@@ -248,7 +248,7 @@ def parse_rows(
     return RawLog(path, run, arrays, masks, problems, notes)
 
 
-class _Columns:
+class Columns:
     """The columns of a log while its rows are parsed. Arguments as for `parse_rows`."""
 
     def __init__(self, labels: Mapping[str, str], problems: list[RowProblem]) -> None:
@@ -270,7 +270,7 @@ class _Columns:
         """Adds rows as whole columns, which takes a fraction of the time of row after row.
 
         Args:
-            rows: the cells of at most `_BLOCK` rows, in the order of the labels.
+            rows: the cells of at most `BLOCK` rows, in the order of the labels.
 
         Returns:
             False if a cell is no plain number and not empty, or a step is not finite. Then no row

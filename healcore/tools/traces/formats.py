@@ -31,7 +31,7 @@ from healcore.tools.traces.columns import (
 from healcore.tools.traces.names import find_columns, is_known, is_step, normalize
 from healcore.tools.traces.printed import Fields, Records
 
-_MAX_LAYOUTS = 1000
+MAX_LAYOUTS = 1000
 """Sets of keys that are remembered. A file in which each record has other keys needs no memory."""
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 
@@ -52,7 +52,7 @@ def json_lines(path: str, problems: list[RowProblem]) -> Records:
             if not text:
                 continue
             try:
-                value = _json_value(text)
+                value = json_value(text)
             except (ValueError, RecursionError):
                 cut = ""
                 if not line.endswith(("\n", "\r")):
@@ -67,7 +67,7 @@ def json_lines(path: str, problems: list[RowProblem]) -> Records:
                 problems.append(RowProblem(number, text, unusable=True))
 
 
-def _json_value(text: str) -> Any:
+def json_value(text: str) -> Any:
     """The value of `json.loads`, and its errors.
 
     pydantic's parser takes a third of the time of `json`. It accepts no text that `json` rejects,
@@ -346,7 +346,7 @@ class _Steps:
         if kept is None:
             self.names.update(dict.fromkeys(fields))
             kept = tuple(filter(self._is_kept, fields))
-            if len(self._kept) < _MAX_LAYOUTS:
+            if len(self._kept) < MAX_LAYOUTS:
                 self._kept[layout] = kept
         self.lines.append(line)
         self.engines.append(engine)

@@ -62,12 +62,12 @@ def test_blocks_give_what_single_rows_give(seed, monkeypatch):
     rows = random_rows(random.Random(seed), as_text=seed % 3 == 0)
     found = []
     for block in (1, 5, 4096):
-        monkeypatch.setattr(columns, "_BLOCK", block)
+        monkeypatch.setattr(columns, "BLOCK", block)
         found.append(parsed(rows, []))
 
     # Each row by itself, and none as plain numbers.
-    monkeypatch.setattr(columns._Columns, "add_plain", lambda self, rows: False)
-    monkeypatch.setattr(columns, "_BLOCK", 1)
+    monkeypatch.setattr(columns.Columns, "add_plain", lambda self, rows: False)
+    monkeypatch.setattr(columns, "BLOCK", 1)
     assert found == [parsed(rows, [])] * 3
 
 
@@ -87,7 +87,7 @@ def test_the_faster_parser_accepts_nothing_that_json_rejects():
             text[place : place + rng.randrange(2)] = rng.choice(("", rng.choice(letters)))
         line = "".join(text)
         try:
-            value = formats._json_value(line)
+            value = formats.json_value(line)
         except ValueError:
             continue
         accepted += 1
@@ -108,7 +108,7 @@ def test_records_of_many_layouts(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", "".join(json.dumps(each) + "\n" for each in records))
     results = []
     for most in (1000, 2):
-        monkeypatch.setattr(formats, "_MAX_LAYOUTS", most)
+        monkeypatch.setattr(formats, "MAX_LAYOUTS", most)
         (trace,), failed = open_traces([path])
         assert not failed
         results.append(trace)
