@@ -45,7 +45,7 @@ def check(config, trace, *, groups=0):
     [(policies.covering, LANES), pytest.param(policies.full, 30, marks=pytest.mark.stress)],
     ids=["some", "all"],
 )
-def test_every_clipping_rule_with_every_detector_and_rule(policy, lanes, clip, wild):
+def test_the_engine_agrees_with_its_oracle_for_every_rule(policy, lanes, clip, wild):
     groups = policies.GROUPS if clip == "adagc" else 0
     rng = np.random.default_rng(len(clip) + 100 * wild)
     trace = fuzz.signals(rng, STEPS, lanes, groups=groups, wild=wild)

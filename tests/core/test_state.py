@@ -69,7 +69,7 @@ def after_steps(clip: str, steps: int = 80):
 
 
 @pytest.mark.parametrize("clip", policies.CLIPS)
-def test_through_json_and_back_to_the_bit(clip):
+def test_json_restores_a_state_to_the_bit(clip):
     engine, state = after_steps(clip)
     state = engine.limit_norm(state, np.float32(0.1), xp=np)
     text = json.dumps(engine.to_dict(state), allow_nan=False)

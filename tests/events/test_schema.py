@@ -172,7 +172,7 @@ def test_a_list_of_rows_that_is_cut_has_the_number_of_the_others(number, end):
         ),
     ],
 )
-def test_the_sentence_about_an_alarm(changes, text):
+def test_the_sentence_of_an_alarm_names_what_was_done(changes, text):
     fields = {**SAMPLES["alarm"], "skip": False, "action": Action(0), **changes}
     written: Any = to_json({"run": "a", "seq": 0, "kind": "alarm", "step": 8, **fields})
     event, _ = validate(written)

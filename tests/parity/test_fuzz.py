@@ -51,7 +51,7 @@ def groups_of(clip: str | None) -> int:
         ),
     ],
 )
-def test_the_same_bits_in_numpy_jax_and_torch(name, against):
+def test_numpy_jax_and_torch_have_the_same_bits(name, against):
     """The detectors of the catalogue in one policy: it is compiled once."""
     groups = groups_of(name)
     published = policies.only(*policies.PUBLISHED)
@@ -144,7 +144,7 @@ CHUNK = 30
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", ["zclip", "adagc"])
-def test_from_jax_to_torch_to_numpy_and_on(clip):
+def test_a_run_moves_from_jax_to_torch_to_numpy_and_decides_alike(clip):
     groups = groups_of(clip)
     engine = Engine(policies.covering(clip))
     runs = {name: lockstep.runner(name, engine) for name in LEGS}

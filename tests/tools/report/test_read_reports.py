@@ -509,7 +509,7 @@ def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request
 
 
 @pytest.mark.slow
-def test_a_picture_of_anything():
+def test_odd_curves_are_drawn_without_an_error():
     step = np.arange(100.0)
     nan = np.full(100, np.nan)
     ones = np.ones(100)

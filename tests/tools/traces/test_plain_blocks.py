@@ -95,7 +95,7 @@ def test_the_faster_parser_accepts_nothing_that_json_rejects():
     assert accepted > 2000
 
 
-def test_records_of_many_layouts(tmp_path, monkeypatch):
+def test_forgotten_layouts_change_no_row(tmp_path, monkeypatch):
     """More sets of keys than are remembered, and keys that come and go."""
     records: list[dict[str, Any]] = []
     for step in range(300):
