@@ -252,7 +252,7 @@ class Engine:
 
         Args:
             state: the state before the change.
-            xp: the array namespace of the state.
+            xp: not used. All methods that return a state take it.
         """
         del xp
         return state._replace(change_expected=numerics.true_like(state.change_expected))
@@ -429,7 +429,10 @@ class Engine:
         """
         xp = as_namespace(xp)
         never = state.step < 0
-        orders = RecoveryOrders(~never, never, never if self.cuts_lr else None)
+        cut = None
+        if self.cuts_lr:
+            cut = never
+        orders = RecoveryOrders(healthy=~never, refund=never, cut=cut)
         rescaled = learning_rate.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
