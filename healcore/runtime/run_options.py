@@ -19,8 +19,8 @@ from healcore.core.engine import Engine, RuleConfig
 from healcore.core.errors import error_text
 from healcore.core.step_record import Readings, SuspectGradient
 from healcore.policy import Policy, PolicyLike, dumps
-from healcore.policy.document import Budget, Hang, IncidentTable, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve
+from healcore.policy.responses import Budget, Hang, IncidentTable, Retry, Rollback, SkipBatch
 from healcore.policy.variants import with_limit
 from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.store.checkpoints import Keep
