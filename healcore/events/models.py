@@ -249,7 +249,7 @@ def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
     a run. So the event is validated a second time, without the fields that failed.
 
     Args:
-        event: an event from `healcore.events.log.parse`.
+        event: an event from `healcore.events.events_file.parse`.
 
     Returns:
         The event without its invalid fields, and the names of these fields in the event's order.

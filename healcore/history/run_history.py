@@ -272,7 +272,7 @@ class RunHistory:
         """Adds an event.
 
         Args:
-            event: the next event of the run, from `healcore.events.log.parse`.
+            event: the next event of the run, from `healcore.events.events_file.parse`.
 
         Returns:
             The event without fields of the wrong type.

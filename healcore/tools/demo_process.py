@@ -24,7 +24,8 @@ from healcore import policy as policies
 from healcore.core.errors import HealcoreError
 from healcore.demo_runs import ARMS, DemoError, Scenario, Step, load_corpus
 from healcore.tools.report import page
-from healcore.tools.report.run_report import PageReport, read_reports
+from healcore.tools.report.page_report import PageReport
+from healcore.tools.report.run_report import read_reports
 
 PAGE_NAME = "events.report.html"
 PROBATION = 20

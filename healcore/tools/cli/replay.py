@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # imported in the functions, so that other commands start fas
 
     from healcore.policy import Policy
     from healcore.tools.replay import Summary
-    from healcore.tools.report.run_report import PageReport
+    from healcore.tools.report.page_report import PageReport
     from healcore.tools.traces import Trace
     from healcore.tools.traces.trace import Unreadable
 

@@ -29,7 +29,7 @@ from healcore.history.run_history import RunAttempt
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
 from healcore.tools.replay.judging import judge_trace
-from healcore.tools.report.run_report import MAX_LINES, PageReport
+from healcore.tools.report.page_report import MAX_LINES, PageReport
 from healcore.tools.traces.columns import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Trace
 
