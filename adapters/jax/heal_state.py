@@ -189,7 +189,7 @@ def step(
     arrays: list[Any] = []
     rest: list[Any] = []
     for leaf in leaves:
-        if isinstance(leaf, jax.Array | np.ndarray):  # maybe traced
+        if isinstance(leaf, jax.Array | np.ndarray):  # it may be traced
             arrays.append(leaf)
             rest.append(None)
         else:
@@ -407,7 +407,7 @@ def metrics(rows: jax.Array) -> dict[str, jax.Array]:
     Returns:
         `heal/...` -> array 0-d, or (runs,).
     """
-    if rows.ndim > 2:  # several runs, of `vmap`
+    if rows.ndim > 2:  # the state has the runs of a `vmap`
         return jax.vmap(metrics)(rows)
     values = engine_rows.newest(rows)
     has_loss = rows[0, engine_rows.LOSS_SEEN] != 0

@@ -202,7 +202,7 @@ def sentence(event: EventRecord) -> str:
     Returns:
         The sentence, without the step and the time, or an empty string if the kind has no sentence.
     """
-    if event.kind not in KINDS:  # of a newer healcore
+    if event.kind not in KINDS:  # a newer healcore has written the event
         return ""
     template = KINDS[event.kind].sentence
     if isinstance(template, str):

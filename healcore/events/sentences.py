@@ -346,7 +346,7 @@ def assessment_sentence(event: EventRecord) -> str:
     weights = "earlier weights"
     if event.checkpoint is not None:  # older versions do not write it
         weights = f"the weights of step {event.checkpoint}"
-    if text is None:  # a verdict of another version
+    if text is None:  # another version has written the verdict
         text = f"assessment: {event.verdict or 'unknown'}"
     else:
         text = text.format(weights=weights)

@@ -510,7 +510,7 @@ class Engine:
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
             raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
         state = from_json_data(self.init(groups=count), data.get("state"), "state")
-        if "unknown_rate" not in data:  # an older state
+        if "unknown_rate" not in data:  # an older healcore has saved the state
             return with_unknown_rate(state, reads_rate=self.scales_lr)
         if data["unknown_rate"] != UNKNOWN_RATE:
             raise StateError(

@@ -183,7 +183,7 @@ def _read_path(
         try:
             found += _read_path(folder, columns, failed, depth - 1)
         except _NoLogError:
-            continue  # weights, code or settings
+            continue  # such files are weights, code or settings
         except Exception as error:  # damaged bytes may raise any error
             failed.append(Unreadable(folder, _reason(error), isinstance(error, UnjudgeableLog)))
     if not found and not any(each.path.startswith(path) for each in failed):
@@ -264,7 +264,7 @@ def _find_files(path: str) -> _Files:
         except OSError as error:
             unusable.append(f"{file}: {_reason(error)}")
         except TraceError:
-            continue  # often weights and configurations
+            continue  # they are often weights and configurations
     return _Files(by_format, states, unusable, has_events)
 
 
