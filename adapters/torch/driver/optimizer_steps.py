@@ -26,9 +26,6 @@ class OptimizerSteps:
         GAN           both optimizers step for each batch, one after the other
         fine-tuning   the optimizer of the first stage does not step any more
 
-    Args:
-        accumulations: the gradients of each optimizer.
-
     Attributes:
         accumulations: the gradients of each optimizer.
         observed: whether a loss was observed since the last step of any optimizer. The driver sets
