@@ -64,7 +64,7 @@ class LoaderRegistry:
 
     Attributes:
         epoch_loop: the program's own loop over epochs.
-        notices: sentences for the log; the Healer clears them.
+        notices: sentences for the log. `RunBatches.begin` logs them and empties the list.
         last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
     """

@@ -1,10 +1,12 @@
 """`RunBatches`: the loaders of a run, and the batches that its loops read from them.
 
-begin(loader) --> next(loader), next(loader), ... --> end(loader)
-                      |
-                  BatchReader reads, and skips what cannot be read
-                      |
-                  StepBatches keeps which batches the next step has
+A loop calls:
+
+    begin(loader) --> next(loader), next(loader), ... --> end(loader)
+                          |
+                      BatchReader reads, and skips what cannot be read
+                          |
+                      StepBatches keeps which batches the next step has
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`DispatchQueue`: the dispatches that the host has not read yet.
 
 The host reads a dispatch a fixed number of dispatches after it was queued, so that reading does not
-wait for the device. The delay does not depend on when records arrive, because all
-ranks have to act at the same step.
+wait for the device. The delay does not depend on when records arrive, because all ranks have to act
+at the same step.
 """
 
 from __future__ import annotations
@@ -207,7 +207,9 @@ class DispatchQueue:
             self.push(each.dispatch, each.first)
 
     def read_next(self) -> StepResult:
-        """The oldest step. Waits for the device, unless the dispatch of the step has been read.
+        """Takes the oldest step out of the queue.
+
+        Waits for the device, unless the dispatch of the step has been read.
 
         Raises:
             IndexError: no step is queued.

@@ -73,7 +73,7 @@ class IncidentMonitor:
         self._ranks = ranks
         self._log = log
         self._ledger = ledger
-        self.hooks = hooks
+        self._hooks = hooks
         self._causes = incident_causes(policy.engine.config)
         self.metrics = RunMetrics(per_tensor=policy.engine.per_tensor, observes=policy.observes)
         self.state = state
@@ -343,7 +343,7 @@ class IncidentMonitor:
                 # A finite step within the incident shows that the weights were finite at this step.
                 onset = self._ledger.first_consecutive(result.index)
         action = record.action
-        if len(self.hooks):
+        if len(self._hooks):
             action = self._ask_hooks(judged, onset)
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
         of_ranks = self._ranks.gather((int(action), record.rollback_depth))
@@ -400,7 +400,7 @@ class IncidentMonitor:
             record.evidence,
             batches,
         )
-        answer = self.hooks.run(context)
+        answer = self._hooks.run(context)
         for problem in answer.problems:
             self._log.event("hook", step=result.index, hook="", problem=problem)
         if answer.action is None or self._policy.observes:

@@ -1,8 +1,10 @@
 """`PassStates`: the random states from which a program draws the order of its passes over the data.
 
-start       states of the checkpoint are set, and kept in `_of_checkpoint`
-begin       of each loader: set again, because the rewind of a loader draws numbers
-first batch or first step: `_of_checkpoint` is dropped, and numbers continue from here
+After a restart:
+
+    start                     states of the checkpoint are set, and kept in `_of_checkpoint`
+    begin of a loader         they are set again, because the rewind of a loader draws numbers
+    first batch, first step   `_of_checkpoint` is dropped, and numbers continue from here
 """
 
 from __future__ import annotations

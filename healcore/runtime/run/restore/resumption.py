@@ -54,7 +54,8 @@ class Resumption:
             steps: steps of the checkpoints, in descending order.
 
         Returns:
-            The step, and the argument of `DataState.put_back` for when the loop has a loader.
+            The step of the checkpoint; and its random states and positions, for
+            `PassStates.resume`, or None if the program's own random states stay.
 
         Raises:
             NoGoodCheckpoint: no checkpoint is intact.

@@ -18,18 +18,17 @@ class HostRules:
     With `rollback.confirm`, a rollback for NaN or Inf needs evidence that the weights are damaged.
     The engine on the device cannot look at the weights, so the host counts these rules with the
     arithmetic of the engine. See `Policy.host_rules`.
+
+    Args:
+        rules: the policy's `host_rules`.
+        config: has the depth and the quiet steps.
+        state: has the hits, which a rollback forgets.
     """
 
     def __init__(
         self, rules: tuple[RuleConfig, ...], config: EngineConfig, state: MonitorState
     ) -> None:
-        """Counts in `state`.
 
-        Args:
-            rules: the policy's `host_rules`.
-            config: has the depth and the quiet steps.
-            state: has the hits, which a rollback forgets.
-        """
         self._configs = rules
         self._depth = config.rollback.depth
         self._quiet_steps = config.incident.quiet_steps

@@ -140,8 +140,8 @@ class Recovery:
         now.
 
         Args:
-            order: what to do. An order without the action rollback or stop only saves or alerts,
-                which the monitor has done.
+            order: what to do. An order without the action rollback or stop does nothing here: the
+                monitor has written its alert, and `Loop.read_and_act` saves.
 
         Returns:
             The rollback, or None without one.
