@@ -29,6 +29,7 @@ Besides:
     incident_log     the events of the beginning and the end of each incident
     metrics          counts and mean losses of the run
     run_record       what a checkpoint remembers; parts of it are
+    ledger           which steps were healthy, and how the rest was treated,
     data_state       random states and positions of the loaders,
     monitor_state    what decisions read of earlier steps, and
     healthy_ranges   ranges in which the run was healthy, and what is held in them

@@ -29,7 +29,7 @@ from healcore.runtime.run.rate_jumps import RateJumps
 from healcore.runtime.run_options import HostPolicy
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import IncidentRecord, Ledger
+    from healcore.runtime.run.ledger import IncidentRecord, Ledger
 
 # Flags of an int are faster than flags of an enum.
 _CUT_LR = int(Action.CUT_LR)

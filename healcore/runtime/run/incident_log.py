@@ -14,7 +14,7 @@ from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import IncidentRecord, Ledger
+    from healcore.runtime.run.ledger import IncidentRecord, Ledger
 
 
 class IncidentLog:

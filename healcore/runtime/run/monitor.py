@@ -15,11 +15,11 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.alarms import AlarmLog, JudgedRecord
 from healcore.runtime.run.dispatch_queue import StepFlags, StepResult
 from healcore.runtime.run.incident_log import IncidentLog
+from healcore.runtime.run.ledger import IncidentRecord, Ledger
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import Order, OrderReason
 from healcore.runtime.run.program_clip import ProgramClip
-from healcore.runtime.run.run_record import IncidentRecord, Ledger
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Ranks
 

@@ -20,6 +20,7 @@ from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.dispatch_queue import DispatchQueue
 from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stopping import Stopping
+from healcore.runtime.run.ledger import Ledger
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
@@ -34,7 +35,7 @@ from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.dead_run import DeadRun
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
-from healcore.runtime.run.run_record import Ledger, RunRecord
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.step_batches import StepBatches
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.claim import Claim

@@ -1,0 +1,314 @@
+"""`Ledger`: which steps of a run were healthy, and how the rest was treated.
+
+Steps are indexed from 0. A checkpoint of step n holds the state that step n starts from.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pydantic import ConfigDict
+
+from healcore.core.decision import NONFINITE, Cause, StepRecord, names_of
+from healcore.runtime.run.monitor_state import NumberOrNone, take_fields
+from healcore.runtime.run.orders import RollbackRecord
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run_record import Trials
+
+_MAX_INCIDENTS = 1000
+"""Max incidents in the ledger; the oldest are dropped."""
+
+
+@dataclass
+class IncidentRecord:
+    """One incident, from the step of its first alarm (`onset`) to its latest alarm (`last`).
+
+    Alarms that follow one another closely have one cause, so they are reported and answered once. A
+    rollback and a restart end the incident that is open.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    number: int
+    """Number of the incident, from 1 over the whole run. A rollback does not reset the count."""
+    onset: int
+    """Step of the first alarm."""
+    last: int
+    """Step of the latest alarm."""
+    cause: int
+    """`Cause` flags of all alarms."""
+    first: dict[str, int] = field(default_factory=dict)
+    """Name of a cause -> first step with this cause."""
+    alarms: int = 0
+    """Number of steps with an alarm."""
+    skips: int = 0
+    """Number of these steps that were skipped."""
+    over: bool = False
+    """Whether the engine has closed the incident, so that the next alarm opens another one."""
+    reported_over: bool = False
+    """Whether its event `over` was written."""
+    number_in_engine: NumberOrNone = 0
+    """The engine's number of this incident, or None if the engine's count has restarted since."""
+    engine: str = ""
+    """Name of the optimizer with the first alarm, or "" in a checkpoint of an older version."""
+
+    @property
+    def only_skips(self) -> bool:
+        """Whether each alarm is a skipped step that was not finite, which changed no weights.
+
+        A finite step within such an incident shows that the weights were finite there. If an order
+        follows later, its trouble begins at the first of the last consecutive skips, and not at the
+        incident's first alarm.
+        """
+        return self.skips == self.alarms and not Cause(self.cause) & ~NONFINITE
+
+    def add(self, index: int, causes: int) -> None:
+        """Adds an alarm.
+
+        Args:
+            index: index of the step.
+            causes: `Cause` flags of the alarm.
+        """
+        self.last = index
+        self.alarms += 1
+        self.cause |= causes
+        for name in names_of(Cause(causes)):
+            self.first.setdefault(name, index)
+
+
+@dataclass
+class Ledger:
+    """The host's record of a run: which steps were healthy, and how the rest was treated.
+
+    `add_step` adds the steps in order. A rollback rewinds the ledger to the restored step, but
+    keeps the incidents, rollbacks and skips of the undone steps: budgets count them.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    next_step: int = 0
+    """Index of the step after the newest one."""
+    unhealthy: list[int] = field(default_factory=list)
+    """Steps that were skipped, were not taken, or had an alarm within an incident; also micro-steps
+    directly after such a step. Ascending."""
+    incidents: list[IncidentRecord] = field(default_factory=list)
+    """The newest incidents, oldest first."""
+    rollbacks: list[RollbackRecord] = field(default_factory=list)
+    """All rollbacks, oldest first; see `RollbackRecord.outline`."""
+    incident_count: int = 0
+    """Number of incidents so far, including undone and dropped incidents."""
+    skips: int = 0
+    """Number of skipped steps so far, including undone steps."""
+    untrained: int = 0
+    """Number of steps in which no optimizer took a step, excluding undone steps."""
+    open: bool = False
+    """Whether an incident with more than skipped non-finite steps is open."""
+    accepted: int = 0
+    """Number of troubles accepted in a row, see `Trial.ACCEPT`."""
+    spent: int = 0
+    """Rollbacks that the engine had made before this run, in another framework."""
+    accepted_until: int = 0
+    """Step before which no comparison rolls back again."""
+    last_alarms: dict[str, int] = field(default_factory=dict)
+    """Optimizer and cause, as in `actor/PLATEAU` -> last step with this cause."""
+
+    def add_step(
+        self, index: int, records: Sequence[StepRecord], opening: int = -1
+    ) -> IncidentRecord | None:
+        """Adds the records of one step.
+
+        Args:
+            index: index of the step.
+            records: its records, one per engine, or more if an engine judged several times.
+            opening: `Cause` flags that open an incident. All other alarms only alert.
+
+        Returns:
+            The incident that the step belongs to, or None.
+        """
+        self.next_step = index + 1
+        judged = is_open = skip = False
+        all_skip = True
+        cause = 0
+        engine = ""  # of the first alarm
+        for record in records:
+            judged |= record.judged
+            is_open |= record.incident_open
+            skip |= record.skip
+            all_skip &= record.skip
+            # An alert alone (a clipped gradient spike) opens no incident.
+            if record.incident_open or record.skip:
+                cause |= int(record.cause) & opening
+                if cause and not engine:
+                    engine = record.engine
+        if not judged:
+            if not records[0].taken:
+                self.unhealthy.append(index)
+                self.skips += 1
+                self.untrained += 1
+                return None
+            # A micro-step of an optax.MultiSteps around protect neither ends an incident nor a row
+            # of unhealthy steps: the next update decides.
+            if self.unhealthy and self.unhealthy[-1] == index - 1:
+                self.unhealthy.append(index)
+            return None
+        self.open = is_open
+        if not cause:
+            if self.incidents and not is_open:
+                self.incidents[-1].over = True
+            # Frozen steps have no cause, but they train nothing.
+            self.skips += skip
+            return None
+        self.unhealthy.append(index)
+        incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
+        incident.engine = incident.engine or engine
+        incident.add(index, cause)
+        incident.skips += skip
+        self.skips += skip
+        self.untrained += all_skip
+        return incident
+
+    def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
+        """Finds or opens an alarm's incident. An incident of nothing but skips takes no other."""
+        last = None
+        if self.incidents:
+            last = self.incidents[-1]
+        number = max(record.incident for record in records)
+        same = last is not None and not last.over
+        if last is not None and last.only_skips:
+            same = harmless and number == last.number_in_engine
+        if last is None or not same:
+            if last is not None:
+                last.over = True
+            self.incident_count += 1
+            last = IncidentRecord(self.incident_count, index, index, 0, number_in_engine=number)
+            self.incidents.append(last)
+            del self.incidents[:-_MAX_INCIDENTS]
+        last.over = False
+        return last
+
+    @property
+    def in_force(self) -> list[RollbackRecord]:
+        """The rollbacks that no start has undone after a stop, oldest first."""
+        return [each for each in self.rollbacks if not each.undone]
+
+    def same_trouble(self, onset: int, within: int = 0) -> list[RollbackRecord]:
+        """The earlier rollbacks for the trouble that begins at step `onset`, oldest first.
+
+        The trouble is the same if its onset is at most `within` steps after the step at which the
+        rollback began. Revivals of a dead run are not counted: their weights were finite, and
+        they have answers of their own (`dead_run`).
+
+        Args:
+            onset: step at which the trouble begins.
+            within: number of steps by which the onset may be later.
+        """
+        found: list[RollbackRecord] = []
+        for rollback in self.in_force:
+            if not rollback.order.changes.revival and onset <= rollback.step + within:
+                found.append(rollback)
+        return found
+
+    def unhealthy_between(self, first: int, end: int) -> list[int]:
+        """The unhealthy steps of a range, ascending.
+
+        Args:
+            first: the first step of the range.
+            end: the step after the last step of the range.
+        """
+        steps = self.unhealthy
+        return steps[bisect.bisect_left(steps, first) : bisect.bisect_left(steps, end)]
+
+    def healthy_steps(self, first: int, end: int) -> int:
+        """Number of healthy steps from `first` to before `end`.
+
+        Unhealthy steps do not restart the count: otherwise no checkpoint would become known-good in
+        a run that skips a bad batch now and then.
+
+        Args:
+            first: the first step that counts.
+            end: the step after the last step that counts.
+        """
+        return end - first - len(self.unhealthy_between(first, end))
+
+    def first_consecutive(self, index: int) -> int:
+        """First of the consecutive unhealthy steps that end at a step.
+
+        The trouble of the step has begun there.
+
+        Args:
+            index: the last of the steps.
+
+        Returns:
+            The first step, or `index + 1` if the step itself is healthy.
+        """
+        at = bisect.bisect_right(self.unhealthy, index)
+        while at > 0 and self.unhealthy[at - 1] == index:
+            at -= 1
+            index -= 1
+        return index + 1
+
+    def on_rollback(self, rollback: RollbackRecord, saved: Ledger | None) -> None:
+        """Records a rollback that was carried out.
+
+        Args:
+            rollback: the rollback. The ledger continues where the run does.
+            saved: the ledger in the restored checkpoint, or None if the checkpoint has no ledger.
+        """
+        if self.rollbacks:
+            self.rollbacks[-1] = self.rollbacks[-1].outline()
+        self.rollbacks.append(rollback)
+        self._rewind(rollback.continues_at, saved)
+
+    def forget(self, before: int) -> None:
+        """Drops unhealthy steps before a step, except consecutive ones up to the newest step.
+
+        Args:
+            before: step before which no checkpoint is left, so that nothing asks for the steps.
+        """
+        before = min(before, self.first_consecutive(self.next_step - 1))
+        del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
+
+    def continue_from(self, saved: Ledger, step: int) -> None:
+        """Continues the ledger of an earlier process.
+
+        Args:
+            saved: the ledger in the checkpoint that the run resumes from.
+            step: step of this checkpoint.
+        """
+        take_fields(self, saved)
+        self._rewind(step, None)
+
+    def without_trials(self, trials: Trials, saved: Ledger) -> Ledger:
+        """The ledger after a stop: the rollbacks for the trouble of the stop count no longer.
+
+        Incidents, skips and the rollbacks themselves stay in the counts of the run.
+
+        Args:
+            trials: what the rollbacks have changed.
+            saved: the ledger in the checkpoint that the run resumes from.
+        """
+        rollbacks = self.rollbacks[: trials.first]
+        for each in self.rollbacks[trials.first :]:
+            rollbacks.append(replace(each.outline(), undone=True))
+        return replace(
+            self,
+            rollbacks=rollbacks,
+            accepted=trials.accepted,
+            accepted_until=trials.accepted_until,
+            untrained=saved.untrained,
+        )
+
+    def _rewind(self, step: int, saved: Ledger | None) -> None:
+        """Continues at a step, and closes the incident that was open."""
+        self.next_step = step
+        self.open = False
+        del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
+        # A cause that lasted until the rollback still lasts, if it comes again.
+        self.last_alarms = {name: min(last, step - 1) for name, last in self.last_alarms.items()}
+        if self.incidents:
+            self.incidents[-1].over = True
+            self.incidents[-1].number_in_engine = None
+        if saved is not None:
+            self.untrained = saved.untrained
