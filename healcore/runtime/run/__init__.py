@@ -23,7 +23,9 @@ Besides:
     pass_states      random states, so that a repeated pass over the data has the same order
     program_watch    iterations without a step, changes of the model's structure: for `loop`
     program_clip     notices that a program clips its gradients: for `monitor`
-    alarms           the events and lines of alarms, and which causes are alerted
+    alarms           the events and lines of alarms
+    alerts           which causes are alerted, and which alerts have a line
+    judged_record    a record of a step with its incident: for `alarms` and `alerts`
     rate_jumps       the rate before a jump, for the line of an alarm
     bad_rows         notices NaN in each epoch, for a line
     incident_log     the events of the beginning and the end of each incident

@@ -12,9 +12,10 @@ from healcore.history import Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Driver, Rates
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.alarms import AlarmLog, JudgedRecord
+from healcore.runtime.run.alarms import AlarmLog
 from healcore.runtime.run.dispatch_queue import StepFlags, StepResult
 from healcore.runtime.run.incident_log import IncidentLog
+from healcore.runtime.run.judged_record import JudgedRecord
 from healcore.runtime.run.ledger import IncidentRecord, Ledger
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.monitor_state import MonitorState
