@@ -18,7 +18,7 @@ from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.ending.requests import SignalWatch
+    from healcore.runtime.run.ending.signal_watch import SignalWatch
 
 
 class _Unreadable(NamedTuple):

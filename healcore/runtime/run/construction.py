@@ -44,7 +44,8 @@ from healcore.runtime.run.compare.loss_function import LossFunction
 from healcore.runtime.run.compare.step_history import StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
 from healcore.runtime.run.data_state import DataState
-from healcore.runtime.run.ending.requests import EndRequests, StopFile
+from healcore.runtime.run.ending.requests import EndRequests
+from healcore.runtime.run.ending.stop_file import StopFile
 from healcore.runtime.run.ending.stopping import Stopping
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
