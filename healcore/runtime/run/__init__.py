@@ -26,6 +26,7 @@ Besides:
     alarms           the events and lines of alarms
     alerts           which causes are alerted, and which alerts have a line
     judged_record    a record of a step with its incident: for `alarms` and `alerts`
+    rate_log         the multipliers of the learning rates, and the event of each change
     rate_jumps       the rate before a jump, for the line of an alarm
     bad_rows         notices NaN in each epoch, for a line
     incident_log     the events of the beginning and the end of each incident

@@ -52,6 +52,7 @@ from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.program_watch import StructureChanges
+from healcore.runtime.run.rate_log import RateLog
 from healcore.runtime.run.restore.next_start import NextStart
 from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
@@ -193,9 +194,11 @@ def _add_observing_parts(run: Run, options: Options, loss_fn: Any) -> None:
         ledger=run.ledger,
         progress=run.progress,
     )
+    run.rate_log = RateLog(run.driver, run.log, observes=run.policy.observes)
     run.monitor = IncidentMonitor(
         policy=run.policy,
         driver=run.driver,
+        rate_log=run.rate_log,
         ranks=run.ranks,
         log=run.log,
         ledger=run.ledger,
@@ -214,7 +217,7 @@ def add_comparing_parts(
     The parts share one `ComparisonState`, whose docstring says which part changes which field.
 
     Args:
-        run: the run, with a schedule of saves and a monitor.
+        run: the run, with a schedule of saves and a rate log.
         loss_fn: the program's `loss_fn`, or None to compare nothing.
         loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
     """
@@ -237,7 +240,7 @@ def add_comparing_parts(
         ranks=run.ranks,
         log=run.log,
         record=run.record,
-        monitor=run.monitor,
+        rate_log=run.rate_log,
         state=state,
         history=history,
         anchor_losses=anchor_losses,

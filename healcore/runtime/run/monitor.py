@@ -10,7 +10,7 @@ from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord
 from healcore.core.engine.incidents import incident_causes
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
-from healcore.runtime.driver import Driver, Rates
+from healcore.runtime.driver import Driver
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.alarms import AlarmLog
 from healcore.runtime.run.dispatch_queue import StepFlags, StepResult
@@ -21,6 +21,7 @@ from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import Order, OrderReason
 from healcore.runtime.run.program_clip import ProgramClip
+from healcore.runtime.run.rate_log import RateLog
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Ranks
 
@@ -43,6 +44,7 @@ class IncidentMonitor:
     Args:
         policy: the policy of the run.
         driver: has the learning rates and the states of the engines.
+        rate_log: is given the multiplier of every step.
         ranks: the ranks, which agree on an order.
         log: the log, for the events of the steps.
         ledger: is filled with the steps and their incidents.
@@ -54,7 +56,6 @@ class IncidentMonitor:
         metrics: the metrics of the newest step, and counts since the run began.
         state: what later decisions read of earlier steps. A checkpoint holds it.
         nonfinite_record: newest record of a step that was not finite, or None.
-        lr_scales: engine name -> its learning-rate multiplier, where it is known.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class IncidentMonitor:
         *,
         policy: HostPolicy,
         driver: Driver,
+        rate_log: RateLog,
         ranks: Ranks,
         log: RunLog,
         ledger: Ledger,
@@ -71,6 +73,7 @@ class IncidentMonitor:
     ) -> None:
         self._policy = policy
         self._driver = driver
+        self._rate_log = rate_log
         self._ranks = ranks
         self._log = log
         self._ledger = ledger
@@ -82,7 +85,6 @@ class IncidentMonitor:
         several = _MIN_INTERVALS_REMEMBERED * save_every
         self._kept = max(policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         """Number of steps whose batch ids are kept."""
-        self.lr_scales: dict[str, float] = {}
         self._alarm_log = AlarmLog(policy=policy, log=log, ledger=ledger, driver=driver)
         self._incident_log = IncidentLog(
             log=log,
@@ -116,7 +118,7 @@ class IncidentMonitor:
         if not flags.is_quiet:
             return self._report(result, flags, incident)
         for record in result.records:
-            self._log_lr_change(result.index, record)
+            self._rate_log.add(result.index, record)
         return None
 
     def has_alarm(self, records: Sequence[StepRecord]) -> bool:
@@ -176,7 +178,7 @@ class IncidentMonitor:
         for each in judged:
             if each.record.cause:
                 self._alarm_log.write(each, has_line=has_line and each is lead)
-            self._log_lr_change(result.index, each.record)
+            self._rate_log.add(result.index, each.record)
             if each.record.action:
                 order = _merge(order, self._order(each, has_line=has_line))
         return order
@@ -238,8 +240,6 @@ class IncidentMonitor:
                     break
         return found
 
-    # -- the learning rate ----------------------------------------------------------------------
-
     def read_engines(self) -> None:
         """Sets multipliers and counts from the engines' states, without an event.
 
@@ -247,63 +247,8 @@ class IncidentMonitor:
         values that no record has shown.
         """
         engines = self._driver.engines()
-        self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
+        self._rate_log.read(engines)
         self.metrics.set_counts(engines)
-
-    @property
-    def lr_scale(self) -> float:
-        """The learning-rate multiplier in (0, 1], the smallest of all engines.
-
-        It is 1 as long as no engine has cut its learning rate. The report and the events of
-        rollbacks show it.
-        """
-        return min(self.lr_scales.values(), default=1.0)
-
-    def rates_in_force(self) -> Rates:
-        """The learning rates of the last step, with the engines' multipliers.
-
-        Returns:
-            Engine name -> learning rate, or None if it is unknown.
-        """
-        rates: dict[str, float | None] = {}
-        for name, rate in self._driver.trained_rates().items():
-            rates[name] = rate
-            if rate is not None:
-                rates[name] = rate * self.lr_scales.get(name, 1.0)
-        return rates
-
-    def _log_lr_change(self, index: int, record: StepRecord) -> None:
-        """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
-
-        Other changes have no event: the multiplier may change at every step of a ramp, and while
-        the schedule is above a limit.
-        """
-        now = record.lr_scale
-        before = self.lr_scales.get(record.engine, 1.0)
-        if now == before and not record.action:
-            return
-        self.lr_scales[record.engine] = now
-        action = None
-        if record.action & Action.CUT_LR:
-            action = Action.CUT_LR
-        if action is not None and now < before:
-            why = "the policy cuts it"
-        elif now < before == 1.0:
-            why = "the schedule has risen above the limit of the last cut"
-        elif before < now == 1.0:
-            why = "the limit of the last cut has ended"
-        else:
-            return
-        self._log.event(
-            "lr",
-            step=index,
-            engine=record.engine,
-            action=action,
-            lr_scale_before=before,
-            lr_scale=now,
-            why=why,
-            observed=self._policy.observes,
-        )
 
     # -- steps that are not finite --------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.progress import RunProgress
+from healcore.runtime.run.rate_log import RateLog
 from healcore.runtime.run.restore.next_start import NextStart
 from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
@@ -52,7 +53,7 @@ class Run:
                         |  hang_guard, end_requests
                         +- batches, loaders, step_batches,              batches and
                         |  pass_states, data_state                      random states
-                        +- monitor, holding, comparisons                what is seen
+                        +- rate_log, monitor, holding, comparisons      what is seen
                         +- recovery, better_weights, dead_run,          what is decided
                         |  nonfinite_recovery, out_of_memory,
                         |  stopping
@@ -104,6 +105,8 @@ class Run:
     """When a regular save is due."""
     dispatch_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
     """Dispatches that the host has not read yet."""
+    rate_log: RateLog = field(init=False)
+    """The multipliers of the learning rates, and the event of each change."""
     monitor: IncidentMonitor = field(init=False)
     """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
     holding: Holding = field(init=False)

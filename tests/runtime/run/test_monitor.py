@@ -11,6 +11,7 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.ledger import Ledger
 from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.rate_log import RateLog
 from healcore.runtime.run.run import Run
 from healcore.runtime.run_options import Hooks
 from tests.healer.step_records import record
@@ -33,6 +34,7 @@ def monitor(run: Run) -> IncidentMonitor:
     return IncidentMonitor(
         policy=run.policy,
         driver=run.driver,
+        rate_log=RateLog(run.driver, run.log, observes=run.policy.observes),
         ranks=run.ranks,
         log=run.log,
         ledger=run.ledger,

@@ -40,7 +40,7 @@ def outcome_of(run: Run, ending: Ending, why: str = "", **fields: Any) -> RunOut
         why,
         open=monitor.is_unhealthy,
         lasting=monitor.lasting_causes,
-        lr_scale=monitor.lr_scale,
+        lr_scale=run.rate_log.lr_scale,
         last_good=good,
         last_good_path=path,
         probation=probation,

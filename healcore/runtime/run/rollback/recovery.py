@@ -90,7 +90,7 @@ class Recovery:
         self.run.dead_run.trained_rates.add(result.records)
         order = self.run.monitor.process(result)
         if self.run.monitor.state.nonfinite_streak == 1:
-            self.run.dead_run.trained_rates.add_rates(self.run.monitor.rates_in_force())
+            self.run.dead_run.trained_rates.add_rates(self.run.rate_log.rates_in_force())
         return order
 
     def act(self, result: StepResult, order: Order | None) -> RollbackRecord | None:
@@ -333,7 +333,7 @@ class Recovery:
             of_alarms = self.run.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *of_alarms))
         try:
-            lr_scale = self.run.monitor.lr_scale
+            lr_scale = self.run.rate_log.lr_scale
             done = self.run.rollback_restore.restore(order, self._lost_steps, lr_scale)
         except StoreError as error:
             if not _may_continue(order, error):
