@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, StepRecord
@@ -94,64 +94,74 @@ class AlarmLog:
             has_line: whether the record has the line of its step.
         """
         result, record, incident = judged.result, judged.record, judged.incident
-        policy = self._policy
-        if incident is None:
-            self._outside += 1
-            number = self._outside
-            if number == MAX_ALARMS + 1:
-                self._log.info(
-                    f"step {result.index}: more than {MAX_ALARMS} alarms outside of incidents: "
-                    "from now on only those with an alert or a line have an event; the metrics "
-                    "file has them all"
-                )
-        else:
-            number = incident.alarms
-        if number > MAX_ALARMS and not has_line and not judged.alert:
+        if self._count(judged) > MAX_ALARMS and not has_line and not judged.alert:
             return
-        rate = rate_before = None
-        if has_line:
-            rate = self._rate_of(record)
-            rate_before = self.rate_jumps.rate_before(result.index, record)
-        explanation = failures_of(record.cause)[0].diagnosis
         by_optimizer = None
         if record.by_optimizer:
             numbers: list[str] = []
             with suppress(RuntimeError):  # as in `_rate_of`
                 numbers = self._driver.suspect_numbers()
             by_optimizer = by_optimizer_text(numbers)
-            explanation = by_optimizer
-        skips = None
-        if record.skip and not policy.observes:
-            skips = self._ledger.skips
-        grad_scale = None
-        if not policy.engine.per_tensor:
-            grad_scale = record.grad_scale
-        event = self._log.event(
-            "alarm",
-            step=result.index,
-            engine=record.engine,
-            incident=judged.number,
-            cause=record.cause,
-            skip=record.skip,
-            skips=skips,
-            grad_scale=grad_scale,
-            lr=rate,
-            lr_before=rate_before,
-            lr_scale=record.lr_scale,
-            action=record.action,
-            readings=record.readings,
-            evidence=record.evidence,
-            diagnosis=by_optimizer,
-            observed=policy.observes,
-            **batch_fields(result),
-        )
+        fields = self._fields(judged, by_optimizer, has_line=has_line)
+        event = self._log.event("alarm", **fields)
         if has_line:
+            explanation = by_optimizer or failures_of(record.cause)[0].diagnosis
             self._write_line(judged, sentence(event), explanation)
         begins = incident is not None and incident.alarms == 1
         if begins and record.skip and record.cause & NONFINITE:
             text = self._bad_rows.add(result.batches)
             if text:
                 self._log.warning(f"step {result.index}: {text}")
+
+    def _count(self, judged: JudgedRecord) -> int:
+        """Counts an alarm, and returns its number in its incident, or outside of incidents.
+
+        The first alarm that has no event for its number is announced by a line.
+        """
+        if judged.incident is not None:
+            return judged.incident.alarms
+        self._outside += 1
+        if self._outside == MAX_ALARMS + 1:
+            self._log.info(
+                f"step {judged.result.index}: more than {MAX_ALARMS} alarms outside of incidents: "
+                "from now on only those with an alert or a line have an event; the metrics "
+                "file has them all"
+            )
+        return self._outside
+
+    def _fields(
+        self, judged: JudgedRecord, diagnosis: str | None, *, has_line: bool
+    ) -> dict[str, Any]:
+        """The fields of the event of an alarm, in their order. The rates are for the line only."""
+        result, record = judged.result, judged.record
+        rate = rate_before = None
+        if has_line:
+            rate = self._rate_of(record)
+            rate_before = self.rate_jumps.rate_before(result.index, record)
+        skips = None
+        if record.skip and not self._policy.observes:
+            skips = self._ledger.skips
+        grad_scale = None
+        if not self._policy.engine.per_tensor:
+            grad_scale = record.grad_scale
+        return {
+            "step": result.index,
+            "engine": record.engine,
+            "incident": judged.number,
+            "cause": record.cause,
+            "skip": record.skip,
+            "skips": skips,
+            "grad_scale": grad_scale,
+            "lr": rate,
+            "lr_before": rate_before,
+            "lr_scale": record.lr_scale,
+            "action": record.action,
+            "readings": record.readings,
+            "evidence": record.evidence,
+            "diagnosis": diagnosis,
+            "observed": self._policy.observes,
+            **batch_fields(result),
+        }
 
     def _write_line(self, judged: JudgedRecord, text: str, explanation: str) -> None:
         """Writes the console line of an alarm.
