@@ -119,7 +119,7 @@ class Shutdown:
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
         ran_out = self.fault is not None and self.fault.cause is Cause.OOM
-        if ran_out and self.run.loop.state.is_trial:
+        if ran_out and self.run.loop.state.searches_batch_size:
             self._discard()
             return None
         if not self.completed:
@@ -206,8 +206,8 @@ class Shutdown:
     def _discard(self) -> None:
         """Ends a run that has taken no step, and deletes its first snapshot.
 
-        Called if memory ran out in a trial of a batch size, before the first step. The next run
-        then starts again, instead of from a snapshot for another batch size.
+        Called if memory ran out while a trainer searches its batch size, before the first step. The
+        next run then starts again, instead of from a snapshot for another batch size.
         """
         self._collect("", self.run.saver.wait)
         self._collect("", partial(self.run.store.delete, self.run.record.first_step))
