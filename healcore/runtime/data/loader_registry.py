@@ -526,13 +526,13 @@ class LoaderRegistry:
     def rewind(
         self,
         position: dict[str, Any] | None,
-        bad: Collection[BatchId],
-        more: int,
-        again: Sequence[BatchId] = (),
+        to_skip: Collection[BatchId],
+        skip_more: int,
+        read_again: Sequence[BatchId] = (),
     ) -> RewindObstacle | None:
         """Rewinds the loaders of the steps and skips some batches.
 
-            mark the bad batches
+            mark the batches to skip
                    │
             does the loop have to return to an earlier epoch, and may it? ── no ──► MODEL_CHANGED
                    │
@@ -545,9 +545,9 @@ class LoaderRegistry:
 
         Args:
             position: positions of the checkpoint, or None if the checkpoint has no positions.
-            bad: batches to skip.
-            more: number of batches to skip after them.
-            again: batches that an earlier rollback has skipped, and that are read again now.
+            to_skip: batches to skip.
+            skip_more: number of batches to skip after them.
+            read_again: batches that an earlier rollback has skipped, and that are read again now.
 
         Returns:
             Why the loaders were not rewound, or None.
@@ -560,7 +560,7 @@ class LoaderRegistry:
         epoch_loop.crossed = None
         for loader in loaders:
             if loader.next_id == trained.next_id:
-                skip_batches(loader, bad, more, again)
+                skip_batches(loader, to_skip, skip_more, read_again)
         if position is None:
             return RewindObstacle("the checkpoint has no position of this loader")
         returns = epoch_loop.returns_with(position, trained)
