@@ -53,21 +53,21 @@ class AlarmLog:
         self._explained: set[str] = set()
         """Diagnoses on the console so far: a line has each of them once."""
 
-    def has_line(self, judged: list[JudgedRecord], lead: JudgedRecord) -> bool:
-        """Whether a step has a console line, which is about one of its records.
+    def decide_line(self, judged: list[JudgedRecord], lead: JudgedRecord) -> bool:
+        """Decides whether a step has a console line, which is about one of its records.
 
         - Every cut of the learning rate.
         - Incidents: the first ten, then each power of two.
         - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
           then each power of ten.
-        - Alerts outside of incidents: see `Alerts.count_and_decide_line`.
+        - Alerts outside of incidents: see `Alerts.decide_alert_line`.
 
         Args:
             judged: the records of the step. Call this once for each step, because alerts are
                 counted.
             lead: the record that the line would be about.
         """
-        if self.alerts.count_and_decide_line(judged):
+        if self.alerts.decide_alert_line(judged):
             return True
         if lead.record.action & Action.CUT_LR and not self._policy.observes:
             return True

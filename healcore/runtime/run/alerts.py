@@ -29,7 +29,7 @@ class Alerts:
     The engine orders an alert once per rule. A rule names several causes, and one of them may last
     for the rest of the run and hide the start of another one. So the host alerts each cause when it
     begins. On the other hand a cause that comes and goes must not fill the log: see
-    `count_and_decide_line`.
+    `decide_alert_line`.
 
     Args:
         policy: its rules alert, and it may set `alert_steps`.
@@ -87,8 +87,8 @@ class Alerts:
         record = record._replace(action=Action(record.action) | Action.ALERT)
         return judged._replace(record=record, alert=begins)
 
-    def count_and_decide_line(self, judged: list[JudgedRecord]) -> bool:
-        """Counts the faults of a step, and decides whether it has a console line about an alert.
+    def decide_alert_line(self, judged: list[JudgedRecord]) -> bool:
+        """Decides whether a step has a console line about an alert, and counts its faults.
 
         Only alerts outside of incidents count. Such an alert reports a fault about which nothing is
         decided yet. There is one per fault, after `quiet_steps` steps without its cause. The first

@@ -193,7 +193,7 @@ class DataState:
             self._texts[name] = last
         return last[1]
 
-    def put_back(self, parts: SavedDataState) -> None:
+    def set_random_states(self, parts: SavedDataState) -> None:
         """Sets the random states that are not None.
 
         Called after the loaders are moved, because a move draws numbers.

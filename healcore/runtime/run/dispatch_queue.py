@@ -218,7 +218,7 @@ class DispatchQueue:
             self._read_steps.extend(self._read(*self._queue.popleft()))
         return self._read_steps.popleft()
 
-    def put_back(self, steps: Sequence[StepResult]) -> None:
+    def make_due_again(self, steps: Sequence[StepResult]) -> None:
         """Makes steps due again that `read_all` has yielded, and that nothing has acted on.
 
         Args:

@@ -371,7 +371,7 @@ class Loop:
             newest = self.run.progress.step - 1
             verdict = self.run.comparisons.suspicion.decide_at_end(newest)
         if verdict is not None:
-            rollback = self.run.better_weights.carry_out(verdict)
+            rollback = self.run.better_weights.carry_out_verdict(verdict)
         if rollback is None and alone:
             rollback = self.run.nonfinite_recovery.roll_back_if_saved(at_end=of_training)
         if rollback is not None:
@@ -426,7 +426,7 @@ class Loop:
                 self.run.progress.reading_error = error
                 raise
             run.hang_guard.pause()
-            order = run.recovery.process(result)
+            order = run.recovery.find_order(result)
             run.end_requests.note_mark(result)
             yield result, order
         run.hang_guard.pause()

@@ -102,8 +102,8 @@ class IncidentMonitor:
         """Continues the incidents of an earlier process. Called after its ledger was read."""
         self._incident_log.continue_incidents()
 
-    def process(self, result: StepResult) -> Order | None:
-        """Processes one step: counts it, writes its events, and asks for an action.
+    def note_step(self, result: StepResult) -> Order | None:
+        """Notes one step: counts it, writes its events, and asks for an action.
 
         Most steps have neither a cause nor an action. Such a step is only kept.
 
@@ -122,7 +122,7 @@ class IncidentMonitor:
         return None
 
     def has_alarm(self, records: Sequence[StepRecord]) -> bool:
-        """Whether a step that was not processed yet is one after which nothing should be saved.
+        """Whether a step that was not noted yet is one after which nothing should be saved.
 
         Args:
             records: the records of the step.
@@ -173,7 +173,7 @@ class IncidentMonitor:
         lead = max(judged, key=JudgedRecord.priority)
         has_line = False
         if lead.record.cause:  # alerts come with a cause
-            has_line = self._alarm_log.has_line(judged, lead)
+            has_line = self._alarm_log.decide_line(judged, lead)
         order = None
         for each in judged:
             if each.record.cause:

@@ -64,7 +64,7 @@ class PassStates:
         Args:
             states: random states of the checkpoint.
         """
-        self._data_state.put_back(states)
+        self._data_state.set_random_states(states)
         self._of_checkpoint = states
 
     def count_pass(self) -> None:
@@ -96,10 +96,10 @@ class PassStates:
             loaders = self._loaders
             caught_up = self.repeated_all_passes or loaders.epoch_loop.names_epochs
             if ended and caught_up and loaders.has_begun_last:
-                data_state.put_back(saved)
+                data_state.set_random_states(saved)
                 self._of_checkpoint = None
             else:
-                data_state.put_back(saved._replace(**saved.at_pass))
+                data_state.set_random_states(saved._replace(**saved.at_pass))
         data_state.begin_pass()
 
     def restore(self) -> None:
@@ -110,7 +110,7 @@ class PassStates:
         numbers than in a run that was not interrupted.
         """
         if self._of_checkpoint is not None:
-            self._data_state.put_back(self._of_checkpoint)
+            self._data_state.set_random_states(self._of_checkpoint)
 
     def forget(self) -> None:
         """Forgets the checkpoint's states. Called at each batch and step, which continue to draw.

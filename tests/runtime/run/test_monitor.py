@@ -48,13 +48,13 @@ def process_steps(monitor: IncidentMonitor, ledger: Ledger, count: int, **change
     """Gives the monitor the next `count` steps; `changes` are to the record of a healthy step."""
     first = ledger.next_step
     for index in range(first, first + count):
-        monitor.process(StepResult(index, [record(step=index + 1, **changes)], ()))
+        monitor.note_step(StepResult(index, [record(step=index + 1, **changes)], ()))
 
 
 def process_batches(monitor: IncidentMonitor, steps: range, first_batch: int) -> None:
     """Gives the monitor healthy steps with consecutive batches of epoch 0."""
     for batch, index in enumerate(steps, first_batch):
-        monitor.process(StepResult(index, [record()], (BatchId(0, batch),)))
+        monitor.note_step(StepResult(index, [record()], (BatchId(0, batch),)))
 
 
 def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run, monitor, capsys):

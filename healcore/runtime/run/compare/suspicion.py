@@ -13,7 +13,7 @@
         |---> no evidence is left: the run has recovered         Suspicion.report_recovery
         | the evidence reaches the threshold again
         v
-    trial: the steps are repeated with one thing changed         BetterWeights.carry_out
+    trial: the steps are repeated with one thing changed         BetterWeights.carry_out_verdict
         |---> no evidence: the trial has healed the run
         |---> the same losses: the verdict comes back at once    Suspicion.recurred
         |---> evidence as above: the next trial

@@ -124,7 +124,7 @@ class RollbackRestore:
         saved_ledger = None if saved.record is None else saved.record.ledger
         self.run.ledger.on_rollback(done, saved_ledger)
         if saved.data_state is not None:  # after the loaders, which draw random numbers
-            self.run.data_state.put_back(saved.data_state)
+            self.run.data_state.set_random_states(saved.data_state)
         self.run.holding.held = self._held_after(order)
         self._forget_undone_steps(saved.step)
 

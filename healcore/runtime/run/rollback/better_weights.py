@@ -31,8 +31,8 @@ from healcore.runtime.store.ranks import broadcast
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
-_NO_REASON = Cause.PLATEAU | Cause.OVERFIT
-"""Causes that say nothing about damaged weights: no reason to compare at each of their alarms."""
+_NOT_ABOUT_WEIGHTS = Cause.PLATEAU | Cause.OVERFIT
+"""Causes that say nothing about damaged weights. Their alarms are no reason to compare weights."""
 
 
 class BetterWeights:
@@ -83,11 +83,11 @@ class BetterWeights:
         return comparisons.observe(
             TrainedStep(result.index, result.contents, norms, rates),
             loss,
-            alarm=not taken or any(each.cause & ~_NO_REASON for each in records),
+            alarm=not taken or any(each.cause & ~_NOT_ABOUT_WEIGHTS for each in records),
             has_trained=taken and not all(each.skip for each in records),
         )
 
-    def carry_out(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
+    def carry_out_verdict(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
         """Carries out a verdict of `comparisons`.
 
         After `MAX_ACCEPTED` accepted troubles in a row a verdict is only an alert: a program that

@@ -132,7 +132,7 @@ class DeadRun:
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
         suspicion = self.run.comparisons.suspicion.verdict_without_waiting(result.index)
         if suspicion is not None:
-            better = self.run.better_weights.carry_out(suspicion)
+            better = self.run.better_weights.carry_out_verdict(suspicion)
             if better is not None:
                 return better
         loaders = self.run.loaders
