@@ -25,8 +25,11 @@ class _Unreadable(NamedTuple):
     """A batch that the policy skips because it cannot be read."""
 
     batch: BatchId
+    """Id of the batch."""
     fault: Fault
+    """The classified exception."""
     error: Exception
+    """The exception."""
 
 
 class BatchReader:

@@ -11,6 +11,7 @@ A loop calls:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from healcore.console import counted
@@ -66,7 +67,11 @@ class RunBatches:
         """The loader of an evaluation that the checkpoint has interrupted, or None."""
 
     def begin(
-        self, loader: Any, epochs: int | None, epoch: int | None = None, limit: Any = None
+        self,
+        loader: Any,
+        epochs: int | None,
+        epoch: int | None = None,
+        limit: Callable[[int], int] | None = None,
     ) -> RunLoader:
         """Begins to iterate over a loader; see `LoaderRegistry.begin`.
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from healcore.core.decision import Cause
 from healcore.events import Log
@@ -177,7 +176,7 @@ def _add_data_parts(run: Run, *, keeps_contents: bool) -> None:
     )
 
 
-def _add_observing_parts(run: Run, options: Options, loss_fn: Any) -> None:
+def _add_observing_parts(run: Run, options: Options, loss_fn: LossFn | None) -> None:
     """Adds what watches the steps: the schedule of saves, incidents, comparisons, ranges.
 
     Args:

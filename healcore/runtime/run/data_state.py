@@ -76,7 +76,9 @@ class DataState:
     """
 
     per_rank = True
+    """Each rank saves its own part."""
     optional = True
+    """A checkpoint without this item can be restored."""
 
     def __init__(self, position: Callable[[], dict[str, Any]]) -> None:
         """Keeps the random states of this moment as the states before the first pass.

@@ -76,14 +76,19 @@ class Run:
     """
 
     policy: HostPolicy
+    """The policy with the rules that the host applies."""
     driver: Driver
     """The framework: the state of the program, its optimizers and their engines."""
     store: CheckpointStore
+    """The checkpoints."""
     ranks: Ranks
+    """The processes of the run."""
     log: RunLog
+    """Events, metrics and console lines."""
     record: RunRecord
     """The facts of the run that a checkpoint holds, without the facts at a step."""
     end_requests: EndRequests
+    """Signals, the stop file and the votes to end."""
     claims: Sequence[Claim]
     """The locks of the store's directories."""
     batch_parts: BatchParts

@@ -156,11 +156,13 @@ class _StoredRun(NamedTuple):
     """The run in the store, and how the settings of the program differ from its settings."""
 
     saves: Sequence[CheckpointInfo]
+    """The checkpoints in the store, oldest first."""
     newest: RunRecord | None
     """The newest record in the store, or None if no record can be read."""
     settings: dict[str, Any]
     """The settings of the program."""
     saved_settings: Mapping[str, Any]
+    """The settings of the run in the store; empty without a record."""
     changes: Mapping[str, str]
     """The settings that differ: name -> saved and given value."""
 

@@ -102,7 +102,9 @@ class _Window(NamedTuple):
     """The steps around the first sign of some trouble."""
 
     start: int
+    """Index of the first step of the window."""
     steps: list[TrainedStep]
+    """The steps with their batches, oldest first."""
 
 
 class StepHistory:

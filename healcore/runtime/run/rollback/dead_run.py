@@ -40,9 +40,12 @@ STEPS_TO_REVIVE = 20
 class Revival(IntEnum):
     """What a run changes when it is brought back, in this order. A checkpoint holds the value."""
 
-    REPEAT = 1  # nothing
-    LIMIT_RATE = 2  # the learning rate is limited to the last healthy rate
-    UNDO = 3  # the limit of the second revival is undone
+    REPEAT = 1
+    """Nothing changes."""
+    LIMIT_RATE = 2
+    """The learning rate is limited to the last healthy rate."""
+    UNDO = 3
+    """The limit of the second revival is undone."""
 
 
 def next_revival(
