@@ -152,7 +152,7 @@ class HealingReport:
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]
-        if self.diagnosis:  # with its own advice
+        if self.diagnosis:  # the diagnosis has advice of its own
             return "\n".join([*lines, self.diagnosis])
         return "\n".join([*lines, *(f"advice      {hint}" for hint in self.advice)])
 

@@ -125,7 +125,7 @@ class TrainerAccess:
     def adopt_trainer_checkpoint(
         self, engines: Mapping[str, Any], *, step: int | None = None
     ) -> None:
-        """Tells the run that the trainer has resumed from the trainer's own checkpoint.
+        """Loads the engines of the trainer's own checkpoint, from which the trainer has resumed.
 
         Call this once, after the Healer is open and before the first batch. Without this call the
         policy would begin with empty baselines, and a restart would compare the weights of that

@@ -112,7 +112,7 @@ def connects_again(batches: Iterator[AnyBatch]) -> bool:
     Open files and responses of a server are iterators too. They count as parts of the connection.
     """
     if not inspect.isfunction(getattr(type(batches), "__next__", None)):
-        return False  # a generator, a `zip`, a `map`
+        return False  # the loader is a generator, a `zip` or a `map`
     for each in getattr(batches, "__dict__", {}).values():
         if not isinstance(each, Iterator) or isinstance(each, io.IOBase):
             continue

@@ -302,7 +302,7 @@ class LoaderRegistry:
                     others.append(each)
             if not others:
                 return
-            oldest = min(others, key=lambda each: each.trains)  # the first one of the minimum
+            oldest = min(others, key=lambda each: each.trains)  # `min` returns the first one
             self._loaders.remove(oldest)
 
     def _new(

@@ -29,7 +29,7 @@ def rewind_each(loaders: Iterable[RunLoader], position: Mapping[str, Any]) -> Re
         if saved is None:
             loader.call_again()
             loader.next_id = BatchId(loader.first_epoch, 0)
-        loader.leave_loop()  # a `break` came after this position
+        loader.leave_loop()  # a `break` came after this position, so it is undone too
     return None
 
 

@@ -95,7 +95,7 @@ class SamplerEpochs:
         for owner in self._owners:
             name = "epoch"
             if base_of(owner) is not owner:
-                name = "iteration"  # Accelerate's own count
+                name = "iteration"  # Accelerate counts in it
             number = getattr(owner, name, None)
             if type(number) is int:
                 return number

@@ -38,7 +38,7 @@ class AlarmLog:
 
     Attributes:
         alerts: decides about the alerts of the same steps.
-        rate_jumps: is told the learning rate of every step.
+        rate_jumps: gets the learning rate of every step.
     """
 
     def __init__(self, *, policy: HostPolicy, log: RunLog, ledger: Ledger, driver: Driver) -> None:
@@ -49,7 +49,8 @@ class AlarmLog:
         self.alerts = Alerts(policy=policy, log=log, ledger=ledger)
         self.rate_jumps = RateJumps()
         self._bad_rows = BadRows()
-        self._outside = 0  # alarms outside of incidents
+        self._outside = 0
+        """Number of alarms outside of incidents."""
         self._explained: set[str] = set()
         """Diagnoses on the console so far: a line has each of them once."""
 
@@ -99,7 +100,7 @@ class AlarmLog:
         by_optimizer = None
         if record.by_optimizer:
             numbers: list[str] = []
-            with suppress(RuntimeError):  # as in `_rate_of`
+            with suppress(RuntimeError):  # `_rate_of` says why
                 numbers = self._driver.suspect_numbers()
             by_optimizer = by_optimizer_text(numbers)
         fields = self._fields(judged, by_optimizer, has_line=has_line)

@@ -131,7 +131,7 @@ class Ledger:
         judged = is_open = skip = False
         all_skip = True
         cause = 0
-        engine = ""  # of the first alarm
+        engine = ""  # the engine that has the first alarm
         for record in records:
             judged |= record.judged
             is_open |= record.incident_open

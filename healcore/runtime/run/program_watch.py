@@ -60,7 +60,7 @@ class WarmUp:
         total: number of optimizer steps at which the loop ends.
         warmup: iterations that the caller allows before the first step, or None for the default.
         progress: the number of steps shows whether an iteration took one.
-        driver: tells whether the weights change in a long wait for a step.
+        driver: knows whether the weights change in a long wait for a step.
         log: the log, for a wait that is long and allowed.
     """
 

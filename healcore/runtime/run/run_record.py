@@ -160,8 +160,8 @@ class RunRecord:
     def attempt_history(self) -> AttemptHistory:
         """The attempts of the run, and the step up to which checkpoints are known-good.
 
-        With it, the store tells checkpoints of the current attempt from abandoned ones, which a
-        rollback has undone.
+        With it, the store distinguishes checkpoints of the current attempt from abandoned
+        checkpoints, which a rollback has undone.
         """
         return AttemptHistory(tuple(self.attempts), self.known_good_up_to)
 

@@ -131,7 +131,8 @@ def _claim(given: StorePlace | None, ranks: Ranks, claims: list[Claim]) -> str |
         own_claim = claim(folder)
         claims.append(own_claim)
         if isinstance(given, CheckpointStore):
-            given.join()  # its temporary files are in use
+            # Waits for saves in progress, whose temporary files `sweep` would delete.
+            given.join()
         sweep(folder)
         return own_claim.warning
 
@@ -144,7 +145,7 @@ def _claim(given: StorePlace | None, ranks: Ranks, claims: list[Claim]) -> str |
 
 
 class _PreviousProcess(NamedTuple):
-    """What the log tells of the previous process."""
+    """What is in the log of the previous process."""
 
     history: RunHistory | None
     """The history of the run until then, or None without events."""
@@ -247,7 +248,7 @@ def _carry_out(
 
 
 def _set_loop_state(run: Run, plan: StartPlan) -> None:
-    """Tells the loop that nothing is trained, or that it begins with the work after a step.
+    """Sets the phase of the loop: nothing is trained, or it begins with the work after a step.
 
     Args:
         run: the parts of the run, which has resumed or taken its first snapshot.
@@ -324,7 +325,7 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
     run.monitor.read_engines()
     comparisons = run.comparisons.state
     comparisons.silent_until = max(comparisons.silent_until, run.ledger.accepted_until)
-    if resume:  # otherwise the first save does it
+    if resume:  # a new run does it in its first save
         if not comparisons.anchors:
             saver.add_anchor()
         run.store.protect(run.comparisons.steps_needed)

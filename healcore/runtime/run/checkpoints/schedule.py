@@ -75,7 +75,8 @@ class SaveSchedule:
         self._progress = progress
         self._time = _SavingTime(ranks)
         self._limits_time = every is None
-        self._next_warning = _UNSAVED_INTERVALS * self.every  # steps without a save
+        self._next_warning = _UNSAVED_INTERVALS * self.every
+        """Steps without a save after which a warning follows."""
         self._slow_saves_reported = False
 
     def due(self) -> bool:

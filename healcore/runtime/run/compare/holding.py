@@ -294,7 +294,7 @@ class Holding:
         limit = max(ordinary) + (max(ordinary) - min(ordinary))
         high = set()
         for step, loss in zip(steps, rest, strict=True):
-            if not loss <= limit:  # NaN is high
+            if not loss <= limit:  # written with `not`, so that a loss of NaN counts as high
                 high.add(step.index)
         return high
 

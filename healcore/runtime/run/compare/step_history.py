@@ -147,10 +147,12 @@ class StepHistory:
         """The steps around the first sign of each trouble."""
         self._high: deque[TrainedStep] = deque()
         """At most `MAX_HIGH_STEPS` steps with a sign or a high loss, see `_add_high`."""
-        self._burst = (-STEPS_AFTER_SIGN - 1, -STEPS_AFTER_SIGN - 1)  # none
+        # As if each had ended so long before step 0 that step 0 continues none of them.
+        long_ago = -STEPS_AFTER_SIGN - 1
+        self._burst = (long_ago, long_ago)
         """First and last step of the newest burst of high steps."""
-        self._last_sign = -STEPS_AFTER_SIGN - 1  # none
-        self._last_alarm = -STEPS_AFTER_SIGN - 1  # none
+        self._last_sign = long_ago
+        self._last_alarm = long_ago
 
     def steps_with_batches(self) -> list[TrainedStep]:
         """The steps whose batches may be compared.
@@ -274,7 +276,7 @@ class StepHistory:
         if len(self._high) == MAX_HIGH_STEPS:
             if self._high[0].index >= first:
                 return
-            self._high.popleft()  # of an earlier burst
+            self._high.popleft()  # the oldest step is of an earlier burst
         self._high.append(trained)
 
     def accept_level(self) -> None:

@@ -97,7 +97,7 @@ class Shutdown:
         self.completed = self.ending == Ending.COMPLETED
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
         if isinstance(error, AlreadyCompleted):
-            self.raised = None  # not an error of the loop
+            self.raised = None  # the loop has raised no error
         self.fault: Fault | None = None
         self.problems: list[str] = []
         self.replaced: list[str] = []
@@ -126,7 +126,8 @@ class Shutdown:
             self._collect("the weights could not be read", self._find_replaced_weights)
         if together:
             self._read_last_steps()
-        if not isinstance(self.raised, Exception | None):  # as `sys.exit` after a step
+        # For example SystemExit: the body has called `sys.exit` after its step.
+        if self.raised is not None and not isinstance(self.raised, Exception):
             self._collect("the last step could not be counted", self.run.loop.count_last_step)
         self._save_state(together=together)
         self._report()
@@ -447,7 +448,8 @@ class Shutdown:
         step = self.run.progress.step
         saver = self.run.saver
         target = "resumes from the newest checkpoint"
-        with contextlib.suppress(StoreError, OSError):  # the checkpoints that survive the process
+        with contextlib.suppress(StoreError, OSError):
+            # Only these checkpoints survive the process.
             newest = max(self.run.store.steps_on_disk(), default=None)
             if newest is None:
                 target = "starts from the beginning"

@@ -178,7 +178,7 @@ class SignalWatch:
         That handler may belong to an earlier run, also if another library has wrapped it, as
         Lightning does. The earlier run, if it is open, is asked to end as well. It does nothing if
         it has ended or has received a signal before: a second signal would end the process, and
-        this run could not save any more. `_passes_on` tells it so.
+        this run could not save any more. `_passes_on` marks such a call.
         """
         previous = self._previous(number)
         if not self._watches:

@@ -81,7 +81,8 @@ class Resumption:
         record.part_growth.on_rollback(own.step)
         record.evaluation_growth.on_rollback(own.step)
         forget_changes(self.run, since=own.step)
-        self.run.driver.structure_changes()  # those of the restart itself
+        # Drops the changes that the restart has made: they are not the program's.
+        self.run.driver.structure_changes()
         self.run.saver.begin_attempt(own.step)
         record.is_in_body = own.is_in_body
         if own.last_regular is not None:

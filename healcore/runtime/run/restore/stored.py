@@ -81,7 +81,7 @@ class StoredCheckpoints:
     would train different weights, so all methods agree between the ranks first.
 
     Args:
-        policy: its engine tells which of the saved engine states fit.
+        policy: its engine decides which saved engine states fit.
         store: the store with the checkpoints.
         ranks: the ranks, which load the same checkpoint.
         log: the log, for parts of a checkpoint that are not used.

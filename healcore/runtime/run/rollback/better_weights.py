@@ -66,7 +66,7 @@ class BetterWeights:
         if not comparisons.is_enabled or result.has_lost_contents:
             return None
         if taken and not any(each.judged for each in records):
-            return None  # a micro-step of an accumulation
+            return None  # the step is a micro-step of an accumulation
         comparisons.steps_are_windows = self.run.monitor.state.has_micro_steps
         if not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records):
             loss = math.nan

@@ -131,7 +131,7 @@ class DeadRun:
         onset = max(ledger.first_consecutive(result.index) - 1, 0)
         is_sound = self._earlier_weights_are_sound(result, onset)
         if is_sound is False:
-            return None  # the data
+            return None  # the batch is bad, and not the weights
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
         suspicion = self.run.comparisons.suspicion.verdict_without_waiting(result.index)
         if suspicion is not None:

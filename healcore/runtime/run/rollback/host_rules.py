@@ -47,7 +47,7 @@ class HostRules:
         fired = False
         hits = self._state.rule_hits
         if not record.judged or not (record.cause or hits):
-            return record  # most steps
+            return record  # most steps end here
         for number, config in enumerate(self._configs):
             key = f"{number}/{record.engine}"
             saved = hits.get(key)

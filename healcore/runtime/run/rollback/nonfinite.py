@@ -218,7 +218,7 @@ class NonfiniteRecovery:
             The names, sorted. Empty if the arrays are finite, or if no such steps are repeated.
         """
         if not self.run.ledger.rollbacks:
-            return ()  # as in most steps
+            return ()  # most steps end here
         rollbacks = self.run.ledger.in_force
         if not rollbacks or not self._may_skip or self.run.policy.observes:
             return ()

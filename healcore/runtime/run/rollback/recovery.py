@@ -357,7 +357,8 @@ class Recovery:
         why = reason_of(order)
         if self._times_to_log(why):
             reason = str(error)
-            if isinstance(error, StateMismatch):  # its advice is for a start
+            if isinstance(error, StateMismatch):
+                # The advice in its text is for a start, and not for a rollback.
                 reason = f"the checkpoint of step {error.step} does not fit: "
                 reason += first_of(error.differences, separator="; ")
             problem = f"{why}, but {reason}; the run continues without a rollback"
