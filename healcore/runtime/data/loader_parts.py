@@ -16,6 +16,7 @@ from healcore.runtime.data.loader_protocols import (
     AnyBatch,
     AnyLoader,
     RandomGenerator,
+    SamplesInOrder,
 )
 from healcore.runtime.store import values
 
@@ -44,7 +45,7 @@ def has_methods(thing: object, names: Iterable[str]) -> bool:
     return all(callable(getattr(thing, name, None)) for name in names)
 
 
-def samplers_of(loader: AnyLoader) -> list[Any]:
+def samplers_of(loader: AnyLoader) -> list[SamplesInOrder]:
     """The samplers and batch samplers of a torch loader, including samplers inside samplers.
 
     `set_epoch` and the random generators of a loader are found in these parts.
