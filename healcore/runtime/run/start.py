@@ -232,7 +232,7 @@ def _carry_out(
     if has_loss_fn:
         start_log.warn_of_unused_loss_fn(run)
     try:
-        _begin(run, newest, found.settings, plan.resumes)
+        _begin(run, newest, found.settings, resume=plan.resumes)
     except BaseException as error:
         start_log.log_failed_start(run, error)
         raise
@@ -307,7 +307,7 @@ def _spent_before(run: Run) -> int:
     return max(int(budget.recoveries) - int(left), 0)
 
 
-def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
+def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], *, resume: bool) -> None:
     """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
     saver, progress, record = run.saver, run.progress, run.record
     run.stored_checkpoints.find_damage()
