@@ -35,5 +35,5 @@ def has_completed_run(root: Path) -> bool:
 
 
 def forget_runs() -> None:
-    """Forgets all runs, so that a test can go on as a new process."""
+    """For tests: forgets all runs, so that a test can continue as a new process."""
     _records.clear()

@@ -305,7 +305,10 @@ class Comparisons:
         single = math.nan
         if len(losses) == 1:
             single = losses[0]
-        self.loss_function.learn_first_step(trained, single, first and first.weights)
+        weights = None
+        if first is not None:
+            weights = first.weights
+        self.loss_function.learn_first_step(trained, single, weights)
         if not self.is_enabled:
             self.anchors.clear()
 

@@ -232,7 +232,9 @@ class BetterWeights:
         # The run goes back even without an effect of the trials if the better weights are older
         # than every restored checkpoint: that checkpoint may hold the trouble.
         repeats = repeats or verdict.anchor_step < oldest
-        done = self.run.recovery.roll_back(order) if repeats else None
+        done = None
+        if repeats:
+            done = self.run.recovery.roll_back(order)
         if done is None:
             driver = self.run.driver
             driver.load(None, with_lr_states(driver.engines(), changes.lr_states))

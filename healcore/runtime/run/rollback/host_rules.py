@@ -59,7 +59,9 @@ class HostRules:
             if saved is not None and len(saved) == 2 + config.within:
                 streak, age, *window = map(np.int32, saved)
                 state = RuleState(streak, np.array(window, np.int32), age)
-            state, firing = update_rule(config, state, hit, np.int32(record.step), 0, xp=NUMPY)
+            state, firing = update_rule(
+                config, state, hit, np.int32(record.step), quiet_steps=0, xp=NUMPY
+            )
             hits[key] = [int(state.streak), int(state.age), *map(int, state.window)]
             fired |= bool(firing.fired)
         if not fired:
