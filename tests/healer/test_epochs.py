@@ -235,7 +235,7 @@ def test_the_epoch_of_a_single_pass_needs_no_line(caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TorchLoop, JaxLoop])
-def test_epoch_and_batch_index_after_a_restart(kind, tmp_path):
+def test_epoch_and_batch_index_continue_after_a_restart(kind, tmp_path):
     data = list(range(BATCHES))
     for begins in (0, 10):
         loop = kind() if kind is TorchLoop else JaxLoop(policy="default")

@@ -177,7 +177,7 @@ def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
 
 
 @pytest.mark.parametrize(("empty", "epochs"), [([], None), (torch.empty(0, 2), 1)])
-def test_an_empty_loader(empty, epochs):
+def test_an_empty_loader_raises_and_names_its_epoch(empty, epochs):
     with pytest.raises(EmptyLoader, match="gave no batch in epoch 0: is the dataset empty"):
         Cursor(empty, epochs=epochs).next()
 

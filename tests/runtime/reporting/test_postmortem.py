@@ -117,7 +117,7 @@ def test_a_completed_run_gets_no_lecture():
     assert "the run has had" not in stopped
 
 
-def test_the_last_line_of_a_run():
+def test_the_last_line_says_what_was_done_and_which_checkpoint_is_there():
     end = end_of("completed", 50, probation=100, open=False)
     assert last_line(end, 50) == (
         "completed after step 50: no intervention; checkpoint 50 is on disk"
@@ -206,7 +206,7 @@ def events(tmp_path) -> Path:
     return tmp_path / "run.events.jsonl"
 
 
-def test_a_full_and_a_read_only_disk(tmp_path):
+def test_a_full_or_read_only_disk_keeps_the_earlier_postmortem(tmp_path):
     with small_disk(tmp_path / "disk", megabytes=1) as root:
         events = root / "run.events.jsonl"
         assert postmortem.write(events, STOPPED, trace="Traceback ...", lost=3) is None
