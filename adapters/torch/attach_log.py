@@ -14,7 +14,7 @@ from healcore.core.decision import NONFINITE, Action, StepRecord, names_of
 from healcore.core.engine import Engine
 from healcore.events.schema import alarm_text
 from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_streak_text
-from healcore.runtime.run.program_clip import ProgramClip
+from healcore.runtime.run.incidents.program_clip import ProgramClip
 from healcore.torch.engines import LiveEngine, UnreadRecords
 from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.ranks import StepRanks

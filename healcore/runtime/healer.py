@@ -23,12 +23,12 @@ from healcore.runtime.healer_options import AttachOptions, Options
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.optional_driver import OptionalMethods
 from healcore.runtime.reporting.trackers import TrackersLike, select
-from healcore.runtime.run.batch_loop import BatchLoop, loop_over_blocks
+from healcore.runtime.run.batches.batch_loop import BatchLoop, loop_over_blocks
+from healcore.runtime.run.batches.number_loops import loop_over_epochs, loop_over_steps
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
 from healcore.runtime.run.ending.shutdown import Shutdown
-from healcore.runtime.run.number_loops import loop_over_epochs, loop_over_steps
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
 from healcore.runtime.run_options import (

@@ -16,8 +16,8 @@ from healcore.runtime.reporting.diagnosis import advice, why_no_good_checkpoint
 from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.outcome import outcome_of
-from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.record.ledger import IncidentRecord
 from healcore.runtime.run.run import Run
 
 

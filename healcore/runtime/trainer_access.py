@@ -12,7 +12,7 @@ from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.driver import Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
 from healcore.runtime.program_settings import WEIGHTS
-from healcore.runtime.run.batch_loop import BatchLoop
+from healcore.runtime.run.batches.batch_loop import BatchLoop
 from healcore.runtime.run.run import Run
 
 if TYPE_CHECKING:

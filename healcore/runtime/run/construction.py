@@ -28,8 +28,10 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
-from healcore.runtime.run.batch_reader import BatchReader
-from healcore.runtime.run.batches import RunBatches
+from healcore.runtime.run.batches.batch_reader import BatchReader
+from healcore.runtime.run.batches.pass_states import PassStates
+from healcore.runtime.run.batches.run_batches import RunBatches
+from healcore.runtime.run.batches.step_batches import StepBatches
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
@@ -46,12 +48,12 @@ from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stop_file import StopFile
 from healcore.runtime.run.ending.stopping import Stopping
+from healcore.runtime.run.incidents.monitor import IncidentMonitor
+from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.program_watch import StructureChanges
-from healcore.runtime.run.rate_log import RateLog
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.next_start import NextStart
 from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
@@ -62,8 +64,6 @@ from healcore.runtime.run.rollback.dead_run import DeadRun
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
-from healcore.runtime.run.run_record import RunRecord
-from healcore.runtime.run.step_batches import StepBatches
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks, run_on_first

@@ -2,9 +2,9 @@
 
 A program hands its loop over to the Healer, or calls the Healer in a loop of its own:
 
-    batches, scan         `batch_loop.py`     call `Loop.after_step`
-    epochs, steps         `number_loops.py`   call `Loop.after_step`
-    after_step, update                        are `Loop.after_step` and `Loop.update`
+    batches, scan         `batches/batch_loop.py`     call `Loop.after_step`
+    epochs, steps         `batches/number_loops.py`   call `Loop.after_step`
+    after_step, update                                are `Loop.after_step` and `Loop.update`
 
 Trainers do the same through `TrainerAccess`. All of these calls end in `Loop._between_steps`, which
 has the order of the work:

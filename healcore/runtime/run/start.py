@@ -32,10 +32,10 @@ from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.construction import construct
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.process_runs import has_completed_run, remember_run
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.trials import failed_trials
 from healcore.runtime.run.rollback.report import report_before_kill
 from healcore.runtime.run.run import Run
-from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.start_plan import StartPlan, decide_start
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, StoreError

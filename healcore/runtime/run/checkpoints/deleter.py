@@ -27,8 +27,8 @@ from healcore.runtime.store.ranks import run_on_first
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.ledger import Ledger
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.record.ledger import Ledger
+    from healcore.runtime.run.record.run_record import RunRecord
 
 MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""

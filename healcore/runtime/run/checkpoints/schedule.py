@@ -22,8 +22,8 @@ from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.ledger import Ledger
     from healcore.runtime.run.progress import RunProgress
+    from healcore.runtime.run.record.ledger import Ledger
 
 RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""

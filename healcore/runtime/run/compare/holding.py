@@ -29,8 +29,8 @@ from healcore.runtime.store.ranks import Ranks, broadcast
 if TYPE_CHECKING:
     from healcore.runtime.run.compare.anchor_losses import AnchorLosses
     from healcore.runtime.run.compare.comparison_state import ComparisonState
-    from healcore.runtime.run.rate_log import RateLog
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.incidents.rate_log import RateLog
+    from healcore.runtime.run.record.run_record import RunRecord
 
 LASTING_STEPS = 2 * REGULAR_INTERVAL
 """Steps after the trouble from which on a number that the program has not taken back is intended. A

@@ -21,7 +21,7 @@ from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from healcore.runtime.run.progress import RunProgress
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.record.run_record import RunRecord
 
 MAX_SAME_LOSSES = 3
 """Comparisons in a row with the same loss for different batches, after which a warning follows."""

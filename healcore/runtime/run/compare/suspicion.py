@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from healcore.runtime.run.compare.comparison_state import ComparisonState
     from healcore.runtime.run.compare.credit import Credit
     from healcore.runtime.run.compare.holding import Holding
-    from healcore.runtime.run.ledger import Ledger
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.record.ledger import Ledger
+    from healcore.runtime.run.record.run_record import RunRecord
 
 RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""

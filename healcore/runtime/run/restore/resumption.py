@@ -16,11 +16,11 @@ from healcore.runtime.run.data_state import SavedDataState
 from healcore.runtime.run.dispatch_queue import UnreadDispatch
 from healcore.runtime.run.engine_states import limit_norms
 from healcore.runtime.run.healthy_ranges import HealthyValues
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.changed_model import advice_for, forget_changes
 from healcore.runtime.run.restore.stored import SavedCheckpoint, loader_positions
 from healcore.runtime.run.restore.trials import failed_trials, without_failed_trials
 from healcore.runtime.run.rollback.rate_limits import limit_rates
-from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import StateMismatch
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from healcore.runtime.faults.classification import classify
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
 from healcore.runtime.run.engine_states import compatible_states
-from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,

@@ -11,7 +11,7 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.construction import add_comparing_parts
-from healcore.runtime.run.rate_log import RateLog
+from healcore.runtime.run.incidents.rate_log import RateLog
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
 

@@ -18,9 +18,9 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 from healcore.runtime.run.batch_parts import PartGrowth
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
-from healcore.runtime.run.ledger import Ledger
 from healcore.runtime.run.monitor_state import MonitorState, take_fields
 from healcore.runtime.run.orders import nested
+from healcore.runtime.run.record.ledger import Ledger
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
 MAX_CHANGES = 100

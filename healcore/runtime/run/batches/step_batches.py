@@ -20,7 +20,7 @@ from healcore.runtime.run.compare.trained_step import ObservedBatch
 from healcore.runtime.run.dispatch_queue import DispatchStart
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.pass_states import PassStates
+    from healcore.runtime.run.batches.pass_states import PassStates
     from healcore.runtime.run.progress import RunProgress
 
 

@@ -8,7 +8,7 @@ from healcore.core.decision import Action, Cause, StepRecord
 from healcore.runtime.run.dispatch_queue import StepResult
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.ledger import IncidentRecord
+    from healcore.runtime.run.record.ledger import IncidentRecord
 
 # Flags of an int are faster than flags of an enum.
 _CUT_LR = int(Action.CUT_LR)

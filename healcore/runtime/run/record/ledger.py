@@ -17,7 +17,7 @@ from healcore.runtime.run.monitor_state import NumberOrNone, take_fields
 from healcore.runtime.run.orders import RollbackRecord
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import Trials
+    from healcore.runtime.run.record.run_record import Trials
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""

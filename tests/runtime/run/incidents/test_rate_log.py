@@ -7,7 +7,7 @@ import pytest
 from healcore.core.decision import Action
 from healcore.events import Log
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.rate_log import RateLog
+from healcore.runtime.run.incidents.rate_log import RateLog
 from tests.healer.run_directory import events_of
 from tests.healer.step_records import record
 from tests.runtime.run.bare_driver import BareDriver

@@ -12,16 +12,16 @@ from healcore.history import Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Driver
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.alarms import AlarmLog
 from healcore.runtime.run.dispatch_queue import StepFlags, StepResult
-from healcore.runtime.run.incident_log import IncidentLog
-from healcore.runtime.run.judged_record import JudgedRecord
-from healcore.runtime.run.ledger import IncidentRecord, Ledger
-from healcore.runtime.run.metrics import RunMetrics
+from healcore.runtime.run.incidents.alarms import AlarmLog
+from healcore.runtime.run.incidents.incident_log import IncidentLog
+from healcore.runtime.run.incidents.judged_record import JudgedRecord
+from healcore.runtime.run.incidents.metrics import RunMetrics
+from healcore.runtime.run.incidents.program_clip import ProgramClip
+from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import Order, OrderReason
-from healcore.runtime.run.program_clip import ProgramClip
-from healcore.runtime.run.rate_log import RateLog
+from healcore.runtime.run.record.ledger import IncidentRecord, Ledger
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Ranks
 

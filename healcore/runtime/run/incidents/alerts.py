@@ -16,11 +16,11 @@ from healcore.core.decision import Action, Cause, StepRecord, names_of
 from healcore.core.engine.config import RuleConfig
 from healcore.runtime.faults.failures import failures_of
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.judged_record import JudgedRecord
+from healcore.runtime.run.incidents.judged_record import JudgedRecord
 from healcore.runtime.run_options import HostPolicy
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.ledger import Ledger
+    from healcore.runtime.run.record.ledger import Ledger
 
 
 class Alerts:

@@ -13,14 +13,14 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.alerts import Alerts
-from healcore.runtime.run.bad_rows import BadRows
-from healcore.runtime.run.judged_record import JudgedRecord, batch_fields
-from healcore.runtime.run.rate_jumps import RateJumps
+from healcore.runtime.run.incidents.alerts import Alerts
+from healcore.runtime.run.incidents.bad_rows import BadRows
+from healcore.runtime.run.incidents.judged_record import JudgedRecord, batch_fields
+from healcore.runtime.run.incidents.rate_jumps import RateJumps
 from healcore.runtime.run_options import HostPolicy
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.ledger import Ledger
+    from healcore.runtime.run.record.ledger import Ledger
 
 
 class AlarmLog:

@@ -18,15 +18,15 @@ from healcore.console import counted
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.batch_reader import BatchReader
+from healcore.runtime.run.batches.batch_reader import BatchReader
 from healcore.runtime.run.run_settings import change_of_batch_size
 
 if TYPE_CHECKING:
+    from healcore.runtime.run.batches.pass_states import PassStates
+    from healcore.runtime.run.batches.step_batches import StepBatches
     from healcore.runtime.run.data_state import DataState
-    from healcore.runtime.run.pass_states import PassStates
     from healcore.runtime.run.progress import RunProgress
-    from healcore.runtime.run.run_record import RunRecord
-    from healcore.runtime.run.step_batches import StepBatches
+    from healcore.runtime.run.record.run_record import RunRecord
 
 
 class RunBatches:
