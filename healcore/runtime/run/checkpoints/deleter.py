@@ -52,7 +52,6 @@ class Deleter:
     every checkpoint since.
 
     Args:
-        keep: the checkpoints to keep on disk.
         policy: has the probation of a checkpoint and the region of a trouble.
         store: the store, which deletes in the background.
         log: the log, for the problem of a deletion.

@@ -71,7 +71,6 @@ class Comparisons:
         state: the state of the comparisons.
         history: the last steps.
         credit: bounds what the comparisons cost.
-        anchor_losses: evaluates the `loss_fn` with current and earlier weights.
         suspicion: concludes from the evidence.
         holding: learns the healthy ranges where the weights are not suspect.
         save_every: steps between two saves.

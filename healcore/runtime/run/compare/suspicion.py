@@ -54,7 +54,6 @@ class Suspicion:
     this state, so a restart continues the suspicion.
 
     Args:
-        threshold: evidence for a verdict, see `[rollback] evidence` of the policy.
         log: the log, for a verdict that waits and for a recovery.
         record: the step at which the run began.
         ledger: the rollbacks so far.
@@ -65,7 +64,7 @@ class Suspicion:
         holding: the learning rates, now and while the run was healthy.
 
     Attributes:
-        threshold: evidence for a verdict.
+        threshold: evidence for a verdict, see `[rollback] evidence` of the policy.
         strong_evidence: evidence that is enough where a run cannot wait for the threshold.
     """
 

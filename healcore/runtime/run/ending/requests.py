@@ -42,11 +42,10 @@ class EndRequests:
     Args:
         ranks: the ranks of the run. One rank alone ends without a vote.
         driver: marks the steps after a proposal, so that all ranks know of it at the same step.
-        stop_file: the file whose existence asks for the end.
 
     Attributes:
         ends_together: whether the ranks have agreed to end after this step.
-        stop_file: as given.
+        stop_file: the file whose existence asks for the end.
         stop_signals: the signals that the process has received.
     """
 
