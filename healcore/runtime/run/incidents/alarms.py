@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, StepRecord
+from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.history.incidents import MAX_ALARMS
 from healcore.runtime.driver import Driver
@@ -103,8 +104,7 @@ class AlarmLog:
             with suppress(RuntimeError):  # `_rate_of` says why
                 numbers = self._driver.suspect_numbers()
             by_optimizer = by_optimizer_text(numbers)
-        fields = self._fields(judged, by_optimizer, has_line=has_line)
-        event = self._log.event("alarm", **fields)
+        event = self._write_event(judged, by_optimizer, has_line=has_line)
         if has_line:
             explanation = by_optimizer or failures_of(record.cause)[0].diagnosis
             self._write_line(judged, sentence(event), explanation)
@@ -130,10 +130,10 @@ class AlarmLog:
             )
         return self._outside
 
-    def _fields(
+    def _write_event(
         self, judged: JudgedRecord, diagnosis: str | None, *, has_line: bool
-    ) -> dict[str, Any]:
-        """The fields of the event of an alarm, in their order. The rates are for the line only."""
+    ) -> EventRecord:
+        """Writes the event of an alarm, and returns it. The rates are for the line only."""
         result, record = judged.result, judged.record
         rate = rate_before = None
         if has_line:
@@ -145,24 +145,25 @@ class AlarmLog:
         grad_scale = None
         if not self._policy.engine.per_tensor:
             grad_scale = record.grad_scale
-        return {
-            "step": result.index,
-            "engine": record.engine,
-            "incident": judged.number,
-            "cause": record.cause,
-            "skip": record.skip,
-            "skips": skips,
-            "grad_scale": grad_scale,
-            "lr": rate,
-            "lr_before": rate_before,
-            "lr_scale": record.lr_scale,
-            "action": record.action,
-            "readings": record.readings,
-            "evidence": record.evidence,
-            "diagnosis": diagnosis,
-            "observed": self._policy.observes,
+        return self._log.event(
+            "alarm",
+            step=result.index,
+            engine=record.engine,
+            incident=judged.number,
+            cause=record.cause,
+            skip=record.skip,
+            skips=skips,
+            grad_scale=grad_scale,
+            lr=rate,
+            lr_before=rate_before,
+            lr_scale=record.lr_scale,
+            action=record.action,
+            readings=record.readings,
+            evidence=record.evidence,
+            diagnosis=diagnosis,
+            observed=self._policy.observes,
             **batch_fields(result),
-        }
+        )
 
     def _write_line(self, judged: JudgedRecord, text: str, explanation: str) -> None:
         """Writes the console line of an alarm.
