@@ -15,7 +15,7 @@ from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.events.sentences import alarm_text
 from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_streak_text
-from healcore.runtime.run.program_clip import ProgramClip
+from healcore.runtime.run.incidents.program_clip import ProgramClip
 from healcore.torch.engines import LiveEngine, UnreadRecords
 from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.ranks import StepRanks

@@ -25,6 +25,6 @@ What a run does:
     data              the position of a run in its data
     faults            exceptions, kinds of failures, retries
     store             checkpoints in memory and in files
-    reporting         what a run tells its user
+    reporting         what a run shows its user
     hang_guard        reports a step that never returns
 """

@@ -70,7 +70,7 @@ Rates = Mapping[str, float | None]
 
 The method that returns the rates says whether healcore's multiplier is part of each rate. The
 rates of `Driver.learning_rates` and `Driver.trained_rates` are without the multiplier, and the
-rates of `IncidentMonitor.rates_in_force` are with it.
+rates of `RateLog.rates_in_force` are with it.
 """
 LossFn = Callable[..., Any]
 """The user's function of a batch, or of state and batch if the state is a value."""
@@ -148,7 +148,7 @@ class Driver(abc.ABC):
     on_step: Callable[[], None]
     """Called by the driver after each optimizer step. The run sets it.
 
-    It tells the guard against hangs that the program is alive. It does not wait for the device.
+    The guard against hangs learns by it that the program is alive. It does not wait for the device.
     """
     window: Gradients
     """The gradients since the last step. After memory ran out, batches are repeated in smaller
@@ -382,7 +382,7 @@ class Driver(abc.ABC):
     def has_finite_weights(self) -> bool:
         """Whether all parameters are finite now. Waits for the device.
 
-        Asked before each save. A driver that can tell this faster than by names overrides it.
+        Asked before each save. A driver that knows this faster than by names overrides it.
         """
         return not self.nonfinite_weights()
 
@@ -467,7 +467,7 @@ class Driver(abc.ABC):
     def settings(self) -> dict[str, Any]:
         """The hyperparameters in the state, and `WEIGHTS`, a digest of the weights.
 
-        A restart compares them with the run's settings, and tells the user what she has changed. In
+        A restart compares them with the run's settings, and names what the user has changed. In
         torch the classes of optimizers and schedulers come first. A scheduled value is its start
         value where it is known. Arguments of schedulers are included: a checkpoint restores them.
 

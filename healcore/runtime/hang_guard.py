@@ -31,7 +31,7 @@ _GROWTH = 3.0
 _REPORTED_S = 10.0
 """Seconds that another rank waits before it ends, because its exit breaks connections of rank 0,
 which writes the report."""
-_REPORT_TIMEOUT_S = 60.0
+REPORT_TIMEOUT_S = 60.0
 """Seconds that the guard waits for the report before it ends the process."""
 
 
@@ -172,7 +172,7 @@ class HangGuard:
             warning += f"\n{stacks}"
         console.warning(warning)
         if self._ends:  # a failed disk can block the report forever
-            timer = threading.Timer(_REPORT_TIMEOUT_S, os._exit, (EXIT_STATUS,))
+            timer = threading.Timer(REPORT_TIMEOUT_S, os._exit, (EXIT_STATUS,))
             timer.daemon = True
             timer.start()
         if self._rank == 0:

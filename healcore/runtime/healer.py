@@ -23,12 +23,12 @@ from healcore.runtime.healer_options import AttachOptions, Options
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.optional_driver import OptionalMethods
 from healcore.runtime.reporting.trackers import TrackersLike, select
-from healcore.runtime.run.batch_loop import BatchLoop, loop_over_blocks
+from healcore.runtime.run.batches.batch_loop import BatchLoop, loop_over_blocks
+from healcore.runtime.run.batches.number_loops import loop_over_epochs, loop_over_steps
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
 from healcore.runtime.run.ending.shutdown import Shutdown
-from healcore.runtime.run.number_loops import loop_over_epochs, loop_over_steps
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
 from healcore.runtime.run_options import (
@@ -260,7 +260,7 @@ class Healer(Generic[State]):
         return self._begun_run is not None and self._ending is None
 
     @property
-    def has_left_loop_early(self) -> bool:
+    def _left_loop_early(self) -> bool:
         """Whether the program has left its loop in the body, before the last batch or step.
 
         `healcore.start` takes such an end for an early end, which the next start resumes.
@@ -526,7 +526,8 @@ class Healer(Generic[State]):
             loss: one number, or a tensor with one element.
             optimizer: the optimizer's name in the state, or None for all optimizers.
             batch: the batch, if `loss` is the result of `loss_fn` for it. Saves another call.
-            eval_loss: an evaluation's loss. In JAX only metrics, because `tx.update` has its own.
+            eval_loss: the loss of an evaluation. In JAX it is shown in the metrics only: pass it to
+                `tx.update` for the policy.
 
         Raises:
             HealerError: a `loss` is reported in JAX, where it is `value=loss` of `tx.update`; or
@@ -656,15 +657,16 @@ class Healer(Generic[State]):
 
     @property
     def step(self) -> int:
-        """Number of steps done (in JAX: updates), including earlier processes.
+        """Number of steps done. The first reading after a restart restores random states.
 
-        In torch, several calls of `optimizer.step()` for one batch of `batches` are one step. A
-        rollback decreases the number.
+        In JAX it is the number of updates. The steps of earlier processes count. In torch, several
+        calls of `optimizer.step()` for one batch of `batches` are one step. A rollback decreases
+        the number.
 
-        The first reading after a restart has an effect: it restores the random states of the
-        checkpoint, so that a loop that draws its own batches draws the batches of the run that was
-        interrupted. So read the number before you draw, as in `while healer.step < 1000`. All
-        readings after the first batch or step only return the number.
+        The first reading after a restart sets the random states of the checkpoint, so that a loop
+        that draws its own batches draws the batches of the run that was interrupted. So read the
+        number before you draw, as in `while healer.step < 1000`. All readings after the first batch
+        or step only return the number.
         """
         # Also proves that the loop does not count its steps by itself, as the method explains.
         self._run.loop.continue_by_step_number()

@@ -74,6 +74,7 @@ class Options:
     """
 
     policy: HostPolicy
+    """The policy with the program's keywords applied."""
     state: Any
     """The user's state: a mapping of names to modules and optimizers, or in JAX also a pytree."""
     store: StorePlace | tuple[StorePlace, ...] | None
@@ -83,14 +84,19 @@ class Options:
     loss_fn_cost: float
     """Cost of one call of `loss_fn`, in training steps."""
     checkpoints: Checkpoints
+    """See `healcore.Checkpoints`."""
     logging: Logging
+    """See `healcore.Logging`."""
     trackers: tuple[Selection, ...]
+    """The trackers that were selected, not started."""
     hooks: Hooks
+    """See `healcore.Hooks`."""
     resume: bool | Literal["auto"]
     """Whether to resume: True always, False never, "auto" if the run in the store is this one."""
     attach: Mapping[str, Any]
     """Options of the adapter's `attach`, by name."""
     stop_file: str | os.PathLike[str] | None
+    """Path of the file that asks the run to end, or None."""
 
     def __post_init__(self) -> None:
         if self.loss_fn is not None and not callable(self.loss_fn):

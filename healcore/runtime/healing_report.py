@@ -17,8 +17,8 @@ from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.outcome import outcome_of
 from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.record.ledger import IncidentRecord
 from healcore.runtime.run.run import Run
-from healcore.runtime.run.run_record import IncidentRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class HealingReport:
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]
-        if self.diagnosis:  # with its own advice
+        if self.diagnosis:  # the diagnosis has advice of its own
             return "\n".join([*lines, self.diagnosis])
         return "\n".join([*lines, *(f"advice      {hint}" for hint in self.advice)])
 

@@ -99,8 +99,11 @@ class OptionalMethods(NamedTuple):
     framework: str = ""
     """Framework of the driver, for messages."""
     losses: ObservesLosses | None = None
+    """The driver if the program reports losses (torch)."""
     states: TakesStates | None = None
+    """The driver if the program passes states (JAX)."""
     loops: CompilesLoops | None = None
+    """The driver if it compiles whole loops (JAX)."""
 
     @classmethod
     def of(cls, driver: Driver) -> OptionalMethods:

@@ -1,7 +1,7 @@
 """The values of `Driver.settings`: hyperparameters as JSON values, and a digest of the weights.
 
-A restart compares the settings of the program with the settings of the run, and tells the user what
-she has changed.
+A restart compares the settings of the program with the settings of the run, and names what the user
+has changed.
 """
 
 from __future__ import annotations

@@ -162,9 +162,11 @@ class IncidentContext(NamedTuple):
     onset: int
     """Step of the incident's first alarm."""
     cause: Cause
+    """`Cause` flags of the step."""
     decision: Decision
     """The engine's decision. Hooks may override `action`; the rest is already carried out."""
     readings: Readings
+    """The measured values behind the cause."""
     engine: str = ""
     """Name of the optimizer if the state has several, or an empty string."""
     evidence: tuple[SuspectGradient, ...] = ()

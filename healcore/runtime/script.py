@@ -132,6 +132,6 @@ def _close(healer: Healer[Any], error: BaseException | None) -> int:
 
 def _early_end(healer: Healer[Any]) -> BaseException | None:
     """The reason to resume a run that has left its loop within the body, or None."""
-    if not healer.has_left_loop_early:
+    if not healer._left_loop_early:
         return None
     return exits.EndRequested("a program that has left its loop early")

@@ -12,7 +12,7 @@ from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.driver import Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
 from healcore.runtime.program_settings import WEIGHTS
-from healcore.runtime.run.batch_loop import BatchLoop
+from healcore.runtime.run.batches.batch_loop import BatchLoop
 from healcore.runtime.run.run import Run
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class TrainerAccess:
         start                        each batch               each step              end
         had_completed                batches                  mark_step_unfinished   save_completed
         adopt_trainer_checkpoint     parts
-        is_trial                     read_position
+        searches_batch_size          read_position
         reload_before_first_batch
 
     Attributes:
@@ -125,7 +125,7 @@ class TrainerAccess:
     def adopt_trainer_checkpoint(
         self, engines: Mapping[str, Any], *, step: int | None = None
     ) -> None:
-        """Tells the run that the trainer has resumed from the trainer's own checkpoint.
+        """Loads the engines of the trainer's own checkpoint, from which the trainer has resumed.
 
         Call this once, after the Healer is open and before the first batch. Without this call the
         policy would begin with empty baselines, and a restart would compare the weights of that
@@ -162,7 +162,7 @@ class TrainerAccess:
             run.program_loader.load_step(run.progress.step)
 
     @property
-    def is_trial(self) -> bool:
+    def searches_batch_size(self) -> bool:
         """Whether the trainer begins again with a smaller batch if memory runs out.
 
         Trainers can search a batch size by trying (`auto_find_batch_size`). A try that runs out of
@@ -173,12 +173,12 @@ class TrainerAccess:
             True during a try. Always False in a resumed run, whose steps must not be lost: there,
             setting True has no effect.
         """
-        return self._run.loop.state.is_trial
+        return self._run.loop.state.searches_batch_size
 
-    @is_trial.setter
-    def is_trial(self, is_trial: bool) -> None:
+    @searches_batch_size.setter
+    def searches_batch_size(self, searches: bool) -> None:
         is_new = not self._run.progress.resumed_here
-        self._run.loop.state.set_trial(is_trial=is_trial and is_new)
+        self._run.loop.state.set_batch_size_search(searches=searches and is_new)
 
     # -- batches and steps ----------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from healcore.core.decision import Cause
 from healcore.events.metrics import MetricsLog
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.metrics import ChangedMetrics
+from healcore.runtime.run.incidents.metrics import ChangedMetrics
 from tests.healer.step_records import record
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
 

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from healcore import Healer, Keep
 from healcore.errors import IncompleteRun
 from healcore.policy import load
-from healcore.runtime.run.ending import requests
+from healcore.runtime.run.ending import signal_watch, stop_file
 from healcore.runtime.run.ending.exits import EndRequested, RunStopped, Terminated
 from tests import forked_programs
 from tests.healer.run_directory import events, new_process, postmortems
@@ -74,7 +74,7 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
 def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_there(
     framework, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(requests, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(stop_file, "POLL_INTERVAL_S", 0.01)
     store, path = tmp_path / "store", tmp_path / "STOP"
 
     def ask(healer):
@@ -143,7 +143,7 @@ def test_a_run_saves_after_a_signal_although_an_abandoned_run_has_had_one(
 
     Lightning wraps the handler that it finds.
     """
-    monkeypatch.setattr(requests, "REPEATED_S", -1.0)  # no signal is a repetition
+    monkeypatch.setattr(signal_watch, "REPEATED_S", -1.0)  # no signal is a repetition
     with suppress(IncompleteRun, Terminated), Healer(state=loop_of("torch").state):
         of_abandoned: Any = signal.getsignal(signal.SIGTERM)
         if wrapped:

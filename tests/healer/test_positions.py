@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from healcore import Checkpoints, Cursor, Healer
 from healcore import policy as policies
 from healcore.core.decision import Action
-from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.incidents.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import (

@@ -26,6 +26,7 @@ from healcore import Checkpoints, Healer, Keep
 from healcore.core.decision import Action
 from healcore.events import read
 from healcore.runtime.run.ending import exits, requests
+from healcore.runtime.run.ending import stop_file as stop_file_module
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt
@@ -367,5 +368,5 @@ def test_a_proposal_to_end_is_carried_out_by_all(of):
 
 
 if __name__ == "__main__":
-    requests.POLL_INTERVAL_S = 0.01
+    stop_file_module.POLL_INTERVAL_S = 0.01
     serve(outcome, seconds=600, cases=[*SCENARIOS, REFUSED, PREPARED])

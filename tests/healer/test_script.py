@@ -10,6 +10,7 @@ import torch
 import healcore
 from tests import forked_programs
 from tests.healer.run_directory import events, new_process
+from tests.open_run import run_of
 
 PROGRAM = """
 import sys, torch, healcore
@@ -148,10 +149,10 @@ def test_a_break_in_a_final_evaluation_is_no_early_end(loop, tmp_path):
             train_step()
             if step == 2:
                 evaluate()
-        assert not healer.has_left_loop_early
+        assert not run_of(healer).loop.state.left_early
         evaluate()
-        assert not healer.has_left_loop_early
+        assert not run_of(healer).loop.state.left_early
         for _ in healer.steps(8):
             train_step()
             break
-        assert healer.has_left_loop_early, "a loop that trains on"
+        assert run_of(healer).loop.state.left_early, "a loop that trains on"

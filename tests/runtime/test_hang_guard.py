@@ -87,7 +87,7 @@ def train(how: str, folder: Path, rank: int) -> None:
     limit = HEALTHY if how in ("healthy", "waits") else LIMIT
     world = RUNS[how]
     if world > 1:
-        hang_guard._REPORT_TIMEOUT_S = 600.0
+        hang_guard.REPORT_TIMEOUT_S = 600.0
         at = f"file://{folder}.rendezvous"
         dist.init_process_group("gloo", init_method=at, rank=rank, world_size=world)
     torch.manual_seed(0)

@@ -191,7 +191,7 @@ class BatchStream:
                     raise failure from None
                 raise
             except Exception as error:
-                if error is not self._error:  # an empty epoch
+                if error is not self._error:  # the epoch is empty
                     raise
                 if classify(error).cause is Cause.NETWORK:
                     failure = error

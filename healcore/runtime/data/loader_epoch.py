@@ -148,7 +148,7 @@ class LoaderEpoch:
             The batches of the epoch.
         """
         self.sampler_epochs.begin(epoch, by_user=by_user)
-        self.phase = EpochPhase.NOT_BEGUN  # also if the loader raises
+        self.phase = EpochPhase.NOT_BEGUN  # stays if the loader raises
         start = self.adapter.start
         if self.reads_again:
             start = self.adapter.start_again

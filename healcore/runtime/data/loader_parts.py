@@ -16,6 +16,7 @@ from healcore.runtime.data.loader_protocols import (
     AnyBatch,
     AnyLoader,
     RandomGenerator,
+    SamplesInOrder,
 )
 from healcore.runtime.store import values
 
@@ -44,7 +45,7 @@ def has_methods(thing: object, names: Iterable[str]) -> bool:
     return all(callable(getattr(thing, name, None)) for name in names)
 
 
-def samplers_of(loader: AnyLoader) -> list[Any]:
+def samplers_of(loader: AnyLoader) -> list[SamplesInOrder]:
     """The samplers and batch samplers of a torch loader, including samplers inside samplers.
 
     `set_epoch` and the random generators of a loader are found in these parts.
@@ -112,7 +113,7 @@ def connects_again(batches: Iterator[AnyBatch]) -> bool:
     Open files and responses of a server are iterators too. They count as parts of the connection.
     """
     if not inspect.isfunction(getattr(type(batches), "__next__", None)):
-        return False  # a generator, a `zip`, a `map`
+        return False  # the loader is a generator, a `zip` or a `map`
     for each in getattr(batches, "__dict__", {}).values():
         if not isinstance(each, Iterator) or isinstance(each, io.IOBase):
             continue

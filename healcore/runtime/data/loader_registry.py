@@ -64,7 +64,7 @@ class LoaderRegistry:
 
     Attributes:
         epoch_loop: the program's own loop over epochs.
-        notices: sentences for the log; the Healer clears them.
+        notices: sentences for the log. `RunBatches.begin` logs them and empties the list.
         last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
     """
@@ -314,7 +314,7 @@ class LoaderRegistry:
                     others.append(each)
             if not others:
                 return
-            oldest = min(others, key=lambda each: each.trains)  # the first one of the minimum
+            oldest = min(others, key=lambda each: each.trains)  # `min` returns the first one
             self._loaders.remove(oldest)
 
     def _new(
@@ -538,13 +538,13 @@ class LoaderRegistry:
     def rewind(
         self,
         position: dict[str, Any] | None,
-        bad: Collection[BatchId],
-        more: int,
-        again: Sequence[BatchId] = (),
+        to_skip: Collection[BatchId],
+        skip_more: int,
+        read_again: Sequence[BatchId] = (),
     ) -> RewindObstacle | None:
         """Rewinds the loaders of the steps and skips some batches.
 
-            mark the bad batches
+            mark the batches to skip
                    │
             does the loop have to return to an earlier epoch, and may it? ── no ──► MODEL_CHANGED
                    │
@@ -557,9 +557,9 @@ class LoaderRegistry:
 
         Args:
             position: positions of the checkpoint, or None if the checkpoint has no positions.
-            bad: batches to skip.
-            more: number of batches to skip after them.
-            again: batches that an earlier rollback has skipped, and that are read again now.
+            to_skip: batches to skip.
+            skip_more: number of batches to skip after them.
+            read_again: batches that an earlier rollback has skipped, and that are read again now.
 
         Returns:
             Why the loaders were not rewound, or None.
@@ -572,7 +572,7 @@ class LoaderRegistry:
         epoch_loop.crossed = None
         for loader in loaders:
             if loader.next_id == trained.next_id:
-                skip_batches(loader, bad, more, again)
+                skip_batches(loader, to_skip, skip_more, read_again)
         if position is None:
             return RewindObstacle("the checkpoint has no position of this loader")
         returns = epoch_loop.returns_with(position, trained)

@@ -29,7 +29,7 @@ def rewind_each(loaders: Iterable[RunLoader], position: Mapping[str, Any]) -> Re
         if saved is None:
             loader.call_again()
             loader.next_id = BatchId(loader.first_epoch, 0)
-        loader.leave_loop()  # a `break` came after this position
+        loader.leave_loop()  # a `break` came after this position, so it is undone too
     return None
 
 
@@ -48,7 +48,10 @@ def is_within_epoch(position: Mapping[str, Any], loaders: Iterable[RunLoader]) -
 
 
 def skip_batches(
-    loader: RunLoader, bad: Collection[BatchId], more: int, again: Sequence[BatchId]
+    loader: RunLoader,
+    to_skip: Collection[BatchId],
+    skip_more: int,
+    read_again: Sequence[BatchId],
 ) -> None:
     """Marks the bad batches of a rollback to be skipped.
 
@@ -56,15 +59,15 @@ def skip_batches(
 
     Args:
         loader: the loader that has yielded the batches.
-        bad: batches to skip.
-        more: number of batches after them to skip too, within the epoch.
-        again: batches that an earlier rollback has skipped, and that are read again now.
+        to_skip: batches to skip.
+        skip_more: number of batches after them to skip too, within the epoch.
+        read_again: batches that an earlier rollback has skipped, and that are read again now.
     """
-    loader.skipped_batch_ids.update(bad)
-    last = max(bad, default=None)
+    loader.skipped_batch_ids.update(to_skip)
+    last = max(to_skip, default=None)
     if last is not None:
         end = loader.length
-        for index in range(last.index + 1, last.index + 1 + more):
+        for index in range(last.index + 1, last.index + 1 + skip_more):
             if end is None or index < end:
                 loader.skipped_batch_ids.add(BatchId(last.epoch, index))
-    loader.skipped_batch_ids.difference_update(again)
+    loader.skipped_batch_ids.difference_update(read_again)

@@ -48,14 +48,12 @@ class RunLoader(Cursor):
         `leave_loop`, such as by a rollback          False: the next loop begins where the loader is
 
     Args:
-        number: number of the loader, in the order of first use.
         loader: the user's loader.
         epochs: number of epochs to read, or None for no end.
         skipped_batch_ids: ids of the batches to skip. The registry keeps this set too.
         limit: takes the number of an epoch and returns its largest number of batches, or None.
         retries: the attempts to read a batch after failures in the network, or None for one.
         inform: called with lines about the progress of a long read, or None.
-        first_epoch: the epoch of the program's loop in which the loader is first used.
 
     Attributes:
         number: number of the loader, in the order of first use.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from healcore.runtime.data.loader_parts import samplers_of
-from healcore.runtime.data.loader_protocols import AnyLoader
+from healcore.runtime.data.loader_protocols import AnyLoader, SetsEpoch
 from healcore.runtime.data.torch_loader import base_of, is_replayable, without_fabric
 
 
@@ -22,9 +22,10 @@ class SamplerEpochs:
     """
 
     def __init__(self, loader: AnyLoader) -> None:
-        self._owners: list[Any] = []
+        self._owners: list[SetsEpoch] = []
         """The objects with `set_epoch`."""
-        for each in (loader, *samplers_of(loader), getattr(loader, "dataset", None)):
+        parts: list[Any] = [loader, *samplers_of(loader), getattr(loader, "dataset", None)]
+        for each in parts:
             if callable(getattr(each, "set_epoch", None)):
                 self._owners.append(each)
         self._fabric: Any = None
@@ -95,7 +96,7 @@ class SamplerEpochs:
         for owner in self._owners:
             name = "epoch"
             if base_of(owner) is not owner:
-                name = "iteration"  # Accelerate's own count
+                name = "iteration"  # Accelerate counts in it
             number = getattr(owner, name, None)
             if type(number) is int:
                 return number

@@ -25,6 +25,7 @@ from healcore.runtime.data.loader_protocols import (
     AnyBatch,
     AnyLoader,
     LoaderState,
+    LoadsWithWorkers,
     RandomGenerator,
 )
 from healcore.runtime.data.positions import DataError
@@ -91,7 +92,7 @@ def _recorded(loader: AnyLoader) -> AnyLoader:
     Only the copy is read. The user's loader keeps its own sampler, and can be read at the same
     time, for example by an evaluation.
     """
-    base = base_of(loader)
+    base: LoadsWithWorkers = base_of(loader)
     name = _order_name(base)
     # Accelerate reads one batch ahead.
     ahead = base.num_workers * (base.prefetch_factor or 0) + 1

@@ -357,7 +357,8 @@ def _fault_by_text(name: str, text: str) -> Fault | None:
     """The fault of an exception whose type and message were printed, or None."""
     status_text = _STATUS.match(text)
     if status_text is not None and re.search("HTTP|ClientResponse", name):
-        (digits,) = filter(None, status_text.groups())  # of the alternative that has matched
+        # The group of the alternative that has matched.
+        (digits,) = filter(None, status_text.groups())
         status = int(digits)
         return Fault(Cause.NETWORK, f"HTTP {status}", _is_transient(status))
     module, _, qualified = name.rpartition(".")

@@ -265,7 +265,7 @@ def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
             return change(leaf)
     if isinstance(node, (list, tuple)):
         inner = [child(i, value) for i, value in enumerate(node)]
-        if hasattr(node, "_fields"):  # a named tuple
+        if hasattr(node, "_fields"):  # the node is a named tuple
             return type(node)(*inner)
         return type(node)(inner)
     if isinstance(node, Mapping):
@@ -348,7 +348,7 @@ def _cut(batch: Any, part: slice, samples: int) -> Any:
             return cut_array(leaf.value)
         if leaf.rows == samples:  # a list of arrays, each with all samples
             return type(leaf.value)(list(map(cut_array, leaf.value)))
-        if leaf.entries == samples:  # a list of samples
+        if leaf.entries == samples:  # the leaf is a list of samples
             return leaf.value[part]
         return leaf.value
 

@@ -1,4 +1,4 @@
-"""What a run tells its user while it runs and at its end.
+"""What a run shows its user, while it runs and at its end.
 
 run_log          writes events and metrics to files, and lines to the console
 trackers         passes events and metrics to tracking services

@@ -460,12 +460,11 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
     if newest is not None:
         checkpoints.append(f"checkpoint {newest} is on disk")
     ends_healthy = outcome.ending == Ending.COMPLETED and not outcome.open
-    if ends_healthy and not outcome.nonfinite_saves:
-        pass  # nobody needs an earlier checkpoint
-    elif outcome.last_good is not None:
-        checkpoints.append(f"newest known-good checkpoint: step {outcome.last_good}")
-    elif outcome.open or outcome.nonfinite_saves or outcome.ending == Ending.STOPPED:
-        checkpoints.append("no checkpoint is known-good")
+    if not ends_healthy or outcome.nonfinite_saves:  # somebody may need an earlier checkpoint
+        if outcome.last_good is not None:
+            checkpoints.append(f"newest known-good checkpoint: step {outcome.last_good}")
+        elif outcome.open or outcome.nonfinite_saves or outcome.ending == Ending.STOPPED:
+            checkpoints.append("no checkpoint is known-good")
     if checkpoints:
         text += f"; {', '.join(checkpoints)}"
     return text

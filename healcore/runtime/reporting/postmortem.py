@@ -303,7 +303,7 @@ def _last_rows(metrics: Path | None, history: RunHistory) -> dict[str, dict[str,
             if float(row.get("time", 0.0)) > last_rollback:
                 standing[engine] = row
         return standing
-    except Exception as error:  # a file of somebody else
+    except Exception as error:  # the file may be of another program
         console.warning(f"the last metrics in {metrics} cannot be read: {error!r}")
         return {}
 

@@ -31,8 +31,11 @@ class RunLog:
     """
 
     events: Log
+    """The events file; `Log(None)` writes nothing."""
     metrics: MetricsLog = field(default_factory=lambda: MetricsLog(None, process_id=""))
+    """The metrics file."""
     console: Console = "auto"
+    """Whether lines are printed: True, False or "auto"."""
     silent: bool = False
     """Whether to drop the lines."""
     trackers: Trackers = field(default_factory=Trackers)

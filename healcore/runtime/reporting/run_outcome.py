@@ -41,6 +41,7 @@ class RunOutcome(NamedTuple):
     lasting: Cause = Cause(0)
     """Lasting causes of the last step, such as a plateau."""
     lr_scale: float = 1.0
+    """Smallest multiplier of the learning rate of any engine, in (0, 1]."""
     last_good: int | None = None
     """Step of the newest known-good checkpoint, or None without one."""
     last_good_path: str | None = None

@@ -1,39 +1,39 @@
 """A run between its start and its end. One folder or file for each thing that is decided or done.
 
-    start           opens a run                      construction  makes its parts
-    run             the parts, each by one name      batches       the loaders of the run
-    loop            the work between two steps       step_batches  the batches of the next step
-    progress        the number of steps              monitor       events, metrics and orders
-    dispatch_queue  records that are due             rollback/     decides what to do
-    compare/        compares with earlier weights    restore/      does it, and resumes at a start
-    orders          what was decided, as a value     ending/       who may end a run, and its end
-    checkpoints/    saves, deletes, and knows
+The docstring of `Loop._between_steps` has the order of the work between two steps.
 
-Besides:
-
-    batch_loop       a loop over the batches of a loader, from its begin to its end
-    number_loops     loops over the numbers of epochs and of steps
+    run              the parts, each by one name
+    start            opens a run
     start_plan       may a start resume?
     start_log        the events and lines of the start
+    construction     makes the parts of a run
     process_runs     the runs of this process, so that none is begun twice
-    memory_profile   what holds the memory after an out-of-memory error
+    run_settings     the program's settings, compared with the settings at the first start
+
+    loop             the work between two steps
     loop_state       where the program is in its loop: for the end of the run
-    batch_reader     reads a batch, or skips it if it cannot be read: for `batches`
-    call_retries     repeats a call after a failure in the network
-    pass_states      random states, so that a repeated pass over the data has the same order
     program_watch    iterations without a step, changes of the model's structure: for `loop`
-    program_clip     notices that a program clips its gradients: for `monitor`
-    alarms           the events and lines of alarms, and which causes are alerted
-    rate_jumps       the rate before a jump, for the line of an alarm
-    bad_rows         notices NaN in each epoch, for a line
-    incident_log     the events of the beginning and the end of each incident
-    metrics          counts and mean losses of the run
-    run_record       what a checkpoint remembers; parts of it are
-    data_state       random states and positions of the loaders,
-    monitor_state    what decisions read of earlier steps, and
+    progress         the number of steps
+    dispatch_queue   records that are due
+    call_retries     repeats a call after a failure in the network
+    out_of_memory    repeats a step in smaller parts
+    memory_profile   what holds the memory after an out-of-memory error
+
+    batches/         from a loader to the step that trains on a batch
+    incidents/       records of steps: events, metrics and orders
+    compare/         compares weights with earlier weights
+    rollback/        decides what to do
+    restore/         does it, and resumes at a start
+    checkpoints/     saves, deletes, and knows
+    ending/          who may end a run, and its end
+    record/          what a checkpoint remembers of a run
+
+Values that several folders exchange:
+
+    orders           what was decided
+    monitor_state    what decisions read of earlier steps
     healthy_ranges   ranges in which the run was healthy, and what is held in them
     engine_states    the states of engines after a rollback
-    out_of_memory    repeats a step in smaller parts, with
-    batch_parts      how batches are split
-    run_settings     the program's settings, compared with the settings at the first start
+    batch_parts      how batches are split since memory ran out
+    data_state       random states and positions of the loaders, as an item of a checkpoint
 """

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from healcore.core.decision import Cause
 from healcore.events import Log
@@ -29,8 +28,10 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
-from healcore.runtime.run.batch_reader import BatchReader
-from healcore.runtime.run.batches import RunBatches
+from healcore.runtime.run.batches.batch_reader import BatchReader
+from healcore.runtime.run.batches.pass_states import PassStates
+from healcore.runtime.run.batches.run_batches import RunBatches
+from healcore.runtime.run.batches.step_batches import StepBatches
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
@@ -44,13 +45,15 @@ from healcore.runtime.run.compare.loss_function import LossFunction
 from healcore.runtime.run.compare.step_history import StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
 from healcore.runtime.run.data_state import DataState
-from healcore.runtime.run.ending.requests import EndRequests, StopFile
+from healcore.runtime.run.ending.requests import EndRequests
+from healcore.runtime.run.ending.stop_file import StopFile
 from healcore.runtime.run.ending.stopping import Stopping
+from healcore.runtime.run.incidents.monitor import IncidentMonitor
+from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.program_watch import StructureChanges
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.next_start import NextStart
 from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
@@ -61,8 +64,6 @@ from healcore.runtime.run.rollback.dead_run import DeadRun
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
-from healcore.runtime.run.run_record import RunRecord
-from healcore.runtime.run.step_batches import StepBatches
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks, run_on_first
@@ -175,7 +176,7 @@ def _add_data_parts(run: Run, *, keeps_contents: bool) -> None:
     )
 
 
-def _add_observing_parts(run: Run, options: Options, loss_fn: Any) -> None:
+def _add_observing_parts(run: Run, options: Options, loss_fn: LossFn | None) -> None:
     """Adds what watches the steps: the schedule of saves, incidents, comparisons, ranges.
 
     Args:
@@ -192,9 +193,11 @@ def _add_observing_parts(run: Run, options: Options, loss_fn: Any) -> None:
         ledger=run.ledger,
         progress=run.progress,
     )
+    run.rate_log = RateLog(run.driver, run.log, observes=run.policy.observes)
     run.monitor = IncidentMonitor(
         policy=run.policy,
         driver=run.driver,
+        rate_log=run.rate_log,
         ranks=run.ranks,
         log=run.log,
         ledger=run.ledger,
@@ -213,7 +216,7 @@ def add_comparing_parts(
     The parts share one `ComparisonState`, whose docstring says which part changes which field.
 
     Args:
-        run: the run, with a schedule of saves and a monitor.
+        run: the run, with a schedule of saves and a rate log.
         loss_fn: the program's `loss_fn`, or None to compare nothing.
         loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
     """
@@ -236,7 +239,7 @@ def add_comparing_parts(
         ranks=run.ranks,
         log=run.log,
         record=run.record,
-        monitor=run.monitor,
+        rate_log=run.rate_log,
         state=state,
         history=history,
         anchor_losses=anchor_losses,

@@ -76,7 +76,9 @@ class DataState:
     """
 
     per_rank = True
+    """Each rank saves its own part."""
     optional = True
+    """A checkpoint without this item can be restored."""
 
     def __init__(self, position: Callable[[], dict[str, Any]]) -> None:
         """Keeps the random states of this moment as the states before the first pass.
@@ -193,7 +195,7 @@ class DataState:
             self._texts[name] = last
         return last[1]
 
-    def put_back(self, parts: SavedDataState) -> None:
+    def set_random_states(self, parts: SavedDataState) -> None:
         """Sets the random states that are not None.
 
         Called after the loaders are moved, because a move draws numbers.

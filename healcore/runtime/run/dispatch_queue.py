@@ -1,8 +1,8 @@
 """`DispatchQueue`: the dispatches that the host has not read yet.
 
 The host reads a dispatch a fixed number of dispatches after it was queued, so that reading does not
-wait for the device. The delay does not depend on when records arrive, because all
-ranks have to act at the same step.
+wait for the device. The delay does not depend on when records arrive, because all ranks have to act
+at the same step.
 """
 
 from __future__ import annotations
@@ -216,7 +216,9 @@ class DispatchQueue:
             self.push(each.dispatch, each.first)
 
     def read_next(self) -> StepResult:
-        """The oldest step. Waits for the device, unless the dispatch of the step has been read.
+        """Takes the oldest step out of the queue.
+
+        Waits for the device, unless the dispatch of the step has been read.
 
         Raises:
             IndexError: no step is queued.
@@ -225,7 +227,7 @@ class DispatchQueue:
             self._read_steps.extend(self._read(*self._queue.popleft()))
         return self._read_steps.popleft()
 
-    def put_back(self, steps: Sequence[StepResult]) -> None:
+    def make_due_again(self, steps: Sequence[StepResult]) -> None:
         """Makes steps due again that `read_all` has yielded, and that nothing has acted on.
 
         Args:
@@ -249,10 +251,7 @@ class DispatchQueue:
         more = len(steps) - pending.count
         if more:
             self._correction += more
-            moved: deque[tuple[PendingDispatch, DispatchStart]] = deque()
-            for queued, later in self._queue:
-                moved.append((queued, later._replace(index=later.index + more)))
-            self._queue = moved
+            self._shift_later(more)
         is_whole = len(steps) == 1 and not (self._accumulated or self._contents)
         if is_whole and _has_stepped(steps[0]):  # most dispatches: one step with its own batches
             result = StepResult(
@@ -265,39 +264,62 @@ class DispatchQueue:
             )
             return [result]
         found: list[StepResult] = []
-        # With as many batches as steps, each step has its own batch. Otherwise steps share them.
-        has_own_batch = len(steps) > 1 and len(first.batches) == len(steps)
-        for i, records in enumerate(steps):
-            batches = first.batches
-            if has_own_batch:
-                batches = (first.batches[i],)
-            batches = self._accumulated + batches
-            is_last = i == len(steps) - 1
-            contents: tuple[Any, ...] = ()
-            if is_last:
-                contents = self._contents + first.contents
-            # Accumulated batches belong to the update that their gradients go into.
-            if _has_stepped(records):
-                self._accumulated = ()
-                if is_last:
-                    self._contents = ()
-            else:
-                self._accumulated = batches
-                batches = ()
-                if is_last:
-                    self._contents = contents
-                    contents = ()
-            result = StepResult(
-                index=first.index + i,
-                records=records,
-                batches=batches,
-                contents=contents,
-                steps_at_once=len(steps),
-                vote_requested=pending.vote_requested and is_last,
-                has_lost_contents=first.has_lost_contents,
-            )
-            found.append(result)
+        for place in range(len(steps)):
+            found.append(self._result_of(first, steps, place, pending.vote_requested))
         return found
+
+    def _shift_later(self, more: int) -> None:
+        """Moves the indices of the queued dispatches by a number of steps."""
+        moved: deque[tuple[PendingDispatch, DispatchStart]] = deque()
+        for queued, later in self._queue:
+            moved.append((queued, later._replace(index=later.index + more)))
+        self._queue = moved
+
+    def _result_of(
+        self,
+        first: DispatchStart,
+        steps: list[list[StepRecord]],
+        place: int,
+        vote_requested: bool,
+    ) -> StepResult:
+        """Gives one step of a dispatch its index and its batches. Called for each step in order.
+
+        Args:
+            first: what the dispatch had when it was queued.
+            steps: the records of all steps of the dispatch.
+            place: number of the step in the dispatch, from 0.
+            vote_requested: whether the dispatch asks for a vote.
+        """
+        records = steps[place]
+        batches = first.batches
+        # With as many batches as steps, each step has its own batch. Otherwise steps share them.
+        if len(steps) > 1 and len(first.batches) == len(steps):
+            batches = (first.batches[place],)
+        batches = self._accumulated + batches
+        is_last = place == len(steps) - 1
+        contents: tuple[Any, ...] = ()
+        if is_last:
+            contents = self._contents + first.contents
+        # Accumulated batches belong to the update that their gradients go into.
+        if _has_stepped(records):
+            self._accumulated = ()
+            if is_last:
+                self._contents = ()
+        else:
+            self._accumulated = batches
+            batches = ()
+            if is_last:
+                self._contents = contents
+                contents = ()
+        return StepResult(
+            index=first.index + place,
+            records=records,
+            batches=batches,
+            contents=contents,
+            steps_at_once=len(steps),
+            vote_requested=vote_requested and is_last,
+            has_lost_contents=first.has_lost_contents,
+        )
 
     def forget_accumulation(self) -> None:
         """Drops the batches of an accumulation that a rollback has undone.

@@ -37,7 +37,9 @@ class HealthyNumber(NamedTuple):
     """
 
     low: float
+    """Lowest value at any healthy step."""
     high: float
+    """Highest value at any healthy step."""
     last: float
     """The value at the newest healthy checkpoint."""
     change: float = 0.0

@@ -2,9 +2,9 @@
 
 A program hands its loop over to the Healer, or calls the Healer in a loop of its own:
 
-    batches, scan         `batch_loop.py`     call `Loop.after_step`
-    epochs, steps         `number_loops.py`   call `Loop.after_step`
-    after_step, update                        are `Loop.after_step` and `Loop.update`
+    batches, scan         `batches/batch_loop.py`     call `Loop.after_step`
+    epochs, steps         `batches/number_loops.py`   call `Loop.after_step`
+    after_step, update                                are `Loop.after_step` and `Loop.update`
 
 Trainers do the same through `TrainerAccess`. All of these calls end in `Loop._between_steps`, which
 has the order of the work:
@@ -384,7 +384,7 @@ class Loop:
             newest = self.run.progress.step - 1
             verdict = self.run.comparisons.suspicion.decide_at_end(newest)
         if verdict is not None:
-            rollback = self.run.better_weights.carry_out(verdict)
+            rollback = self.run.better_weights.carry_out_verdict(verdict)
         if rollback is None and alone:
             rollback = self.run.nonfinite_recovery.roll_back_if_saved(at_end=of_training)
         if rollback is not None:
@@ -439,7 +439,7 @@ class Loop:
                 self.run.progress.reading_error = error
                 raise
             run.hang_guard.pause()
-            order = run.recovery.process(result)
+            order = run.recovery.find_order(result)
             run.end_requests.note_mark(result)
             yield result, order
         run.hang_guard.pause()

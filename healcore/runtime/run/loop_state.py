@@ -90,8 +90,9 @@ class LoopState:
         yielded_step: index of the step that a loop over `steps` has yielded and whose body runs, or
             None outside of such a body.
         step_is_epoch: whether each epoch of a loop over `epochs` is one step without `batches`.
-        is_trial: whether a trainer begins again with a smaller batch if memory runs out. The run
-            then ends without a trace: it has taken no step.
+        searches_batch_size: whether a trainer still searches its batch size: if memory runs out, it
+            begins again with a smaller batch. The run then ends without a trace: it has taken no
+            step.
         in_evaluation: whether an evaluation in the body of the training loop has begun, and has not
             read its last batch. A restart would not repeat the rest of it.
         body_continues: whether the body has continued after its step was counted, with a save or an
@@ -114,7 +115,7 @@ class LoopState:
         self.in_body = False
         self.yielded_step: int | None = None
         self.step_is_epoch = False
-        self.is_trial = False
+        self.searches_batch_size = False
         self.in_evaluation = False
         self.body_continues = False
         self.has_random_states = False
@@ -218,13 +219,13 @@ class LoopState:
         """Each epoch of the loop over `epochs` turns out to be one step."""
         self.step_is_epoch = True
 
-    def set_trial(self, *, is_trial: bool) -> None:
-        """A trainer begins or ends a trial of a batch size.
+    def set_batch_size_search(self, *, searches: bool) -> None:
+        """A trainer begins or ends the search of its batch size.
 
         Args:
-            is_trial: see the attribute.
+            searches: see the attribute `searches_batch_size`.
         """
-        self.is_trial = is_trial
+        self.searches_batch_size = searches
 
     @property
     def has_taken_yielded_step(self) -> bool:

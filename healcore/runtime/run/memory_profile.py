@@ -33,11 +33,11 @@ def memory_text(driver: Driver, log: RunLog) -> str:
     total = sum(sizes.values())
     text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
     events = log.events.path
-    if events is None:  # on rank 0 only
+    if events is None:  # only rank 0 has an events file
         return text
     try:
         names = _write_profiles(driver, events, log.events.process_id, sizes)
-    except Exception as error:  # also of a full disk
+    except Exception as error:  # for example, the disk is full
         return f"{text}; no memory profile: {type(error).__name__}: {error:.100}"
     return f"{text}; memory profile: {', '.join(names)}"
 

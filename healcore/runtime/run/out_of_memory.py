@@ -351,7 +351,7 @@ class OutOfMemory:
         if obstacle:
             changed = self._last_resort()
             if not changed:
-                self.run.stopping.stop(prefix + obstacle, error, Cause.OOM)
+                self.run.stopping.stop(prefix + obstacle, error=error, fault=Cause.OOM)
             self.run.log.fault(step, fault, f"{prefix}{obstacle}: {changed}", answer="clear_cache")
             return
         then = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.record.run_record import RunRecord
 
 _records: dict[Path, RunRecord] = {}
 """The record of the last run of this process in each directory."""
@@ -35,5 +35,5 @@ def has_completed_run(root: Path) -> bool:
 
 
 def forget_runs() -> None:
-    """Forgets all runs, so that a test can go on as a new process."""
+    """For tests: forgets all runs, so that a test can continue as a new process."""
     _records.clear()

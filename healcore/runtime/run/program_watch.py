@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from healcore.runtime.run.checkpoints.schedule import SaveSchedule
     from healcore.runtime.run.compare.comparisons import Comparisons
     from healcore.runtime.run.progress import RunProgress
+    from healcore.runtime.run.record.run_record import RunRecord
     from healcore.runtime.run.run import Run
-    from healcore.runtime.run.run_record import RunRecord
 
 MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
@@ -60,7 +60,7 @@ class WarmUp:
         total: number of optimizer steps at which the loop ends.
         warmup: iterations that the caller allows before the first step, or None for the default.
         progress: the number of steps shows whether an iteration took one.
-        driver: tells whether the weights change in a long wait for a step.
+        driver: knows whether the weights change in a long wait for a step.
         log: the log, for a wait that is long and allowed.
     """
 

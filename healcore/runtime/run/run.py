@@ -10,7 +10,9 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.batch_parts import BatchParts
-from healcore.runtime.run.batches import RunBatches
+from healcore.runtime.run.batches.pass_states import PassStates
+from healcore.runtime.run.batches.run_batches import RunBatches
+from healcore.runtime.run.batches.step_batches import StepBatches
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
@@ -20,11 +22,13 @@ from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.dispatch_queue import DispatchQueue
 from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stopping import Stopping
+from healcore.runtime.run.incidents.monitor import IncidentMonitor
+from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.pass_states import PassStates
 from healcore.runtime.run.progress import RunProgress
+from healcore.runtime.run.record.ledger import Ledger
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.next_start import NextStart
 from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
@@ -34,8 +38,6 @@ from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.dead_run import DeadRun
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
-from healcore.runtime.run.run_record import Ledger, RunRecord
-from healcore.runtime.run.step_batches import StepBatches
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
@@ -51,7 +53,7 @@ class Run:
                         |  hang_guard, end_requests
                         +- batches, loaders, step_batches,              batches and
                         |  pass_states, data_state                      random states
-                        +- monitor, holding, comparisons                what is seen
+                        +- rate_log, monitor, holding, comparisons      what is seen
                         +- recovery, better_weights, dead_run,          what is decided
                         |  nonfinite_recovery, out_of_memory,
                         |  stopping
@@ -74,14 +76,19 @@ class Run:
     """
 
     policy: HostPolicy
+    """The policy with the rules that the host applies."""
     driver: Driver
     """The framework: the state of the program, its optimizers and their engines."""
     store: CheckpointStore
+    """The checkpoints."""
     ranks: Ranks
+    """The processes of the run."""
     log: RunLog
+    """Events, metrics and console lines."""
     record: RunRecord
     """The facts of the run that a checkpoint holds, without the facts at a step."""
     end_requests: EndRequests
+    """Signals, the stop file and the votes to end."""
     claims: Sequence[Claim]
     """The locks of the store's directories."""
     batch_parts: BatchParts
@@ -103,6 +110,8 @@ class Run:
     """When a regular save is due."""
     dispatch_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
     """Dispatches that the host has not read yet."""
+    rate_log: RateLog = field(init=False)
+    """The multipliers of the learning rates, and the event of each change."""
     monitor: IncidentMonitor = field(init=False)
     """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
     holding: Holding = field(init=False)

@@ -78,8 +78,8 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
 def changes_text(changes: Mapping[str, str]) -> str:
     """The changes of `changes_since` in one line, for the log of a resumed run.
 
-    At most six are named. The weights are left out, whose setting is a digest that tells a reader
-    nothing.
+    At most six are named. The weights are not named: their setting is a digest, which means nothing
+    to a reader.
 
     Args:
         changes: name -> `saved -> given`.

@@ -32,10 +32,10 @@ from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.construction import construct
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.process_runs import has_completed_run, remember_run
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.trials import failed_trials
 from healcore.runtime.run.rollback.report import report_before_kill
 from healcore.runtime.run.run import Run
-from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.start_plan import StartPlan, decide_start
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, StoreError
@@ -131,7 +131,8 @@ def _claim(given: StorePlace | None, ranks: Ranks, claims: list[Claim]) -> str |
         own_claim = claim(folder)
         claims.append(own_claim)
         if isinstance(given, CheckpointStore):
-            given.join()  # its temporary files are in use
+            # Waits for saves in progress, whose temporary files `sweep` would delete.
+            given.join()
         sweep(folder)
         return own_claim.warning
 
@@ -144,7 +145,7 @@ def _claim(given: StorePlace | None, ranks: Ranks, claims: list[Claim]) -> str |
 
 
 class _PreviousProcess(NamedTuple):
-    """What the log tells of the previous process."""
+    """What is in the log of the previous process."""
 
     history: RunHistory | None
     """The history of the run until then, or None without events."""
@@ -156,11 +157,13 @@ class _StoredRun(NamedTuple):
     """The run in the store, and how the settings of the program differ from its settings."""
 
     saves: Sequence[CheckpointInfo]
+    """The checkpoints in the store, oldest first."""
     newest: RunRecord | None
     """The newest record in the store, or None if no record can be read."""
     settings: dict[str, Any]
     """The settings of the program."""
     saved_settings: Mapping[str, Any]
+    """The settings of the run in the store; empty without a record."""
     changes: Mapping[str, str]
     """The settings that differ: name -> saved and given value."""
 
@@ -229,7 +232,7 @@ def _carry_out(
     if has_loss_fn:
         start_log.warn_of_unused_loss_fn(run)
     try:
-        _begin(run, newest, found.settings, plan.resumes)
+        _begin(run, newest, found.settings, resume=plan.resumes)
     except BaseException as error:
         start_log.log_failed_start(run, error)
         raise
@@ -245,7 +248,7 @@ def _carry_out(
 
 
 def _set_loop_state(run: Run, plan: StartPlan) -> None:
-    """Tells the loop that nothing is trained, if an earlier process has completed the run.
+    """Sets that nothing is trained in the loop, if an earlier process has completed the run.
 
     Args:
         run: the parts of the run, which has resumed or taken its first snapshot.
@@ -301,7 +304,7 @@ def _spent_before(run: Run) -> int:
     return max(int(budget.recoveries) - int(left), 0)
 
 
-def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
+def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], *, resume: bool) -> None:
     """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
     saver, progress, record = run.saver, run.progress, run.record
     run.stored_checkpoints.find_damage()
@@ -319,7 +322,7 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
     run.monitor.read_engines()
     comparisons = run.comparisons.state
     comparisons.silent_until = max(comparisons.silent_until, run.ledger.accepted_until)
-    if resume:  # otherwise the first save does it
+    if resume:  # a new run does it in its first save
         if not comparisons.anchors:
             saver.add_anchor()
         run.store.protect(run.comparisons.steps_needed)

@@ -111,7 +111,7 @@ def log_first_lines(
     facts = [f"policy {policy.name}"]
     if policy.observes:
         facts[0] += " (observes, changes nothing)"
-    rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
+    rate = next(iter(run.driver.learning_rates().values()))  # only the first optimizer is named
     if rate is None:
         facts.append("learning rate not known yet")
     elif rate == 0:  # a warm-up from 0 otherwise looks like a mistake
@@ -140,5 +140,5 @@ def _storage_text(run: Run) -> str:
         return ""
     try:
         return f": {run.saver.storage_need().text()}"
-    except StoreError:  # a save says why
+    except StoreError:  # the first save raises the same error
         return ""

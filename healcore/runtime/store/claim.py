@@ -61,10 +61,9 @@ class Claim:
 
     Args:
         handle: the open lock file, or None if it could not be opened.
-        warning: why another run could use the directory unnoticed, or None.
 
     Attributes:
-        warning: the same.
+        warning: why another run could use the directory unnoticed, or None.
     """
 
     def __init__(self, handle: int | None, warning: str | None = None) -> None:

@@ -99,7 +99,8 @@ def make_directory(path: Path) -> None:
     exists, the wait is needed too, because the program may have just made it itself.
     """
     path.mkdir(parents=True, exist_ok=True)
-    for parent in {*path.absolute().parents, *path.resolve().parents}:  # of a link too
+    # Also the parents of the folder that a link leads to.
+    for parent in {*path.absolute().parents, *path.resolve().parents}:
         with suppress(OSError):  # a directory that this user may not read was there before
             sync_directory(parent)
 

@@ -47,7 +47,7 @@ def free_bytes() -> float:
         Bytes, or infinity if it is unknown.
     """
     found: float = math.inf
-    with suppress(AttributeError, OSError, ValueError):  # all memory, an upper bound
+    with suppress(AttributeError, OSError, ValueError):  # all memory is an upper bound
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError, IndexError):  # Linux
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -93,9 +93,10 @@ _INFINITY = {
     "float8_e3m4": (1, 0x70),
     "float8_e4m3": (1, 0x78),
     "float8_e5m2": (1, 0x7C),
-    "float8_e4m3fn": (1, 0x7F),  # no Inf, one NaN
+    "float8_e4m3fn": (1, 0x7F),
 }
-"""Format -> size of a number in bytes, and the bits of infinity. All other formats (integers, bool,
+"""Format -> size of a number in bytes, and the bits of infinity. `float8_e4m3fn` has no Inf: its
+bits are the bits of its one NaN. All other formats (integers, bool,
 4-bit and 6-bit floats) have no NaN and no Inf."""
 _NAN = {
     "float8_e4m3fnuz": 0x80,

@@ -144,7 +144,7 @@ class StoredCheckpoint(NamedTuple):
         """
         if self.only_file is not None:
             entries: dict[str, Any] = json.loads(single_file.read_header(self.only_file).state)
-            if rank == 0:  # the process that saved alone
+            if rank == 0:  # this process has saved alone
                 return entries
             return _shared(entries)
         digests = self.manifest.files
@@ -373,7 +373,7 @@ def scan(root: Path | None, step: int | None = None) -> FoundCheckpoints:
         try:
             found.append(_open(folder, records))
         except CheckpointDamaged as error:
-            if folder.exists():  # else the checkpoint was being deleted
+            if folder.exists():  # if the folder is gone, another thread has deleted the checkpoint
                 damaged.append(error)
     found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
     return FoundCheckpoints({each.manifest.step: each for each in found}, records, damaged)

@@ -20,11 +20,9 @@ class Ring:
 
     The dictionary is replaced, never changed, because the background replaces it too.
 
-    Args:
-        keep: how many copies of each kind to keep, or None to keep none.
-
     Attributes:
-        keep: the same. Set to None if the copies do not fit into the host's memory.
+        keep: how many copies of each kind to keep, or None to keep none. It is set to None if the
+            copies do not fit into the host's memory.
         protected: steps whose copies `prune` never removes.
         copies: step -> copy.
     """

@@ -37,6 +37,6 @@ def test_steps_that_are_put_back_are_due_again_before_all_others():
     assert queue.read_next().index == 0
     unread = list(queue.read_all())
     queue.push(dispatch_of(record()), DispatchStart(3, ()))
-    queue.put_back(unread)
+    queue.make_due_again(unread)
     assert queue.has_due()
     assert [each.index for each in queue.read_all()] == [1, 2, 3]

@@ -60,7 +60,7 @@ def test_an_event_leads_from_a_phase_to_the_next(phase, event, new_phase):
         ("enter_body", {}, {"in_body": True}),
         ("reach_end", {}, {"reached_end": True}),
         ("count_steps_as_epochs", {}, {"step_is_epoch": True}),
-        ("set_trial", {"is_trial": True}, {"is_trial": True}),
+        ("set_batch_size_search", {"searches": True}, {"searches_batch_size": True}),
         ("yield_step", {"step": 3}, {"yielded_step": 3, "in_body": True}),
         ("begin_evaluation", {}, {"in_evaluation": True, "body_continues": True}),
         ("continue_body", {}, {"body_continues": True}),

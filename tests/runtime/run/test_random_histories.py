@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from healcore.runtime.run.checkpoints.saver import SaveReason
-from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from tests.runtime.run.simulated_run import EVERY, KEEP, PROBATION, REGION, Killed, Listed, Process
 

@@ -8,7 +8,7 @@ import pytest
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.orders import Order, OrderReason, RepeatChanges, RollbackRecord
-from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.record.run_record import RunRecord
 
 SAVED: dict[str, Any] = {
     "index": 30,

@@ -5,7 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
-from healcore.runtime.run.run_record import IncidentRecord, RunRecord
+from healcore.runtime.run.record.ledger import IncidentRecord
+from healcore.runtime.run.record.run_record import RunRecord
 
 
 @pytest.mark.parametrize("unknown", [-1, None], ids=["earlier versions", "this version"])

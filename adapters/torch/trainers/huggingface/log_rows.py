@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from healcore.runtime.run.metrics import ChangedMetrics
+from healcore.runtime.run.incidents.metrics import ChangedMetrics
 from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer
 from healcore.torch.trainers.patching import patched
 

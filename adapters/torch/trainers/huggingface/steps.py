@@ -56,7 +56,7 @@ class SplitSteps:
         self._stack = stack
         self._first_step = trainer.state.global_step
         self._access = trainer_access_of(healer)
-        self._access.is_trial = trainer.args.auto_find_batch_size
+        self._access.searches_batch_size = trainer.args.auto_find_batch_size
         self._at_first_part = True
         """Whether the next micro-batch is the first of a step."""
         self._tokens = 0
@@ -87,7 +87,7 @@ class SplitSteps:
             self._counters.before = CountsBefore(self._trainer)
             self._tokens = 0
             if self._trainer.state.global_step != self._first_step:
-                self._access.is_trial = False
+                self._access.searches_batch_size = False
         losses: list[Tensor] = []
         parts = self._access.parts(
             inputs,
@@ -204,7 +204,7 @@ class SplitSteps:
     def _obstacle(self) -> str:
         """Reason why a batch cannot be split, or an empty string."""
         trainer = self._trainer
-        if self._access.is_trial:
+        if self._access.searches_batch_size:
             return "the Trainer first tries a smaller batch (auto_find_batch_size)"
         name = type(trainer).__name__
         if trainer.accelerator.num_processes > 1:

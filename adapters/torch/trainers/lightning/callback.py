@@ -21,7 +21,7 @@ from healcore.policy import Policy, PolicyLike
 from healcore.policy.variants import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healer_options import TrainerOptions
-from healcore.runtime.run.metrics import ChangedMetrics
+from healcore.runtime.run.incidents.metrics import ChangedMetrics
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.several import Places
 from healcore.runtime.trainer_access import TrainerAccess, open_healer, trainer_access_of

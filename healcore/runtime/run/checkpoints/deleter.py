@@ -27,7 +27,8 @@ from healcore.runtime.store.ranks import run_on_first
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import Ledger, RunRecord
+    from healcore.runtime.run.record.ledger import Ledger
+    from healcore.runtime.run.record.run_record import RunRecord
 
 MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
@@ -51,7 +52,6 @@ class Deleter:
     every checkpoint since.
 
     Args:
-        keep: the checkpoints to keep on disk.
         policy: has the probation of a checkpoint and the region of a trouble.
         store: the store, which deletes in the background.
         log: the log, for the problem of a deletion.

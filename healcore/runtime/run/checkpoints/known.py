@@ -18,7 +18,8 @@ from healcore.runtime.store.host_copy import MEMORY
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import Ledger, RunRecord
+    from healcore.runtime.run.record.ledger import Ledger
+    from healcore.runtime.run.record.run_record import RunRecord
 
 
 class KnownCheckpoints:

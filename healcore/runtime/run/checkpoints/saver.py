@@ -112,7 +112,7 @@ class Saver:
         Raises:
             StoreError: the state cannot be saved.
         """
-        with self.run.data_state.without_batches():  # the text names their size apart
+        with self.run.data_state.without_batches():  # `StorageNeed.batches` has their size
             whole, local = self.run.store.format.sizes(self.items())
         missing = self.run.driver.missing_moments()
         more_whole, more_local = 0, 0
@@ -303,7 +303,7 @@ class Saver:
             self.unsaved[step] = str(error)
         self._failures += 1
         self.run.log.event("save_failed", step=step, problem=str(error))
-        if self._failures & (self._failures - 1) == 0:  # a power of two
+        if self._failures & (self._failures - 1) == 0:  # the number is a power of two
             self.run.log.warning(f"checkpoint {step} was not saved: {error}")
 
     def nonfinite_in_state(self, arrays: Collection[str] | None = None) -> list[str]:

@@ -23,7 +23,7 @@ from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from healcore.runtime.run.progress import RunProgress
-    from healcore.runtime.run.run_record import Ledger
+    from healcore.runtime.run.record.ledger import Ledger
 
 RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
@@ -75,7 +75,8 @@ class SaveSchedule:
         self._progress = progress
         self._time = _SavingTime(ranks)
         self._limits_time = every is None
-        self._next_warning = _UNSAVED_INTERVALS * self.every  # steps without a save
+        self._next_warning = _UNSAVED_INTERVALS * self.every
+        """Steps without a save after which a warning follows."""
         self._slow_saves_reported = False
 
     def due(self) -> bool:

@@ -18,7 +18,6 @@ class AnchorLosses:
     the search for unusual batches, or the decision at the end of a run.
 
     Args:
-        loss_function: evaluates the `loss_fn`.
         state: the state of the comparisons, with the anchors.
         credit: refilled if an anchor is dropped for which a verdict was pending.
 

@@ -71,7 +71,6 @@ class Comparisons:
         state: the state of the comparisons.
         history: the last steps.
         credit: bounds what the comparisons cost.
-        anchor_losses: evaluates the `loss_fn` with current and earlier weights.
         suspicion: concludes from the evidence.
         holding: learns the healthy ranges where the weights are not suspect.
         save_every: steps between two saves.
@@ -305,7 +304,10 @@ class Comparisons:
         single = math.nan
         if len(losses) == 1:
             single = losses[0]
-        self.loss_function.learn_first_step(trained, single, first and first.weights)
+        weights = None
+        if first is not None:
+            weights = first.weights
+        self.loss_function.learn_first_step(trained, single, weights)
         if not self.is_enabled:
             self.anchors.clear()
 

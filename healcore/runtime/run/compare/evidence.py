@@ -47,6 +47,7 @@ class Anchor:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     step: int
+    """Steps done when the copy was made."""
     evidence: float = 1.0
     """Evidence that these weights are better than the current weights; 1 means no evidence."""
     onset: int | None = None

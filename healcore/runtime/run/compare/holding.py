@@ -29,8 +29,8 @@ from healcore.runtime.store.ranks import Ranks, broadcast
 if TYPE_CHECKING:
     from healcore.runtime.run.compare.anchor_losses import AnchorLosses
     from healcore.runtime.run.compare.comparison_state import ComparisonState
-    from healcore.runtime.run.monitor import IncidentMonitor
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.incidents.rate_log import RateLog
+    from healcore.runtime.run.record.run_record import RunRecord
 
 LASTING_STEPS = 2 * REGULAR_INTERVAL
 """Steps after the trouble from which on a number that the program has not taken back is intended. A
@@ -50,7 +50,7 @@ class Holding:
         ranks: the ranks, which hold what rank 0 has seen.
         log: the log, for what is released.
         record: the step at which the run began.
-        monitor: has the learning rates in force.
+        rate_log: has the learning rates in force.
         state: the state of the comparisons.
         history: the last steps.
         anchor_losses: evaluates batches with the better weights.
@@ -65,7 +65,7 @@ class Holding:
         ranks: Ranks,
         log: RunLog,
         record: RunRecord,
-        monitor: IncidentMonitor,
+        rate_log: RateLog,
         state: ComparisonState,
         history: StepHistory,
         anchor_losses: AnchorLosses,
@@ -76,7 +76,7 @@ class Holding:
         self._ranks = ranks
         self._log = log
         self._record = record
-        self._monitor = monitor
+        self._rate_log = rate_log
         self._state = state
         self._history = history
         self._anchor_losses = anchor_losses
@@ -294,7 +294,7 @@ class Holding:
         limit = max(ordinary) + (max(ordinary) - min(ordinary))
         high = set()
         for step, loss in zip(steps, rest, strict=True):
-            if not loss <= limit:  # NaN is high
+            if not loss <= limit:  # written with `not`, so that a loss of NaN counts as high
                 high.add(step.index)
         return high
 
@@ -335,7 +335,7 @@ class Holding:
             Engine name -> learning rate, without rates that are unknown, NaN or Inf.
         """
         known = {}
-        for name, rate in self._monitor.rates_in_force().items():
+        for name, rate in self._rate_log.rates_in_force().items():
             if rate is not None and math.isfinite(rate):
                 known[name] = rate
         return known

@@ -21,7 +21,7 @@ from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from healcore.runtime.run.progress import RunProgress
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.record.run_record import RunRecord
 
 MAX_SAME_LOSSES = 3
 """Comparisons in a row with the same loss for different batches, after which a warning follows."""
@@ -357,7 +357,8 @@ class LossFunction:
         # An overrun is left only if another rank has a problem, which counts.
         everyone = [item for item in everyone if not isinstance(item, _EvaluationOverrun)]
         self.draws = any(each.draws for each in everyone)
-        problems = {each.kind: each.text for each in reversed(everyone)}  # of the lowest rank
+        # Of each kind, the text of the lowest rank is kept.
+        problems = {each.kind: each.text for each in reversed(everyone)}
         if _Problem.MISTAKE in problems:
             mistake = SignalError(problems[_Problem.MISTAKE])
             # Nothing is saved: the mended program trains the first step again.
@@ -379,7 +380,8 @@ class LossFunction:
             (second,) = self._losses_of([batch])
             (third,) = self._losses_of([batch], redraw=True)
             draws = first != third
-            if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
+            # False for NaN: a loss of NaN is no sign of state.
+            if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):
                 kind = _Problem.STATE
                 text = (
                     f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
@@ -398,7 +400,8 @@ class LossFunction:
             kind, failure = _Problem.CALL, error
             text = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
             fault = classify(error)
-            if fault.cause is Cause.UNKNOWN or fault.hint:  # shapes: a wrong function
+            # `fault.hint` is set for errors such as wrong shapes: the function is wrong.
+            if fault.cause is Cause.UNKNOWN or fault.hint:
                 kind = _Problem.MISTAKE
                 how = "loss_fn(batch), or in JAX with a pytree as state loss_fn"
                 text += (

@@ -74,6 +74,6 @@ def joined(
     if math.isclose(then, then_past, rel_tol=ROUNDING, abs_tol=0.0):
         rise_past = math.nan
     evidence = rise_past
-    if rise < rise_past:  # not if `rise_past` is NaN
+    if rise < rise_past:  # False if `rise_past` is NaN, which stays the evidence
         evidence = rise
     return Rises(evaluations, evidence, now - then, now_past - then_past)

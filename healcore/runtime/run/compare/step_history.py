@@ -109,7 +109,9 @@ class _Window(NamedTuple):
     """The steps around the first sign of some trouble."""
 
     start: int
+    """Index of the first step of the window."""
     steps: list[TrainedStep]
+    """The steps with their batches, oldest first."""
 
 
 class StepHistory:
@@ -154,10 +156,12 @@ class StepHistory:
         """At most `MAX_HIGH_STEPS` steps with a sign or a high loss, see `_add_high`."""
         self._high_sizes: deque[float] = deque()
         """Bytes of the batches of each of these steps."""
-        self._burst = (-STEPS_AFTER_SIGN - 1, -STEPS_AFTER_SIGN - 1)  # none
+        # As if each had ended so long before step 0 that step 0 continues none of them.
+        long_ago = -STEPS_AFTER_SIGN - 1
+        self._burst = (long_ago, long_ago)
         """First and last step of the newest burst of high steps."""
-        self._last_sign = -STEPS_AFTER_SIGN - 1  # none
-        self._last_alarm = -STEPS_AFTER_SIGN - 1  # none
+        self._last_sign = long_ago
+        self._last_alarm = long_ago
 
     def steps_with_batches(self) -> list[TrainedStep]:
         """The steps whose batches may be compared.
@@ -284,7 +288,7 @@ class StepHistory:
         while not self._has_room(size):
             if self._high[0].index >= first:
                 return
-            self._high.popleft()  # the oldest step, of an earlier burst
+            self._high.popleft()  # the oldest step is of an earlier burst
             self._high_sizes.popleft()
         self._high.append(trained)
         self._high_sizes.append(size)

@@ -13,7 +13,7 @@
         |---> no evidence is left: the run has recovered         Suspicion.report_recovery
         | the evidence reaches the threshold again
         v
-    trial: the steps are repeated with one thing changed         BetterWeights.carry_out
+    trial: the steps are repeated with one thing changed         BetterWeights.carry_out_verdict
         |---> no evidence: the trial has healed the run
         |---> the same losses: the verdict comes back at once    Suspicion.recurred
         |---> evidence as above: the next trial
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from healcore.runtime.run.compare.comparison_state import ComparisonState
     from healcore.runtime.run.compare.credit import Credit
     from healcore.runtime.run.compare.holding import Holding
-    from healcore.runtime.run.run_record import Ledger, RunRecord
+    from healcore.runtime.run.record.ledger import Ledger
+    from healcore.runtime.run.record.run_record import RunRecord
 
 RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
@@ -53,7 +54,6 @@ class Suspicion:
     this state, so a restart continues the suspicion.
 
     Args:
-        threshold: evidence for a verdict, see `[rollback] evidence` of the policy.
         log: the log, for a verdict that waits and for a recovery.
         record: the step at which the run began.
         ledger: the rollbacks so far.
@@ -64,7 +64,7 @@ class Suspicion:
         holding: the learning rates, now and while the run was healthy.
 
     Attributes:
-        threshold: evidence for a verdict.
+        threshold: evidence for a verdict, see `[rollback] evidence` of the policy.
         strong_evidence: evidence that is enough where a run cannot wait for the threshold.
     """
 

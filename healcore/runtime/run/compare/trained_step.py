@@ -16,7 +16,9 @@ class ObservedBatch(NamedTuple):
     """
 
     content: Any
+    """The batch as the loop has it, or a part of the batch."""
     weight: float = 1.0
+    """Its share in the loss of the step; only the ratio of weights matters."""
 
 
 class TrainedStep(NamedTuple):

@@ -161,8 +161,8 @@ class LossLevel:
     def spread(self) -> float:
         """The standard deviation of the losses of `mean`.
 
-        The deviation tells a mean that has risen from a mean that varies by chance. The computation
-        is too slow for every step.
+        The deviation distinguishes a mean that has risen and a mean that varies by chance. The
+        computation is too slow for every step.
 
         Raises:
             statistics.StatisticsError: there are fewer than two losses.

@@ -1,7 +1,16 @@
 """The end of a run.
 
-`requests` asks for it (signals, the stop file, votes of the ranks), `exits` has the exceptions that
-end the program, and `shutdown` saves, writes the reports and closes. `stopping` ends a run that
-cannot train on, and `outcome` collects how a run ends. `completeness` says what is missing in a run
-whose loop has ended by itself, and `judgement` whether such a run has trained.
+One file for each thing that is asked, decided or done:
+
+    signal_watch   signals that ask a run to end
+    stop_file      a file that asks a run to end
+    requests       the votes of the ranks on these requests
+    exits          the exceptions that end the program
+    stopping       ends a run that cannot train on
+    shutdown       the order of the end: saves, reports, closes the parts
+    last_state     what the last save may hold
+    end_report     the postmortem, the last event and the last line
+    outcome        collects how a run has ended
+    completeness   what is missing in a run whose loop has ended by itself
+    judgement      whether such a run has trained
 """

@@ -30,7 +30,7 @@ def outcome_of(run: Run, ending: Ending, why: str = "", **fields: Any) -> RunOut
             break
     lost = [each for each in run.ledger.rollbacks if each.lost]
     probation = None
-    if run.store.trainer_save is None:  # else no checkpoint becomes known-good
+    if run.store.trainer_save is None:  # a trainer that saves itself has no known-good checkpoints
         probation = run.policy.rollback.probation
     return RunOutcome(
         run.log.history,
@@ -40,7 +40,7 @@ def outcome_of(run: Run, ending: Ending, why: str = "", **fields: Any) -> RunOut
         why,
         open=monitor.is_unhealthy,
         lasting=monitor.lasting_causes,
-        lr_scale=monitor.lr_scale,
+        lr_scale=run.rate_log.lr_scale,
         last_good=good,
         last_good_path=path,
         probation=probation,

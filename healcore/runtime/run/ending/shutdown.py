@@ -1,4 +1,4 @@
-"""Ends a run: saves the last state, writes the reports, and closes the files.
+"""`Shutdown`: the end of a run, in its order.
 
 After a kill, the next start writes the postmortem (`postmortem.write_for_killed`). Errors at the
 end are logged and not raised, because they would hide the error that has ended the run.
@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import traceback
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
 from healcore.console import first_of
 from healcore.core.decision import Cause
-from healcore.core.errors import HealcoreError, error_text, with_short_arrays
+from healcore.core.errors import error_text
 from healcore.core.signals import SignalError
 from healcore.events.models import Ending
-from healcore.events.sentences import batch_names
-from healcore.runtime.faults.classification import Fault, classify, is_broken_connection
-from healcore.runtime.faults.nan_checks import nan_variables
-from healcore.runtime.reporting import postmortem
-from healcore.runtime.reporting.diagnosis import AFTER_A_KILL, advice, last_line, lasting_text
-from healcore.runtime.reporting.run_outcome import RunOutcome
+from healcore.runtime.faults.classification import Fault, classify
 from healcore.runtime.run.ending.completeness import incomplete_run_error
+from healcore.runtime.run.ending.end_report import EndReport
 from healcore.runtime.run.ending.exits import (
     AlreadyCompleted,
     EndRequested,
@@ -34,7 +28,7 @@ from healcore.runtime.run.ending.exits import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.run.ending.outcome import listed_checkpoints, outcome_of
+from healcore.runtime.run.ending.last_state import LastState, last_state
 from healcore.runtime.run.memory_profile import memory_text
 from healcore.runtime.store.checkpoints import StoreError
 
@@ -67,33 +61,6 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
     if signal_number == signal.SIGTERM and "DataLoader worker" in str(error):
         return Ending.SIGNAL
     return Ending.EXCEPTION
-
-
-class LastState(Enum):
-    """What a checkpoint of the program's state at the end of its run would be worth.
-
-        how the run ends                                                     state
-        ------------------------------------------------------------------   --------------
-        the loop has ended by itself                                         COMPLETE
-        within an optimizer step, or with a step that was not counted        UNUSABLE
-        within an evaluation in the body of the training loop, or while a    UNUSABLE
-        trainer still evaluates, logs or saves after its step
-        between two steps, by a stop of the policy                           UNUSABLE
-        between two steps, for another reason                                COMPLETE
-        after batches were read for a step, by a stop file, if the run       BEFORE_BATCHES
-        can resume exactly
-        after batches were read for a step, for another reason               UNUSABLE
-
-    The first line that applies decides.
-    """
-
-    COMPLETE = "complete"
-    """The state after the last step."""
-    BEFORE_BATCHES = "before_batches"
-    """The state after the last step, once the loaders are moved back before the unused batches."""
-    UNUSABLE = "unusable"
-    """A partly changed state, or weights that the policy has rejected. A restart must resume from
-    an earlier checkpoint."""
 
 
 class Shutdown:
@@ -130,7 +97,7 @@ class Shutdown:
         self.completed = self.ending == Ending.COMPLETED
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
         if isinstance(error, AlreadyCompleted):
-            self.raised = None  # not an error of the loop
+            self.raised = None  # the loop has raised no error
         self.fault: Fault | None = None
         self.problems: list[str] = []
         self.replaced: list[str] = []
@@ -152,14 +119,15 @@ class Shutdown:
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
         ran_out = self.fault is not None and self.fault.cause is Cause.OOM
-        if ran_out and self.run.loop.state.is_trial:
+        if ran_out and self.run.loop.state.searches_batch_size:
             self._discard()
             return None
         if not self.completed:
             self._collect("the weights could not be read", self._find_replaced_weights)
         if together:
             self._read_last_steps()
-        if not isinstance(self.raised, Exception | None):  # as `sys.exit` after a step
+        # For example SystemExit: the body has called `sys.exit` after its step.
+        if self.raised is not None and not isinstance(self.raised, Exception):
             self._collect("the last step could not be counted", self.run.loop.count_last_step)
         self._save_state(together=together)
         self._report()
@@ -192,19 +160,20 @@ class Shutdown:
             self._collect("the record of the end", partial(saver.replace_record, step))
 
     def _last_state(self) -> LastState:
-        """Which state a restart could resume from. Called before anything is saved."""
-        if self.completed:
-            return LastState.COMPLETE
-        has_begun_step = self.run.driver.pending_steps() or self.run.driver.is_interrupted()
-        if has_begun_step or self.run.loop.state.has_unfinished_work:
-            return LastState.UNUSABLE
-        if self.run.step_batches.between_steps:
-            if self.ending == Ending.STOPPED:
-                return LastState.UNUSABLE
-            return LastState.COMPLETE
-        if isinstance(self.error, EndRequested) and self.run.saver.resumes_exactly:
-            return LastState.BEFORE_BATCHES
-        return LastState.UNUSABLE
+        """The state from which a restart could resume. Called before anything is saved."""
+        has_begun_step = False
+        if not self.completed:
+            driver = self.run.driver
+            has_begun_step = bool(driver.pending_steps() or driver.is_interrupted())
+        return last_state(
+            completed=self.completed,
+            has_begun_step=has_begun_step,
+            has_unfinished_work=self.run.loop.state.has_unfinished_work,
+            between_steps=self.run.step_batches.between_steps,
+            ending=self.ending,
+            by_stop_file=isinstance(self.error, EndRequested),
+            resumes_exactly=self.run.saver.resumes_exactly,
+        )
 
     def _may_save_weights(self) -> bool:
         """Whether the weights of a complete state are the weights of the training.
@@ -220,25 +189,26 @@ class Shutdown:
         return False
 
     def _report(self) -> None:
-        """Writes the problems of the end, the postmortem and the last events and lines.
-
-        On ranks other than 0 a stop of the policy gets a short text: the diagnosis of several
-        screens would otherwise be printed once for each rank.
-        """
-        self._collect("the values at the exception could not be read", self._explain_nan)
+        """Writes the problems of the end, the postmortem and the last events and lines."""
+        report = EndReport(
+            self.run,
+            self.error,
+            raised=self.raised,
+            ending=self.ending,
+            fault=self.fault,
+            memory_text=self.memory_text,
+        )
+        self._collect("the values at the exception could not be read", report.explain_nan)
         for problem in self.problems:
             self.run.loop.warn(problem)
         self.run.log.report_trackers(self.run.progress.step)
-        if isinstance(self.error, RunStopped) and self.run.ranks.rank:
-            why = self.error.why
-            self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
-        self._write()
+        report.write()
 
     def _discard(self) -> None:
         """Ends a run that has taken no step, and deletes its first snapshot.
 
-        Called if memory ran out in a trial of a batch size, before the first step. The next run
-        then starts again, instead of from a snapshot for another batch size.
+        Called if memory ran out while a trainer searches its batch size, before the first step. The
+        next run then starts again, instead of from a snapshot for another batch size.
         """
         self._collect("", self.run.saver.wait)
         self._collect("", partial(self.run.store.delete, self.run.record.first_step))
@@ -346,42 +316,6 @@ class Shutdown:
         """Leaves the unread steps for the next start, or reports them after an alarm."""
         if not self.run.loop.keep_last_steps():
             self.run.loop.report_last_steps()
-
-    def _explain_nan(self) -> None:
-        """Says what to do about a program that raises at NaN itself, before the policy can skip.
-
-        Such a program may end at each restart at the same step. The warning names the variables
-        with NaN, the step and its batches. It is written only if the policy skips steps with NaN
-        and the exception has no other known cause.
-        """
-        error, step = self.raised, self.run.progress.step
-        if error is None or not self.run.policy.skips_nonfinite or isinstance(error, HealcoreError):
-            return
-        if not (isinstance(error, Exception) or (isinstance(error, SystemExit) and error.code)):
-            return
-        if self.fault is not None and self.fault.cause != Cause.UNKNOWN:
-            return
-        names = nan_variables(error)
-        if not names:
-            return
-        pending = self.run.step_batches.pending_ids
-        batches = pending or self.run.step_batches.last_ids
-        places = batch_names([list(each) for each in batches], [b.rows for b in batches if b.rows])
-        where = f"step {step if pending else max(0, step - 1)}"
-        if places:
-            where += f", {first_of(places)}"
-        again = ""
-        events = self.run.log.events.path
-        if events is not None:
-            earlier = postmortem.same_end_before(events, step, type(error).__name__)
-            if earlier:
-                again = f"An earlier start has ended at this step in the same way ({earlier}). "
-        self.run.loop.warn(
-            f"{first_of(names)} had NaN at {where}, and the program itself raised "
-            f"{type(error).__name__}. {again}If that is a check for NaN, remove this check: "
-            "healcore skips the step, and the run continues. set_detect_anomaly and the "
-            "validate_args of a distribution are such checks too"
-        )
 
     def _find_replaced_weights(self) -> None:
         """Finds whether the program has replaced weights, so that they must not be saved.
@@ -514,7 +448,8 @@ class Shutdown:
         step = self.run.progress.step
         saver = self.run.saver
         target = "resumes from the newest checkpoint"
-        with contextlib.suppress(StoreError, OSError):  # the checkpoints that survive the process
+        with contextlib.suppress(StoreError, OSError):
+            # Only these checkpoints survive the process.
             newest = max(self.run.store.steps_on_disk(), default=None)
             if newest is None:
                 target = "starts from the beginning"
@@ -525,85 +460,3 @@ class Shutdown:
             f"healcore: the loop has ended at step {step}, and its last state is not saved "
             f"({why}). Remove the cause and start the program again: it {target}"
         )
-
-    def _write(self) -> None:
-        """Writes the postmortem, the last event and the last line.
-
-        The postmortem comes first: a start writes a missing postmortem only without the event
-        `end`.
-        """
-        ending, error = self.ending, self.error
-        with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
-            self.run.loop.count_last_step()
-            self.run.stopping.count_last_steps()
-            self.run.monitor.read_engines()
-        why = self.run.loop.state.break_place if error is None else getattr(error, "why", "")
-        exception = trace = None
-        if ending == Ending.EXCEPTION and error is not None:
-            exception = self._exception_text(error)
-            trace = with_short_arrays("".join(traceback.format_exception(error)))
-        fault = self.fault or Fault(Cause(0), "")
-        outcome = outcome_of(
-            self.run, ending, why, exception=exception, fault=fault.cause, hint=fault.hint
-        )
-        events = self.run.log.events
-        # The earlier process that has completed the run has written the postmortem.
-        is_complete = self.run.loop.state.is_complete and ending == Ending.COMPLETED
-        if events.path is not None and not is_complete:
-            problem = postmortem.write(events.path, outcome, trace=trace, lost=events.lost)
-            if problem:
-                self.run.log.warning(problem)
-        self.run.log.event(
-            "end",
-            step=outcome.step,
-            ending=outcome.ending,
-            incidents=outcome.counts.incidents,
-            rollbacks=outcome.counts.rollbacks,
-            last_good=outcome.last_good,
-            steps_lost=outcome.steps_lost or None,
-        )
-        if not is_complete:  # otherwise the first line has said so
-            self._log_last_line(outcome)
-
-    def _exception_text(self, error: BaseException) -> str:
-        """The text of the exception that ends the run, for the postmortem.
-
-        After an out-of-memory error it also says what holds the memory. After a broken connection
-        it says that the cause is in the output of another rank.
-
-        Args:
-            error: the exception.
-        """
-        text = error_text(error) + self.memory_text
-        if is_broken_connection(error):
-            text += ". Another rank has ended: its output says why, unless it was killed; "
-            text += f"then {AFTER_A_KILL}"
-        return text
-
-    def _log_last_line(self, outcome: RunOutcome) -> None:
-        """Logs how the run has ended.
-
-        An exception or a stop is logged as an error. The line names the newest checkpoint on disk.
-        A warning follows if an alarm such as a plateau lasts at the end.
-
-        Args:
-            outcome: how the run has ended, as in the postmortem.
-        """
-        ending = self.ending
-        newest = None  # the newest checkpoint on disk
-        for saved in listed_checkpoints(self.run):
-            if saved.path and not saved.is_abandoned:
-                newest = saved.step if newest is None else max(newest, saved.step)
-        progress = self.run.progress
-        if ending == Ending.COMPLETED and progress.had_completed and progress.resumed_here:
-            self.run.log.warning(
-                f"completed earlier, at step {outcome.step}: nothing was trained, and the state is "
-                "the saved state; an empty directory begins a new run"
-            )
-        elif ending in (Ending.EXCEPTION, Ending.STOPPED):
-            self.run.log.error(last_line(outcome, newest))
-        else:
-            self.run.log.info(last_line(outcome, newest))
-        if outcome.lasting:
-            hints = " ".join(advice(outcome.lasting))
-            self.run.log.warning(f"the run is not healthy: {lasting_text(outcome)}. {hints}")

@@ -35,6 +35,7 @@ class Stopping:
     def stop(
         self,
         why: str,
+        *,
         error: BaseException | None = None,
         fault: Cause = Cause(0),  # noqa: B008 -- immutable
         onset: int | None = None,

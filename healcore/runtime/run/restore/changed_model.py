@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.engine_states import engines_after_rollback
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.store.checkpoints import CheckpointDamaged, CheckpointNotFound, StateMismatch
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from healcore.runtime.run.record.run_record import Trials
 from healcore.runtime.run.restore.trials import in_force_now
-from healcore.runtime.run.run_record import Trials
 from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:

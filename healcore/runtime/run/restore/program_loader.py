@@ -12,7 +12,7 @@ from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.record.run_record import RunRecord
 
 
 class ProgramLoader:

@@ -16,11 +16,11 @@ from healcore.runtime.run.data_state import SavedDataState
 from healcore.runtime.run.dispatch_queue import UnreadDispatch
 from healcore.runtime.run.engine_states import limit_norms
 from healcore.runtime.run.healthy_ranges import HealthyValues
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.changed_model import advice_for, forget_changes
 from healcore.runtime.run.restore.stored import SavedCheckpoint, loader_positions
 from healcore.runtime.run.restore.trials import failed_trials, without_failed_trials
 from healcore.runtime.run.rollback.rate_limits import limit_rates
-from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import StateMismatch
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Resumption:
             steps: steps of the checkpoints, in descending order.
 
         Returns:
-            The step, and the argument of `DataState.put_back` for when the loop has a loader.
+            The step of the checkpoint; and its random states and positions, for
+            `PassStates.resume`, or None if the program's own random states stay.
 
         Raises:
             NoGoodCheckpoint: no checkpoint is intact.
@@ -80,7 +81,8 @@ class Resumption:
         record.part_growth.on_rollback(own.step)
         record.evaluation_growth.on_rollback(own.step)
         forget_changes(self.run, since=own.step)
-        self.run.driver.structure_changes()  # those of the restart itself
+        # Drops the changes that the restart has made: they are not the program's.
+        self.run.driver.structure_changes()
         self.run.saver.begin_attempt(own.step)
         record.is_in_body = own.is_in_body
         if own.last_regular is not None:

@@ -14,7 +14,6 @@ from this checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -119,12 +118,11 @@ class RollbackRestore:
             saved.position, order.batches, skip_more, order.changes.read_again
         )
         lost = lost_steps(saved.step, obstacle)
-        done = self._record_of(order, saved.step, after, rates, lost, obstacle)
-        done = replace(done, lr_scale_before=lr_scale)
+        done = self._record_of(order, saved.step, after, rates, lost, obstacle, lr_scale)
         saved_ledger = None if saved.record is None else saved.record.ledger
         self.run.ledger.on_rollback(done, saved_ledger)
         if saved.data_state is not None:  # after the loaders, which draw random numbers
-            self.run.data_state.put_back(saved.data_state)
+            self.run.data_state.set_random_states(saved.data_state)
         self.run.holding.held = self._held_after(order)
         self._forget_undone_steps(saved.step)
 
@@ -253,6 +251,7 @@ class RollbackRestore:
         rates: Rates,
         lost: int,
         obstacle: RewindObstacle | None,
+        lr_scale: float,
     ) -> RollbackRecord:
         """The record of a rollback, with the numbers of repeated and of lost steps.
 
@@ -263,6 +262,7 @@ class RollbackRestore:
             rates: the learning rates before the rollback.
             lost: undone steps that the run does not repeat.
             obstacle: why the data was not rewound, or None.
+            lr_scale: the lowest multiplier of all optimizers before the rollback.
         """
         why_lost = rewind_obstacle = ""
         if obstacle is not None:
@@ -286,6 +286,7 @@ class RollbackRestore:
             lr=rates.get(lowest),
             lr_limit=limits.get(lowest),
             lr_scale=scales.get(lowest, 1.0),
+            lr_scale_before=lr_scale,
         )
 
     def _forget_undone_steps(self, target: int) -> None:

@@ -20,7 +20,7 @@ from healcore.runtime.faults.classification import classify
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
 from healcore.runtime.run.engine_states import compatible_states
-from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
@@ -81,7 +81,7 @@ class StoredCheckpoints:
     would train different weights, so all methods agree between the ranks first.
 
     Args:
-        policy: its engine tells which of the saved engine states fit.
+        policy: its engine decides which saved engine states fit.
         store: the store with the checkpoints.
         ranks: the ranks, which load the same checkpoint.
         log: the log, for parts of a checkpoint that are not used.

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from healcore.runtime.driver import Engines
 from healcore.runtime.run.engine_states import limits_and_budgets, with_limits_and_budgets
 from healcore.runtime.run.orders import Order
+from healcore.runtime.run.record.ledger import Ledger
+from healcore.runtime.run.record.run_record import RunRecord, Trials
 from healcore.runtime.run.restore.stored import SavedCheckpoint
-from healcore.runtime.run.run_record import Ledger, RunRecord, Trials
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

@@ -31,8 +31,8 @@ from healcore.runtime.store.ranks import broadcast
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
-_NO_REASON = Cause.PLATEAU | Cause.OVERFIT
-"""Causes that say nothing about damaged weights: no reason to compare at each of their alarms."""
+_NOT_ABOUT_WEIGHTS = Cause.PLATEAU | Cause.OVERFIT
+"""Causes that say nothing about damaged weights. Their alarms are no reason to compare weights."""
 
 
 class BetterWeights:
@@ -66,7 +66,7 @@ class BetterWeights:
         if not comparisons.is_enabled or result.has_lost_contents:
             return None
         if taken and not any(each.judged for each in records):
-            return None  # a micro-step of an accumulation
+            return None  # the step is a micro-step of an accumulation
         comparisons.steps_are_windows = self.run.monitor.state.has_micro_steps
         if not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records):
             loss = math.nan
@@ -83,11 +83,11 @@ class BetterWeights:
         return comparisons.observe(
             TrainedStep(result.index, result.contents, norms, rates),
             loss,
-            alarm=not taken or any(each.cause & ~_NO_REASON for each in records),
+            alarm=not taken or any(each.cause & ~_NOT_ABOUT_WEIGHTS for each in records),
             has_trained=taken and not all(each.skip for each in records),
         )
 
-    def carry_out(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
+    def carry_out_verdict(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
         """Carries out a verdict of `comparisons`.
 
         After `MAX_ACCEPTED` accepted troubles in a row a verdict is only an alert: a program that
@@ -232,7 +232,9 @@ class BetterWeights:
         # The run goes back even without an effect of the trials if the better weights are older
         # than every restored checkpoint: that checkpoint may hold the trouble.
         repeats = repeats or verdict.anchor_step < oldest
-        done = self.run.recovery.roll_back(order) if repeats else None
+        done = None
+        if repeats:
+            done = self.run.recovery.roll_back(order)
         if done is None:
             driver = self.run.driver
             driver.load(None, with_lr_states(driver.engines(), changes.lr_states))

@@ -40,9 +40,12 @@ STEPS_TO_REVIVE = 20
 class Revival(IntEnum):
     """What a run changes when it is brought back, in this order. A checkpoint holds the value."""
 
-    REPEAT = 1  # nothing
-    LIMIT_RATE = 2  # the learning rate is limited to the last healthy rate
-    UNDO = 3  # the limit of the second revival is undone
+    REPEAT = 1
+    """Nothing changes."""
+    LIMIT_RATE = 2
+    """The learning rate is limited to the last healthy rate."""
+    UNDO = 3
+    """The limit of the second revival is undone."""
 
 
 def next_revival(
@@ -128,11 +131,11 @@ class DeadRun:
         onset = max(ledger.first_consecutive(result.index) - 1, 0)
         is_sound = self._earlier_weights_are_sound(result, onset)
         if is_sound is False:
-            return None  # the data
+            return None  # the batch is bad, and not the weights
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
         suspicion = self.run.comparisons.suspicion.verdict_without_waiting(result.index)
         if suspicion is not None:
-            better = self.run.better_weights.carry_out(suspicion)
+            better = self.run.better_weights.carry_out_verdict(suspicion)
             if better is not None:
                 return better
         loaders = self.run.loaders

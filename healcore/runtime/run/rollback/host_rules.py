@@ -19,18 +19,17 @@ class HostRules:
     With `rollback.confirm`, a rollback for NaN or Inf needs evidence that the weights are damaged.
     The engine on the device cannot look at the weights, so the host counts these rules with the
     arithmetic of the engine. See `Policy.host_rules`.
+
+    Args:
+        rules: the policy's `host_rules`.
+        config: has the depth and the quiet steps.
+        state: has the hits, which a rollback forgets.
     """
 
     def __init__(
         self, rules: tuple[RuleConfig, ...], config: EngineConfig, state: MonitorState
     ) -> None:
-        """Counts in `state`.
 
-        Args:
-            rules: the policy's `host_rules`.
-            config: has the depth and the quiet steps.
-            state: has the hits, which a rollback forgets.
-        """
         self._configs = rules
         self._depth = config.rollback.depth
         self._quiet_steps = config.incident.quiet_steps
@@ -49,7 +48,7 @@ class HostRules:
         fired = False
         hits = self._state.rule_hits
         if not record.judged or not (record.cause or hits):
-            return record  # most steps
+            return record  # most steps end here
         for number, config in enumerate(self._configs):
             key = f"{number}/{record.engine}"
             saved = hits.get(key)
@@ -61,7 +60,9 @@ class HostRules:
             if saved is not None and len(saved) == 2 + config.within:
                 streak, age, *window = map(np.int32, saved)
                 state = RuleState(streak, np.array(window, np.int32), age)
-            state, firing = update_rule(config, state, hit, np.int32(record.step), 0, xp=NUMPY)
+            state, firing = update_rule(
+                config, state, hit, np.int32(record.step), quiet_steps=0, xp=NUMPY
+            )
             hits[key] = [int(state.streak), int(state.age), *map(int, state.window)]
             fired |= bool(firing.fired)
         if not fired:

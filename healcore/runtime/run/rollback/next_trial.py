@@ -30,10 +30,14 @@ class Trial(StrEnum):
     repeat of some steps.
     """
 
-    LIMIT_RATE = "rate"  # the learning rate is limited to the last healthy rate
-    REPEAT = "repeat"  # nothing: damage by a bit flip or a faulty device does not come back
-    HOLD = "hold"  # what was outside of its healthy range is held in it
-    ACCEPT = "accept"  # the trials are undone; no later rollback is for this trouble
+    LIMIT_RATE = "rate"
+    """The learning rate is limited to the last healthy rate."""
+    REPEAT = "repeat"
+    """Nothing changes. Damage by a bit flip or a faulty device does not come back."""
+    HOLD = "hold"
+    """What was outside of its healthy range is held in it."""
+    ACCEPT = "accept"
+    """The trials are undone. No later rollback is for this trouble."""
 
 
 class TroubleFacts(NamedTuple):

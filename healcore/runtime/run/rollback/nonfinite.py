@@ -201,7 +201,7 @@ class NonfiniteRecovery:
         )
         if not acts:
             return None
-        return self.run.recovery.carry_out(order)
+        return self.run.recovery.carry_out_order(order)
 
     def came_back(self) -> tuple[str, ...]:
         """Names of the arrays in which NaN or Inf has come back after a rollback.
@@ -218,7 +218,7 @@ class NonfiniteRecovery:
             The names, sorted. Empty if the arrays are finite, or if no such steps are repeated.
         """
         if not self.run.ledger.rollbacks:
-            return ()  # as in most steps
+            return ()  # most steps end here
         rollbacks = self.run.ledger.in_force
         if not rollbacks or not self._may_skip or self.run.policy.observes:
             return ()
@@ -265,7 +265,7 @@ class NonfiniteRecovery:
         )
         why = reason_of(order)
         self.run.log.event("order", step=index, cause=[], action=Action.ROLLBACK, why=why)
-        return self.run.recovery.carry_out(order)
+        return self.run.recovery.carry_out_order(order)
 
     def _order_for_save(
         self, first: int, arrays: tuple[str, ...], action: Action, *, finite: bool

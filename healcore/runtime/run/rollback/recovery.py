@@ -2,7 +2,7 @@
 
 Each reason to roll back (`OrderReason`) has its file in this folder:
 
-    RULE, HOOK                           `Recovery.carry_out`
+    RULE, HOOK                           `Recovery.carry_out_order`
     SAVED_NAN, BATCH, WEIGHTS_NAN        `nonfinite`
     DEAD_RUN                             `dead_run`
     BETTER_WEIGHTS, INTENDED             `better_weights`
@@ -10,7 +10,7 @@ Each reason to roll back (`OrderReason`) has its file in this folder:
 All of them make an `Order`. `Recovery.roll_back` has it carried out, and the loop then continues at
 the step of the restored checkpoint:
 
-    process(step)                      log and monitor the step; an order of the policy, or None
+    find_order(step)                   log and monitor the step; an order of the policy, or None
     act(step, order)                   the order, or one of the other reasons to roll back
         roll_back(order)               the restore, events, the undone steps are forgotten
 
@@ -64,15 +64,15 @@ class Recovery:
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
 
-    def begin_counted_steps(self) -> None:
-        """Says that a loop begins that asks for the number of each step, see `counts_steps`."""
+    def note_counted_steps(self) -> None:
+        """Notes that the loop asks for the number of each step, see `counts_steps`."""
         self.counts_steps = True
 
-    def process(self, result: StepResult) -> Order | None:
-        """Processes a step that was read: logs it, and asks the policy's rules about it.
+    def find_order(self, result: StepResult) -> Order | None:
+        """Finds the order for a step that was read. Logs the step, and gives it to the monitor.
 
         Args:
-            result: the oldest step whose records have not been processed.
+            result: the oldest step that was not given to this method yet.
 
         Returns:
             The order that the rules of the policy or a hook give, or None.
@@ -88,9 +88,9 @@ class Recovery:
             steps_at_once=result.steps_at_once,
         )
         self.run.dead_run.trained_rates.add(result.records)
-        order = self.run.monitor.process(result)
+        order = self.run.monitor.note_step(result)
         if self.run.monitor.state.nonfinite_streak == 1:
-            self.run.dead_run.trained_rates.add_rates(self.run.monitor.rates_in_force())
+            self.run.dead_run.trained_rates.add_rates(self.run.rate_log.rates_in_force())
         return order
 
     def act(self, result: StepResult, order: Order | None) -> RollbackRecord | None:
@@ -110,7 +110,7 @@ class Recovery:
 
         Args:
             result: the step.
-            order: the result of `process` for the step.
+            order: the result of `find_order` for the step.
 
         Returns:
             The rollback, or None if the run continues with the next step.
@@ -126,12 +126,12 @@ class Recovery:
         self.run.nonfinite_recovery.stop_if_never_finite(order)
         verdict = self.run.better_weights.compare(result)
         if order is not None:
-            return self.carry_out(order)
+            return self.carry_out_order(order)
         if verdict is not None:
-            return self.run.better_weights.carry_out(verdict)
+            return self.run.better_weights.carry_out_verdict(verdict)
         return self.run.better_weights.accept_intended(result.index)
 
-    def carry_out(self, order: Order) -> RollbackRecord | None:
+    def carry_out_order(self, order: Order) -> RollbackRecord | None:
         """Carries out an order of the policy, of a hook, or because of NaN.
 
         Under `[rollback] confirm` an order of the policy needs evidence that the model is worse:
@@ -140,8 +140,8 @@ class Recovery:
         now.
 
         Args:
-            order: what to do. An order without the action rollback or stop only saves or alerts,
-                which the monitor has done.
+            order: what to do. An order without the action rollback or stop does nothing here: the
+                monitor has written its alert, and `Loop.read_and_act` saves.
 
         Returns:
             The rollback, or None without one.
@@ -166,7 +166,7 @@ class Recovery:
         if is_damaged:
             verdict = self.run.comparisons.suspicion.pending(order.index)
             if verdict is not None:
-                better = self.run.better_weights.carry_out(verdict, finite=False)
+                better = self.run.better_weights.carry_out_verdict(verdict, finite=False)
                 if better is not None:
                     return better
         return self._roll_back_within_budget(order, needs_evidence=needs_evidence)
@@ -333,14 +333,14 @@ class Recovery:
             of_alarms = self.run.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *of_alarms))
         try:
-            lr_scale = self.run.monitor.lr_scale
+            lr_scale = self.run.rate_log.lr_scale
             done = self.run.rollback_restore.restore(order, self._lost_steps, lr_scale)
         except StoreError as error:
             if not _may_continue(order, error):
                 self.run.stopping.stop(str(error), onset=order.onset)
             self._report_impossible(order, error)
             self.run.ledger.skips -= skips
-            self.run.dispatch_queue.put_back(unread)  # their own orders are carried out next
+            self.run.dispatch_queue.make_due_again(unread)  # their own orders are carried out next
             return None
         report_rollback(self.run, done)
         self.run.batches.on_rollback(done.continues_at)
@@ -357,7 +357,8 @@ class Recovery:
         why = reason_of(order)
         if self._times_to_log(why):
             reason = str(error)
-            if isinstance(error, StateMismatch):  # its advice is for a start
+            if isinstance(error, StateMismatch):
+                # The advice in its text is for a start, and not for a rollback.
                 reason = f"the checkpoint of step {error.step} does not fit: "
                 reason += first_of(error.differences, separator="; ")
             problem = f"{why}, but {reason}; the run continues without a rollback"

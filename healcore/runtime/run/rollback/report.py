@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause, names_of
+from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.events.sentences import flags_text, lr_text
 from healcore.runtime.run.compare.holding import LASTING_STEPS
@@ -28,6 +29,24 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
         run: the run, for its log and its policy.
         done: the rollback, after the checkpoint was restored.
     """
+    rollback = _write_event(run, done)
+    data = "rewound"
+    if done.rewind_obstacle:
+        data = f"continues forward: {done.rewind_obstacle}"
+    run.log.event("data", step=done.continues_at, outcome=data, rewound=not done.rewind_obstacle)
+    may_limit = run.policy.may_limit_lr and not done.order.is_harmless
+    run.log.warning(_line_of(done, rollback, data, may_limit=may_limit))
+    epoch = run.loaders.epoch_loop.returns_to
+    if epoch is not None:
+        # Before the program's code after the pass: it may print a row for the restored weights.
+        run.log.info(
+            f"step {done.continues_at}: this pass over the data ends here, and then "
+            f"healer.epochs yields epoch {epoch} again"
+        )
+
+
+def _write_event(run: Run, done: RollbackRecord) -> EventRecord:
+    """Writes the event `rollback`, and returns it as a record."""
     order, changes = done.order, done.order.changes
     lr_at_fault = None
     if done.lr is not None and changes.lr_at_fault is not None:
@@ -38,7 +57,7 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
     problem = None
     if order.arrays:
         problem = nonfinite_save(order)
-    rollback = run.log.event(
+    return run.log.event(
         "rollback",
         step=done.step,
         number=done.number,
@@ -60,30 +79,30 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
         held=held,
         moments_reset=run.policy.rollback.reset_moments or None,
     )
-    data = "rewound"
-    if done.rewind_obstacle:
-        data = f"continues forward: {done.rewind_obstacle}"
-    run.log.event("data", step=done.continues_at, outcome=data, rewound=not done.rewind_obstacle)
+
+
+def _line_of(done: RollbackRecord, rollback: EventRecord, data: str, *, may_limit: bool) -> str:
+    """The console line of a rollback.
+
+    Args:
+        done: the rollback.
+        rollback: its event.
+        data: what became of the loaders, as a clause.
+        may_limit: whether the policy may limit the learning rate for this order.
+    """
+    order = done.order
     line = f"step {order.index}: {reason_of(order)}"
     if order.reason not in (OrderReason.INTENDED, OrderReason.BATCH):
         line += f", since step {order.first_alarm_of_cause}"
     line += f"; {sentence(rollback)}"
     if not done.lost:  # otherwise the sentence has said what became of the data
         line += f", data {data}"
-    may_limit = run.policy.may_limit_lr and not order.is_harmless
     if done.lr is None and may_limit and not lr_text(rollback):
         line += (
             "; the learning rate is unknown and stays as it is: pass learning_rate=rate to "
             "tx.update, so that a rollback can lower it"
         )
-    run.log.warning(line)
-    epoch = run.loaders.epoch_loop.returns_to
-    if epoch is not None:
-        # Before the program's code after the pass: it may print a row for the restored weights.
-        run.log.info(
-            f"step {done.continues_at}: this pass over the data ends here, and then "
-            f"healer.epochs yields epoch {epoch} again"
-        )
+    return line
 
 
 def report_before_kill(run: Run, resumed: int) -> None:

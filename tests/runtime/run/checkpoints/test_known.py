@@ -7,7 +7,7 @@ import pytest
 from healcore.events import Log
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
-from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import CheckpointDamaged
 from tests.healer.training_loops import rules

@@ -11,7 +11,7 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints import schedule
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.progress import RunProgress
-from healcore.runtime.run.run_record import Ledger
+from healcore.runtime.run.record.ledger import Ledger
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Alone
 from tests.healer.training_loops import rules

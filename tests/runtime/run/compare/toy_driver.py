@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from healcore.events import Log
@@ -12,6 +11,7 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.construction import add_comparing_parts
+from healcore.runtime.run.incidents.rate_log import RateLog
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
@@ -30,6 +30,9 @@ class ToyDriver(BareDriver):
         self.set: dict[str, NumberRange] = {}
         """The numbers that the program has set, and the range of their values so far."""
         self.held: dict[str, NumberRange] = {}
+
+    def trained_rates(self) -> dict[str, float | None]:
+        return {"optimizer": self.rate}
 
     def numbers(self) -> dict[str, NumberRange]:
         return self.set
@@ -71,16 +74,12 @@ class ToyRun:
         run = bare_run(log, self.driver)
         self.record = run.record
         run.schedule = schedule_of(run, interval)
-        monitor: Any = SimpleNamespace(rates_in_force=self._rates_in_force)
-        run.monitor = monitor
+        run.rate_log = RateLog(self.driver, log, observes=False)
         add_comparing_parts(run, loss_fn, **options)
         self.comparisons, self.holding = run.comparisons, run.holding
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.add_anchor(0, self.restorable)
-
-    def _rates_in_force(self) -> dict[str, float | None]:
-        return {"optimizer": self.driver.rate}
 
     def take(
         self, batch: Any, *, weight: Any = None, loss: Any = None, norm: Any = math.nan, alarm=False

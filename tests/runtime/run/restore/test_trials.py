@@ -6,9 +6,10 @@ from healcore.policy import engine_of
 from healcore.runtime.run.engine_states import limits_and_budgets
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.record.ledger import Ledger
+from healcore.runtime.run.record.run_record import RunRecord, Trials
 from healcore.runtime.run.restore.stored import SavedCheckpoint
 from healcore.runtime.run.restore.trials import failed_trials, without_failed_trials
-from healcore.runtime.run.run_record import Ledger, RunRecord, Trials
 
 ENGINE = engine_of("default")
 BEFORE = {"a": ENGINE.to_dict(ENGINE.init())}

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.program_clip import CLIPPED_STEPS, ProgramClip
+from healcore.runtime.run.incidents.program_clip import CLIPPED_STEPS, ProgramClip
 from healcore.torch import attach
 
 LINE = "the program clips its gradients before healcore measures them"

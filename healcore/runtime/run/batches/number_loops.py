@@ -105,7 +105,7 @@ def loop_over_steps(run: Run, total: int, warmup: int | None = None) -> Iterator
     loop, progress, state = run.loop, run.progress, run.loop.state
     warm_up = WarmUp(total, warmup, progress=run.progress, driver=run.driver, log=run.log)
     state.await_random_states()
-    run.recovery.begin_counted_steps()
+    run.recovery.note_counted_steps()
     if state.is_complete:
         run.loaders.pass_over_completed()
         state.reach_end()

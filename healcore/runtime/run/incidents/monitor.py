@@ -11,16 +11,18 @@ from healcore.core.engine.incidents import incident_causes
 from healcore.core.step_record import StepRecord
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
-from healcore.runtime.driver import Driver, Rates
+from healcore.runtime.driver import Driver
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.alarms import AlarmLog, JudgedRecord
 from healcore.runtime.run.dispatch_queue import StepFlags, StepResult
-from healcore.runtime.run.incident_log import IncidentLog
-from healcore.runtime.run.metrics import RunMetrics
+from healcore.runtime.run.incidents.alarms import AlarmLog
+from healcore.runtime.run.incidents.incident_log import IncidentLog
+from healcore.runtime.run.incidents.judged_record import JudgedRecord
+from healcore.runtime.run.incidents.metrics import RunMetrics
+from healcore.runtime.run.incidents.program_clip import ProgramClip
+from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import Order, OrderReason
-from healcore.runtime.run.program_clip import ProgramClip
-from healcore.runtime.run.run_record import IncidentRecord, Ledger
+from healcore.runtime.run.record.ledger import IncidentRecord, Ledger
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Ranks
 
@@ -43,6 +45,7 @@ class IncidentMonitor:
     Args:
         policy: the policy of the run.
         driver: has the learning rates and the states of the engines.
+        rate_log: is given the multiplier of every step.
         ranks: the ranks, which agree on an order.
         log: the log, for the events of the steps.
         ledger: is filled with the steps and their incidents.
@@ -54,7 +57,6 @@ class IncidentMonitor:
         metrics: the metrics of the newest step, and counts since the run began.
         state: what later decisions read of earlier steps. A checkpoint holds it.
         nonfinite_record: newest record of a step that was not finite, or None.
-        lr_scales: engine name -> its learning-rate multiplier, where it is known.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class IncidentMonitor:
         *,
         policy: HostPolicy,
         driver: Driver,
+        rate_log: RateLog,
         ranks: Ranks,
         log: RunLog,
         ledger: Ledger,
@@ -71,10 +74,11 @@ class IncidentMonitor:
     ) -> None:
         self._policy = policy
         self._driver = driver
+        self._rate_log = rate_log
         self._ranks = ranks
         self._log = log
         self._ledger = ledger
-        self.hooks = hooks
+        self._hooks = hooks
         self._causes = incident_causes(policy.engine.config)
         self.metrics = RunMetrics(per_tensor=policy.engine.per_tensor, observes=policy.observes)
         self.state = state
@@ -82,7 +86,6 @@ class IncidentMonitor:
         several = _MIN_INTERVALS_REMEMBERED * save_every
         self._kept = max(policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         """Number of steps whose batch ids are kept."""
-        self.lr_scales: dict[str, float] = {}
         self._alarm_log = AlarmLog(policy=policy, log=log, ledger=ledger, driver=driver)
         self._incident_log = IncidentLog(
             log=log,
@@ -100,8 +103,8 @@ class IncidentMonitor:
         """Continues the incidents of an earlier process. Called after its ledger was read."""
         self._incident_log.continue_incidents()
 
-    def process(self, result: StepResult) -> Order | None:
-        """Processes one step: counts it, writes its events, and asks for an action.
+    def note_step(self, result: StepResult) -> Order | None:
+        """Notes one step: counts it, writes its events, and asks for an action.
 
         Most steps have neither a cause nor an action. Such a step is only kept.
 
@@ -116,11 +119,11 @@ class IncidentMonitor:
         if not flags.is_quiet:
             return self._report(result, flags, incident)
         for record in result.records:
-            self._log_lr_change(result.index, record)
+            self._rate_log.add(result.index, record)
         return None
 
     def has_alarm(self, records: Sequence[StepRecord]) -> bool:
-        """Whether a step that was not processed yet is one after which nothing should be saved.
+        """Whether a step that was not noted yet is one after which nothing should be saved.
 
         Args:
             records: the records of the step.
@@ -171,12 +174,12 @@ class IncidentMonitor:
         lead = max(judged, key=JudgedRecord.priority)
         has_line = False
         if lead.record.cause:  # alerts come with a cause
-            has_line = self._alarm_log.has_line(judged, lead)
+            has_line = self._alarm_log.decide_line(judged, lead)
         order = None
         for each in judged:
             if each.record.cause:
                 self._alarm_log.write(each, has_line=has_line and each is lead)
-            self._log_lr_change(result.index, each.record)
+            self._rate_log.add(result.index, each.record)
             if each.record.action:
                 order = _merge(order, self._order(each, has_line=has_line))
         return order
@@ -238,8 +241,6 @@ class IncidentMonitor:
                     break
         return found
 
-    # -- the learning rate ----------------------------------------------------------------------
-
     def read_engines(self) -> None:
         """Sets multipliers and counts from the engines' states, without an event.
 
@@ -247,63 +248,8 @@ class IncidentMonitor:
         values that no record has shown.
         """
         engines = self._driver.engines()
-        self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
+        self._rate_log.read(engines)
         self.metrics.set_counts(engines)
-
-    @property
-    def lr_scale(self) -> float:
-        """The learning-rate multiplier in (0, 1], the smallest of all engines.
-
-        It is 1 as long as no engine has cut its learning rate. The report and the events of
-        rollbacks show it.
-        """
-        return min(self.lr_scales.values(), default=1.0)
-
-    def rates_in_force(self) -> Rates:
-        """The learning rates of the last step, with the engines' multipliers.
-
-        Returns:
-            Engine name -> learning rate, or None if it is unknown.
-        """
-        rates: dict[str, float | None] = {}
-        for name, rate in self._driver.trained_rates().items():
-            rates[name] = rate
-            if rate is not None:
-                rates[name] = rate * self.lr_scales.get(name, 1.0)
-        return rates
-
-    def _log_lr_change(self, index: int, record: StepRecord) -> None:
-        """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
-
-        Other changes have no event: the multiplier may change at every step of a ramp, and while
-        the schedule is above a limit.
-        """
-        now = record.lr_scale
-        before = self.lr_scales.get(record.engine, 1.0)
-        if now == before and not record.action:
-            return
-        self.lr_scales[record.engine] = now
-        action = None
-        if record.action & Action.CUT_LR:
-            action = Action.CUT_LR
-        if action is not None and now < before:
-            why = "the policy cuts it"
-        elif now < before == 1.0:
-            why = "the schedule has risen above the limit of the last cut"
-        elif before < now == 1.0:
-            why = "the limit of the last cut has ended"
-        else:
-            return
-        self._log.event(
-            "lr",
-            step=index,
-            engine=record.engine,
-            action=action,
-            lr_scale_before=before,
-            lr_scale=now,
-            why=why,
-            observed=self._policy.observes,
-        )
 
     # -- steps that are not finite --------------------------------------------------------------
 
@@ -344,7 +290,7 @@ class IncidentMonitor:
                 # A finite step within the incident shows that the weights were finite at this step.
                 onset = self._ledger.first_consecutive(result.index)
         action = record.action
-        if len(self.hooks):
+        if len(self._hooks):
             action = self._ask_hooks(judged, onset)
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
         of_ranks = self._ranks.gather((int(action), record.rollback_depth))
@@ -401,7 +347,7 @@ class IncidentMonitor:
             record.evidence,
             batches,
         )
-        answer = self.hooks.run(context)
+        answer = self._hooks.run(context)
         for problem in answer.problems:
             self._log.event("hook", step=result.index, hook="", problem=problem)
         if answer.action is None or self._policy.observes:

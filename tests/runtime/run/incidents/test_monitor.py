@@ -9,9 +9,10 @@ from healcore.events import Log
 from healcore.runtime.data import BatchId
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.incidents.monitor import IncidentMonitor
+from healcore.runtime.run.incidents.rate_log import RateLog
+from healcore.runtime.run.record.ledger import Ledger
 from healcore.runtime.run.run import Run
-from healcore.runtime.run.run_record import Ledger
 from healcore.runtime.run_options import Hooks
 from tests.healer.step_records import record
 from tests.runtime.run.bare_driver import BareDriver
@@ -33,6 +34,7 @@ def monitor(run: Run) -> IncidentMonitor:
     return IncidentMonitor(
         policy=run.policy,
         driver=run.driver,
+        rate_log=RateLog(run.driver, run.log, observes=run.policy.observes),
         ranks=run.ranks,
         log=run.log,
         ledger=run.ledger,
@@ -46,13 +48,13 @@ def process_steps(monitor: IncidentMonitor, ledger: Ledger, count: int, **change
     """Gives the monitor the next `count` steps; `changes` are to the record of a healthy step."""
     first = ledger.next_step
     for index in range(first, first + count):
-        monitor.process(StepResult(index, [record(step=index + 1, **changes)], ()))
+        monitor.note_step(StepResult(index, [record(step=index + 1, **changes)], ()))
 
 
 def process_batches(monitor: IncidentMonitor, steps: range, first_batch: int) -> None:
     """Gives the monitor healthy steps with consecutive batches of epoch 0."""
     for batch, index in enumerate(steps, first_batch):
-        monitor.process(StepResult(index, [record()], (BatchId(0, batch),)))
+        monitor.note_step(StepResult(index, [record()], (BatchId(0, batch),)))
 
 
 def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run, monitor, capsys):

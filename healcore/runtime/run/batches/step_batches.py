@@ -20,7 +20,7 @@ from healcore.runtime.run.compare.trained_step import ObservedBatch
 from healcore.runtime.run.dispatch_queue import DispatchStart
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.pass_states import PassStates
+    from healcore.runtime.run.batches.pass_states import PassStates
     from healcore.runtime.run.progress import RunProgress
 
 
@@ -133,8 +133,10 @@ class StepBatches:
                 self._usual_updates, self._updates = self._updates, 0
             self._updates += 1  # more than 1: another update on the same batch
             self._loaders.last_trained = loader
-        for each in self._loaders:  # a `break` has ended an evaluation
-            each.trains |= bool(each.pending_ids) and (each is loader or not each.left_by_break)
+        for each in self._loaders:
+            # A loader that a `break` has left was an evaluation, unless it was read last.
+            if each.pending_ids and (each is loader or not each.left_by_break):
+                each.trains = True
         self._pass_states.forget()  # random numbers continue from this step
         if len(self.last_ids) > self._max_per_step:
             self._max_per_step = len(self.last_ids)

@@ -8,13 +8,13 @@ from healcore.console import is_logged
 from healcore.core.decision import Cause
 from healcore.events.schema import sentence
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.alarms import batch_fields
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.metrics import RunMetrics
+from healcore.runtime.run.incidents.judged_record import batch_fields
+from healcore.runtime.run.incidents.metrics import RunMetrics
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import IncidentRecord, Ledger
+    from healcore.runtime.run.record.ledger import IncidentRecord, Ledger
 
 
 class IncidentLog:

@@ -3,7 +3,7 @@
 import pytest
 
 from healcore.core.step_record import StepRecord
-from healcore.runtime.run.rate_jumps import JUMP_STEPS, RateJumps
+from healcore.runtime.run.incidents.rate_jumps import JUMP_STEPS, RateJumps
 from tests.healer.step_records import record
 
 

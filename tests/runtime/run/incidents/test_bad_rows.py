@@ -1,7 +1,7 @@
 """When the log says that NaN in each epoch is probably in the same rows."""
 
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.bad_rows import BadRows
+from healcore.runtime.run.incidents.bad_rows import BadRows
 
 
 def at(epoch: int, index: int, *rows: int) -> BatchId:

@@ -71,7 +71,7 @@ class ProgramClip:
 
     def _begin(self, norm: float) -> None:
         """Begins with a new highest norm."""
-        limit = float(f"{norm:.2g}")  # the nearest number of two digits
+        limit = float(f"{norm:.2g}")  # rounds to two digits
         slack = _TOLERANCE * limit
         lowest = limit - slack - _EPSILON
         highest = limit + slack

@@ -1,8 +1,10 @@
 """`PassStates`: the random states from which a program draws the order of its passes over the data.
 
-start       states of the checkpoint are set, and kept in `_of_checkpoint`
-begin       of each loader: set again, because the rewind of a loader draws numbers
-first batch or first step: `_of_checkpoint` is dropped, and numbers continue from here
+After a restart:
+
+    start                     states of the checkpoint are set, and kept in `_of_checkpoint`
+    begin of a loader         they are set again, because the rewind of a loader draws numbers
+    first batch, first step   `_of_checkpoint` is dropped, and numbers continue from here
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.data_state import DataState, SavedDataState
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.record.run_record import RunRecord
 
 
 class PassStates:
@@ -62,7 +64,7 @@ class PassStates:
         Args:
             states: random states of the checkpoint.
         """
-        self._data_state.put_back(states)
+        self._data_state.set_random_states(states)
         self._of_checkpoint = states
 
     def count_pass(self) -> None:
@@ -94,10 +96,10 @@ class PassStates:
             loaders = self._loaders
             caught_up = self.repeated_all_passes or loaders.epoch_loop.names_epochs
             if ended and caught_up and loaders.has_begun_last:
-                data_state.put_back(saved)
+                data_state.set_random_states(saved)
                 self._of_checkpoint = None
             else:
-                data_state.put_back(saved._replace(**saved.at_pass))
+                data_state.set_random_states(saved._replace(**saved.at_pass))
         data_state.begin_pass()
 
     def restore(self) -> None:
@@ -108,7 +110,7 @@ class PassStates:
         numbers than in a run that was not interrupted.
         """
         if self._of_checkpoint is not None:
-            self._data_state.put_back(self._of_checkpoint)
+            self._data_state.set_random_states(self._of_checkpoint)
 
     def forget(self) -> None:
         """Forgets the checkpoint's states. Called at each batch and step, which continue to draw.

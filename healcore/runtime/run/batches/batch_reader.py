@@ -18,15 +18,18 @@ from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.ending.requests import SignalWatch
+    from healcore.runtime.run.ending.signal_watch import SignalWatch
 
 
 class _Unreadable(NamedTuple):
     """A batch that the policy skips because it cannot be read."""
 
     batch: BatchId
+    """Id of the batch."""
     fault: Fault
+    """The classified exception."""
     error: Exception
+    """The exception."""
 
 
 class BatchReader:

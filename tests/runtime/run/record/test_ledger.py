@@ -6,7 +6,7 @@ from healcore.core.decision import Cause
 from healcore.core.engine import incidents
 from healcore.policy import load
 from healcore.runtime.run.orders import Order, RepeatChanges, RollbackRecord
-from healcore.runtime.run.run_record import Ledger
+from healcore.runtime.run.record.ledger import Ledger
 from tests.healer.step_records import record
 
 SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)

@@ -1,29 +1,32 @@
 """`RunBatches`: the loaders of a run, and the batches that its loops read from them.
 
-begin(loader) --> next(loader), next(loader), ... --> end(loader)
-                      |
-                  BatchReader reads, and skips what cannot be read
-                      |
-                  StepBatches keeps which batches the next step has
+A loop calls:
+
+    begin(loader) --> next(loader), next(loader), ... --> end(loader)
+                          |
+                      BatchReader reads, and skips what cannot be read
+                          |
+                      StepBatches keeps which batches the next step has
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from healcore.console import counted
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.batch_reader import BatchReader
+from healcore.runtime.run.batches.batch_reader import BatchReader
 from healcore.runtime.run.run_settings import change_of_batch_size
 
 if TYPE_CHECKING:
+    from healcore.runtime.run.batches.pass_states import PassStates
+    from healcore.runtime.run.batches.step_batches import StepBatches
     from healcore.runtime.run.data_state import DataState
-    from healcore.runtime.run.pass_states import PassStates
     from healcore.runtime.run.progress import RunProgress
-    from healcore.runtime.run.run_record import RunRecord
-    from healcore.runtime.run.step_batches import StepBatches
+    from healcore.runtime.run.record.run_record import RunRecord
 
 
 class RunBatches:
@@ -64,7 +67,11 @@ class RunBatches:
         """The loader of an evaluation that the checkpoint has interrupted, or None."""
 
     def begin(
-        self, loader: Any, epochs: int | None, epoch: int | None = None, limit: Any = None
+        self,
+        loader: Any,
+        epochs: int | None,
+        epoch: int | None = None,
+        limit: Callable[[int], int] | None = None,
     ) -> RunLoader:
         """Begins to iterate over a loader; see `LoaderRegistry.begin`.
 
