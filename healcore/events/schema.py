@@ -337,6 +337,8 @@ _ASSESSMENTS = {
     ("damage", "earlier_weights"): "{weights} are better on the same batches",
     ("worse", "earlier_weights"): "{weights} are better on the same batches",
     ("recovered", "earlier_weights"): "the run has recovered from the damage",
+    ("accepted", "earlier_weights"): "damage is not repaired: {weights} are better",
+    ("accepted", "intended_numbers"): "damage is not repaired",
 }
 """(`verdict`, `by`) of an event `assessment` -> sentence."""
 
@@ -357,6 +359,8 @@ def _assessment(event: EventRecord) -> str:
             text += f", since step {event.onset}"
     if event.verdict == "worse":
         text += "; the run has time to recover"
+    if event.verdict == "accepted" and event.why:
+        text += f"; {event.why}"
     return text
 
 
@@ -516,7 +520,9 @@ KINDS: dict[str, EventKind] = {
         "The policy orders an action on the host.", ("action", "cause"), _order, Trait.JUDGED
     ),
     "assessment": EventKind(
-        "The check for evidence that the model is worse. Only the verdict `damage` rolls back.",
+        "The check for evidence that the model is worse. The verdict `damage` rolls back. The "
+        "verdict `accepted` keeps damage that has come back after each rollback: a last rollback "
+        "only undoes what was tried.",
         ("verdict", "cause"),
         _assessment,
         Trait.JUDGED,

@@ -19,6 +19,8 @@ _MAX_OUTSIDE = 1000
 """Limit of listed alarms outside of incidents."""
 _MAX_NEWEST = 20
 """Limit of kept events of a kind: the newest ones."""
+_COMPARED = ("earlier_weights", "intended_numbers")
+"""`EventRecord.by` of a rollback that a comparison of weights has led to."""
 
 
 class RunState(enum.StrEnum):
@@ -200,6 +202,9 @@ class RunHistory:
         self._good_steps: set[int] = set()  # steps of the known-good checkpoints in the store
         self._store: str | None = None
         self._new_skips: list[float] = []  # skipped steps since the last rollback or restart
+        # Onset of accepted damage -> first step of the checkpoints that know of it.
+        self._unrepaired: dict[int, float] = {}
+        self._undone_trials: set[int] = set()  # places in `rollbacks`
 
     @property
     def last_trained(self) -> RunProcess | None:
@@ -239,6 +244,25 @@ class RunHistory:
     def last_good(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
         return max(self._good_steps, default=None)
+
+    @property
+    def unrepaired(self) -> tuple[int, ...]:
+        """Onsets of the damage that has come back after each rollback and was accepted."""
+        return tuple(sorted(self._unrepaired))
+
+    @property
+    def undone_trials(self) -> int:
+        """Number of rollbacks whose changes were undone, because they have not helped."""
+        return len(self._undone_trials)
+
+    @property
+    def rollbacks_in_force(self) -> list[EventRecord]:
+        """The rollbacks without those whose changes were undone, because they have not helped."""
+        found: list[EventRecord] = []
+        for place, event in enumerate(self.rollbacks):
+            if place not in self._undone_trials:
+                found.append(event)
+        return found
 
     @property
     def steps_lost(self) -> int:
@@ -331,6 +355,9 @@ class RunHistory:
         clips = written.get("observed_clips", written.get("clips"))
         if type(clips) is int:
             self.clips = max(self.clips or 0, clips)
+        onsets = written.get("unrepaired")
+        if isinstance(onsets, list) and all(type(onset) is int for onset in onsets):
+            self._unrepaired = dict.fromkeys(onsets, 0.0)
 
     def _track_good(self, event: EventRecord) -> None:
         """Updates the steps of the known-good checkpoints. A rollback abandons the later ones."""
@@ -355,6 +382,12 @@ class RunHistory:
             if incident.onset_step >= step:
                 incident.undone = True
 
+    def _undo_trials(self, onset: int) -> None:
+        """Marks the rollbacks for the damage that begins at a step as undone."""
+        for place, event in enumerate(self.rollbacks):
+            if event.by in _COMPARED and onset <= (event.step or 0):
+                self._undone_trials.add(place)
+
     def _lose(self, step: float) -> None:
         """Takes back the counts since the last rollback from `step` on: the restart repeats them.
 
@@ -375,6 +408,10 @@ class RunHistory:
             first = float(event.checkpoint)
         self._undo(first)
         self._lose(first)
+        # The restart decides again what its checkpoint does not know.
+        self._unrepaired = {
+            onset: known for onset, known in self._unrepaired.items() if known <= first
+        }
         self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
 
     def _on_rollback(self, event: EventRecord, step: float) -> None:
@@ -382,6 +419,10 @@ class RunHistory:
         if target is None:
             return
         self.step = target
+        if event.by in _COMPARED and event.onset in self._unrepaired:
+            self._undo_trials(event.onset)
+        # The restored checkpoint knows of all damage that was accepted so far.
+        self._unrepaired = {onset: min(known, target) for onset, known in self._unrepaired.items()}
         self.rollbacks.append(event)
         self._new_skips.clear()
         onset = _onset(event, step)
@@ -451,6 +492,8 @@ class RunHistory:
             last.add_cut(event)
 
     def _on_assessment(self, event: EventRecord, step: float) -> None:
+        if event.verdict == "accepted" and event.onset is not None:
+            self._unrepaired.setdefault(event.onset, step + 1)
         if event.verdict != "unknown":
             return
         self.declined += 1

@@ -12,7 +12,12 @@ from healcore.events.json_lines import to_json
 from healcore.events.models import Ending
 from healcore.history.counts import name_changes
 from healcore.runtime.data import BatchId
-from healcore.runtime.reporting.diagnosis import advice, why_no_good_checkpoint
+from healcore.runtime.reporting.diagnosis import (
+    UNREPAIRED,
+    advice,
+    unrepaired_text,
+    why_no_good_checkpoint,
+)
 from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.outcome import outcome_of
@@ -33,7 +38,8 @@ class HealingReport:
     ending: str
     """An `Ending` (completed, stopped, exception, signal, ...), or "running" before the end."""
     converged: bool
-    """Whether the run completed, with finite weights and no open incident."""
+    """Whether the run completed, with finite weights, no open incident and no damage that was not
+    repaired."""
     steps: int
     """Optimizer steps done. A rollback decreases the number."""
     attempts: int
@@ -64,6 +70,9 @@ class HealingReport:
     """Diagnosis of the stop, or an empty string if the policy did not stop the run."""
     advice: tuple[str, ...]
     """What to check in a run that is not healthy, or empty for a healthy run."""
+    unrepaired: tuple[int, ...] = ()
+    """Steps at which damage began that has come back after each rollback, so that the weights still
+    have the damage; or empty. A change that the program makes on purpose looks the same."""
 
     @classmethod
     def of(cls, run: Run, ending: Ending | None, error: BaseException | None) -> HealingReport:
@@ -95,6 +104,8 @@ class HealingReport:
             if last is not None and not last.over:
                 current = outcome.cause
             hints = tuple(advice(current | outcome.lasting))
+        if outcome.unrepaired:
+            hints = (UNREPAIRED, *hints)
         diagnosis = ""
         if isinstance(error, RunStopped):
             diagnosis = error.diagnosis
@@ -106,7 +117,12 @@ class HealingReport:
         return cls(
             policy=run.policy.name,
             ending=ending_text,
-            converged=completed and not outcome.open and run.driver.has_finite_weights(),
+            converged=(
+                completed
+                and not outcome.open
+                and not outcome.unrepaired
+                and run.driver.has_finite_weights()
+            ),
             steps=outcome.step,
             attempts=outcome.counts.rollbacks,
             steps_lost=outcome.steps_lost,
@@ -121,6 +137,7 @@ class HealingReport:
             postmortem=postmortem,
             diagnosis=diagnosis,
             advice=hints,
+            unrepaired=outcome.unrepaired,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,9 +161,12 @@ class HealingReport:
         incidents = f"{len(self.history)}"
         if self.history:
             incidents += f", {self.recoveries} of them over"
+        healthy = f"{self.converged}"
+        if self.unrepaired:
+            healthy += f" ({unrepaired_text(self.unrepaired)})"
         lines = [
             f"policy      {self.policy}",
-            f"ending      {self.ending} at step {self.steps}, healthy at the end: {self.converged}",
+            f"ending      {self.ending} at step {self.steps}, healthy at the end: {healthy}",
             f"incidents   {incidents}; {counts or 'nothing was changed'}",
             f"rollbacks   {self.attempts}{lost}; learning rate × {self.lr_scale:g} now",
             f"known-good  {known_good}",

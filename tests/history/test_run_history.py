@@ -228,3 +228,52 @@ def test_the_old_names_work_and_warn():
     file = EventsFile(events(START), [])
     with pytest.warns(DeprecationWarning, match=r"write by_process\(\)"):
         assert file.runs() == file.by_process()
+
+
+# -- damage that was not repaired -----------------------------------------------------------------
+
+TRIED = {"onset": 30, "checkpoint": 20, "outcome": "done", "by": "earlier_weights"}
+ACCEPTED = {"onset": 30, "cause": [], "verdict": "accepted", "by": "earlier_weights", "why": "so"}
+
+
+def test_damage_that_is_accepted_is_not_repaired():
+    run = run_of(("rollback", 50, TRIED), ("assessment", 45, ACCEPTED))
+    assert run.unrepaired == (30,)
+    assert run.undone_trials == 0, "the run continues where it is, with what was tried"
+    later = ("rollback", 90, {**TRIED, "onset": 80, "checkpoint": 60})
+    assert run_of(("assessment", 45, ACCEPTED), later).unrepaired == (30,)
+    older = run_of(("rollback", 50, TRIED), ("assessment", 45, {**ACCEPTED, "verdict": "damage"}))
+    assert older.unrepaired == (), "a file of an earlier version does not say so"
+
+
+def test_the_last_rollback_undoes_the_trials():
+    """The rollbacks for other trouble stay in force."""
+    other = ("rollback", 15, {**TRIED, "onset": 8, "checkpoint": 5})
+    trial, last = ("rollback", 50, {**TRIED, "batches": [[0, 30]]}), ("rollback", 46, TRIED)
+    run = run_of(other, trial, ("assessment", 45, ACCEPTED), last)
+    assert (run.unrepaired, run.undone_trials) == ((30,), 1)
+    assert [each.step for each in run.rollbacks_in_force] == [15, 46]
+
+
+@pytest.mark.parametrize(
+    ("happened", "resumed", "unrepaired"),
+    [
+        pytest.param([], 40, (), id="saved before it was accepted"),
+        pytest.param([], 46, (30,), id="saved after it was accepted"),
+        pytest.param([("rollback", 46, TRIED)], 20, (30,), id="the restored checkpoint knows"),
+    ],
+)
+def test_a_restart_knows_of_accepted_damage_what_its_checkpoint_knows(
+    happened, resumed, unrepaired
+):
+    first = events(START, ("assessment", 45, ACCEPTED), *happened)
+    second = events(("resume", resumed, {"checkpoint": resumed}), run="b")
+    (run,) = runs_of({"a": first, "b": second})
+    assert run.unrepaired == unrepaired
+
+
+def test_the_postmortem_has_the_damage_that_was_not_repaired():
+    run = run_of(("rollback", 50, TRIED))
+    for written in ({"unrepaired": [30, 80]}, {}, {"unrepaired": "9"}):
+        run.add_postmortem(written)
+        assert run.unrepaired == (30, 80)

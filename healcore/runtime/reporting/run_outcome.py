@@ -59,6 +59,8 @@ class RunOutcome(NamedTuple):
     """Steps that rollbacks have undone and that were not repeated: the data was not rewound."""
     why_lost: str = ""
     """Why the data was not rewound, or empty if no step is lost."""
+    unrepaired: tuple[int, ...] = ()
+    """Onsets of the damage that has come back after each rollback and was accepted."""
 
     @property
     def cause(self) -> Cause:

@@ -26,6 +26,8 @@ from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""
+_MAX_UNREPAIRED = 1000
+"""Max onsets of accepted damage in the ledger; the newest are dropped."""
 MAX_CHANGES = 100
 """Changes of the structure of the model to remember: a cloud of Gaussians changes it often."""
 
@@ -118,6 +120,8 @@ class Ledger:
     """Rollbacks that the engine had made before this run, in another framework."""
     accepted_until: int = 0
     """Step before which no comparison rolls back again."""
+    unrepaired: list[int] = field(default_factory=list)
+    """Onsets of damage that has come back after each rollback and was accepted. Ascending."""
     last_alarms: dict[str, int] = field(default_factory=dict)
     """Optimizer and cause, as in `actor/PLATEAU` -> last step with this cause."""
 
@@ -217,6 +221,17 @@ class Ledger:
                 found.append(rollback)
         return found
 
+    def accept(self, onset: int, until: int) -> None:
+        """Records that damage is accepted, because it has come back after each rollback.
+
+        Args:
+            onset: step at which the damage begins. A later rollback to an earlier step does not
+                repair the damage: it comes back once more, and no comparison looks for it.
+            until: step before which no comparison rolls back again.
+        """
+        self.accepted_until = until
+        self.unrepaired = sorted({*self.unrepaired, onset})[:_MAX_UNREPAIRED]
+
     def unhealthy_between(self, first: int, end: int) -> list[int]:
         """The unhealthy steps of a range, ascending.
 
@@ -304,6 +319,7 @@ class Ledger:
             rollbacks=rollbacks,
             accepted=trials.accepted,
             accepted_until=trials.accepted_until,
+            unrepaired=[onset for onset in self.unrepaired if onset < trials.oldest],
             untrained=saved.untrained,
         )
 

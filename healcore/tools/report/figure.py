@@ -238,13 +238,15 @@ def _verdict_text(event: EventRecord) -> str:
     found = event.verdict, event.by
     if found in _VERDICTS:
         return _VERDICTS[found]
-    if event.verdict not in ("worse", "damage"):
+    if event.verdict not in ("worse", "damage", "accepted"):
         return str(event.verdict)
     text = "earlier ones better"
     if event.checkpoint is not None:
         text = f"step {event.checkpoint} better"
     if event.verdict == "worse":
         text += ": waits"
+    elif event.verdict == "accepted":
+        text += ": not repaired"
     return text
 
 

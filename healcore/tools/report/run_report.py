@@ -73,6 +73,8 @@ class PageReport(NamedTuple):
     """Step at which a replay would stop, or None."""
     diagnosis: str = ""
     """The diagnosis of the postmortem, or an empty string."""
+    unrepaired: tuple[int, ...] = ()
+    """Steps at which damage began that was not repaired, or empty."""
 
     @property
     def is_hypothetical(self) -> bool:
@@ -87,11 +89,12 @@ class PageReport(NamedTuple):
         """Describes the end of the run.
 
         Returns:
-            How the run ended, such as "completed". For a replay, the step at which a live run would
+            How the run ended, such as "completed", or "completed, with damage" if damage was not
+            repaired. For a replay, the step at which a live run would
             stop, or an empty string if it would not.
         """
         if self.state is not None:
-            return STATES[self.state]
+            return _ending_text(self.state, self.unrepaired)
         if self.stopped_step is None:
             return ""
         return f"would stop at step {self.stopped_step:.0f}"
@@ -234,6 +237,7 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
         alarms_outside=history.alarms_outside,
         assessments=tuple(history.newest["assessment"]),
         diagnosis=diagnosis,
+        unrepaired=history.unrepaired,
     )
 
 
@@ -317,6 +321,13 @@ def _state_of(history: RunHistory, written: dict[str, Any]) -> RunState:
     return RunState.ENDED
 
 
+def _ending_text(state: RunState, unrepaired: Sequence[int]) -> str:
+    """How a run ended, and whether damage is left."""
+    if unrepaired and state is RunState.COMPLETED:
+        return f"{STATES[state]}, with damage"
+    return STATES[state]
+
+
 def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dict[str, str]:
     """Lists the facts of a run for its page, without unknown values.
 
@@ -353,7 +364,7 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
     if processes == 1:
         processes = None
     facts = {
-        "Ending": STATES[state],
+        "Ending": _ending_text(state, history.unrepaired),
         "Run": ", ".join(process.id for process in history.processes),
         "Framework": " ".join(filter(None, framework)),
         "Mode": start.mode,

@@ -602,6 +602,8 @@ class Shutdown:
             )
         elif ending in (Ending.EXCEPTION, Ending.STOPPED):
             self.run.log.error(last_line(outcome, newest))
+        elif outcome.unrepaired:
+            self.run.log.warning(last_line(outcome, newest))
         else:
             self.run.log.info(last_line(outcome, newest))
         if outcome.lasting:
