@@ -389,7 +389,7 @@ class RunHistory:
                 self._undone_trials.add(place)
 
     def _lose(self, step: float) -> None:
-        """Takes back the counts since the last rollback from `step` on: the restart repeats them.
+        """Takes back the counts since the last rollback from `step` on: the restart counts again.
 
         The counts of the run are saved with its checkpoints, so the run itself counts them once.
         """
@@ -407,11 +407,14 @@ class RunHistory:
         if event.checkpoint is not None:
             first = float(event.checkpoint)
         self._undo(first)
-        self._lose(first)
-        # The restart decides again what its checkpoint does not know.
-        self._unrepaired = {
-            onset: known for onset, known in self._unrepaired.items() if known <= first
-        }
+        acted = first
+        if event.first_unread is not None:
+            # The restart acts on these steps again, although the checkpoint has their updates.
+            acted = min(first, float(event.first_unread))
+        self._lose(acted)
+        # The restart decides again about damage that its checkpoint does not know.
+        known = {onset: since for onset, since in self._unrepaired.items() if since <= acted}
+        self._unrepaired = known
         self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
 
     def _on_rollback(self, event: EventRecord, step: float) -> None:
