@@ -185,6 +185,8 @@ class RunHistory:
     """Last incident that has an event or an alarm."""
     alarms_outside: dict[float, tuple[str, ...]] = field(default_factory=dict)
     """Step -> causes, of the first alarms outside of incidents."""
+    alarms_undone_by: dict[float, EventRecord] = field(default_factory=dict)
+    """Step of such an alarm -> the rollback that has undone it, if it has not come again."""
     alerts: int = 0
     """Alerts outside of incidents, about which nothing was changed."""
     declined: int = 0
@@ -376,11 +378,17 @@ class RunHistory:
         if event.last_good is not None:
             self._good_steps.add(event.last_good)
 
-    def _undo(self, step: float) -> None:
-        """Marks incidents from `step` on as undone."""
+    def _undo(self, step: float, rollback: EventRecord | None = None) -> None:
+        """Marks incidents and alarms from `step` on as undone, by a rollback or by a restart."""
         for incident in self.incidents:
-            if incident.onset_step >= step:
+            if incident.onset_step >= step and not incident.undone:
                 incident.undone = True
+                incident.undone_by = rollback
+        if rollback is None:
+            return
+        for alarm in self.alarms_outside:
+            if alarm >= step:
+                self.alarms_undone_by.setdefault(alarm, rollback)
 
     def _undo_trials(self, onset: int) -> None:
         """Marks the rollbacks for the damage that begins at a step as undone."""
@@ -437,7 +445,7 @@ class RunHistory:
         # A dict as an ordered set: two rollbacks of an incident may skip the same batch.
         last.skipped_batches = tuple(dict.fromkeys((*last.skipped_batches, *skipped)))
         last.add_cut(event)
-        self._undo(float(target))
+        self._undo(float(target), event)
         self.attempts.append(RunAttempt(float(target), "rollback", step, len(skipped)))
 
     def _on_incident(self, event: EventRecord, step: float) -> None:
@@ -456,8 +464,9 @@ class RunHistory:
             self._new_skips.append(step)
         if event.incident:
             self._on_order(event, step)
-        elif len(self.alarms_outside) < _MAX_OUTSIDE:
+        elif step in self.alarms_outside or len(self.alarms_outside) < _MAX_OUTSIDE:
             self.alarms_outside[step] = tuple(event.cause or ())
+            self.alarms_undone_by.pop(step, None)  # it has come again in a repeat
 
     def _on_order(self, event: EventRecord, step: float) -> None:
         if not event.incident:

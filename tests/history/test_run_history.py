@@ -247,6 +247,38 @@ def test_the_old_names_work_and_warn():
         assert file.runs() == file.by_process()
 
 
+def test_a_fault_is_undone_by_the_first_rollback_after_it():
+    """The steps are repeated, and each pass has faults of its own."""
+    nan = {"cause": ["NONFINITE_GRAD"], "skip": True}
+    first = ("incident", 157, {"incident": 1, "onset": 157, "cause": ["NONFINITE_GRAD"]})
+    second = ("incident", 161, {"incident": 2, "onset": 161, "cause": ["NONFINITE_GRAD"]})
+    back = {"checkpoint": 100, "onset": 152, "by": "earlier_weights"}
+    run = run_of(
+        first, ("alarm", 157, {**nan, "incident": 1}), ("rollback", 178, back),
+        second, ("alarm", 161, {**nan, "incident": 2}), ("rollback", 172, back),
+    )  # fmt: skip
+    texts = [each.text for each in faults_found(run) if "nonfinite grad" in each.text]
+    assert texts == [
+        "step 157: nonfinite grad. Skipped 1 step. Undone by the rollback from step 178.",
+        "step 161: nonfinite grad. Skipped 1 step. Undone by the rollback from step 172.",
+    ]
+
+
+def test_an_alarm_that_comes_again_in_the_last_pass_is_not_undone():
+    spike, dive = {"cause": ["LOSS_SPIKE"]}, {"cause": ["GRAD_SPIKE"]}
+    back = {"checkpoint": 100, "onset": 350, "by": "earlier_weights"}
+    run = run_of(
+        ("alarm", 150, spike), ("alarm", 200, dive), ("rollback", 384, back),
+        ("alarm", 150, spike), ("rollback", 370, back),
+        ("alarm", 150, spike),
+    )  # fmt: skip
+    texts = [each.text for each in faults_found(run) if "spike" in each.text]
+    assert texts == [
+        "step 150: loss spike. No remedy: an alarm alone changes nothing.",
+        "step 200: grad spike. Undone by the rollback from step 384.",
+    ]
+
+
 # -- damage that was not repaired -----------------------------------------------------------------
 
 TRIED = {"onset": 30, "checkpoint": 20, "outcome": "done", "by": "earlier_weights"}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from healcore.console import counted
+from healcore.events.models import EventRecord
 from healcore.events.schema import flags_text, sentence
 from healcore.history import Incident, Mode, RunHistory
 
@@ -43,14 +44,16 @@ def faults_found(history: RunHistory) -> list[FaultFound]:
             continue
         where = _steps_text(incident.onset_step, incident.end)
         remedies = _remedies(incident)
-        undone_by = _undone_by(history, incident.onset_step)
-        if incident.undone and undone_by and not incident.rolled_back:
-            remedies.append(undone_by)
+        if incident.undone_by is not None and not incident.rolled_back:
+            remedies.append(_undone_text(incident.undone_by))
         remedy = ". ".join(remedies) or "Training continued"
         text = f"{where}: {incident_cause_text(incident)}. {remedy}."
         faults.append(FaultFound(incident.onset_step, bool(remedies), text))
     for first, last, causes in _alarms_outside(history):
-        remedy = _undone_by(history, first) or "No remedy: an alarm alone changes nothing"
+        remedy = "No remedy: an alarm alone changes nothing"
+        rollback = history.alarms_undone_by.get(first)
+        if rollback is not None:
+            remedy = _undone_text(rollback)
         text = f"{_steps_text(first, last)}: {flags_text(causes)}. {remedy}."
         faults.append(FaultFound(first, False, text))
     for event in history.newest["fault"]:
@@ -80,27 +83,32 @@ def joined(faults: Sequence[FaultFound]) -> list[FaultFound]:
     for first, *others in alike.values():
         text = first.text
         if others:
-            last = max(fault.first for fault in others)
-            text += f" And {len(others):,} more like it, up to step {last:.0f}."
+            step = max(fault.first for fault in others)
+            where = f"from step {step:.0f}"
+            if len(others) > 1:
+                where = f"the last {where}"
+            text += f" And {len(others):,} more like it, {where}."
         found.append(first._replace(text=text))
     return found
 
 
-def _undone_by(history: RunHistory, step: float) -> str:
-    """The rollback that has undone a step, as a sentence without full stop, or an empty string."""
-    for event in history.rollbacks:
-        if event.step is not None and (event.checkpoint or 0) <= step < event.step:
-            return f"Undone by the rollback from step {event.step}"
-    return ""
+def _undone_text(rollback: EventRecord) -> str:
+    """Which rollback has undone a fault, as a sentence without its full stop."""
+    return f"Undone by the rollback from step {rollback.step or 0}"
 
 
 def _alarms_outside(history: RunHistory) -> list[tuple[float, float, tuple[str, ...]]]:
-    """First step, last step and causes of the alarms outside of incidents, close alarms as one."""
+    """First step, last step and causes of the alarms outside of incidents, close alarms as one.
+
+    Alarms that different rollbacks have undone are not joined.
+    """
+    undone_by = history.alarms_undone_by
     found: list[tuple[float, float, tuple[str, ...]]] = []
     for step, causes in sorted(history.alarms_outside.items()):
         if found:
             first, last, before = found[-1]
-            if before == causes and step - last <= _QUIET_STEPS:
+            is_close = before == causes and step - last <= _QUIET_STEPS
+            if is_close and undone_by.get(first) is undone_by.get(step):
                 found[-1] = (first, step, causes)
                 continue
         found.append((step, step, causes))

@@ -189,7 +189,7 @@ def test_the_explanation_lists_each_fault_with_its_remedy_and_the_steps_it_cost(
     many = [("alarm", 20 * step, {"cause": ["LOSS_SPIKE"]}) for step in range(40)]
     text = explain(end_of("completed", 900, ("rollback", 1, lost), *many, open=False))
     assert text.count("loss spike") == 1
-    assert "And 39 more like it, up to step 780." in " ".join(text.split())
+    assert "And 39 more like it, the last from step 780." in " ".join(text.split())
     causes = [cause.name for cause in Cause][:20]
     many = [("alarm", 20 * step, {"cause": [cause]}) for step, cause in enumerate(causes)]
     text = explain(end_of("completed", 900, ("rollback", 1, lost), *many, open=False))
