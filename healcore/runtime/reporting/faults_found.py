@@ -49,13 +49,12 @@ def faults_found(history: RunHistory) -> list[FaultFound]:
         remedy = ". ".join(remedies) or "Training continued"
         text = f"{where}: {incident_cause_text(incident)}. {remedy}."
         faults.append(FaultFound(incident.onset_step, bool(remedies), text))
-    for first, last, causes in _alarms_outside(history):
+    for alarms in _alarms_outside(history):
         remedy = "No remedy: an alarm alone changes nothing"
-        rollback = history.alarms_undone_by.get(first)
-        if rollback is not None:
-            remedy = _undone_text(rollback)
-        text = f"{_steps_text(first, last)}: {flags_text(causes)}. {remedy}."
-        faults.append(FaultFound(first, False, text))
+        if alarms.undone_by is not None:
+            remedy = _undone_text(alarms.undone_by)
+        text = f"{_steps_text(alarms.first, alarms.last)}: {flags_text(alarms.causes)}. {remedy}."
+        faults.append(FaultFound(alarms.first, False, text))
     for event in history.newest["fault"]:
         if event.answer in (None, "save"):  # the exception ended the run, as the headline says
             continue
@@ -97,22 +96,47 @@ def _undone_text(rollback: EventRecord) -> str:
     return f"Undone by the rollback from step {rollback.step or 0}"
 
 
-def _alarms_outside(history: RunHistory) -> list[tuple[float, float, tuple[str, ...]]]:
-    """First step, last step and causes of the alarms outside of incidents, close alarms as one.
+class _Alarms(NamedTuple):
+    """Close alarms outside of incidents with the same causes."""
 
-    Alarms that different rollbacks have undone are not joined.
-    """
-    undone_by = history.alarms_undone_by
-    found: list[tuple[float, float, tuple[str, ...]]] = []
+    first: float
+    last: float
+    causes: tuple[str, ...]
+    undone_by: EventRecord | None
+    """The rollback that has undone them, or None."""
+
+
+def _alarms_outside(history: RunHistory) -> list[_Alarms]:
+    """The alarms outside of incidents, close alarms as one."""
+    found: list[_Alarms] = []
+    undone: list[_Alarms] = []
+    alarms: list[_Alarms] = []
     for step, causes in sorted(history.alarms_outside.items()):
-        if found:
-            first, last, before = found[-1]
-            is_close = before == causes and step - last <= _QUIET_STEPS
-            if is_close and undone_by.get(first) is undone_by.get(step):
-                found[-1] = (first, step, causes)
-                continue
-        found.append((step, step, causes))
-    return found
+        alarms.append(_Alarms(step, step, causes, history.alarms_undone_by.get(step)))
+    for alarm in alarms:
+        if alarm.undone_by is None:
+            _add_alarm(found, alarm)
+    for alarm in alarms:
+        # In the midst of alarms that have come again, an undone alarm says nothing new.
+        if alarm.undone_by is not None and not any(_covers(group, alarm) for group in found):
+            _add_alarm(undone, alarm)
+    return found + undone
+
+
+def _add_alarm(groups: list[_Alarms], alarm: _Alarms) -> None:
+    """Adds an alarm to the last group if it is close to the group, or begins another group."""
+    if groups:
+        last = groups[-1]
+        is_same = last.causes == alarm.causes and last.undone_by is alarm.undone_by
+        if is_same and alarm.first - last.last <= _QUIET_STEPS:
+            groups[-1] = last._replace(last=alarm.last)
+            return
+    groups.append(alarm)
+
+
+def _covers(group: _Alarms, alarm: _Alarms) -> bool:
+    """Whether an alarm has the causes of a group, and is between its first and last alarm."""
+    return group.causes == alarm.causes and group.first <= alarm.first <= group.last
 
 
 def _steps_text(first: float, last: float) -> str:
