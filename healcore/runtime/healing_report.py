@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from healcore.console import counted
 from healcore.core.decision import Cause, names_of
 from healcore.events.json_lines import to_json
 from healcore.events.models import Ending
@@ -155,26 +156,43 @@ class HealingReport:
         known_good = f"step {self.last_good}"
         if self.last_good is None:
             known_good = f"none{why_no_good_checkpoint(self.steps, self.probation)}"
-        lost = ""
-        if self.steps_lost:
-            lost = f" ({self.steps_lost} steps not repeated)"
         incidents = f"{len(self.history)}"
         if self.history:
             incidents += f", {self.recoveries} of them over"
+        if counts:
+            incidents += f"; {counts}"
+        elif not self.attempts:
+            incidents += "; nothing was changed"
         healthy = f"{self.converged}"
         if self.unrepaired:
             healthy += f" ({unrepaired_text(self.unrepaired)})"
         lines = [
             f"policy      {self.policy}",
             f"ending      {self.ending} at step {self.steps}, healthy at the end: {healthy}",
-            f"incidents   {incidents}; {counts or 'nothing was changed'}",
-            f"rollbacks   {self.attempts}{lost}; learning rate × {self.lr_scale:g} now",
+            f"incidents   {incidents}",
+            f"rollbacks   {self._rollbacks_text()}; learning rate × {self.lr_scale:g} now",
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]
         if self.diagnosis:  # with its own advice
             return "\n".join([*lines, self.diagnosis])
         return "\n".join([*lines, *(f"advice      {hint}" for hint in self.advice)])
+
+    def _rollbacks_text(self) -> str:
+        """The number of rollbacks, the step of the last checkpoint, and the repeated steps."""
+        text = f"{self.attempts}"
+        if not self.rollbacks:
+            return text
+        text += ", "
+        if self.attempts > 1:
+            text += "the last "
+        text += f"to step {self.rollbacks[-1].checkpoint}"
+        repeated = sum(each.repeated for each in self.rollbacks)
+        if repeated:
+            text += f", {counted(repeated, 'step')} repeated"
+        if self.steps_lost:
+            text += f", {counted(self.steps_lost, 'step')} not repeated"
+        return text
 
 
 def _postmortem_of(run: Run) -> Path | None:
