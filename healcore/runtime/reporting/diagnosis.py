@@ -19,6 +19,8 @@ _SHOWN = 5
 _MAX_ROLLBACKS = 3  # limit of the rollbacks that a diagnosis describes first
 _MAX_FAULTS = 10  # limit of the faults that a diagnosis lists
 
+_EXTREME_RATE = 100.0  # ratio to the healthy rate that no schedule reaches on purpose
+
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
 """Causes of exceptions. A rollback is not a response to them."""
 
@@ -139,9 +141,9 @@ def _hints(outcome: RunOutcome) -> list[str]:
         hints.append(UNREPAIRED)
         if outcome.ending == Ending.COMPLETED and not outcome.open:
             return hints  # the incidents are over
-    damaged = _damaged_weights(outcome)
-    if damaged:
-        hints.append(damaged)
+    for hint in (_extreme_rate(outcome), _damaged_weights(outcome)):
+        if hint:
+            hints.append(hint)
     if outcome.hint:
         hints.append(outcome.hint)
     last = outcome.history.last_incident
@@ -152,6 +154,33 @@ def _hints(outcome: RunOutcome) -> list[str]:
     if not outcome.hint:  # a hint is about this exception, the advice about all of the same cause
         cause |= outcome.fault
     return hints + advice(cause, rollbacks=len(outcome.history.rollbacks))
+
+
+def _extreme_rate(outcome: RunOutcome) -> str:
+    """Says that the learning rate was far above the healthy rate, or an empty string.
+
+    Then the rate is the cause, and NaN in weights and gradients is a consequence.
+    """
+    at_fault, healthy = 0.0, 1.0
+    for event in outcome.history.rollbacks:
+        if not event.lr_at_fault or not event.lr_limit:
+            continue
+        # Where no healthy rate is known, the limit is a quarter of the rate.
+        if event.lr_at_fault / event.lr_limit > at_fault / healthy:
+            at_fault, healthy = event.lr_at_fault, event.lr_limit
+    if at_fault < _EXTREME_RATE * healthy:
+        return ""
+    text = (
+        f"The learning rate was {at_fault:.3g}, and at most {healthy:.3g} in the healthy steps: "
+        "look at what sets the rate."
+    )
+    start = outcome.history.start
+    if start is not None and start.framework == "torch":
+        text += (
+            ' Does the program multiply param_groups[i]["lr"] under a scheduler that computes its '
+            "next rate from this number?"
+        )
+    return text
 
 
 def _damaged_weights(outcome: RunOutcome) -> str:
@@ -211,8 +240,10 @@ def _rolled_back(outcome: RunOutcome) -> Iterator[str]:
     rollbacks = outcome.history.rollbacks
     if len(rollbacks) > _MAX_ROLLBACKS:
         yield f"{_times(len(rollbacks))}; the last {_MAX_ROLLBACKS}:"
-    for event in rollbacks[-_MAX_ROLLBACKS:]:
+    for place, event in enumerate(rollbacks[-_MAX_ROLLBACKS:]):
         text = f"from step {event.step or 0} to the checkpoint of step {event.checkpoint}"
+        if place:
+            text = f"Then {text}"
         why = event.problem or _WHY_ROLLED_BACK.get(event.by or "")
         if why:
             text += f", because {why}"
