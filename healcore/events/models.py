@@ -186,7 +186,7 @@ class EventRecord(_EventsModel):
     problem: Text = _maybe("What went wrong, as text.")
     verdict: Literal["damage", "worse", "recovered", "accepted", "unknown"] = _maybe(
         "Whether the model is worse. worse: earlier weights are better, and the run has time to "
-        "recover; accepted: the damage has come back, and the run keeps it; unknown: the losses "
+        "recover; accepted: the run keeps the damage; unknown: the losses "
         "fit both damage and different data, or do not show that the current weights are worse."
     )
     by: Literal[

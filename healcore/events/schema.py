@@ -339,6 +339,7 @@ _ASSESSMENTS = {
     ("recovered", "earlier_weights"): "the run has recovered from the damage",
     ("accepted", "earlier_weights"): "damage is not repaired: {weights} are better",
     ("accepted", "intended_numbers"): "damage is not repaired",
+    ("accepted", "nothing"): "damage is not repaired",
 }
 """(`verdict`, `by`) of an event `assessment` -> sentence."""
 
@@ -521,8 +522,8 @@ KINDS: dict[str, EventKind] = {
     ),
     "assessment": EventKind(
         "The check for evidence that the model is worse. The verdict `damage` rolls back. The "
-        "verdict `accepted` keeps damage that has come back after each rollback: a last rollback "
-        "only undoes what was tried.",
+        "verdict `accepted` keeps damage that has come back after each rollback, or for which no "
+        "checkpoint could be restored: a last rollback only undoes what was tried.",
         ("verdict", "cause"),
         _assessment,
         Trait.JUDGED,

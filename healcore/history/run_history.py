@@ -206,6 +206,8 @@ class RunHistory:
         self._new_skips: list[float] = []  # skipped steps since the last rollback or restart
         # Onset of accepted damage -> first step of the checkpoints that know of it.
         self._unrepaired: dict[int, float] = {}
+        # The same for damage for which no checkpoint could be restored.
+        self._not_restored: dict[int, float] = {}
         self._undone_trials: set[int] = set()  # places in `rollbacks`
 
     @property
@@ -249,8 +251,11 @@ class RunHistory:
 
     @property
     def unrepaired(self) -> tuple[int, ...]:
-        """Onsets of the damage that has come back after each rollback and was accepted."""
-        return tuple(sorted(self._unrepaired))
+        """Onsets of the damage that the weights have.
+
+        The damage has come back after each rollback, or no checkpoint could be restored.
+        """
+        return tuple(sorted({*self._unrepaired, *self._not_restored}))
 
     @property
     def undone_trials(self) -> int:
@@ -360,6 +365,7 @@ class RunHistory:
         onsets = written.get("unrepaired")
         if isinstance(onsets, list) and all(type(onset) is int for onset in onsets):
             self._unrepaired = dict.fromkeys(onsets, 0.0)
+            self._not_restored.clear()
 
     def _track_good(self, event: EventRecord) -> None:
         """Updates the steps of the known-good checkpoints. A rollback abandons the later ones."""
@@ -421,8 +427,10 @@ class RunHistory:
             acted = min(first, float(event.first_unread))
         self._lose(acted)
         # The restart decides again about damage that its checkpoint does not know.
-        known = {onset: since for onset, since in self._unrepaired.items() if since <= acted}
-        self._unrepaired = known
+        for damage in (self._unrepaired, self._not_restored):
+            for onset, known in [*damage.items()]:
+                if known > acted:
+                    del damage[onset]
         self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
 
     def _on_rollback(self, event: EventRecord, step: float) -> None:
@@ -433,7 +441,12 @@ class RunHistory:
         if event.by in _COMPARED and event.onset in self._unrepaired:
             self._undo_trials(event.onset)
         # The restored checkpoint knows of all damage that was accepted so far.
-        self._unrepaired = {onset: min(known, target) for onset, known in self._unrepaired.items()}
+        for damage in (self._unrepaired, self._not_restored):
+            for onset, known in damage.items():
+                damage[onset] = min(known, target)
+        for onset in [*self._not_restored]:
+            if onset >= target:
+                del self._not_restored[onset]
         self.rollbacks.append(event)
         self._new_skips.clear()
         onset = _onset(event, step)
@@ -505,7 +518,10 @@ class RunHistory:
 
     def _on_assessment(self, event: EventRecord, step: float) -> None:
         if event.verdict == "accepted" and event.onset is not None:
-            self._unrepaired.setdefault(event.onset, step + 1)
+            damage = self._unrepaired
+            if event.by == "nothing":
+                damage = self._not_restored
+            damage.setdefault(event.onset, step + 1)
         if event.verdict != "unknown":
             return
         self.declined += 1

@@ -72,8 +72,9 @@ class HealingReport:
     advice: tuple[str, ...]
     """What to check in a run that is not healthy, or empty for a healthy run."""
     unrepaired: tuple[int, ...] = ()
-    """Steps at which damage began that has come back after each rollback, so that the weights still
-    have the damage; or empty. A change that the program makes on purpose looks the same."""
+    """Steps at which damage began that the weights still have, because it has come back after each
+    rollback, or no checkpoint could be restored; or empty. A change that the program makes on
+    purpose looks the same."""
 
     @classmethod
     def of(cls, run: Run, ending: Ending | None, error: BaseException | None) -> HealingReport:

@@ -330,6 +330,15 @@ def test_a_restart_knows_of_accepted_damage_what_its_checkpoint_knows(
     assert run.unrepaired == unrepaired
 
 
+def test_damage_without_a_usable_checkpoint_is_not_repaired_until_a_rollback_undoes_it():
+    left = ("assessment", 45, {**ACCEPTED, "by": "nothing"})
+    assert run_of(left).unrepaired == (30,)
+    run = run_of(left, ("rollback", 90, {**TRIED, "checkpoint": 60}))
+    assert run.unrepaired == (30,), "the restored checkpoint has the damage"
+    run = run_of(left, ("rollback", 90, TRIED))
+    assert (run.unrepaired, run.undone_trials) == ((), 0)
+
+
 def test_the_postmortem_has_the_damage_that_was_not_repaired():
     run = run_of(("rollback", 50, TRIED))
     for written in ({"unrepaired": [30, 80]}, {}, {"unrepaired": "9"}):

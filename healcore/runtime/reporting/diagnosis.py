@@ -287,9 +287,9 @@ def unrepaired_text(onsets: Sequence[int]) -> str:
 
 
 UNREPAIRED = (
-    "The damage has come back after each rollback, so the program or its data causes the damage. "
-    "Check the learning rate, the data and what writes the weights at that step. If the program "
-    "makes this change on purpose, nothing is wrong."
+    "healcore could not repair the damage. Check the learning rate, the data and what writes the "
+    "weights at the step where the damage begins. If the program makes this change on purpose, "
+    "nothing is wrong."
 )
 """Advice about damage that was not repaired."""
 

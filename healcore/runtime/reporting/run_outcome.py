@@ -60,7 +60,8 @@ class RunOutcome(NamedTuple):
     why_lost: str = ""
     """Why the data was not rewound, or empty if no step is lost."""
     unrepaired: tuple[int, ...] = ()
-    """Onsets of the damage that has come back after each rollback and was accepted."""
+    """Onsets of the damage that the weights have: it came back after each rollback and was
+    accepted, or no checkpoint could be restored."""
 
     @property
     def cause(self) -> Cause:

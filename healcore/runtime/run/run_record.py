@@ -122,6 +122,8 @@ class Ledger:
     """Step before which no comparison rolls back again."""
     unrepaired: list[int] = field(default_factory=list)
     """Onsets of damage that has come back after each rollback and was accepted. Ascending."""
+    not_restored: list[int] = field(default_factory=list)
+    """Onsets of damage for which no checkpoint could be restored. Ascending."""
     last_alarms: dict[str, int] = field(default_factory=dict)
     """Optimizer and cause, as in `actor/PLATEAU` -> last step with this cause."""
 
@@ -232,6 +234,19 @@ class Ledger:
         self.accepted_until = until
         self.unrepaired = sorted({*self.unrepaired, onset})[:_MAX_UNREPAIRED]
 
+    def leave(self, onset: int) -> None:
+        """Records damage for which no checkpoint could be restored, so that the run keeps it.
+
+        Args:
+            onset: step at which the damage begins.
+        """
+        self.not_restored = sorted({*self.not_restored, onset})[:_MAX_UNREPAIRED]
+
+    @property
+    def damage_left(self) -> tuple[int, ...]:
+        """Onsets of the damage that the current weights have, ascending."""
+        return tuple(sorted({*self.unrepaired, *self.not_restored}))
+
     def unhealthy_between(self, first: int, end: int) -> list[int]:
         """The unhealthy steps of a range, ascending.
 
@@ -281,6 +296,7 @@ class Ledger:
         if self.rollbacks:
             self.rollbacks[-1] = self.rollbacks[-1].outline()
         self.rollbacks.append(rollback)
+        self.not_restored = _before(rollback.continues_at, self.not_restored)
         self._rewind(rollback.continues_at, saved)
 
     def forget(self, before: int) -> None:
@@ -319,7 +335,8 @@ class Ledger:
             rollbacks=rollbacks,
             accepted=trials.accepted,
             accepted_until=trials.accepted_until,
-            unrepaired=[onset for onset in self.unrepaired if onset < trials.oldest],
+            unrepaired=_before(trials.oldest, self.unrepaired),
+            not_restored=_before(trials.oldest, self.not_restored),
             untrained=saved.untrained,
         )
 
@@ -335,6 +352,11 @@ class Ledger:
             self.incidents[-1].number_in_engine = None
         if saved is not None:
             self.untrained = saved.untrained
+
+
+def _before(step: int, onsets: Sequence[int]) -> list[int]:
+    """The onsets before a step."""
+    return [onset for onset in onsets if onset < step]
 
 
 @dataclass(frozen=True, kw_only=True)

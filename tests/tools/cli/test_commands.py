@@ -149,7 +149,7 @@ def test_events_show_joins_alarms_in_a_row_that_differ_only_in_their_numbers(tmp
     log = Log(tmp_path / "healcore.events.jsonl")
     numbers = {"grad_norm": 2.0, "threshold": 1.0, "z": 3.0, "z_loss": 3.0}
 
-    def alarm(step: int, loss: float, **fields: Any) -> None:
+    def alarm(step: int, loss: float | str, **fields: Any) -> None:
         readings = {**numbers, "loss": loss}
         fields = {"cause": ["LOSS_SPIKE"], "incident": 0, "readings": readings, **fields}
         log.write("alarm", step=step, grad_scale=1.0, lr_scale=1.0, skip=False, **fields)

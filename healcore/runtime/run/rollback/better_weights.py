@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 _NO_REASON = Cause.PLATEAU | Cause.OVERFIT
 """Causes that say nothing about damaged weights: no reason to compare at each of their alarms."""
 
+_NOT_RESTORED = "no checkpoint could be restored, so the run keeps its weights"
+"""Why damage is not repaired although a rollback was decided."""
+
 
 class BetterWeights:
     """Decides what to try where earlier weights are better, see `next_trial`.
@@ -116,15 +119,25 @@ class BetterWeights:
         self.run.comparisons.suspicion.expect_again(verdict)
         done = self.run.recovery.roll_back(order)
         if done is None and finite:
+            ledger.leave(verdict.onset)
+            self._log_verdict("accepted", verdict, by="nothing", why=_NOT_RESTORED)
             self.run.comparisons.pause_until(verdict.roll_back_at + 1)
         return done
 
-    def _log_verdict(self, name: str, verdict: Verdict, *, why: str | None = None) -> None:
-        """Writes the event of a verdict that is carried out."""
+    def _log_verdict(
+        self,
+        name: str,
+        verdict: Verdict,
+        *,
+        by: str = "earlier_weights",
+        why: str | None = None,
+    ) -> None:
+        """Writes the event of a verdict."""
         self.run.log.assessment(
             verdict.roll_back_at,
             verdict.onset,
             name,
+            by,
             checkpoint=verdict.anchor_step,
             rise=verdict.rise,
             rise_remembered=verdict.rise_remembered,
