@@ -184,10 +184,10 @@ class EventRecord(_EventsModel):
     outcome: Text = _maybe("The result. Of a rollback: done; of the data: a sentence.")
     why: Text = _maybe("The reason, as text.")
     problem: Text = _maybe("What went wrong, as text.")
-    verdict: Literal["damage", "worse", "recovered", "unknown"] = _maybe(
+    verdict: Literal["damage", "worse", "recovered", "accepted", "unknown"] = _maybe(
         "Whether the model is worse. worse: earlier weights are better, and the run has time to "
-        "recover; unknown: the losses fit both damage and different data, or do not show that the "
-        "current weights are worse."
+        "recover; accepted: the run keeps the damage; unknown: the losses "
+        "fit both damage and different data, or do not show that the current weights are worse."
     )
     by: Literal[
         "weights",

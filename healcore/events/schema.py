@@ -103,7 +103,9 @@ KINDS: dict[str, EventKind] = {
         Trait.JUDGED,
     ),
     "assessment": EventKind(
-        "The check for evidence that the model is worse. Only the verdict `damage` rolls back.",
+        "The check for evidence that the model is worse. The verdict `damage` rolls back. The "
+        "verdict `accepted` keeps damage that has come back after each rollback, or for which no "
+        "checkpoint could be restored: a last rollback only undoes what was tried.",
         ("verdict", "cause"),
         assessment_sentence,
         Trait.JUDGED,

@@ -336,6 +336,9 @@ _ASSESSMENTS = {
     ("damage", "earlier_weights"): "{weights} are better on the same batches",
     ("worse", "earlier_weights"): "{weights} are better on the same batches",
     ("recovered", "earlier_weights"): "the run has recovered from the damage",
+    ("accepted", "earlier_weights"): "damage is not repaired: {weights} are better",
+    ("accepted", "intended_numbers"): "damage is not repaired",
+    ("accepted", "nothing"): "damage is not repaired",
 }
 """(`verdict`, `by`) of an event `assessment` -> sentence."""
 
@@ -357,6 +360,8 @@ def assessment_sentence(event: EventRecord) -> str:
             text += f", since step {event.onset}"
     if event.verdict == "worse":
         text += "; the run has time to recover"
+    if event.verdict == "accepted" and event.why:
+        text += f"; {event.why}"
     return text
 
 

@@ -81,6 +81,8 @@ class Incident:
     """Whether the incident has an event `over`."""
     undone: bool = False
     """Whether the run went back to a step before the onset, by a rollback or a restart."""
+    undone_by: EventRecord | None = None
+    """The rollback that has undone the incident, or None if none has, or a restart has."""
     lost: bool = False
     """Whether its process was lost before a save. A restart repeats its steps, and counts again."""
 

@@ -19,6 +19,8 @@ _MAX_OUTSIDE = 1000
 """Limit of listed alarms outside of incidents."""
 _MAX_NEWEST = 20
 """Limit of kept events of a kind: the newest ones."""
+_COMPARED = ("earlier_weights", "intended_numbers")
+"""`EventRecord.by` of a rollback that a comparison of weights has led to."""
 
 
 class RunState(enum.StrEnum):
@@ -191,6 +193,8 @@ class RunHistory:
     """Last incident that has an event or an alarm."""
     alarms_outside: dict[float, tuple[str, ...]] = field(default_factory=dict)
     """Step -> causes, of the first alarms outside of incidents."""
+    alarms_undone_by: dict[float, EventRecord] = field(default_factory=dict)
+    """Step of such an alarm -> the rollback that has undone it, if it has not come again."""
     alerts: int = 0
     """Alerts outside of incidents, about which nothing was changed."""
     declined: int = 0
@@ -208,6 +212,11 @@ class RunHistory:
         self._good_steps: set[int] = set()  # steps of the known-good checkpoints in the store
         self._store: str | None = None
         self._new_skips: list[float] = []  # skipped steps since the last rollback or restart
+        # Onset of accepted damage -> first step of the checkpoints that know of it.
+        self._unrepaired: dict[int, float] = {}
+        # The same for damage for which no checkpoint could be restored.
+        self._not_restored: dict[int, float] = {}
+        self._undone_trials: set[int] = set()  # places in `rollbacks`
 
     @property
     def last_trained(self) -> RunProcess | None:
@@ -247,6 +256,28 @@ class RunHistory:
     def last_good(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
         return max(self._good_steps, default=None)
+
+    @property
+    def unrepaired(self) -> tuple[int, ...]:
+        """Onsets of the damage that the weights have.
+
+        The damage has come back after each rollback, or no checkpoint could be restored.
+        """
+        return tuple(sorted({*self._unrepaired, *self._not_restored}))
+
+    @property
+    def undone_trials(self) -> int:
+        """Number of rollbacks whose changes were undone, because they have not helped."""
+        return len(self._undone_trials)
+
+    @property
+    def rollbacks_in_force(self) -> list[EventRecord]:
+        """The rollbacks without those whose changes were undone, because they have not helped."""
+        found: list[EventRecord] = []
+        for place, event in enumerate(self.rollbacks):
+            if place not in self._undone_trials:
+                found.append(event)
+        return found
 
     @property
     def steps_lost(self) -> int:
@@ -339,6 +370,10 @@ class RunHistory:
         clips = written.get("observed_clips", written.get("clips"))
         if type(clips) is int:
             self.clips = max(self.clips or 0, clips)
+        onsets = written.get("unrepaired")
+        if isinstance(onsets, list) and all(type(onset) is int for onset in onsets):
+            self._unrepaired = dict.fromkeys(onsets, 0.0)
+            self._not_restored.clear()
 
     def _track_good(self, event: EventRecord) -> None:
         """Updates the steps of the known-good checkpoints. A rollback abandons the later ones."""
@@ -357,11 +392,23 @@ class RunHistory:
         if event.last_good is not None:
             self._good_steps.add(event.last_good)
 
-    def _undo(self, step: float) -> None:
-        """Marks incidents from `step` on as undone."""
+    def _undo(self, step: float, rollback: EventRecord | None = None) -> None:
+        """Marks incidents and alarms from `step` on as undone, by a rollback or by a restart."""
         for incident in self.incidents:
-            if incident.onset_step >= step:
+            if incident.onset_step >= step and not incident.undone:
                 incident.undone = True
+                incident.undone_by = rollback
+        if rollback is None:
+            return
+        for alarm in self.alarms_outside:
+            if alarm >= step:
+                self.alarms_undone_by.setdefault(alarm, rollback)
+
+    def _undo_trials(self, onset: int) -> None:
+        """Marks the rollbacks for the damage that begins at a step as undone."""
+        for place, event in enumerate(self.rollbacks):
+            if event.by in _COMPARED and onset <= (event.step or 0):
+                self._undone_trials.add(place)
 
     def _lose(self, step: float) -> None:
         """Takes back the counts since the last rollback from `step` on: the restart counts again.
@@ -382,10 +429,16 @@ class RunHistory:
         if event.checkpoint is not None:
             first = float(event.checkpoint)
         self._undo(first)
-        if event.first_unread is None:
-            self._lose(first)
-        else:  # the restart acts on these steps again, although the checkpoint has their updates
-            self._lose(min(first, float(event.first_unread)))
+        acted = first
+        if event.first_unread is not None:
+            # The restart acts on these steps again, although the checkpoint has their updates.
+            acted = min(first, float(event.first_unread))
+        self._lose(acted)
+        # The restart decides again about damage that its checkpoint does not know.
+        for damage in (self._unrepaired, self._not_restored):
+            for onset, known in [*damage.items()]:
+                if known > acted:
+                    del damage[onset]
         self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
 
     def _on_rollback(self, event: EventRecord, step: float) -> None:
@@ -393,6 +446,15 @@ class RunHistory:
         if target is None:
             return
         self.step = target
+        if event.by in _COMPARED and event.onset in self._unrepaired:
+            self._undo_trials(event.onset)
+        # The restored checkpoint knows of all damage that was accepted so far.
+        for damage in (self._unrepaired, self._not_restored):
+            for onset, known in damage.items():
+                damage[onset] = min(known, target)
+        for onset in [*self._not_restored]:
+            if onset >= target:
+                del self._not_restored[onset]
         self.rollbacks.append(event)
         self._new_skips.clear()
         onset = _onset(event, step)
@@ -404,7 +466,7 @@ class RunHistory:
         # A dict as an ordered set: two rollbacks of an incident may skip the same batch.
         last.skipped_batches = tuple(dict.fromkeys((*last.skipped_batches, *skipped)))
         last.add_cut(event)
-        self._undo(float(target))
+        self._undo(float(target), event)
         self.attempts.append(RunAttempt(float(target), "rollback", step, len(skipped)))
 
     def _on_incident(self, event: EventRecord, step: float) -> None:
@@ -423,8 +485,9 @@ class RunHistory:
             self._new_skips.append(step)
         if event.incident:
             self._on_order(event, step)
-        elif len(self.alarms_outside) < _MAX_OUTSIDE:
+        elif step in self.alarms_outside or len(self.alarms_outside) < _MAX_OUTSIDE:
             self.alarms_outside[step] = tuple(event.cause or ())
+            self.alarms_undone_by.pop(step, None)  # it has come again in a repeat
 
     def _on_order(self, event: EventRecord, step: float) -> None:
         if not event.incident:
@@ -462,6 +525,11 @@ class RunHistory:
             last.add_cut(event)
 
     def _on_assessment(self, event: EventRecord, step: float) -> None:
+        if event.verdict == "accepted" and event.onset is not None:
+            damage = self._unrepaired
+            if event.by == "nothing":
+                damage = self._not_restored
+            damage.setdefault(event.onset, step + 1)
         if event.verdict != "unknown":
             return
         self.declined += 1

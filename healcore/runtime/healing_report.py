@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from healcore.console import counted
 from healcore.core.decision import Cause, names_of
 from healcore.events.json_lines import to_json
 from healcore.events.models import Ending
 from healcore.history.counts import name_changes
 from healcore.runtime.data import BatchId
-from healcore.runtime.reporting.diagnosis import advice, why_no_good_checkpoint
+from healcore.runtime.reporting.diagnosis import (
+    UNREPAIRED,
+    advice,
+    unrepaired_text,
+    why_no_good_checkpoint,
+)
 from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.outcome import outcome_of
@@ -33,7 +39,8 @@ class HealingReport:
     ending: str
     """An `Ending` (completed, stopped, exception, signal, ...), or "running" before the end."""
     converged: bool
-    """Whether the run completed, with finite weights and no open incident."""
+    """Whether the run completed, with finite weights, no open incident and no damage that was not
+    repaired."""
     steps: int
     """Optimizer steps done. A rollback decreases the number."""
     attempts: int
@@ -64,6 +71,10 @@ class HealingReport:
     """Diagnosis of the stop, or an empty string if the policy did not stop the run."""
     advice: tuple[str, ...]
     """What to check in a run that is not healthy, or empty for a healthy run."""
+    unrepaired: tuple[int, ...] = ()
+    """Steps at which damage began that the weights still have, because it has come back after each
+    rollback, or no checkpoint could be restored; or empty. A change that the program makes on
+    purpose looks the same."""
 
     @classmethod
     def of(cls, run: Run, ending: Ending | None, error: BaseException | None) -> HealingReport:
@@ -95,6 +106,8 @@ class HealingReport:
             if last is not None and not last.over:
                 current = outcome.cause
             hints = tuple(advice(current | outcome.lasting))
+        if outcome.unrepaired:
+            hints = (UNREPAIRED, *hints)
         diagnosis = ""
         if isinstance(error, RunStopped):
             diagnosis = error.diagnosis
@@ -106,7 +119,12 @@ class HealingReport:
         return cls(
             policy=run.policy.name,
             ending=ending_text,
-            converged=completed and not outcome.open and run.driver.has_finite_weights(),
+            converged=(
+                completed
+                and not outcome.open
+                and not outcome.unrepaired
+                and run.driver.has_finite_weights()
+            ),
             steps=outcome.step,
             attempts=outcome.counts.rollbacks,
             steps_lost=outcome.steps_lost,
@@ -121,6 +139,7 @@ class HealingReport:
             postmortem=postmortem,
             diagnosis=diagnosis,
             advice=hints,
+            unrepaired=outcome.unrepaired,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,23 +157,43 @@ class HealingReport:
         known_good = f"step {self.last_good}"
         if self.last_good is None:
             known_good = f"none{why_no_good_checkpoint(self.steps, self.probation)}"
-        lost = ""
-        if self.steps_lost:
-            lost = f" ({self.steps_lost} steps not repeated)"
         incidents = f"{len(self.history)}"
         if self.history:
             incidents += f", {self.recoveries} of them over"
+        if counts:
+            incidents += f"; {counts}"
+        elif not self.attempts:
+            incidents += "; nothing was changed"
+        healthy = f"{self.converged}"
+        if self.unrepaired:
+            healthy += f" ({unrepaired_text(self.unrepaired)})"
         lines = [
             f"policy      {self.policy}",
-            f"ending      {self.ending} at step {self.steps}, healthy at the end: {self.converged}",
-            f"incidents   {incidents}; {counts or 'nothing was changed'}",
-            f"rollbacks   {self.attempts}{lost}; learning rate × {self.lr_scale:g} now",
+            f"ending      {self.ending} at step {self.steps}, healthy at the end: {healthy}",
+            f"incidents   {incidents}",
+            f"rollbacks   {self._rollbacks_text()}; learning rate × {self.lr_scale:g} now",
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]
         if self.diagnosis:  # the diagnosis has advice of its own
             return "\n".join([*lines, self.diagnosis])
         return "\n".join([*lines, *(f"advice      {hint}" for hint in self.advice)])
+
+    def _rollbacks_text(self) -> str:
+        """The number of rollbacks, the step of the last checkpoint, and the repeated steps."""
+        text = f"{self.attempts}"
+        if not self.rollbacks:
+            return text
+        text += ", "
+        if self.attempts > 1:
+            text += "the last "
+        text += f"to step {self.rollbacks[-1].checkpoint}"
+        repeated = sum(each.repeated for each in self.rollbacks)
+        if repeated:
+            text += f", {counted(repeated, 'step')} repeated"
+        if self.steps_lost:
+            text += f", {counted(self.steps_lost, 'step')} not repeated"
+        return text
 
 
 def _postmortem_of(run: Run) -> Path | None:

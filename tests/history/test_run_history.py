@@ -245,3 +245,102 @@ def test_the_old_names_work_and_warn():
     file = EventsFile(events(START), [])
     with pytest.warns(DeprecationWarning, match=r"write by_process\(\)"):
         assert file.runs() == file.by_process()
+
+
+def test_a_fault_is_undone_by_the_first_rollback_after_it():
+    """The steps are repeated, and each pass has faults of its own."""
+    nan = {"cause": ["NONFINITE_GRAD"], "skip": True}
+    first = ("incident", 157, {"incident": 1, "onset": 157, "cause": ["NONFINITE_GRAD"]})
+    second = ("incident", 161, {"incident": 2, "onset": 161, "cause": ["NONFINITE_GRAD"]})
+    back = {"checkpoint": 100, "onset": 152, "by": "earlier_weights"}
+    run = run_of(
+        first, ("alarm", 157, {**nan, "incident": 1}), ("rollback", 178, back),
+        second, ("alarm", 161, {**nan, "incident": 2}), ("rollback", 172, back),
+    )  # fmt: skip
+    texts = [each.text for each in faults_found(run) if "nonfinite grad" in each.text]
+    assert texts == [
+        "step 157: nonfinite grad. Skipped 1 step. Undone by the rollback from step 178.",
+        "step 161: nonfinite grad. Skipped 1 step. Undone by the rollback from step 172.",
+    ]
+
+
+def test_an_alarm_that_comes_again_in_the_last_pass_is_not_undone():
+    spike, dive = {"cause": ["LOSS_SPIKE"]}, {"cause": ["GRAD_SPIKE"]}
+    back = {"checkpoint": 100, "onset": 350, "by": "earlier_weights"}
+    run = run_of(
+        ("alarm", 150, spike), ("alarm", 200, dive), ("rollback", 384, back),
+        ("alarm", 150, spike), ("rollback", 370, back),
+        ("alarm", 150, spike),
+    )  # fmt: skip
+    texts = [each.text for each in faults_found(run) if "spike" in each.text]
+    assert texts == [
+        "step 150: loss spike. No remedy: an alarm alone changes nothing.",
+        "step 200: grad spike. Undone by the rollback from step 384.",
+    ]
+    steps = (150, 152, 153, 157)
+    spikes = [("alarm", step, spike) for step in steps]
+    last = [("alarm", step, spike) for step in (150, 153)]
+    run = run_of(*spikes, ("rollback", 384, back), *last)
+    texts = [each.text for each in faults_found(run) if "spike" in each.text]
+    assert texts == [
+        "steps 150 to 153: loss spike. No remedy: an alarm alone changes nothing.",
+        "step 157: loss spike. Undone by the rollback from step 384.",
+    ]
+
+
+# -- damage that was not repaired -----------------------------------------------------------------
+
+TRIED = {"onset": 30, "checkpoint": 20, "outcome": "done", "by": "earlier_weights"}
+ACCEPTED = {"onset": 30, "cause": [], "verdict": "accepted", "by": "earlier_weights", "why": "so"}
+
+
+def test_damage_that_is_accepted_is_not_repaired():
+    run = run_of(("rollback", 50, TRIED), ("assessment", 45, ACCEPTED))
+    assert run.unrepaired == (30,)
+    assert run.undone_trials == 0, "the run continues where it is, with what was tried"
+    later = ("rollback", 90, {**TRIED, "onset": 80, "checkpoint": 60})
+    assert run_of(("assessment", 45, ACCEPTED), later).unrepaired == (30,)
+    older = run_of(("rollback", 50, TRIED), ("assessment", 45, {**ACCEPTED, "verdict": "damage"}))
+    assert older.unrepaired == (), "a file of an earlier version does not say so"
+
+
+def test_the_last_rollback_undoes_the_trials():
+    """The rollbacks for other trouble stay in force."""
+    other = ("rollback", 15, {**TRIED, "onset": 8, "checkpoint": 5})
+    trial, last = ("rollback", 50, {**TRIED, "batches": [[0, 30]]}), ("rollback", 46, TRIED)
+    run = run_of(other, trial, ("assessment", 45, ACCEPTED), last)
+    assert (run.unrepaired, run.undone_trials) == ((30,), 1)
+    assert [each.step for each in run.rollbacks_in_force] == [15, 46]
+
+
+@pytest.mark.parametrize(
+    ("happened", "resumed", "unrepaired"),
+    [
+        pytest.param([], 40, (), id="saved before it was accepted"),
+        pytest.param([], 46, (30,), id="saved after it was accepted"),
+        pytest.param([("rollback", 46, TRIED)], 20, (30,), id="the restored checkpoint knows"),
+    ],
+)
+def test_a_restart_knows_of_accepted_damage_what_its_checkpoint_knows(
+    happened, resumed, unrepaired
+):
+    first = events(START, ("assessment", 45, ACCEPTED), *happened)
+    second = events(("resume", resumed, {"checkpoint": resumed}), run="b")
+    (run,) = runs_of({"a": first, "b": second})
+    assert run.unrepaired == unrepaired
+
+
+def test_damage_without_a_usable_checkpoint_is_not_repaired_until_a_rollback_undoes_it():
+    left = ("assessment", 45, {**ACCEPTED, "by": "nothing"})
+    assert run_of(left).unrepaired == (30,)
+    run = run_of(left, ("rollback", 90, {**TRIED, "checkpoint": 60}))
+    assert run.unrepaired == (30,), "the restored checkpoint has the damage"
+    run = run_of(left, ("rollback", 90, TRIED))
+    assert (run.unrepaired, run.undone_trials) == ((), 0)
+
+
+def test_the_postmortem_has_the_damage_that_was_not_repaired():
+    run = run_of(("rollback", 50, TRIED))
+    for written in ({"unrepaired": [30, 80]}, {}, {"unrepaired": "9"}):
+        run.add_postmortem(written)
+        assert run.unrepaired == (30, 80)

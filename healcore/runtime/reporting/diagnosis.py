@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause, names_of
@@ -18,6 +18,8 @@ _WIDTH = 96
 _SHOWN = 5
 _MAX_ROLLBACKS = 3  # limit of the rollbacks that a diagnosis describes first
 _MAX_FAULTS = 10  # limit of the faults that a diagnosis lists
+
+_EXTREME_RATE = 100.0  # ratio to the healthy rate that no schedule reaches on purpose
 
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
 """Causes of exceptions. A rollback is not a response to them."""
@@ -86,12 +88,13 @@ def explain(outcome: RunOutcome) -> str:
         is nothing to say are absent.
     """
     parts = [_headline(outcome)]
+    parts += _paragraph("Not healed", _not_healed(outcome))
     parts += _paragraph("Rolled back", _rolled_back(outcome))
     parts += _paragraph("Seen", _seen(outcome))
     parts += _paragraph("State", _state(outcome))
     parts += _list_faults(outcome)
     parts += _paragraph("Tried", _tried(outcome))
-    is_healthy = outcome.ending == Ending.COMPLETED and not outcome.open
+    is_healthy = outcome.ending == Ending.COMPLETED and not outcome.open and not outcome.unrepaired
     if not is_healthy or outcome.nonfinite_saves or outcome.fault:
         parts += _list_hints(outcome)
     parts.append(_last_good(outcome))
@@ -134,9 +137,13 @@ def _hints(outcome: RunOutcome) -> list[str]:
     """Collects the advice for a person, about this run first, then about its causes."""
     hints: list[str] = []
     cause = outcome.cause
-    damaged = _damaged_weights(outcome)
-    if damaged:
-        hints.append(damaged)
+    if outcome.unrepaired:
+        hints.append(UNREPAIRED)
+        if outcome.ending == Ending.COMPLETED and not outcome.open:
+            return hints  # the incidents are over
+    for hint in (_extreme_rate(outcome), _damaged_weights(outcome)):
+        if hint:
+            hints.append(hint)
     if outcome.hint:
         hints.append(outcome.hint)
     last = outcome.history.last_incident
@@ -147,6 +154,33 @@ def _hints(outcome: RunOutcome) -> list[str]:
     if not outcome.hint:  # a hint is about this exception, the advice about all of the same cause
         cause |= outcome.fault
     return hints + advice(cause, rollbacks=len(outcome.history.rollbacks))
+
+
+def _extreme_rate(outcome: RunOutcome) -> str:
+    """Says that the learning rate was far above the healthy rate, or an empty string.
+
+    Then the rate is the cause, and NaN in weights and gradients is a consequence.
+    """
+    at_fault, healthy = 0.0, 1.0
+    for event in outcome.history.rollbacks:
+        if not event.lr_at_fault or not event.lr_limit:
+            continue
+        # Where no healthy rate is known, the limit is a quarter of the rate.
+        if event.lr_at_fault / event.lr_limit > at_fault / healthy:
+            at_fault, healthy = event.lr_at_fault, event.lr_limit
+    if at_fault < _EXTREME_RATE * healthy:
+        return ""
+    text = (
+        f"The learning rate was {at_fault:.3g}, and at most {healthy:.3g} in the healthy steps: "
+        "look at what sets the rate."
+    )
+    start = outcome.history.start
+    if start is not None and start.framework == "torch":
+        text += (
+            ' Does the program multiply param_groups[i]["lr"] under a scheduler that computes its '
+            "next rate from this number?"
+        )
+    return text
 
 
 def _damaged_weights(outcome: RunOutcome) -> str:
@@ -168,7 +202,9 @@ def _last_good(outcome: RunOutcome) -> str:
     if outcome.last_good is None:
         return _wrapped(_no_good_checkpoint(outcome), first="Last known-good: ", then="  ")
     text = f"Last known-good: the checkpoint of step {outcome.last_good}"
-    if outcome.probation is not None and outcome.step > outcome.last_good:
+    if outcome.unrepaired and outcome.last_good > outcome.unrepaired[0]:
+        text += " (saved after the damage began, so its weights may be damaged)"
+    elif outcome.probation is not None and outcome.step > outcome.last_good:
         text += f" ({later_ones_need(outcome.probation)})"
     if outcome.last_good_path:
         text += f", in {outcome.last_good_path}"
@@ -204,8 +240,10 @@ def _rolled_back(outcome: RunOutcome) -> Iterator[str]:
     rollbacks = outcome.history.rollbacks
     if len(rollbacks) > _MAX_ROLLBACKS:
         yield f"{_times(len(rollbacks))}; the last {_MAX_ROLLBACKS}:"
-    for event in rollbacks[-_MAX_ROLLBACKS:]:
+    for place, event in enumerate(rollbacks[-_MAX_ROLLBACKS:]):
         text = f"from step {event.step or 0} to the checkpoint of step {event.checkpoint}"
+        if place:
+            text = f"Then {text}"
         why = event.problem or _WHY_ROLLED_BACK.get(event.by or "")
         if why:
             text += f", because {why}"
@@ -220,6 +258,40 @@ def _rolled_back(outcome: RunOutcome) -> Iterator[str]:
                 f"The learning rate was {event.lr_at_fault:.3g}, {times:.3g} times the limit since "
                 f"then ({event.lr_limit:.3g})."
             )
+
+
+def _not_healed(outcome: RunOutcome) -> Iterator[str]:
+    """Which damage the weights still have, and why."""
+    if not outcome.unrepaired:
+        return
+    yield f"{unrepaired_text(outcome.unrepaired)}."
+    for event in reversed(outcome.history.newest["assessment"]):
+        if event.verdict == "accepted" and event.why:
+            yield f"{event.why[:1].upper()}{event.why[1:]}."
+            return
+
+
+def unrepaired_text(onsets: Sequence[int]) -> str:
+    """Describes damage that was not repaired.
+
+    Args:
+        onsets: the steps at which the damage begins, at least one.
+
+    Returns:
+        A clause, for example "damage since step 267 was not repaired".
+    """
+    steps = f"step {onsets[0]}"
+    if len(onsets) > 1:
+        steps = f"steps {first_of([str(onset) for onset in onsets], _SHOWN)}"
+    return f"damage since {steps} was not repaired"
+
+
+UNREPAIRED = (
+    "healcore could not repair the damage. Check the learning rate, the data and what writes the "
+    "weights at the step where the damage begins. If the program makes this change on purpose, "
+    "nothing is wrong."
+)
+"""Advice about damage that was not repaired."""
 
 
 def _seen(outcome: RunOutcome) -> Iterator[str]:
@@ -291,6 +363,7 @@ def _tried(outcome: RunOutcome) -> Iterator[str]:
     phrases = interventions(outcome)
     if outcome.history.rollbacks:
         phrases.append(f"rolled back {_times(len(outcome.history.rollbacks))}")
+    phrases += _undone_trials(outcome)
     if outcome.steps_lost:
         phrases.append(lost_steps_text(outcome))
     if phrases:
@@ -324,8 +397,19 @@ def _times(number: int) -> str:
     return f"{number:,} times"
 
 
+def _undone_trials(outcome: RunOutcome) -> list[str]:
+    """A phrase about the trials that were undone, or nothing without such a trial."""
+    number = outcome.history.undone_trials
+    if not number:
+        return []
+    return [f"undid {counted(number, 'trial')}"]
+
+
 def interventions(outcome: RunOutcome) -> list[str]:
     """Lists what was done in a run, except rollbacks.
+
+    Batches and limits of trials that were undone are not listed: the final weights do not depend
+    on them. Skipped and clipped steps cannot be told apart, so their phrases say so.
 
     Args:
         outcome: how the run has ended.
@@ -334,22 +418,26 @@ def interventions(outcome: RunOutcome) -> list[str]:
         A phrase for each kind of intervention, for example "skipped 3 steps". If the policy
         observes, the phrases say what it would have done.
     """
-    counts = outcome.counts
+    counts, history = outcome.counts, outcome.history
+    with_undone = ""
+    if history.undone_trials:
+        with_undone = " (undone steps included)"
     phrases: list[str] = []
     if counts.skips:
-        phrases.append(f"skipped {counted(counts.skips, 'step')}")
-    batches = sum(len(event.batches or ()) for event in outcome.history.rollbacks)
+        phrases.append(f"skipped {counted(counts.skips, 'step')}{with_undone}")
+    batches = sum(len(event.batches or ()) for event in history.rollbacks_in_force)
     if batches:
         phrases.append(f"skipped {counted(batches, 'batch', 'batches')} after a rollback")
     if counts.clips:
-        phrases.append(f"clipped {counted(counts.clips, 'step')}")
+        phrases.append(f"clipped {counted(counts.clips, 'step')}{with_undone}")
     # The engine counts a limit as a cut. After another rollback it may have forgotten the limit.
-    limits = sum(event.lr_limit is not None for event in outcome.history.rollbacks)
+    limits = sum(event.lr_limit is not None for event in history.rollbacks)
     limits = min(limits, counts.lr_cuts)
     if counts.lr_cuts > limits:
         phrases.append(f"cut the learning rate {_times(counts.lr_cuts - limits)}")
-    if limits:
-        phrases.append(f"limited the learning rate {_times(limits)}")
+    in_force = sum(event.lr_limit is not None for event in history.rollbacks_in_force)
+    if min(limits, in_force):
+        phrases.append(f"limited the learning rate {_times(min(limits, in_force))}")
     for answer, phrase in _ANSWERS.items():
         number = outcome.history.answers[answer]
         if number:
@@ -443,9 +531,14 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
     phrases = interventions(outcome)
     if outcome.counts.rollbacks:
         phrases.append(f"rolled back {_times(outcome.counts.rollbacks)}")
+    phrases += _undone_trials(outcome)
     if outcome.history.observes:
         phrases = [f"would have {phrase}" for phrase in phrases]
-    text = f"{how}{after}: {', '.join(phrases) or 'no intervention'}"
+    if outcome.unrepaired:
+        after += f": {unrepaired_text(outcome.unrepaired)}; "
+    else:
+        after += ": "
+    text = f"{how}{after}{', '.join(phrases) or 'no intervention'}"
     if outcome.history.alerts and not outcome.counts.rollbacks:  # a rollback may have healed them
         text += f"; {counted(outcome.history.alerts, 'alert')} changed nothing"
     if outcome.history.observes and phrases:

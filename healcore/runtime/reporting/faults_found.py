@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from healcore.console import counted
+from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.events.sentences import flags_text
 from healcore.history import Incident, Mode, RunHistory
@@ -44,16 +45,17 @@ def faults_found(history: RunHistory) -> list[FaultFound]:
             continue
         where = _steps_text(incident.onset_step, incident.end)
         remedies = _remedies(incident)
-        undone_by = _undone_by(history, incident.onset_step)
-        if incident.undone and undone_by and not incident.rolled_back:
-            remedies.append(undone_by)
+        if incident.undone_by is not None and not incident.rolled_back:
+            remedies.append(_undone_text(incident.undone_by))
         remedy = ". ".join(remedies) or "Training continued"
         text = f"{where}: {incident_cause_text(incident)}. {remedy}."
         faults.append(FaultFound(incident.onset_step, bool(remedies), text))
-    for first, last, causes in _alarms_outside(history):
-        remedy = _undone_by(history, first) or "No remedy: an alarm alone changes nothing"
-        text = f"{_steps_text(first, last)}: {flags_text(causes)}. {remedy}."
-        faults.append(FaultFound(first, False, text))
+    for alarms in _alarms_outside(history):
+        remedy = "No remedy: an alarm alone changes nothing"
+        if alarms.undone_by is not None:
+            remedy = _undone_text(alarms.undone_by)
+        text = f"{_steps_text(alarms.first, alarms.last)}: {flags_text(alarms.causes)}. {remedy}."
+        faults.append(FaultFound(alarms.first, False, text))
     for event in history.newest["fault"]:
         if event.answer in (None, "save"):  # the exception ended the run, as the headline says
             continue
@@ -81,31 +83,61 @@ def joined(faults: Sequence[FaultFound]) -> list[FaultFound]:
     for first, *others in alike.values():
         text = first.text
         if others:
-            last = max(fault.first for fault in others)
-            text += f" And {len(others):,} more like it, up to step {last:.0f}."
+            step = max(fault.first for fault in others)
+            where = f"from step {step:.0f}"
+            if len(others) > 1:
+                where = f"the last {where}"
+            text += f" And {len(others):,} more like it, {where}."
         found.append(first._replace(text=text))
     return found
 
 
-def _undone_by(history: RunHistory, step: float) -> str:
-    """The rollback that has undone a step, as a sentence without full stop, or an empty string."""
-    for event in history.rollbacks:
-        if event.step is not None and (event.checkpoint or 0) <= step < event.step:
-            return f"Undone by the rollback from step {event.step}"
-    return ""
+def _undone_text(rollback: EventRecord) -> str:
+    """Which rollback has undone a fault, as a sentence without its full stop."""
+    return f"Undone by the rollback from step {rollback.step or 0}"
 
 
-def _alarms_outside(history: RunHistory) -> list[tuple[float, float, tuple[str, ...]]]:
-    """First step, last step and causes of the alarms outside of incidents, close alarms as one."""
-    found: list[tuple[float, float, tuple[str, ...]]] = []
+class _Alarms(NamedTuple):
+    """Close alarms outside of incidents with the same causes."""
+
+    first: float
+    last: float
+    causes: tuple[str, ...]
+    undone_by: EventRecord | None
+    """The rollback that has undone them, or None."""
+
+
+def _alarms_outside(history: RunHistory) -> list[_Alarms]:
+    """The alarms outside of incidents, close alarms as one."""
+    found: list[_Alarms] = []
+    undone: list[_Alarms] = []
+    alarms: list[_Alarms] = []
     for step, causes in sorted(history.alarms_outside.items()):
-        if found:
-            first, last, before = found[-1]
-            if before == causes and step - last <= _QUIET_STEPS:
-                found[-1] = (first, step, causes)
-                continue
-        found.append((step, step, causes))
-    return found
+        alarms.append(_Alarms(step, step, causes, history.alarms_undone_by.get(step)))
+    for alarm in alarms:
+        if alarm.undone_by is None:
+            _add_alarm(found, alarm)
+    for alarm in alarms:
+        # In the midst of alarms that have come again, an undone alarm says nothing new.
+        if alarm.undone_by is not None and not any(_covers(group, alarm) for group in found):
+            _add_alarm(undone, alarm)
+    return found + undone
+
+
+def _add_alarm(groups: list[_Alarms], alarm: _Alarms) -> None:
+    """Adds an alarm to the last group if it is close to the group, or begins another group."""
+    if groups:
+        last = groups[-1]
+        is_same = last.causes == alarm.causes and last.undone_by is alarm.undone_by
+        if is_same and alarm.first - last.last <= _QUIET_STEPS:
+            groups[-1] = last._replace(last=alarm.last)
+            return
+    groups.append(alarm)
+
+
+def _covers(group: _Alarms, alarm: _Alarms) -> bool:
+    """Whether an alarm has the causes of a group, and is between its first and last alarm."""
+    return group.causes == alarm.causes and group.first <= alarm.first <= group.last
 
 
 def _steps_text(first: float, last: float) -> str:

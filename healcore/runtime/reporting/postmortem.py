@@ -116,6 +116,7 @@ def _fields(
         "metrics": outcome.metrics,
         "rollbacks": [_rollback_fields(event) for event in history.rollbacks],
         "steps_lost": outcome.steps_lost,
+        "unrepaired": list(outcome.unrepaired),
         "lr_scale": outcome.lr_scale,
         "last_good": outcome.last_good,
         "last_good_path": outcome.last_good_path,
@@ -286,6 +287,7 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
         metrics=_last_metrics(rows),
         steps_lost=history.steps_lost,
         why_lost=history.why_lost,
+        unrepaired=history.unrepaired,
     )
 
 

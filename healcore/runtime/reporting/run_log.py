@@ -87,7 +87,8 @@ class RunLog:
         Args:
             step: index of the optimizer step.
             onset: step from which the weights are worse, or were suspected.
-            verdict: "damage", "worse", "recovered" or "unknown"; see `EventRecord.verdict`.
+            verdict: "damage", "worse", "recovered", "accepted" or "unknown"; see
+                `EventRecord.verdict`.
             by: the evidence; see `EventRecord.by`.
             **fields: further fields of the event, which may replace other fields, such as `cause`.
         """

@@ -60,6 +60,9 @@ class RunOutcome(NamedTuple):
     """Steps that rollbacks have undone and that were not repeated: the data was not rewound."""
     why_lost: str = ""
     """Why the data was not rewound, or empty if no step is lost."""
+    unrepaired: tuple[int, ...] = ()
+    """Onsets of the damage that the weights have: it came back after each rollback and was
+    accepted, or no checkpoint could be restored."""
 
     @property
     def cause(self) -> Cause:

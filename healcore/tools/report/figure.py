@@ -167,13 +167,52 @@ def plot(figure: Any, report: PageReport, width: float) -> None:
 
 
 def _shade_incidents(axis: Any, incidents: Sequence[Incident]) -> None:
-    """Shades the steps of each incident, and of each rollback without an incident."""
+    """Shades the steps of incidents, and the further steps of rollbacks without an incident.
+
+    Each step is shaded once: the areas of several passes over the same steps would add up to a dark
+    wall.
+    """
+    of_incidents: list[tuple[float, float]] = []
+    of_rollbacks: list[tuple[float, float]] = []
     for incident in incidents[:_MAX_MARKS]:
-        colour, label = _BAD, "incident"
-        if not incident.number:
-            colour, label = _RATE, "rolled back"
-        span = incident.onset_step, incident.end
-        axis.axvspan(*span, color=colour, alpha=0.1, lw=0.8, label=label)
+        spans = of_rollbacks
+        if incident.number:
+            spans = of_incidents
+        spans.append((incident.onset_step, incident.end))
+    of_incidents = _joined(of_incidents)
+    for first, last in of_incidents:
+        axis.axvspan(first, last, color=_BAD, alpha=0.1, lw=0.8, label="incident")
+    for span in _joined(of_rollbacks):
+        for first, last in _outside(span, of_incidents):
+            axis.axvspan(first, last, color=_RATE, alpha=0.1, lw=0.8, label="rolled back")
+
+
+def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The spans in their order, with overlapping spans as one."""
+    joined: list[tuple[float, float]] = []
+    for first, last in sorted(spans):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        else:
+            joined.append((first, last))
+    return joined
+
+
+def _outside(
+    span: tuple[float, float], others: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """The parts of a span that are outside of other spans, which are in order and disjoint."""
+    parts: list[tuple[float, float]] = []
+    first, end = span
+    for other_first, other_last in others:
+        if other_last < first or other_first > end:
+            continue
+        if first < other_first:
+            parts.append((first, other_first))
+        first = max(first, other_last)
+        if first >= end:
+            return parts
+    return [*parts, (first, end)]
 
 
 # -- the timeline ---------------------------------------------------------------------------------
@@ -238,13 +277,15 @@ def _verdict_text(event: EventRecord) -> str:
     found = event.verdict, event.by
     if found in _VERDICTS:
         return _VERDICTS[found]
-    if event.verdict not in ("worse", "damage"):
+    if event.verdict not in ("worse", "damage", "accepted"):
         return str(event.verdict)
     text = "earlier ones better"
     if event.checkpoint is not None:
         text = f"step {event.checkpoint} better"
     if event.verdict == "worse":
         text += ": waits"
+    elif event.verdict == "accepted":
+        text += ": not repaired"
     return text
 
 
@@ -321,7 +362,7 @@ def _draw_timeline(
 def _label_of(mark: _Mark, limits: tuple[float, float], per_inch: float) -> _Label:
     """Places the text of an event to the right of its bar, or to the left near the right edge.
 
-    A text that is longer than the room is shortened.
+    If neither side has the room, the text is under the arc of a rollback, or is shortened.
     """
     first, last = mark.first, mark.last
     if mark.to is not None:
@@ -329,6 +370,8 @@ def _label_of(mark: _Mark, limits: tuple[float, float], per_inch: float) -> _Lab
     size = (len(mark.text) * _CHARACTER_WIDTH + 0.15) * per_inch
     room_left = first - limits[0]
     room_right = limits[1] - last
+    if max(room_left, room_right) < size < last - first:
+        return _Label(mark.text, "right", x=last, offset=-8, begin=first, end=last)
     is_left = room_right < min(size, room_left)
     room = room_right
     if is_left:

@@ -12,6 +12,7 @@ import healcore
 from healcore.adapter_registry import require
 from healcore.console import counted
 from healcore.history import Curves
+from healcore.runtime.reporting.diagnosis import unrepaired_text
 from healcore.runtime.reporting.faults_found import incident_cause_text
 from healcore.tools.report.figure import WIDTHS, draw
 from healcore.tools.report.incident_text import (
@@ -64,6 +65,7 @@ def render(reports: Sequence[PageReport]) -> str:
         "rate_changes": rate_changes,
         "response_text": response_text,
         "step_range": step_range,
+        "unrepaired_text": unrepaired_text,
     }
     template = resources.files("healcore.tools.report").joinpath("page.html")
     figures: list[dict[str, str]] = []  # kind of figure -> SVG, empty for a run without curves

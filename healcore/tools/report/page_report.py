@@ -56,6 +56,8 @@ class PageReport(NamedTuple):
     """Step at which a replay would stop, or None."""
     diagnosis: str = ""
     """The diagnosis of the postmortem, or an empty string."""
+    unrepaired: tuple[int, ...] = ()
+    """Steps at which damage began that was not repaired, or empty."""
 
     @property
     def is_hypothetical(self) -> bool:
@@ -70,14 +72,27 @@ class PageReport(NamedTuple):
         """Describes the end of the run.
 
         Returns:
-            How the run ended, such as "completed". For a replay, the step at which a live run would
-            stop, or an empty string if it would not.
+            How the run ended, such as "completed", or "completed, with damage" if damage was not
+            repaired. For a replay, the step at which a live run would stop, or an empty string if
+            it would not.
         """
         if self.state is not None:
-            return STATES[self.state]
+            return ending_text(self.state, self.unrepaired)
         if self.stopped_step is None:
             return ""
         return f"would stop at step {self.stopped_step:.0f}"
+
+
+def ending_text(state: RunState, unrepaired: Sequence[int]) -> str:
+    """How a run ended, and whether damage is left.
+
+    Args:
+        state: how the run ended.
+        unrepaired: steps at which damage began that was not repaired.
+    """
+    if unrepaired and state is RunState.COMPLETED:
+        return f"{STATES[state]}, with damage"
+    return STATES[state]
 
 
 def short_names(reports: Sequence[PageReport]) -> list[str]:

@@ -20,9 +20,9 @@ from healcore.history.counts import count_incidents
 from healcore.history.curves import read_metrics, thinned
 from healcore.history.run_history import RunAttempt
 from healcore.runtime.reporting import postmortem
-from healcore.runtime.reporting.diagnosis import STATES, explain, later_ones_need
+from healcore.runtime.reporting.diagnosis import explain, later_ones_need
 from healcore.runtime.reporting.postmortem import outcome_of_killed
-from healcore.tools.report.page_report import MAX_LINES, PageReport
+from healcore.tools.report.page_report import MAX_LINES, PageReport, ending_text
 
 _NO_CURVES = Curves(np.zeros(0), np.zeros(0))
 _WITHOUT_METRICS = "There are no metrics: logging=Logging(metrics=...) writes run.metrics.jsonl."
@@ -151,6 +151,7 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
         alarms_outside=history.alarms_outside,
         assessments=tuple(history.newest["assessment"]),
         diagnosis=diagnosis,
+        unrepaired=history.unrepaired,
     )
 
 
@@ -270,7 +271,7 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
     if processes == 1:
         processes = None
     facts = {
-        "Ending": STATES[state],
+        "Ending": ending_text(state, history.unrepaired),
         "Run": ", ".join(process.id for process in history.processes),
         "Framework": " ".join(filter(None, framework)),
         "Mode": start.mode,

@@ -190,7 +190,7 @@ def test_the_explanation_lists_each_fault_with_its_remedy_and_the_steps_it_cost(
     many = [("alarm", 20 * step, {"cause": ["LOSS_SPIKE"]}) for step in range(40)]
     text = explain(end_of("completed", 900, ("rollback", 1, lost), *many, open=False))
     assert text.count("loss spike") == 1
-    assert "And 39 more like it, up to step 780." in " ".join(text.split())
+    assert "And 39 more like it, the last from step 780." in " ".join(text.split())
     causes = [cause.name for cause in Cause][:20]
     many = [("alarm", 20 * step, {"cause": [cause]}) for step, cause in enumerate(causes)]
     text = explain(end_of("completed", 900, ("rollback", 1, lost), *many, open=False))
@@ -374,6 +374,30 @@ def test_a_diagnosis_says_first_what_was_rolled_back():
     many = [("rollback", 20 + each, {"onset": 9, "checkpoint": 8}) for each in range(5)]
     text = " ".join(explain(end_of("stopped", 30, *many)).split())
     assert "Rolled back: 5 times; the last 3: from step 22 to the checkpoint of step 8" in text
+
+
+def test_a_rate_far_above_each_healthy_rate_is_the_first_thing_to_look_at():
+    back = {"onset": 152, "checkpoint": 100, "by": "earlier_weights"}
+    first = ("rollback", 178, {**back, "lr_at_fault": 6.2e26, "lr_limit": 0.0025})
+    second = ("rollback", 172, {**back, "lr_at_fault": 1.5e24, "lr_limit": 2.5e11})
+    bad = {"onset": 160, "cause": ["NONFINITE_GRAD"], "verdict": "damage", "by": "weights"}
+    nan = ("incident", 160, {"incident": 1, "onset": 160, "cause": ["NONFINITE_GRAD"]})
+    happened = [first, ("assessment", 170, bad), second, nan]
+    torch_run = ("start", 0, {"mode": "heal", "framework": "torch"})
+    text = " ".join(explain(end_of("stopped", 172, torch_run, *happened)).split())
+    assert "since then (0.0025). Then from step 172 to the checkpoint of step 100" in text
+    rate, weights, *_ = text.split("Look at: - ")[1].split(" - ")
+    assert rate == (
+        "The learning rate was 6.2e+26, and at most 0.0025 in the healthy steps: look at what sets "
+        'the rate. Does the program multiply param_groups[i]["lr"] under a scheduler that computes '
+        "its next rate from this number?"
+    )
+    assert weights.startswith("The weights were NaN")
+    jax_run = ("start", 0, {"mode": "heal", "framework": "jax"})
+    text = " ".join(explain(end_of("stopped", 172, jax_run, *happened)).split())
+    assert "look at what sets the rate. - The weights" in text
+    usual = ("rollback", 178, {**back, "lr_at_fault": 0.116, "lr_limit": 0.00232})
+    assert "healthy steps" not in explain(end_of("stopped", 172, usual, nan))
 
 
 def test_a_process_of_another_host_cannot_be_seen(events):

@@ -145,6 +145,30 @@ def test_events_show_has_a_sentence_for_each_kind(tmp_path):
     ]
 
 
+def test_events_show_joins_alarms_in_a_row_that_differ_only_in_their_numbers(tmp_path):
+    log = Log(tmp_path / "healcore.events.jsonl")
+    numbers = {"grad_norm": 2.0, "threshold": 1.0, "z": 3.0, "z_loss": 3.0}
+
+    def alarm(step: int, loss: float | str, **fields: Any) -> None:
+        readings = {**numbers, "loss": loss}
+        fields = {"cause": ["LOSS_SPIKE"], "incident": 0, "readings": readings, **fields}
+        log.write("alarm", step=step, grad_scale=1.0, lr_scale=1.0, skip=False, **fields)
+
+    for step, loss in ((351, 2.31), (352, 4.5), (353, "nan"), (386, 3.0)):
+        alarm(step, loss)
+    alarm(390, 2.0, cause=["GRAD_SPIKE"])
+    alarm(391, 2.0, cause=["GRAD_SPIKE"])
+    for step in (400, 401, 402):  # of an incident: each is shown
+        alarm(step, 2.0, incident=1)
+    lines = healcore_cli("events", "show", str(tmp_path)).stdout.splitlines()[1:]
+    assert len(lines) == 1 + 2 + 3
+    assert " ".join(lines[0].split()[1:]) == (
+        "351-386 alarm loss spike, 4 steps, none skipped; loss 2.31 to 4.5 (--all shows each)"
+    )
+    every = healcore_cli("events", "show", "--all", str(tmp_path)).stdout.splitlines()[1:]
+    assert len(every) == 9
+
+
 def test_an_events_file_without_an_event_is_refused(tmp_path):
     (tmp_path / "run.events.jsonl").write_bytes(b"")
     done = healcore_cli("events", "show", str(tmp_path))

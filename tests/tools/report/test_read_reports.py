@@ -509,6 +509,25 @@ def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request
     assert not re.findall("#[0-9a-f]{6}", themed), "each colour has one for a dark page"
 
 
+def test_areas_of_several_passes_do_not_add_up_and_an_arc_keeps_its_text():
+    """Four incidents and two rollbacks in the same steps, at the end of a run."""
+    spans = [(157, 176), (161, 170), (157, 171), (161, 170)]
+    found = [Incident(number, 0, *span) for number, span in enumerate(spans, 1)]
+    found += [Incident(0, 0, 152.0, 178.0), Incident(0, 0, 160.0, 172.0)]
+    steps = np.arange(178.0)
+    attempts = (RunAttempt(0, "start"), RunAttempt(0, "rollback", 172, 0, False))
+    report = hostile()._replace(
+        incidents=tuple(found), attempts=attempts, curves=Curves(steps, np.ones(178))
+    )
+    for width in WIDTHS.values():
+        figure = Figure()
+        plot(figure, report, width)
+        patches: list[Any] = [*figure.axes[1].patches]
+        areas = [(each.get_x(), each.get_x() + each.get_width()) for each in patches]
+        assert sorted(areas) == [(152, 157), (157, 176), (176, 178)]
+        assert {text.get_text() for text in figure.axes[0].texts} >= {"172 → 0"}
+
+
 @pytest.mark.slow
 def test_odd_curves_are_drawn_without_an_error():
     step = np.arange(100.0)

@@ -88,6 +88,10 @@ def test_steps_that_a_failed_rollback_has_read_are_reported(tmp_path, monkeypatc
     steps = [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").open()]
     assert steps == [*range(STEPS)]
     assert healer.rollbacks == 0
+    kept = [e for e in events(tmp_path, "assessment") if e["verdict"] == "accepted"]
+    assert {e["by"] for e in kept} == {"nothing"}
+    report = healer.report()
+    assert (report.unrepaired, report.converged) == (tuple(e["onset"] for e in kept), False)
 
 
 class OneBatchDamages(ComparedRun):

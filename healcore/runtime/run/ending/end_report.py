@@ -176,6 +176,8 @@ class EndReport:
             )
         elif ending in (Ending.EXCEPTION, Ending.STOPPED):
             self.run.log.error(last_line(outcome, newest))
+        elif outcome.unrepaired:
+            self.run.log.warning(last_line(outcome, newest))
         else:
             self.run.log.info(last_line(outcome, newest))
         if outcome.lasting:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""
+_MAX_UNREPAIRED = 1000
+"""Max onsets of accepted damage in the ledger; the newest are dropped."""
 
 
 @dataclass
@@ -112,6 +114,10 @@ class Ledger:
     """Rollbacks that the engine had made before this run, in another framework."""
     accepted_until: int = 0
     """Step before which no comparison rolls back again."""
+    unrepaired: list[int] = field(default_factory=list)
+    """Onsets of damage that has come back after each rollback and was accepted. Ascending."""
+    not_restored: list[int] = field(default_factory=list)
+    """Onsets of damage for which no checkpoint could be restored. Ascending."""
     last_alarms: dict[str, int] = field(default_factory=dict)
     """Optimizer and cause, as in `actor/PLATEAU` -> last step with this cause."""
 
@@ -211,6 +217,30 @@ class Ledger:
                 found.append(rollback)
         return found
 
+    def accept(self, onset: int, until: int) -> None:
+        """Records that damage is accepted, because it has come back after each rollback.
+
+        Args:
+            onset: step at which the damage begins. A later rollback to an earlier step does not
+                repair the damage: it comes back once more, and no comparison looks for it.
+            until: step before which no comparison rolls back again.
+        """
+        self.accepted_until = until
+        self.unrepaired = sorted({*self.unrepaired, onset})[:_MAX_UNREPAIRED]
+
+    def leave(self, onset: int) -> None:
+        """Records damage for which no checkpoint could be restored, so that the run keeps it.
+
+        Args:
+            onset: step at which the damage begins.
+        """
+        self.not_restored = sorted({*self.not_restored, onset})[:_MAX_UNREPAIRED]
+
+    @property
+    def damage_left(self) -> tuple[int, ...]:
+        """Onsets of the damage that the current weights have, ascending."""
+        return tuple(sorted({*self.unrepaired, *self.not_restored}))
+
     def unhealthy_between(self, first: int, end: int) -> list[int]:
         """The unhealthy steps of a range, ascending.
 
@@ -260,6 +290,7 @@ class Ledger:
         if self.rollbacks:
             self.rollbacks[-1] = self.rollbacks[-1].outline()
         self.rollbacks.append(rollback)
+        self.not_restored = _before(rollback.continues_at, self.not_restored)
         self._rewind(rollback.continues_at, saved)
 
     def forget(self, before: int) -> None:
@@ -298,6 +329,8 @@ class Ledger:
             rollbacks=rollbacks,
             accepted=trials.accepted,
             accepted_until=trials.accepted_until,
+            unrepaired=_before(trials.oldest, self.unrepaired),
+            not_restored=_before(trials.oldest, self.not_restored),
             untrained=saved.untrained,
         )
 
@@ -313,3 +346,8 @@ class Ledger:
             self.incidents[-1].number_in_engine = None
         if saved is not None:
             self.untrained = saved.untrained
+
+
+def _before(step: int, onsets: Sequence[int]) -> list[int]:
+    """The onsets before a step."""
+    return [onset for onset in onsets if onset < step]

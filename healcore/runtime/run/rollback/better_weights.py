@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 _NOT_ABOUT_WEIGHTS = Cause.PLATEAU | Cause.OVERFIT
 """Causes that say nothing about damaged weights. Their alarms are no reason to compare weights."""
 
+_NOT_RESTORED = "no checkpoint could be restored, so the run keeps its weights"
+"""Why damage is not repaired although a rollback was decided."""
+
 
 class BetterWeights:
     """Decides what to try where earlier weights are better, see `next_trial`.
@@ -101,29 +104,45 @@ class BetterWeights:
         Returns:
             The rollback, or None without one.
         """
-        self.run.log.assessment(
-            verdict.roll_back_at,
-            verdict.onset,
-            "damage",
-            checkpoint=verdict.anchor_step,
-            rise=verdict.rise,
-            rise_remembered=verdict.rise_remembered,
-        )
         ledger = self.run.ledger
         past = _trials_of(ledger.same_trouble(verdict.onset))
         last_trial = max((each.step for each in _trials_of(ledger.in_force)), default=0)
         if not past and last_trial > ledger.accepted_until:
             ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
-        if order.changes.trial == Trial.ACCEPT:
-            if not finite:
-                return None
+        if order.changes.trial == Trial.ACCEPT and finite:
+            self._log_verdict("accepted", verdict, why=_why_accepted(len(past)))
             return self._accept(order, verdict, past)
+        self._log_verdict("damage", verdict)
+        if order.changes.trial == Trial.ACCEPT:
+            return None
         self.run.comparisons.suspicion.expect_again(verdict)
         done = self.run.recovery.roll_back(order)
         if done is None and finite:
+            ledger.leave(verdict.onset)
+            self._log_verdict("accepted", verdict, by="nothing", why=_NOT_RESTORED)
             self.run.comparisons.pause_until(verdict.roll_back_at + 1)
         return done
+
+    def _log_verdict(
+        self,
+        name: str,
+        verdict: Verdict,
+        *,
+        by: str = "earlier_weights",
+        why: str | None = None,
+    ) -> None:
+        """Writes the event of a verdict."""
+        self.run.log.assessment(
+            verdict.roll_back_at,
+            verdict.onset,
+            name,
+            by,
+            checkpoint=verdict.anchor_step,
+            rise=verdict.rise,
+            rise_remembered=verdict.rise_remembered,
+            why=why,
+        )
 
     def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
@@ -221,7 +240,7 @@ class BetterWeights:
         ledger = self.run.ledger
         until = self.run.progress.step + 1
         ledger.accepted += 1
-        ledger.accepted_until = until
+        ledger.accept(verdict.onset, until)
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
         oldest = min((each.continues_at for each in past), default=verdict.anchor_step)
         order = _undone(replace(order, anchor_step=min(verdict.anchor_step, oldest)), past)
@@ -286,7 +305,10 @@ class BetterWeights:
                 anchor_step=min(steps),
                 changes=RepeatChanges(trial=Trial.ACCEPT, intended=values),
             )
-            self.run.ledger.accepted_until = until
+            self.run.log.assessment(
+                index, onset, "accepted", "intended_numbers", why=f"{values}: {INTENDED}"
+            )
+            self.run.ledger.accept(onset, until)
             done = self.run.recovery.roll_back(_undone(order, past))
         if done is None:
             self.run.holding.hold(held.without_numbers(intended), until)

@@ -50,6 +50,8 @@ def newest(*, failed: bool = True) -> RunRecord:
         untrained=9,
         accepted=2,
         accepted_until=94,
+        unrepaired=[40, 88],
+        not_restored=[50, 90],
     )
     return RunRecord(step=95, ledger=ledger, trials=trials)
 
@@ -96,6 +98,24 @@ def test_the_run_still_counts_its_skips_and_judges_the_end_by_the_steps_of_the_c
     ledger = record.ledger
     assert (ledger.skips, ledger.untrained) == (12, 3)
     assert (ledger.accepted, ledger.accepted_until) == (0, 0)
+    assert (ledger.unrepaired, ledger.not_restored) == ([40], [50]), (
+        "what begins after step 80 is decided again"
+    )
+
+
+def test_a_record_keeps_the_damage_that_was_not_repaired_and_an_older_record_has_none():
+    stored = newest().to_dict()
+    assert RunRecord.of(stored).ledger.unrepaired == [40, 88]
+    del stored["ledger"]["unrepaired"]
+    del stored["ledger"]["not_restored"]
+    assert RunRecord.of(stored).ledger.damage_left == ()
+
+
+def test_a_rollback_undoes_damage_unless_it_comes_back_each_time():
+    ledger = newest().ledger
+    assert ledger.damage_left == (40, 50, 88, 90)
+    ledger.on_rollback(TRIAL, None)  # to step 80
+    assert ledger.damage_left == (40, 50, 88)
 
 
 def test_a_checkpoint_of_another_program_gets_a_record_of_its_step():
