@@ -15,6 +15,7 @@ from healcore.runtime.data.loader_protocols import AnyBatch, Loader
 from healcore.runtime.data.positions import (
     BatchId,
     DataError,
+    EmptyLoader,
     UnusableLoader,
     decode_position,
 )
@@ -100,9 +101,12 @@ class Cursor(BatchStream):
                 read already then, or a rollback may have led into the epoch before.
 
         Raises:
+            EmptyLoader: the loader is an iterator that was exhausted in an earlier epoch.
             DataError: the loader is in a later epoch, or has not begun the epoch before.
         """
         at = self.next_id
+        if self._epoch.phase is EpochPhase.EXHAUSTED and at.epoch < epoch and not resumes:
+            raise EmptyLoader(epoch, self._epoch.name)
         is_at_end = at.index > 0 and (self.length is None or self.is_last())
         follows = at.epoch == epoch - 1 and is_at_end
         if at == BatchId(0, 0):

@@ -193,6 +193,22 @@ def test_an_iterator_has_one_epoch():
         Cursor(iter([1, 2]), epochs=2)
 
 
+def test_an_exhausted_iterator_is_an_error_in_the_next_epoch_of_the_program():
+    cursor = Cursor(number for number in range(3))
+    cursor.read_only(0)
+    assert len(take(cursor)) == 3
+    with pytest.raises(EmptyLoader, match=r"generator gave no batch in epoch 1.*lambda: stream"):
+        cursor.read_only(1)
+
+
+def test_an_iterator_that_a_break_has_left_continues_in_the_next_epoch_of_the_program():
+    cursor = Cursor(number for number in range(3))
+    cursor.read_only(0)
+    cursor.next()
+    cursor.read_only(1)
+    assert len(take(cursor)) == 2
+
+
 # -- a position of another number of ranks: the same global batch, or an error --------------------
 
 ROWS = 96
