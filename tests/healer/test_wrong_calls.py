@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from healcore import Healer, Logging
 from healcore.errors import HealerError, IncompleteRun, UnknownState
@@ -65,3 +66,41 @@ def test_arguments_of_other_types_are_refused():
         UnknownState, match=r"\(engine\), and this state is of jax: pass no `attach`"
     ):
         Healer(rules(), state=in_jax, attach={"engine": "host"}).__enter__()
+
+
+def test_steps_without_gradients_have_a_warning_and_an_error_that_names_the_cause(caplog):
+    """`zero_grad` is called between `backward` and `step`, so no step has a gradient."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    said = "called 20 times, and no parameter had a gradient"
+
+    def train() -> None:
+        with Healer(state={"model": model, "optimizer": optimizer}) as healer:
+            for number, batch in enumerate(healer.batches([torch.ones(4, 2)] * 30)):
+                assert (said in caplog.text) == (number >= 20)
+                loss = model(batch).square().mean()
+                healer.observe(loss)
+                loss.backward()
+                optimizer.zero_grad()
+                optimizer.step()
+
+    with pytest.raises(IncompleteRun, match=r"30 batches read.*called 30 times") as error:
+        train()
+    assert "zero_grad() is not called between backward() and step()" in str(error.value)
+    assert caplog.text.count("no parameter had a gradient") == 1
+
+
+def test_an_optimizer_that_trains_later_needs_no_warning(caplog):
+    first, second = torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
+    state = {"first": first, "second": second}
+    for name, model in [*state.items()]:
+        state[f"{name} optimizer"] = torch.optim.SGD(model.parameters(), 0.1)
+    with Healer(state=state) as healer:
+        for batch in healer.batches([torch.ones(4, 2)] * 30):
+            loss = first(batch).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            for name in ("first", "second"):
+                state[f"{name} optimizer"].step()
+                state[f"{name} optimizer"].zero_grad()
+    assert "no parameter had a gradient" not in caplog.text
