@@ -14,7 +14,7 @@ from healcore.runtime.driver import NumberRange
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
 
-STEPS_WITHOUT_DISPATCH = 100
+STEPS_WITHOUT_DISPATCH = 20
 """Steps before the first call of `TorchDriver.take_dispatch` after which a line says so."""
 STEPS_WITHOUT_GRADIENT = 20
 """Steps without a gradient, before the first step with one, after which a line says so."""
@@ -80,9 +80,11 @@ class OptimizerSteps:
         self._steps_without_dispatch += 1
         if self._steps_without_dispatch == STEPS_WITHOUT_DISPATCH:
             console.warning(
-                f"{STEPS_WITHOUT_DISPATCH} steps, but neither healer.batches(loader) nor "
-                "healer.after_step() was called: without them the Healer cannot save, roll back or "
-                "stop the run; write `for batch in healer.batches(loader)`"
+                f"{STEPS_WITHOUT_DISPATCH} steps, and neither healer.batches(loader) nor "
+                "healer.after_step() was called. If none of these calls follows, the Healer cannot "
+                "save, roll back or stop: the run cannot be resumed, and it ends with status 1. "
+                "Write `for batch in healer.batches(loader)`, or healer.after_step() after each "
+                "step"
             )
 
     def no_step_reason(self) -> str:
