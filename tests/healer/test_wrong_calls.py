@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import healcore
 from healcore import Healer, Logging
 from healcore.errors import HealerError, IncompleteRun, UnknownState
 from tests.healer.training_loops import loop_of, rules
@@ -104,3 +105,19 @@ def test_an_optimizer_that_trains_later_needs_no_warning(caplog):
                 state[f"{name} optimizer"].step()
                 state[f"{name} optimizer"].zero_grad()
     assert "no parameter had a gradient" not in caplog.text
+
+
+def test_the_warning_of_a_missing_scheduler_points_to_the_line_of_the_program():
+    def begin_by_start(**arguments: Any) -> None:
+        healcore.start(**arguments)._end(ValueError())
+
+    def begin_by_block(**arguments: Any) -> None:
+        Healer(**arguments).__enter__()
+
+    for begin in (begin_by_start, begin_by_block):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        with pytest.warns(UserWarning, match="a learning-rate scheduler drives") as warned:
+            begin(state={"model": model, "optimizer": optimizer})
+        assert [each.filename for each in warned] == [__file__]
