@@ -108,6 +108,7 @@ class BatchLoop:
         if loop.returns_to_epoch and (known is None or known.trains):
             return False
         if self._state.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
+            self._run.pass_states.restore()  # the program draws on as after its last step
             return False
         self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)
         work_waits = loop.work_waits(self._loader)
