@@ -92,18 +92,16 @@ def test_steps_without_gradients_have_a_warning_and_an_error_that_names_the_caus
 
 
 def test_an_optimizer_that_trains_later_needs_no_warning(caplog):
-    first, second = torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
-    state = {"first": first, "second": second}
-    for name, model in [*state.items()]:
-        state[f"{name} optimizer"] = torch.optim.SGD(model.parameters(), 0.1)
-    with Healer(state=state) as healer:
+    models = {"first": torch.nn.Linear(2, 1), "second": torch.nn.Linear(1, 1)}
+    optimizers = {f"of {k}": torch.optim.SGD(m.parameters(), 0.1) for k, m in models.items()}
+    with Healer(state={**models, **optimizers}) as healer:
         for batch in healer.batches([torch.ones(4, 2)] * 30):
-            loss = first(batch).square().mean()
+            loss = models["first"](batch).square().mean()
             healer.observe(loss)
             loss.backward()
-            for name in ("first", "second"):
-                state[f"{name} optimizer"].step()
-                state[f"{name} optimizer"].zero_grad()
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
     assert "no parameter had a gradient" not in caplog.text
 
 
