@@ -356,7 +356,7 @@ class RunHistory:
                 incident.undone = True
 
     def _lose(self, step: float) -> None:
-        """Takes back the counts since the last rollback from `step` on: the restart repeats them.
+        """Takes back the counts since the last rollback from `step` on: the restart counts again.
 
         The counts of the run are saved with its checkpoints, so the run itself counts them once.
         """
@@ -374,7 +374,10 @@ class RunHistory:
         if event.checkpoint is not None:
             first = float(event.checkpoint)
         self._undo(first)
-        self._lose(first)
+        if event.first_unread is None:
+            self._lose(first)
+        else:  # the restart acts on these steps again, although the checkpoint has their updates
+            self._lose(min(first, float(event.first_unread)))
         self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
 
     def _on_rollback(self, event: EventRecord, step: float) -> None:

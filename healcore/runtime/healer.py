@@ -602,6 +602,10 @@ class Healer(Generic[State]):
         the learning rate. No update is skipped. A restart continues with the block after its
         checkpoint, and ends with the bits of a run that was not killed, if `every` is the same.
 
+        A `loss_fn(state, number)` of the Healer gets the number of the block's last update, and has
+        to make its batch from this number, for example with `jax.random.fold_in(key, number)`.
+        Weights are compared on the batches of different numbers.
+
         Args:
             update: a function as for `jax.lax.scan`: `(state, step) -> (state, outputs)`, where
                 `step` is the number of the update, int32 0-d. It may take any number of optimizer

@@ -16,6 +16,7 @@ from healcore.errors import RunStopped
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.ending import stopping
 from healcore.runtime.run.ending.shutdown import Shutdown
+from healcore.runtime.store.manifest import scan
 from tests.healer.run_directory import events, new_process
 from tests.healer.simulated_kills import Crash, end_without_log
 from tests.healer.training_loops import (
@@ -23,12 +24,14 @@ from tests.healer.training_loops import (
     Faults,
     JaxLoop,
     TorchLoop,
+    at,
     breaks_off,
     loop_of,
     rules,
     same,
     train,
 )
+from tests.open_run import run_of
 
 STEPS, BROKEN_FROM = 60, 33
 POLICY = rules()
@@ -152,6 +155,34 @@ def test_a_break_before_the_first_save_of_the_mended_program(tmp_path):
     new_process()
     loop = run_mended("torch", tmp_path)
     assert same(loop.weights(), plain("torch").weights())
+
+
+def test_a_kill_after_the_record_keeps_the_work_that_follows_a_save_in_the_body(
+    tmp_path, monkeypatch
+):
+    """The start that undoes the trials replaces the record of the checkpoint, and is killed."""
+
+    class Saving(TorchLoop):
+        def step(self, healer: Any, number: int) -> None:
+            super().step(healer, number)
+            if number == 6:
+                healer.save()
+
+    def repeat(healer: Any) -> None:
+        assert run_of(healer).next_start.repeat_from(before=8) == 7
+        raise Crash
+
+    def kill(healer: Any) -> None:
+        raise Crash
+
+    for loop, before in (Saving(), at(9, repeat)), (TorchLoop(), at(7, kill)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Shutdown, "close", end_without_log)
+            with pytest.raises(Crash):
+                train(loop, POLICY, range(STEPS), store=tmp_path, save_every=50, before=before)
+        new_process()
+        assert scan(tmp_path).records[7]["is_in_body"]
+    assert "trained again" in events(tmp_path, "resume")[0]["why"]
 
 
 @pytest.mark.slow  # a run without finite steps stops after 1,000 of them

@@ -33,6 +33,7 @@ def start(
     *,
     kill_at: int | None = None,
     faults: Faults | None = None,
+    save_every: int = SAVE_EVERY,
 ) -> list[Any]:
     """Runs `program(healer, step)` in a new Healer; returns the batches that it has trained on.
 
@@ -42,7 +43,7 @@ def start(
     taken: list[Any] = []
     random.seed(0)
     torch.manual_seed(0)
-    checkpoints = Checkpoints(every=SAVE_EVERY)
+    checkpoints = Checkpoints(every=save_every)
     healer = Healer(rules(), state=loop.state, store=store, checkpoints=checkpoints)
 
     def step(healer: Healer, batch: Any) -> None:
@@ -76,6 +77,16 @@ class DrawingLoader(dict[int, None]):
 
 def never(healer: Healer, place: str) -> None:
     """Interrupts no epoch."""
+
+
+def save(at: str) -> Callable[[Healer, str], None]:
+    """A save at a place between two epochs."""
+
+    def interrupt(healer: Healer, place: str) -> None:
+        if place == at:
+            healer.save()
+
+    return interrupt
 
 
 def save_and_die(at: str) -> Callable[[Healer, str], None]:
@@ -147,6 +158,7 @@ def continuation(
     kill_at: int | None = None,
     interrupt: Callable[[Healer, str], None] = never,
     unread: int = 0,
+    save_every: int = SAVE_EVERY,
 ) -> tuple[int, list[int]]:
     """The step at which a third process continues, and the epochs that it runs.
 
@@ -156,8 +168,10 @@ def continuation(
     undisturbed = EpochProgram(loaders, unread=unread)
     whole = start(framework, folder / "undisturbed", undisturbed)
     killed = folder / "killed"
-    start(framework, killed, EpochProgram(loaders, unread=unread), kill_at=12)
-    start(framework, killed, EpochProgram(loaders, interrupt, unread=unread), kill_at=kill_at)
+    first = EpochProgram(loaders, unread=unread)
+    start(framework, killed, first, kill_at=12, save_every=save_every)
+    second = EpochProgram(loaders, interrupt, unread=unread)
+    start(framework, killed, second, kill_at=kill_at, save_every=save_every)
 
     last = EpochProgram(loaders, unread=unread)
     rest = start(framework, killed, last)
@@ -190,13 +204,39 @@ def test_an_epoch_continues_after_a_kill_in_it(framework, loaders, kill_at, cont
     assert continuation(framework, tmp_path, loaders, kill_at=kill_at) == continues_at
 
 
+@BOTH_FRAMEWORKS
 @MOSTLY_NEW_LOADERS
-def test_an_epoch_that_a_break_has_ended_is_not_continued(loaders, tmp_path):
-    """After a `break`, a save at an epoch's end waits for the next epoch.
+@pytest.mark.parametrize(
+    ("interrupt", "save_every"),
+    [
+        pytest.param(never, 4, id="a regular save"),  # in JAX within the body, before the `break`
+        pytest.param(save("after epoch 1"), 6, id="after the epoch"),
+        pytest.param(save("before epoch 2"), 6, id="before the next epoch"),
+    ],
+)
+def test_an_epoch_that_a_break_has_ended_is_not_continued(
+    framework, loaders, interrupt, save_every, tmp_path
+):
+    """The run is killed in the next epoch, which shows that the `break` has ended its epoch."""
+    continues_at = continuation(
+        framework,
+        tmp_path,
+        loaders,
+        kill_at=22,
+        interrupt=interrupt,
+        unread=2,
+        save_every=save_every,
+    )
+    assert continues_at == (20, [2])
 
-    Not in JAX, where `update` saves before the `break`.
-    """
-    continues_at = continuation("torch", tmp_path, loaders, kill_at=22, unread=2)
+
+@BOTH_FRAMEWORKS
+@MOSTLY_NEW_LOADERS
+def test_a_break_has_ended_its_epoch_if_the_next_one_has_begun_without_a_batch(
+    framework, loaders, tmp_path
+):
+    interrupt = save_and_die("before epoch 2")
+    continues_at = continuation(framework, tmp_path, loaders, interrupt=interrupt, unread=2)
     assert continues_at == (20, [2])
 
 

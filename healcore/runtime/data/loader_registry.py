@@ -124,6 +124,14 @@ class LoaderRegistry:
         return BatchId(epoch, 0)
 
     @property
+    def place_of_break(self) -> BatchId | None:
+        """The next batch of the loader of the last step if a `break` has left it, or None."""
+        loader = self.last_trained
+        if loader is None or not loader.in_loop or not loader.left_by_break:
+            return None
+        return loader.next_id
+
+    @property
     def _reading(self) -> RunLoader | None:
         """The loader of this epoch whose batch is in use, or None.
 
@@ -281,6 +289,10 @@ class LoaderRegistry:
             resumes: whether the loader has just taken over a saved position.
         """
         epoch_loop = self.epoch_loop
+        if resumes and epoch_loop.can_return and begun.next_id.epoch == epoch - 1:
+            # The loop was in this epoch already, so a `break` had left the epoch before. Without a
+            # loop over `Healer.epochs`, a rollback may have led into that epoch instead.
+            begun.abandon()
         continues = resumes or bool(epoch_loop.returned)
         begun.read_only(epoch, resumes=continues and epoch == epoch_loop.next_epoch)
         epoch_loop.next_epoch = epoch

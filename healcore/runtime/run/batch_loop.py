@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from healcore.runtime.data.positions import BatchId
 from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.reporting.nonfinite_steps import FROM_START
@@ -110,6 +111,7 @@ class BatchLoop:
         if self._state.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
             self._run.pass_states.restore()  # the program draws on as after its last step
             return False
+        broken_off = loaders.place_of_break
         self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)
         work_waits = loop.work_waits(self._loader)
         if work_waits:
@@ -119,7 +121,23 @@ class BatchLoop:
             self._run.saver.keep_weight_sample()
         if not work_waits:  # after a `break` the loop continues from `self._loader`
             loop.after_step()
+            if broken_off is not None and self._has_left_epoch(broken_off):
+                loop.save_after_break()
         return True
+
+    def _has_left_epoch(self, place: BatchId) -> bool:
+        """Whether this loop begins a later epoch than the epoch that a `break` has left.
+
+        Until then the `break` may also end the training, which a restart then continues in the same
+        epoch.
+
+        Args:
+            place: the next batch of the broken-off epoch, see `LoaderRegistry.place_of_break`.
+        """
+        if self._epoch is not None and self._epoch > place.epoch:
+            return True  # possibly with a new loader
+        is_same_loader = self._loader is self._run.loaders.last_trained
+        return is_same_loader and self._loader.next_id.epoch > place.epoch
 
     def _read(self) -> bool:
         """Reads the next batch into `self._batch`. After a rollback the loader has more batches.

@@ -188,6 +188,15 @@ class DispatchQueue:
             found.append(UnreadDispatch(ReadDispatch(steps, pending.count), first))
         return found
 
+    @property
+    def first_index(self) -> int | None:
+        """Index of the oldest queued step, or None if no step is queued."""
+        if self._read_steps:
+            return self._read_steps[0].index
+        if self._queue:
+            return self._queue[0][1].index
+        return None
+
     def unread_contents(self) -> dict[int, tuple[Any, ...]]:
         """Index of the first step of each queued dispatch -> the contents of its batches."""
         found: dict[int, tuple[Any, ...]] = {}

@@ -323,6 +323,19 @@ class Loop:
         self.run.saver.save(SaveReason.REGULAR)
         return None
 
+    def save_after_break(self) -> None:
+        """Saves the checkpoint of this step once more, if a `break` has followed its first save.
+
+        The first save has a place within an epoch that the `break` has ended, and a restart or a
+        rollback would read the rest of this epoch. In JAX, `update` saves before the `break`; in
+        torch, the program may call `Healer.save` after it.
+        """
+        run = self.run
+        is_saved = run.schedule.last_saved == run.progress.step and run.progress.steps_taken
+        may_save = run.schedule.may_save and not run.step_batches.within_batch
+        if is_saved and may_save and not self.has_trainer:
+            run.saver.save_state_as(run.progress.step, SaveReason.REGULAR)
+
     # -- calls of the program between two steps -------------------------------------------------
 
     def expect_change(self) -> None:

@@ -245,17 +245,14 @@ def _carry_out(
 
 
 def _set_loop_state(run: Run, plan: StartPlan) -> None:
-    """Tells the loop that nothing is trained, or that it begins with the work after a step.
+    """Tells the loop that nothing is trained, if an earlier process has completed the run.
 
     Args:
         run: the parts of the run, which has resumed or taken its first snapshot.
         plan: the plan of the start.
     """
-    if run.progress.had_completed:
-        if plan is StartPlan.COMPLETED:
-            run.loop.state.find_completed()
-    elif run.record.is_in_body and not run.loop.has_trainer:
-        run.loop.state.resume_in_body()
+    if run.progress.had_completed and plan is StartPlan.COMPLETED:
+        run.loop.state.find_completed()
 
 
 def _read_previous_process(log: RunLog) -> _PreviousProcess:
@@ -354,9 +351,12 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     completed = newest is not None and newest.completed and newest.step == step
     run.progress.resume(step, completed=completed)
     run.pass_states.resume(random_states)
+    if run.record.is_in_body and not (completed or run.loop.has_trainer):
+        run.loop.state.resume_in_body()  # before a record is written, which has to say so too
     trials = failed_trials(newest)
     if trials is None:
-        run.log.event("resume", step=step, checkpoint=step)
+        first_unread = run.dispatch_queue.first_index
+        run.log.event("resume", step=step, checkpoint=step, first_unread=first_unread)
     else:
         _report_undone(run, len(run.ledger.rollbacks) - trials.first, step)
     report_before_kill(run, step)
@@ -391,7 +391,8 @@ def _report_undone(run: Run, count: int, step: int) -> None:
     else:
         why = "the steps since then were skipped or taken without the Healer, so they are trained "
         why += "again"
-    run.log.event("resume", step=step, checkpoint=step, why=why)
+    first_unread = run.dispatch_queue.first_index
+    run.log.event("resume", step=step, checkpoint=step, first_unread=first_unread, why=why)
     run.log.info(f"step {step}: {why}")
     try:
         run.saver.replace_record(step)

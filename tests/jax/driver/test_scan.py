@@ -342,3 +342,37 @@ def test_a_policy_that_rolls_back_at_each_nan_stops_because_no_update_is_skipped
         Healer(policy, state=start(tx), store=tmp_path, checkpoints=EVERY_4) as healer,
     ):
         healer.scan(update, healer.state, 12, every=3)
+
+
+@pytest.mark.parametrize(
+    ("reads_number", "warnings"),
+    [pytest.param(False, 1, id="its own batch"), pytest.param(True, 0, id="a batch of the number")],
+)
+def test_a_loss_fn_without_the_batch_of_its_update_is_reported(
+    tmp_path: Any, reads_number: bool, warnings: int
+):
+    """Both batches of a comparison are equal then, so no comparison counts."""
+
+    def update(state: Any, number: Any) -> Any:
+        params, opt_state, key = state
+        key, draw = jax.random.split(key)
+        x = jax.random.normal(draw, (8, 4))
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        updates, opt_state = PROTECTED.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        params = jax.tree.map(lambda p: jnp.where(number == 200, 8 * p, p), params)
+        return (params, opt_state, key), loss
+
+    def loss_fn(state: Any, number: Any) -> Any:
+        key = jax.random.key(1)
+        if reads_number:
+            key = jax.random.fold_in(key, number)
+        return loss_of(state[0], jax.random.normal(key, (8, 4)))
+
+    params, opt_state, _, key = start(PROTECTED)
+    state = params, opt_state, key
+    options: Any = {"loss_fn": loss_fn, "checkpoints": Checkpoints(every=100)}
+    with Healer("default", state=state, store=tmp_path, **options) as healer:
+        healer.scan(update, state, 400, every=10)
+    problems = [each for each in events(tmp_path, "problem") if "same loss" in str(each)]
+    assert len(problems) == warnings

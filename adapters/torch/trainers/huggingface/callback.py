@@ -20,7 +20,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
-from healcore.console import info
+from healcore.console import counted, info, warning
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
@@ -384,12 +384,17 @@ class HealingCallback(TrainerCallback, ExportableState):
             )
         # The Trainer has loaded its own checkpoint before it calls an added callback. It runs no
         # epoch after its last step, and a store with its first checkpoint needs those weights.
-        newest = newest_step(self._resolved_store(trainer)) or 0
+        stored = newest_step(self._resolved_store(trainer))
+        newest = stored or 0
         if state.global_step and (not newest or newest < state.max_steps <= state.global_step):
+            has = "no checkpoint"
+            if stored is not None:
+                has = f"a checkpoint of step {stored}"
             raise AttachError(
-                "resume_from_checkpoint conflicts with the store, which continues the run by "
-                "itself: omit the argument or call heal_trainer, which omits it; to start a new "
-                "run from those weights, load the model from that directory and pass an empty store"
+                f"resume_from_checkpoint conflicts with the store, which has {has} and continues a "
+                f"run only by its own checkpoints, while the Trainer's is of step "
+                f"{state.global_step}: omit the argument; to start a new run from those weights, "
+                "load the model from that directory and pass an empty store"
             )
         if state.is_hyper_param_search:
             raise AttachError(
@@ -557,10 +562,19 @@ def _checkpoint_to_resume_from(
     for callback in callbacks:
         step = newest_step(callback._resolved_store(trainer))
         if step is not None:
-            info(
+            line = (
                 f"resume_from_checkpoint={requested!r} is ignored, because the store continues the "
                 f"run, from its checkpoint of step {step}"
             )
+            of_trainer = checkpoints.step_of(requested, _folder(trainer)) or 0
+            if of_trainer > step:
+                steps = counted(of_trainer - step, "step")
+                warning(
+                    f"{line}: {steps} up to the Trainer's checkpoint of step {of_trainer} are "
+                    "trained again. checkpoints=healcore.Checkpoints(every=...) saves more often"
+                )
+            else:
+                info(line)
             return None
     return checkpoints.to_resume_from(requested, _folder(trainer))
 

@@ -20,6 +20,27 @@ Requested: TypeAlias = str | os.PathLike[str] | Literal[True]
 """The path of a checkpoint, or True for the newest checkpoint in `output_dir`."""
 
 
+def step_of(requested: Requested, folder: Path) -> int | None:
+    """The step of a checkpoint of the Trainer, by the name of its directory.
+
+    Args:
+        requested: argument `resume_from_checkpoint` of `Trainer.train`; True for the newest.
+        folder: `output_dir` of the Trainer.
+
+    Returns:
+        The number of optimizer steps, or None without a directory of such a name.
+    """
+    if requested is True:
+        paths = _checkpoints_in(folder)
+        if not paths:
+            return None
+        requested = paths[-1]
+    name = _NAME.search(os.fspath(requested).rstrip("/"))
+    if name is None:
+        return None
+    return int(name[1])
+
+
 def to_resume_from(requested: Requested, folder: Path) -> Requested | None:
     """The checkpoint to resume from: `requested`, or an older one if that is damaged.
 
@@ -30,8 +51,7 @@ def to_resume_from(requested: Requested, folder: Path) -> Requested | None:
     Returns:
         An argument for `Trainer.train`; None if no checkpoint can be used.
     """
-    paths = [path for path in folder.glob("*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    found = sorted(paths, key=lambda path: int(path.name.rpartition("-")[2]))
+    found = _checkpoints_in(folder)
     if requested is not True:
         names = [path.absolute() for path in found]
         if Path(requested).absolute() not in names:
@@ -49,6 +69,12 @@ def to_resume_from(requested: Requested, folder: Path) -> Requested | None:
     if target is None:
         return requested
     return str(target)
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """The directories of the Trainer's checkpoints, the newest last."""
+    paths = [path for path in folder.glob("*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def _newest_complete(checkpoints: list[Path]) -> tuple[Path | None, dict[Path, str]]:

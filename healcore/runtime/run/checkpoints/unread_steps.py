@@ -9,9 +9,11 @@ comparisons are (`Comparisons.batches_to_save`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from healcore.core.decision import Action, Cause, StepRecord, SuspectGradient
+from healcore.core.engine import RuleConfig
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.compare.trained_step import ObservedBatch
 from healcore.runtime.run.dispatch_queue import DispatchStart, ReadDispatch, UnreadDispatch
@@ -77,6 +79,44 @@ def unread_from_text(text: str, contents: Mapping[int, Any]) -> list[UnreadDispa
         )
         unread.append(UnreadDispatch(ReadDispatch(steps, each["count"]), first))
     return unread
+
+
+def with_orders_of(
+    unread: Sequence[UnreadDispatch], rules: Sequence[RuleConfig]
+) -> list[UnreadDispatch]:
+    """Dispatches that another policy has judged, without the orders that only it gives.
+
+    A user may restart a run with another policy because she does not want such a rollback. An order
+    that the given policy also gives for the same cause stays, because no later step may order it
+    again. What was done within the step stays too: a skip, a clipped gradient, a cut of the rate.
+
+    Args:
+        unread: the dispatches, oldest first.
+        rules: the rules of the policy that is given now.
+
+    Returns:
+        The dispatches, oldest first.
+    """
+    found: list[UnreadDispatch] = []
+    for each in unread:
+        steps: list[list[StepRecord]] = []
+        for records in each.dispatch.steps:
+            steps.append([_with_orders_of(record, rules) for record in records])
+        found.append(each._replace(dispatch=replace(each.dispatch, steps=steps)))
+    return found
+
+
+def _with_orders_of(record: StepRecord, rules: Sequence[RuleConfig]) -> StepRecord:
+    """A record with the orders that these rules can give for its causes."""
+    allowed = int(Action.CUT_LR)
+    for rule in rules:
+        if rule.causes & record.cause:
+            allowed |= rule.action
+    action = Action(record.action & allowed)
+    depth = 0
+    if action & Action.ROLLBACK:
+        depth = record.rollback_depth
+    return record._replace(action=action, rollback_depth=depth)
 
 
 def _plain(record: StepRecord) -> dict[str, Any]:

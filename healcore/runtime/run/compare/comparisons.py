@@ -36,7 +36,7 @@ from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import RECENT, Anchor
 from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.compare.mean_pause import MeanPause
-from healcore.runtime.run.compare.rises import Rises, joined, rise_of
+from healcore.runtime.run.compare.rises import ROUNDING, Rises, joined, rise_of
 from healcore.runtime.run.compare.saved_form import (
     numbers_from_text,
     numbers_to_text,
@@ -552,6 +552,8 @@ class Comparisons:
         if losses is None:
             return None
         pairs = [*zip(*losses, strict=True)]
+        same_losses = all(math.isclose(then, each, rel_tol=ROUNDING) for _, each in pairs)
+        self.loss_function.note_comparison(same_losses=same_losses)
         return joined(evaluations + 2 * len(past), (now, then), pairs)
 
     def _weigh(self, index: int, anchor: Anchor, compared: Rises) -> Verdict | None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from healcore.runtime.run.progress import RunProgress
     from healcore.runtime.run.run_record import RunRecord
 
+MAX_SAME_LOSSES = 3
+"""Comparisons in a row with the same loss for different batches, after which a warning follows."""
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
 
@@ -133,6 +135,8 @@ class LossFunction:
         self.gives_loss = False
         self.draws = False
         self.is_checked = False
+        self._same_losses = 0
+        """Comparisons in a row whose batches have had the same loss."""
 
     @property
     def is_usable(self) -> bool:
@@ -162,6 +166,27 @@ class LossFunction:
     def _warn(self, problem: str) -> None:
         """Logs a problem. The run continues without comparisons."""
         self._log.problem(self._progress.step, problem)
+
+    def note_comparison(self, *, same_losses: bool) -> None:
+        """Warns once if comparisons cannot count, because the batches have the same loss.
+
+        Args:
+            same_losses: whether the batches of a comparison have had the same loss under the
+                earlier weights.
+        """
+        if not same_losses:
+            self._same_losses = 0
+            return
+        self._same_losses += 1
+        if self._same_losses == MAX_SAME_LOSSES:
+            self._log.problem(
+                self._progress.step,
+                f"loss_fn has returned the same loss for different batches in {MAX_SAME_LOSSES} "
+                "comparisons in a row, so none of them counts: loss_fn has to compute the loss of "
+                "the batch that it gets (in healer.scan of the update `number`, for example with "
+                "the key jax.random.fold_in(key, number)). If all batches of the run are equal, "
+                "weights cannot be compared",
+            )
 
     def learn_first_step(self, trained: TrainedStep, loss: float, first_weights: Any) -> None:
         """Checks `loss_fn` on the first step, and compares it with the step's training loss.

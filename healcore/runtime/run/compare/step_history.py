@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import struct
 from collections import deque
@@ -22,8 +23,14 @@ STEPS_BEFORE_SIGN = 8
 STEPS_AFTER_SIGN = 12
 """Steps from the first sign on that may have caused the trouble, whatever their loss. Signs with
 smaller gaps belong to the same trouble."""
-MAX_HIGH_STEPS = 8 * SAMPLE_SIZE
-"""Later steps with a high loss or unusual norm that are remembered, as far as memory allows."""
+MAX_HIGH_STEPS = 32 * SAMPLE_SIZE
+"""Later steps with a high loss or an unusual norm that are remembered. A rollback is decided about
+this many steps after the onset, so a bad shard is remembered to its end."""
+MAX_ALWAYS = 8 * SAMPLE_SIZE
+"""High steps that are remembered whatever their batches need. Further ones share `MAX_BYTES`."""
+MAX_BYTES = 256 << 20
+"""Bytes of the batches of the further steps. They may be in the memory of the device, and healcore
+must not be the reason why memory runs out."""
 _UNTIL_HEALTHY = STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN
 """Steps without an alarm or a high loss after which the norm of a step counts as healthy."""
 _TEXT = ("the last steps",)
@@ -145,6 +152,8 @@ class StepHistory:
         """The steps around the first sign of each trouble."""
         self._high: deque[TrainedStep] = deque()
         """At most `MAX_HIGH_STEPS` steps with a sign or a high loss, see `_add_high`."""
+        self._high_sizes: deque[float] = deque()
+        """Bytes of the batches of each of these steps."""
         self._burst = (-STEPS_AFTER_SIGN - 1, -STEPS_AFTER_SIGN - 1)  # none
         """First and last step of the newest burst of high steps."""
         self._last_sign = -STEPS_AFTER_SIGN - 1  # none
@@ -207,7 +216,9 @@ class StepHistory:
         self._norms.restore(found, steps)
         self._newest.extend(found["newest"])
         self._last.extend(steps[index] for index in found["last"])
-        self._high.extend(steps[index] for index in found["high"])
+        for index in found["high"]:
+            self._high.append(steps[index])
+            self._high_sizes.append(steps[index].nbytes)
         for start, indices in found["windows"]:
             self._windows.append(_Window(start, [steps[index] for index in indices]))
         self._last_sign, self._last_alarm, *burst = found["signs"]
@@ -269,11 +280,26 @@ class StepHistory:
         if trained.index - last > STEPS_AFTER_SIGN:
             first = trained.index
         self._burst = (first, trained.index)
-        if len(self._high) == MAX_HIGH_STEPS:
+        size = trained.nbytes
+        while not self._has_room(size):
             if self._high[0].index >= first:
                 return
-            self._high.popleft()  # of an earlier burst
+            self._high.popleft()  # the oldest step, of an earlier burst
+            self._high_sizes.popleft()
         self._high.append(trained)
+        self._high_sizes.append(size)
+
+    def _has_room(self, size: float) -> bool:
+        """Whether one more high step may be remembered.
+
+        Args:
+            size: bytes of its batches.
+        """
+        if len(self._high) < MAX_ALWAYS:
+            return True
+        if len(self._high) == MAX_HIGH_STEPS:
+            return False
+        return sum(itertools.islice(self._high_sizes, MAX_ALWAYS, None)) + size <= MAX_BYTES
 
     def accept_level(self) -> None:
         """Makes the last losses the usual losses, if most of them are high.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -32,3 +33,24 @@ class TrainedStep(NamedTuple):
     """Engine name -> gradient norm before any clip of healcore, where it is known."""
     rates: Mapping[str, float] = {}
     """Engine name -> the learning rate in force, where the step's record has it."""
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the arrays in the batches, or Inf if a batch is of an unknown type."""
+        return sum(_nbytes_of(batch.content) for batch in self.batches)
+
+
+def _nbytes_of(content: Any) -> float:
+    """Bytes of the arrays in a batch, or Inf if it has an object of an unknown type."""
+    nbytes = getattr(content, "nbytes", None)
+    if isinstance(nbytes, int):  # an array of NumPy, torch or JAX
+        return nbytes
+    if isinstance(content, Mapping):
+        return sum(_nbytes_of(each) for each in content.values())
+    if isinstance(content, list | tuple):
+        return sum(_nbytes_of(each) for each in content)
+    if isinstance(content, str | bytes):
+        return len(content)
+    if content is None or isinstance(content, bool | int | float | complex):
+        return 0
+    return math.inf

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from healcore.console import counted, first_of
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines
-from healcore.runtime.run.checkpoints.unread_steps import unread_from_text
+from healcore.runtime.run.checkpoints.unread_steps import unread_from_text, with_orders_of
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import SavedDataState
 from healcore.runtime.run.dispatch_queue import UnreadDispatch
@@ -164,6 +164,8 @@ class Resumption:
             batches = saved.data_state.batches
         if own.unread:
             unread = unread_from_text(own.unread, batches or {})
+            if self._has_other_policy(own):
+                unread = with_orders_of(unread, self.run.policy.engine.config.rules)
             self.run.dispatch_queue.resume(self._comparable_on_all_ranks(unread))
         if own.comparisons is not None:
             self.run.comparisons.continue_from(
@@ -175,6 +177,11 @@ class Resumption:
         if own.repeats_undone_steps(saved.step):
             positions |= _kept_positions(own, saved)
         self.run.loaders.resume(positions, own.skipped)
+
+    def _has_other_policy(self, own: RunRecord) -> bool:
+        """Whether another policy than the given one has judged the steps of a checkpoint."""
+        given = self.run.policy.engine.fingerprint
+        return any(saved.get("policy") != given for saved in own.engines.values())
 
     def _comparable_on_all_ranks(self, unread: Sequence[UnreadDispatch]) -> list[UnreadDispatch]:
         """Marks the steps whose batches any rank has lost, because comparing is collective.

@@ -77,8 +77,8 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
        first.
     2. Repeat once with nothing changed.
     3. Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
-       loss the better weights find unusual. A second hold adds what is newly unusual, and freezes
-       these steps.
+       loss the better weights find unusual. A second hold adds what is newly unusual, if anything,
+       and freezes these steps: what was held may have been a symptom only.
     4. Limit a rate that is unknown, because nothing that is known has helped.
     5. Undo the trials.
 
@@ -103,7 +103,8 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
         return Trial.LIMIT_RATE
     if not tried:
         return Trial.REPEAT
-    if facts.unusual and tried.count(Trial.HOLD) < MAX_HOLDS:
+    may_hold = facts.unusual or Trial.HOLD in tried
+    if may_hold and tried.count(Trial.HOLD) < MAX_HOLDS:
         return Trial.HOLD
     if limit_left and not facts.rates:
         return Trial.LIMIT_RATE

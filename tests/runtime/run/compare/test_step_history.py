@@ -4,18 +4,22 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 
+import numpy
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.step_history import (
+    MAX_ALWAYS,
+    MAX_BYTES,
     MAX_HIGH_STEPS,
     STEPS_BEFORE_SIGN,
     Signs,
     StepHistory,
 )
-from healcore.runtime.run.compare.trained_step import TrainedStep
+from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.healthy_ranges import HealthyValues
 
 
@@ -131,11 +135,30 @@ def test_the_first_steps_of_a_long_burst_stay_and_an_earlier_burst_makes_room():
     add(history, [1.0] * 150)
     add(history, [5.0] * 10, first=150)
     add(history, [1.0] * 40, first=160)
-    add(history, [6.0] * 100, first=200)
-    found = history.suspect_steps(200, 300)
+    add(history, [6.0] * 300, first=200)
+    found = history.suspect_steps(200, 500)
     assert found is not None
     indices = [each.index for each in found.steps]
     assert indices == [*range(192, 200 + MAX_HIGH_STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("content", "later"),
+    [
+        pytest.param({"x": [numpy.empty(MAX_BYTES // 10, numpy.uint8)]}, 10, id="arrays"),
+        pytest.param(object(), 0, id="an unknown type"),
+        pytest.param(["text", 1.0, None], MAX_HIGH_STEPS - MAX_ALWAYS, id="small values"),
+    ],
+)
+def test_the_batches_of_late_steps_take_a_bounded_memory(content: object, later: int):
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    for index in range(150, 650):
+        step = TrainedStep(index, (ObservedBatch(content),), {"a": 1.0})
+        history.add(step, 5.0, alarm=False, healthy=True, norm_limits={})
+    found = history.suspect_steps(150, 650)
+    assert found is not None
+    assert len(found.steps) == STEPS_BEFORE_SIGN + MAX_ALWAYS + later
 
 
 def test_equal_passes_have_equal_digests():

@@ -44,7 +44,8 @@ def expected_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
         return Trial.LIMIT_RATE
     if not tried:
         return Trial.REPEAT
-    if facts.unusual and holds_left:
+    held_in_vain = Trial.HOLD in tried
+    if holds_left and (facts.unusual or held_in_vain):
         return Trial.HOLD
     if limits_left and not facts.rates:
         return Trial.LIMIT_RATE
@@ -66,3 +67,11 @@ def test_what_is_unusual_is_held_before_an_unknown_rate_is_limited():
         tried.append(next_trial(tried, facts))
     limits = [Trial.LIMIT_RATE] * facts.max_rate_limits
     assert tried == [Trial.REPEAT, Trial.HOLD, Trial.HOLD, *limits, Trial.ACCEPT]
+
+
+def test_after_a_hold_that_did_not_help_the_steps_are_frozen_although_nothing_else_is_unusual():
+    """Gradients of a forgotten `zero_grad` have a large norm, which is held in vain."""
+    facts = TroubleFacts([{"a": 0.1}], {"a": 0.1}, False, unusual=False, max_rate_limits=2)
+    assert next_trial([Trial.REPEAT], facts) == Trial.ACCEPT
+    assert next_trial([Trial.REPEAT, Trial.HOLD], facts) == Trial.HOLD
+    assert next_trial([Trial.REPEAT, Trial.HOLD, Trial.HOLD], facts) == Trial.ACCEPT

@@ -118,7 +118,7 @@ def calling(event: str, call: Callable[..., object], *, at: int | None = None) -
     return callback
 
 
-def raising(error: Exception) -> Callable[..., object]:
+def raising(error: BaseException) -> Callable[..., object]:
     """A function that raises the error, whatever it is called with."""
 
     def fail(*args: object, **kwargs: object) -> None:

@@ -17,6 +17,7 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from healcore import Checkpoints
+from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.start_plan import StoreNotEmpty
 from healcore.runtime.store.manifest import scan
 from healcore.torch import AttachError, DCPStore, HealingCallback, heal_trainer
@@ -24,6 +25,7 @@ from healcore.torch.trainers.huggingface.batch_loss import loss_fn_of
 from healcore.torch.trainers.policy_state import healings_of
 from tests.healer.run_directory import events_of, new_process
 from tests.healer.run_options import grouped
+from tests.healer.simulated_kills import Crash, end_without_log
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 from tests.torch.trainers.huggingface.small_runs import calling
@@ -228,6 +230,32 @@ def test_an_added_callback_resumes_from_its_store_and_not_as_the_program_says(re
     assert train(paths.get(resume, resume))[1] == [], "completed"
 
 
+@pytest.mark.parametrize("resume", [True, "checkpoint-4"])
+def test_a_newer_checkpoint_of_the_trainer_is_ignored_with_a_warning(resume, tmp_path, caplog):
+    """The run is killed before the first regular save of the store."""
+
+    def train(resume: Any = None, *, ends: int = -1) -> Any:
+        new_process()
+        trainer = small_runs.trainer(tmp_path, steps=8, save_strategy="steps", save_steps=2)
+        steps = small_runs.Steps()
+        trainer.add_callback(steps)
+        heal_trainer(trainer, checkpoints=Checkpoints(every=100))
+        trainer.add_callback(calling("on_step_end", small_runs.raising(Crash()), at=ends))
+        trainer.train(resume_from_checkpoint=resume)
+        return steps.steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Shutdown, "close", end_without_log)
+        with pytest.raises(Crash):
+            train(ends=5)
+    named = resume if resume is True else str(tmp_path / resume)
+    assert train(named) == [*range(1, 9)]
+    (line,) = [each.message for each in caplog.records if "is ignored" in each.message]
+    assert "from its checkpoint of step 0" in line
+    assert "4 steps up to the Trainer's checkpoint of step 4 are trained again" in line
+    assert "checkpoints=healcore.Checkpoints(every=" in line
+
+
 def test_a_list_of_stores_is_passed_to_the_healer(tmp_path: Path):
     """The first directory is lost, as a local disk, and the second continues the run."""
     stores = [tmp_path / "local", str(tmp_path / "shared")]
@@ -317,7 +345,7 @@ def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
     with pytest.raises(AttachError, match="hyperparameter_search"):
         heal_trainer(tiny.plain(tmp_path)).train(trial={"learning_rate": 0.1})
     tiny.plain(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
-    with pytest.raises(AttachError, match="resume_from_checkpoint conflicts"):
+    with pytest.raises(AttachError, match="conflicts with the store, which has no checkpoint"):
         heal_trainer(tiny.plain(tmp_path)).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="every is a whole number"):
         heal_trainer(tiny.plain(tmp_path), checkpoints=Checkpoints(every=0))
