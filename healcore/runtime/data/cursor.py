@@ -15,7 +15,6 @@ from healcore.runtime.data.loader_protocols import AnyBatch, Loader
 from healcore.runtime.data.positions import (
     BatchId,
     DataError,
-    EmptyLoader,
     UnusableLoader,
     decode_position,
 )
@@ -101,14 +100,13 @@ class Cursor(BatchStream):
                 read already then, or a rollback may have led into the epoch before.
 
         Raises:
-            EmptyLoader: the loader is an iterator that was exhausted in an earlier epoch.
             DataError: the loader is in a later epoch, or has not begun the epoch before.
         """
         at = self.next_id
-        if self._epoch.phase is EpochPhase.EXHAUSTED and at.epoch < epoch and not resumes:
-            raise EmptyLoader(epoch, self._epoch.name)
         is_at_end = at.index > 0 and (self.length is None or self.is_last())
         follows = at.epoch == epoch - 1 and is_at_end
+        if self.is_used_up and at.epoch < epoch:
+            follows = True  # no batch is left for this epoch, nor for any other epoch
         if at == BatchId(0, 0):
             self.next_id = BatchId(epoch, 0)  # the loader is used for the first time
         elif not resumes and at.epoch != epoch and not follows:
@@ -128,6 +126,11 @@ class Cursor(BatchStream):
             epoch: number of the epoch, from 0.
         """
         self._range.end_before(epoch)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the loader is an iterator that has yielded its last batch."""
+        return self._epoch.phase is EpochPhase.EXHAUSTED
 
     @property
     def length(self) -> int | None:

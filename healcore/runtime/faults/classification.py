@@ -65,7 +65,6 @@ _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, Asserti
 # The kinds of faults, to which `classify` adds the sign.
 _OOM = Fault(Cause.OOM, "")
 _DATA = Fault(Cause.DATA, "")
-_LOADER_USE = Fault(Cause.DATA, "", hint="No batch is unreadable: check the loop and its loader.")
 _HANG = Fault(Cause.HANG, "")
 _WORKER = Fault(Cause.WORKER, "")
 _TRANSIENT = Fault(Cause.NETWORK, "", transient=True)
@@ -102,8 +101,7 @@ _TYPES: dict[str, Fault] = _by_name(
     (_TRANSIENT, "urllib3.exceptions.SSLError"),
     (_TRANSIENT, "aiohttp.client_exceptions.ClientConnectionError"),
     (_TRANSIENT, "aiohttp.client_exceptions.ClientPayloadError"),
-    (_LOADER_USE, "healcore.DataError"),
-    (_DATA, "builtins.EOFError"),
+    (_DATA, "healcore.DataError builtins.EOFError"),
     (_DATA, "builtins.UnicodeDecodeError json.decoder.JSONDecodeError zlib.error"),
     (_DATA, "gzip.BadGzipFile lzma.LZMAError _lzma.LZMAError zipfile.BadZipFile"),
     (_DATA, "tarfile.ReadError PIL.UnidentifiedImageError pyarrow.lib.ArrowInvalid"),
