@@ -4,13 +4,22 @@
 
 What is asserted is optimised instead of the code, so that a person reads these numbers: files above
 600 lines, functions above 80, classes that set more than 12 attributes, and how many conditional
-expressions, comprehensions and `Any` there are in 100 lines of code (optax: 0.7, 0.7, 2.3). The
-last number is the length of public docstrings (optax: 15).
+expressions, comprehensions and `Any` there are in 100 lines of code (optax: 0.7, 0.7, 2.3). Then
+comes the length of public docstrings (optax: 15).
+
+The list below these numbers also has what CONTRIBUTING asks of a file and of a part of the run:
+
+    and       the first sentence of the docstring has a clause with "and", or a later paragraph
+              begins with a class of the file: a file of over 200 lines that may be two files
+    modules   a folder of more than 25 modules
+    parts     a class or function that takes the whole `Run` and uses at most 2 parts of it, and
+              could take these parts
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -20,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("healcore", "adapters")
 MAX_FILE, MAX_FUNCTION, MAX_ATTRIBUTES = 600, 80, 12
+MAX_ONE_SUBJECT, MAX_MODULES, FEW_PARTS = 200, 25, 2
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -54,8 +64,17 @@ class Shape:
             is_code = line.strip() and not line.strip().startswith("#")
             if is_code and number not in in_docstring:
                 self.code_lines += 1
+        if len(lines) > MAX_ONE_SUBJECT and has_two_subjects(tree):
+            self.large.append(f"      and         {name}")
         for node in ast.walk(tree):
             self._add_node(node, name)
+
+    def add_folder(self, folder: Path) -> None:
+        """Counts the modules of a folder, without those of its folders."""
+        modules = [each for each in folder.glob("*.py") if each.name != "__init__.py"]
+        if len(modules) > MAX_MODULES:
+            name = folder.resolve().relative_to(ROOT)
+            self.large.append(f"{len(modules):5d} modules     {name}")
 
     def _add_node(self, node: ast.AST, file: Path) -> None:
         if isinstance(node, ast.IfExp):
@@ -72,6 +91,10 @@ class Shape:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION:
                 self.large.append(f"{length:5d} lines       {file}: {node.name}")
+        parts = parts_of_run(node)
+        if parts is not None and len(parts) <= FEW_PARTS:
+            names = ", ".join(sorted(parts))
+            self.large.append(f"{len(parts):5d} parts       {file}: {node.name} ({names})")
         if isinstance(node, ast.ClassDef):
             attributes = set(attributes_set_by(node))
             if len(attributes) > MAX_ATTRIBUTES:
@@ -98,6 +121,55 @@ class Shape:
         median = statistics.median(self.docstrings)
         mean = statistics.mean(self.docstrings)
         return f"public docstrings: median {median:g} lines, mean {mean:.1f}"
+
+
+def has_two_subjects(tree: ast.Module) -> bool:
+    """Whether the docstring of a file says that the file may be two files."""
+    first, *others = re.split(r"\n\n+", ast.get_docstring(tree) or "")
+    sentence = re.split(r"\.\s", first)[0]
+    if re.search(r",\sand\s", sentence):  # "loss and norm" may be one subject
+        return True
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    starts = (re.match(r"`(\w+)`", each) for each in others)
+    return any(start is not None and start[1] in classes for start in starts)
+
+
+def parts_of_run(node: ast.AST) -> set[str] | None:
+    """The parts of the `Run` that a class or a function uses, or None if it takes no `Run`.
+
+    Methods are counted with their class.
+    """
+    if isinstance(node, ast.ClassDef):
+        starts = [each for each in node.body if getattr(each, "name", "") == "__init__"]
+        if not starts or not takes_run(starts[0]):
+            return None
+    elif not takes_run(node) or has_self(node):
+        return None
+    parts = set()
+    for each in ast.walk(node):
+        if not isinstance(each, ast.Attribute):
+            continue
+        owner = ast.unparse(each.value)
+        if owner in ("run", "self.run", "self._run"):
+            parts.add(each.attr)
+    return parts
+
+
+def takes_run(node: ast.AST) -> bool:
+    """Whether a function has an argument `run: Run`."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    for each in [*node.args.args, *node.args.kwonlyargs]:
+        if each.arg == "run" and each.annotation is not None:
+            return ast.unparse(each.annotation).startswith("Run")
+    return False
+
+
+def has_self(node: ast.AST) -> bool:
+    """Whether a function is a method."""
+    if not isinstance(node, ast.FunctionDef) or not node.args.args:
+        return False
+    return node.args.args[0].arg in ("self", "cls")
 
 
 def lines_of_docstring(node: ast.AST) -> Iterator[int]:
@@ -133,6 +205,9 @@ def main(paths: list[str]) -> None:
     for each in chosen:
         for path in files_in(each):
             shape.add(path)
+        if each.is_dir():
+            for folder in [each, *each.rglob("*/")]:
+                shape.add_folder(folder)
     print(shape.report())
 
 

@@ -56,9 +56,11 @@ class Corpus(NamedTuple):
     """
 
     train: np.ndarray
+    """Text for the training batches."""
     held_out: np.ndarray
     """Every tenth file."""
     files: int
+    """Number of files read."""
 
 
 def load_corpus() -> Corpus:
@@ -104,6 +106,7 @@ class Step(NamedTuple):
     """
 
     step: int
+    """Index of the step, from 0."""
     batch: int
     """Index of the batch; larger than `step` after a rollback that skipped batches."""
     loss: float
@@ -135,17 +138,25 @@ class Scenario:
     """
 
     corpus: Corpus
+    """Text for training and evaluation."""
     steps: int = 300
+    """Steps of a run."""
     batch: int = 16
+    """Sequences in a batch."""
     context: int = 64
+    """Bytes in a sequence."""
     layers: int = 3
+    """Layers of the transformer."""
     width: int = 64
+    """Width of the transformer."""
     heads: int = 4
+    """Attention heads of each layer."""
     peak_rate: float = 8e-3
     """The intended learning rate, the highest with which this model trains well."""
     lr_factor: float = 16.0
     """Factor on the learning rate in `wrong_lr_steps`."""
     weight_decay: float = 0.1
+    """Weight decay of AdamW."""
 
     def __post_init__(self) -> None:
         if self.steps < MIN_STEPS:

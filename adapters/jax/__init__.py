@@ -17,6 +17,7 @@ The files, for readers of the code, in the order of a step:
     update_check         whether the optimizer makes NaN of finite gradients
     signals              the signals of a step, reduced over the devices
     heal_state           `HealState`, and the engine's step on it
+    state_policy         checks that a state belongs to a policy
     engine_rows          the numbers of an engine as one row
     one_kernel           compiles the engine as one kernel of a CPU
     array_namespace      the array functions of the core in JAX
@@ -47,7 +48,7 @@ from healcore.adapter_registry import require
 require("jax", "jax", "optax")
 
 from healcore.jax.commit import commit  # noqa: E402
-from healcore.jax.heal_state import HealState, HealStateError  # noqa: E402
+from healcore.jax.heal_state import HealState  # noqa: E402
 from healcore.jax.opt_state import (  # noqa: E402
     expect_change,
     from_dict,
@@ -58,6 +59,7 @@ from healcore.jax.opt_state import (  # noqa: E402
     with_heal_state,
     without_heal_state,
 )
+from healcore.jax.state_policy import HealStateError  # noqa: E402
 from healcore.jax.transform import heal, heal_zclip, protect, scale_by_heal_lr  # noqa: E402
 
 if TYPE_CHECKING:

@@ -199,7 +199,8 @@ def _interpret(
 def _evaluate(eqn: jex.JaxprEqn, read: Callable[[Atom], Leaf]) -> Sequence[Leaf]:
     """Evaluates one equation, as in JAX's guide "Writing custom interpreters"."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)  # jax < 0.9: a pair
+    # Before JAX 0.9 the result is a pair.
+    functions, params = params if isinstance(params, tuple) else ((), params)
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*functions, *map(read, eqn.invars), **params)
     return out if eqn.primitive.multiple_results else [out]

@@ -51,9 +51,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from healcore.core.decision import RECORD_FIELDS, RECORD_INTS, Decision
+from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState, Tally
 from healcore.core.engine.state import record_numbers
+from healcore.core.step_record import RECORD_FIELDS, RECORD_INTS
 from healcore.jax.one_kernel import is_one_kernel
 
 FINGERPRINT = slice(2)
@@ -66,7 +67,8 @@ HEAD_SIZE = 4
 """Number of columns in the head: the fingerprint, the edit and the flag."""
 _DECISION_INTS = ("skip", "action", "cause", "rollback_depth")
 _DECISION_FLOATS = ("grad_scale", "lr_scale")
-_FLOATS = len(RECORD_FIELDS) - RECORD_INTS
+_FLOAT_COUNT = len(RECORD_FIELDS) - RECORD_INTS
+"""Number of floats in a record."""
 
 STEP = HEAD_SIZE + len(_DECISION_INTS)
 """Column of the number of steps judged. It begins the integers of a record."""
@@ -135,7 +137,7 @@ class RowLayout(NamedTuple):
             leaf: index of the float among the leaves.
         """
         place = self.floats.index(leaf) - len(self.floats)
-        return place if place >= -_FLOATS else place - len(_DECISION_FLOATS)
+        return place if place >= -_FLOAT_COUNT else place - len(_DECISION_FLOATS)
 
     def pack(self, head: Sequence[Any], state: Any, decision: Decision, xp: Any) -> Any:
         """Makes a row, int32 (width,).
@@ -150,8 +152,9 @@ class RowLayout(NamedTuple):
         factors = [getattr(decision, name) for name in _DECISION_FLOATS]
         ints = [*head, *(getattr(decision, name) for name in _DECISION_INTS)]
         ints += [leaves[i] for i in self.ints]
-        others, record = self.floats[:-_FLOATS], self.floats[-_FLOATS:]
-        floats = [*(leaves[i] for i in others), *factors, *(leaves[i] for i in record)]
+        floats = [leaves[i] for i in self.floats[:-_FLOAT_COUNT]]
+        floats += factors
+        floats += [leaves[i] for i in self.floats[-_FLOAT_COUNT:]]
         ints = [xp.asarray(each, np.int32) for each in ints]
         floats = [xp.asarray(each, np.float32) for each in floats]
         if xp is jnp and not is_one_kernel():
@@ -171,7 +174,7 @@ class RowLayout(NamedTuple):
         leaves: list[Any] = list(self.leaves)  # an empty window has no other value
         ints = _numbers(row[STEP : STEP + len(self.ints)])
         floats = _numbers(_view(row[STEP + len(self.ints) :], np.float32))
-        del floats[-_FLOATS - len(_DECISION_FLOATS) : -_FLOATS]
+        del floats[-_FLOAT_COUNT - len(_DECISION_FLOATS) : -_FLOAT_COUNT]
         for i, number in zip(self.ints, ints, strict=True):
             leaves[i] = number != 0 if leaves[i].dtype == np.bool_ else number
         for i, number in zip(self.floats, floats, strict=True):
@@ -208,8 +211,21 @@ def with_row(rows: jax.Array, row: jax.Array, step: jax.Array) -> jax.Array:
     update = lax.expand_dims(row, (0,))
     zero = np.int32(0)  # a Python number would be an int64 where the program has enabled x64
     rows = lax.dynamic_update_slice(rows, update, (zero, zero))
-    place = lax.rem(step - 1, np.int32(len(rows) - 1)) + 1
+    place = ring_row(step, rows)
     return lax.dynamic_update_slice(rows, update, (place, zero), allow_negative_indices=False)
+
+
+def ring_row(step: Any, rows: Any) -> Any:
+    """Index of the row of a step in the ring, from 1 to the number of records.
+
+    Args:
+        step: number of the step, from 1, int32 0-d of JAX (traced or not) or NumPy.
+        rows: `HealState.heal_engine` of one state.
+    """
+    count = np.int32(len(rows) - 1)
+    if isinstance(step, jax.Array):
+        return lax.rem(step - 1, count) + 1
+    return (step - 1) % count + 1
 
 
 def steps_judged(rows: Any) -> Any:
@@ -226,7 +242,7 @@ def decision_of(rows: jax.Array, group_scale: Any) -> Decision:
     """
     row = current_row(rows)
     ints = jnp.unstack(row[..., HEAD_SIZE:STEP], axis=-1)
-    floats = _view(row[..., -_FLOATS - len(_DECISION_FLOATS) : -_FLOATS], np.float32)
+    floats = _view(row[..., -_FLOAT_COUNT - len(_DECISION_FLOATS) : -_FLOAT_COUNT], np.float32)
     numbers: dict[str, Any] = dict(zip(_DECISION_INTS, ints, strict=True))
     numbers |= zip(_DECISION_FLOATS, jnp.unstack(floats, axis=-1), strict=True)
     numbers["skip"] = numbers["skip"] != 0
@@ -236,12 +252,12 @@ def decision_of(rows: jax.Array, group_scale: Any) -> Decision:
 def records(rows: Any) -> Any:
     """The ring as int32 (..., records, n): `RECORD_FIELDS` of each step, floats by their bits."""
     ring = rows[..., 1:, :]
-    return jnp.concatenate([ring[..., STEP:_TALLY], ring[..., -_FLOATS:]], axis=-1)
+    return jnp.concatenate([ring[..., STEP:_TALLY], ring[..., -_FLOAT_COUNT:]], axis=-1)
 
 
 def record(row: np.ndarray) -> np.ndarray:
     """The record of a row, as a row of `records`."""
-    return np.concatenate((row[STEP:_TALLY], row[-_FLOATS:]))
+    return np.concatenate((row[STEP:_TALLY], row[-_FLOAT_COUNT:]))
 
 
 def newest(rows: jax.Array) -> dict[str, jax.Array]:
@@ -249,11 +265,11 @@ def newest(rows: jax.Array) -> dict[str, jax.Array]:
 
     An edit of the Healer changes row 0, and not the ring.
     """
-    place = lax.rem(steps_judged(rows) - 1 + len(rows) - 1, np.int32(len(rows) - 1)) + 1
-    row = lax.dynamic_index_in_dim(rows, place, keepdims=False)
+    step = steps_judged(rows) + (len(rows) - 1)  # one round later, so that step 0 has a row too
+    row = lax.dynamic_index_in_dim(rows, ring_row(step, rows), keepdims=False)
     names = (*RECORD_FIELDS[:RECORD_INTS], *Tally._fields)
     values = dict(zip(names, row[STEP:CHANGE_EXPECTED], strict=True))
-    values |= zip(RECORD_FIELDS[RECORD_INTS:], _view(row[-_FLOATS:], np.float32), strict=True)
+    values |= zip(RECORD_FIELDS[RECORD_INTS:], _view(row[-_FLOAT_COUNT:], np.float32), strict=True)
     return values | {"skip": values["skip"] != 0}
 
 

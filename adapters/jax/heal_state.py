@@ -26,37 +26,26 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from healcore.console import first_of
-from healcore.core import numerics
-from healcore.core.decision import Decision, record_metrics
+from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState, StateError, neutral
-from healcore.core.engine.config import EngineConfig, config_differences
-from healcore.core.errors import HealcoreError, exported_by
 from healcore.core.signals import Signals
+from healcore.core.step_record import record_metrics
+from healcore.core.trees import map_leaves
 from healcore.jax import engine_rows
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.array_namespace import JAX
 from healcore.jax.engine_rows import RowLayout
 from healcore.jax.gradients import compiled
 from healcore.jax.one_kernel import is_one_kernel, one_kernel
-from healcore.policy.loader import engine_of, name_of
+from healcore.jax.state_policy import (
+    check_policy,
+    fingerprint_columns,
+    no_heal_state_error,
+    remember_policy,
+)
 
 DEFAULT_RECORDS = 64
 """Default number of steps whose records a HealState has."""
-
-
-@exported_by("healcore.jax")
-class HealStateError(HealcoreError, ValueError):
-    """An optimizer state has no healing state, several, or one of another policy.
-
-    The usual reasons are an optimizer that was made without healcore, a policy of `Healer` that
-    differs from the policy of `protect`, and a step that returned a part of its state. The message
-    says which, and what to write instead.
-    """
-
-    differences: str = ""
-    """What differs between a new state and the first state, for the run's line about a changed
-    model. Empty if something else is wrong."""
 
 
 class HealState(NamedTuple):
@@ -143,14 +132,6 @@ class ScaleByHealLrState(NamedTuple):
     """The learning-rate multiplier, float32 0-d in (0, 1]."""
 
 
-_NO_FINGERPRINT = "0" * 16
-"""Fingerprint in the state of a policy whose numbers are arrays."""
-
-_policies: dict[str, EngineConfig] = {}
-"""Fingerprint -> policy, of each state that this process has made. A state holds the fingerprint
-only, and the error for a wrong policy names what differs."""
-
-
 def init(engine: Engine, leaves: int, records: int) -> HealState:
     """Makes the state before the first step, for ``tx.init(params)``.
 
@@ -162,15 +143,14 @@ def init(engine: Engine, leaves: int, records: int) -> HealState:
     Returns:
         The HealState, with a neutral decision and the engine's initial numbers in each row.
     """
-    if engine.fingerprint is not None:
-        _policies[engine.fingerprint] = engine.config
+    remember_policy(engine)
     tensors = None
     if engine.per_tensor:
         tensors = leaves
     first = engine.init(groups=tensors or 0)
     layout = RowLayout.of(engine, tensors)
     decision = neutral(groups=tensors)
-    row = layout.pack([*_halves(engine.fingerprint), 0, 0], first, decision, np)
+    row = layout.pack([*fingerprint_columns(engine), 0, 0], first, decision, np)
     group_scale = decision.group_scale
     if group_scale is not None:
         group_scale = jnp.asarray(group_scale)
@@ -209,7 +189,7 @@ def step(
     arrays: list[Any] = []
     rest: list[Any] = []
     for leaf in leaves:
-        if isinstance(leaf, jax.Array | np.ndarray):  # maybe traced
+        if isinstance(leaf, jax.Array | np.ndarray):  # it may be traced
             arrays.append(leaf)
             rest.append(None)
         else:
@@ -267,7 +247,7 @@ def _judge_row(
     if decision.group_scale is not None:
         tensors_of_template = 1
     template = neutral(groups=tensors_of_template)
-    decision = numerics.map_leaves(_as_dtype_of, template, decision)
+    decision = map_leaves(_as_dtype_of, template, decision)
     head = list(jnp.unstack(row[: engine_rows.HEAD_SIZE]))
     if signals.loss is not None:
         head[engine_rows.LOSS_SEEN] |= jnp.isfinite(signals.loss)
@@ -354,8 +334,9 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
     rows = state.heal_engine
     # An indexed update fails outside of jit on a mesh of several processes.
     place = np.arange(len(rows))[:, None]
-    is_new = (place == 0) | (place == 1 + (new.step - 1) % (len(rows) - 1))
-    is_kept = np.arange(len(row)) <= engine_rows.EDIT  # not of the EngineState
+    is_new = (place == 0) | (place == engine_rows.ring_row(new.step, rows))
+    # The fingerprint and the edit are not of the EngineState.
+    is_kept = np.arange(len(row)) <= engine_rows.EDIT
     group_scale = None
     if tensors is not None:
         group_scale = jnp.asarray(decision.group_scale)
@@ -426,87 +407,12 @@ def metrics(rows: jax.Array) -> dict[str, jax.Array]:
     Returns:
         `heal/...` -> array 0-d, or (runs,).
     """
-    if rows.ndim > 2:  # several runs, of `vmap`
+    if rows.ndim > 2:  # the state has the runs of a `vmap`
         return jax.vmap(metrics)(rows)
     values = engine_rows.newest(rows)
     has_loss = rows[0, engine_rows.LOSS_SEEN] != 0
     values["loss"] = jnp.where(has_loss, values["loss"], jnp.nan)
     return record_metrics(values)
-
-
-# -- the policy of a state ----------------------------------------------------------------------
-
-
-def _check(engine: Engine, state: Any) -> None:
-    """Raises HealStateError unless the state belongs to this policy.
-
-    Compares the shapes, and the fingerprint unless the state is traced.
-    """
-    if not isinstance(state, HealState):
-        raise no_heal_state_error(state)
-    layout = RowLayout.of(engine, _tensors(state))
-    sizes = [layout.width]
-    for i in layout.windows:
-        sizes.append(layout.leaves[i].shape[-1])
-    given = []
-    for array in (state.heal_engine, *state.heal_windows):
-        given.append(jnp.shape(array)[-1])
-    made_with = None  # unknown within `jit`
-    if not isinstance(state.heal_engine, Tracer):
-        rows = np.asarray(state.heal_engine)
-        made_with = rows[..., 0, engine_rows.FINGERPRINT].astype(">i4").tobytes().hex()[:16]
-    known = made_with not in (None, _NO_FINGERPRINT) and engine.fingerprint is not None
-    if given != sizes or (known and made_with != engine.fingerprint):
-        raise HealStateError(
-            "this healing state belongs to another policy or release: "
-            f"{_difference(made_with, engine)}. "
-            "Pass the same policy, clip= and other keywords to protect and to the Healer, as in "
-            "protect(tx, policy, clip=...) and Healer(policy, clip=...); for heal_zclip() write "
-            'Healer("zclip"). To continue with another policy and reset its '
-            "detectors: with_heal_state(without_heal_state(old), like=tx.init(params))"
-        )
-
-
-def _difference(made_with: str | None, engine: Engine) -> str:
-    """What differs between the policy of a state, by its fingerprint, and the engine's policy."""
-    here = _policy_text(engine.fingerprint)
-    if made_with == engine.fingerprint:
-        return f"its policy has the same numbers as the one passed here, {here}"
-    theirs = _policies.get(made_with or "")
-    name = name_of(made_with)
-    if theirs is None and name is not None:
-        theirs = engine_of(name).config
-    text = f"the policy that made it is {_policy_text(made_with)}, the policy passed here is {here}"
-    if theirs is None:
-        return text
-    differences = config_differences(theirs, engine.config)
-    if not differences:
-        return text
-    return f"{text}; they differ in {first_of(differences, 5, '; ')}"
-
-
-def _policy_text(fingerprint: str | None) -> str:
-    """The name of a preset, or what else is known of a policy."""
-    if fingerprint in (None, _NO_FINGERPRINT):
-        return "an unknown one"
-    name = name_of(fingerprint)
-    if name:
-        return f'"{name}"'
-    return f"your own or a changed one (fingerprint {fingerprint[:8]})"
-
-
-def no_heal_state_error(state: Any) -> HealStateError:
-    """Makes the error for a state without a healing state, which `update` cannot judge with.
-
-    Args:
-        state: what the program has passed to `update`, usually a state of the bare optimizer.
-    """
-    return HealStateError(
-        f"this optimizer state ({type(state).__name__}) belongs to an optimizer without healcore, "
-        "or to another chain: an optimizer with protect(), heal() or heal_zclip() starts with its "
-        "own tx.init(params). To continue from the moments of a bare or clipped optimizer: "
-        "opt_state = with_heal_state(old_opt_state, like=tx.init(params))"
-    )
 
 
 def _tensors(state: HealState) -> int | None:
@@ -517,6 +423,9 @@ def _tensors(state: HealState) -> int | None:
     return jnp.shape(factors)[-1]
 
 
-def _halves(fingerprint: str | None) -> np.ndarray:
-    """A fingerprint as int32 (2,)."""
-    return np.frombuffer(bytes.fromhex(fingerprint or _NO_FINGERPRINT), ">i4").astype(np.int32)
+def _check(engine: Engine, state: Any) -> None:
+    """Raises HealStateError unless the state is a HealState of this policy."""
+    if not isinstance(state, HealState):
+        raise no_heal_state_error(state)
+    layout = RowLayout.of(engine, _tensors(state))
+    check_policy(engine, layout, state.heal_engine, state.heal_windows)

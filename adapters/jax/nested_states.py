@@ -9,8 +9,9 @@ from jax.tree_util import SequenceKey
 
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.gradients import is_gradient
-from healcore.jax.heal_state import HealState, HealStateError
+from healcore.jax.heal_state import HealState
 from healcore.jax.optax_states import is_optax_state
+from healcore.jax.state_policy import HealStateError
 from healcore.jax.tree_nodes import Path, node_at, nodes
 
 

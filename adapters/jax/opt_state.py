@@ -21,13 +21,13 @@ from healcore.jax.array_leaves import PyTree
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
-    HealStateError,
     ProtectState,
     ScaleByHealLrState,
     engine_state,
     with_engine_state,
 )
 from healcore.jax.nested_states import find
+from healcore.jax.state_policy import HealStateError
 from healcore.jax.tree_nodes import map_nodes
 from healcore.policy import PolicyLike, engine_of
 
@@ -76,8 +76,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         opt_state: as in `last_decision`.
 
     Returns:
-        See `healcore.core.decision.record_metrics`. `heal/loss` is NaN until the first finite loss,
-        and always if `value=` is not passed.
+        See `healcore.core.step_record.record_metrics`. `heal/loss` is NaN until the first finite
+        loss, and always if `value=` is not passed.
 
     Raises:
         HealStateError: as in `last_decision`.

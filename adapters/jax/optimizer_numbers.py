@@ -180,7 +180,7 @@ def warn_if_rounded(make_state: Callable[[Any], Any], params: PyTree, inner_stat
             f"first parameter: {', '.join(rounded)}, and the optimizer can make NaN of finite "
             "gradients. Write optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32), or "
             "leave it out and pass learning_rate=rate to tx.update",
-            stacklevel=3,  # the caller of tx.init
+            stacklevel=3,  # names the caller of `tx.init`
         )
 
 

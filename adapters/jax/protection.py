@@ -42,6 +42,7 @@ from healcore.jax.heal_state import HealState, ProtectState, ScaleByHealLrState
 from healcore.jax.optax_states import check_second_iterates, replicate_over_mesh, reset_moments
 from healcore.jax.optimizer_numbers import injected_rates
 from healcore.jax.signals import Axes, count_leaves, make_signals, split_keywords
+from healcore.jax.state_policy import no_heal_state_error
 from healcore.jax.tree_nodes import map_nodes, nodes
 
 
@@ -53,6 +54,7 @@ class _Call(NamedTuple):
     updates: PyTree
     """The gradients."""
     state: ProtectState
+    """The state before the step."""
     params: PyTree
     """The arrays of the parameters, without functions and other static leaves."""
     has_static: bool
@@ -139,7 +141,7 @@ class Protection:
     ) -> tuple[optax.Updates, ProtectState]:
         """Judges a step, and takes or skips it."""
         if not isinstance(state, ProtectState):
-            raise heal_state.no_heal_state_error(state)
+            raise no_heal_state_error(state)
         call = self._call(updates, state, params, extra_args)
         measured = self._measure(call)
         # Called here, because its warning names the line that called `update`.

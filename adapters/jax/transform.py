@@ -23,7 +23,9 @@ from healcore.jax import gradients, heal_state
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.clipping import clip
 from healcore.jax.heal_state import DEFAULT_RECORDS, HealState, ScaleByHealLrState
-from healcore.jax.heal_state import ProtectState as ProtectState  # its place in healcore 0.3.0
+
+# Exported here too, because healcore 0.3.0 had it in this file.
+from healcore.jax.heal_state import ProtectState as ProtectState
 from healcore.jax.optax_states import replicate_over_mesh
 from healcore.jax.protection import Protection, keywords_of
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
@@ -113,7 +115,8 @@ def heal_zclip(
         z_threshold: z-score above which a norm is a spike.
         ema_decay: decay of the norm's mean and variance per step, in (0, 1).
         warmup_steps: number of finite norms that are averaged before z-scores apply, at least 1.
-        target: rule for the norm to which a spike is clipped.
+        target: norm to which a spike is clipped, with the mean m, the standard deviation s, the
+            z-score z and the threshold k: "reciprocal" m + k² s / z, "mean" m, "max" m + k s.
         max_norm: additional absolute limit, or None for no limit.
         axis_name: see `heal`.
         shard_axis_name: see `heal`.

@@ -21,7 +21,7 @@ fused Adam, AdamW, SGD and Adagrad need no host sync, other optimizers one sync 
 The files, for readers of the code:
 
     attachment          `attach`, and the handle `Healing` that it returns
-    healed_step         one step: measures, judges, enforces, restores; tells a listener
+    healed_step         one step: measures, judges, enforces, restores; calls a listener
     step_replacement    replaces `optimizer.step`
     measurement         the signals of a step, of which these are parts:
     loss_mean             the mean of the reported losses
@@ -31,7 +31,8 @@ The files, for readers of the code:
     ranks               the signals of all ranks
     engines             the policy's engine, on the host or on a device
     array_namespace       the array functions of the core in torch
-    enforcer            clips, skips, scales the rate, resets moments
+    enforcer            clips, and scales the rate of a step
+    moments             resets the moments after a cut of the rate
     optimizer_numbers   numbers of the optimizer that a rollback holds
     attach_log          lines of `attach` without a Healer
     driver              what a Healer needs of a run in torch

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from healcore import console
 from healcore.console import is_logged, passes_power_of_ten
-from healcore.core.decision import NONFINITE, Action, StepRecord, names_of
+from healcore.core.decision import NONFINITE, Action, names_of
 from healcore.core.engine import Engine
-from healcore.events.schema import alarm_text
+from healcore.core.step_record import StepRecord
+from healcore.events.sentences import alarm_text
 from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_streak_text
 from healcore.runtime.run.program_clip import ProgramClip
 from healcore.torch.engines import LiveEngine, UnreadRecords

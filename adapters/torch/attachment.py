@@ -114,7 +114,7 @@ def attach(
 
 def heal_optimizer(
     optimizer: Optimizer,
-    core: Engine,
+    policy_engine: Engine,
     *,
     scaler: torch.amp.GradScaler | None = None,
     engine: str = "auto",
@@ -133,7 +133,7 @@ def heal_optimizer(
 
     Args:
         optimizer: a torch.optim optimizer, see `unwrapped`.
-        core: the policy's engine, without a state.
+        policy_engine: the policy's engine, without a state.
         scaler: see `attach`. A disabled GradScaler counts as None.
         engine: "auto", "host" or "device", see `attach`.
         compile: see `attach`.
@@ -170,7 +170,7 @@ def heal_optimizer(
         raise AttachError(f"this {name} has no parameters: attach after add_param_group")
     home = params[0].device
     ranks = StepRanks(params, process_group, pp_mesh)
-    if core.per_tensor and ranks.stages > 1:
+    if policy_engine.per_tensor and ranks.stages > 1:
         raise AttachError(
             "the policy clips each parameter by its own history, and pipeline stages have "
             "different parameters: use a policy with one limit for all, clip={'kind': 'zclip'}"
@@ -186,9 +186,9 @@ def heal_optimizer(
     if engine == "device":
         if compile == "auto":
             compile = home.type != "cpu"
-        live_engine = DeviceEngine(core, len(params), home, compile=compile)
+        live_engine = DeviceEngine(policy_engine, len(params), home, compile=compile)
     else:
-        live_engine = HostEngine(core, len(params))
+        live_engine = HostEngine(policy_engine, len(params))
     measured = measurer(live_engine, optimizer, home, scaler)
     step = healed_step(optimizer, live_engine, measured, enforcer, SignalAllReduce(ranks, home))
     return Healing(step)

@@ -17,10 +17,11 @@ from healcore.core.errors import ParametersChangedError
 from healcore.core.signals import Signals
 from healcore.torch import gradients
 from healcore.torch.attach_log import AttachLog
-from healcore.torch.enforcer import Enforcer, MomentReset, moments_obstacle
+from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import EnforcedDecision, LiveEngine
 from healcore.torch.loss_mean import one_number
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
+from healcore.torch.moments import MomentReset, moments_obstacle
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
 from healcore.torch.step_replacement import StepPlan, StepReplacement
@@ -431,7 +432,7 @@ class HealedStep:
                 signals, rank.squares, found_inf, self.live_engine.compared_decision
             )
         if signals.grad_norm is None:
-            self.measurer.eval_loss = evaluation  # for the next step
+            self.measurer.eval_loss = evaluation  # is kept for the next step
             return None
         signals, bad_rates = self.measurer.mark_bad_rates(signals)
         signals = self.measurer.overflows.mark(signals, found_inf)
@@ -463,7 +464,7 @@ class HealedStep:
                 self._moment_reset.note(enforced)
 
     def _report(self, norms: StepNorms) -> None:
-        """Tells the listener of a judged step. A subclass may change the norms."""
+        """Calls the listener with a judged step. A subclass may change the norms."""
         if self._moment_reset is not None:
             self._moment_reset.keep_record()
         self.listener.judged(norms)

@@ -157,7 +157,8 @@ def hyperparameters(state: State) -> dict[str, Any]:
     settings: dict[str, Any] = dict(class_names(state))
     for name, optimizer in optimizers(state).items():
         groups = optimizer.param_groups
-        keys = dict.fromkeys(key for group in groups for key in group)  # in order, once each
+        # The keys of all groups, each once and in order.
+        keys = dict.fromkeys(key for group in groups for key in group)
         for key in keys:
             if key in _NO_HYPERPARAMETERS:
                 continue

@@ -52,7 +52,7 @@ class _GroupReader:
 
     def __init__(self, group: ParamGroup) -> None:
         self._entries = _entries(group)
-        self._size = len(group)  # to notice an added entry
+        self._size = len(group)  # a larger group has an added entry
         self._get: Callable[[ParamGroup], tuple[Any, ...]]
         """Returns the values of all entries."""
         if len(self._entries) > 1:
@@ -107,7 +107,8 @@ class _GroupReader:
             new = group.get(entry)
             if new is old and entry not in self._mutable:
                 continue
-            if repr(_numbers(new)) != repr(self._numbers[entry]):  # repr, for NaN
+            # Compared as text, because NaN is not equal to itself.
+            if repr(_numbers(new)) != repr(self._numbers[entry]):
                 changed.append(entry)
         return changed
 

@@ -167,7 +167,8 @@ class StepRanks:
                 )
             self.stages = stages.size()
         world = len(self._members) or 1
-        copies = [self._copies(p) for p in self._params]  # checks all parameters
+        # All parameters are counted, because `_copies` raises for one that does not fit the ranks.
+        copies = [self._copies(p) for p in self._params]
         self.has_parts = self.stages > 1 or any(number != world for number in copies)
 
     def _pipeline(self) -> Any:
@@ -262,7 +263,7 @@ class _Sums(NamedTuple):
     gradients: Tensor
     """Number of ranks with gradients."""
     marks: Tensor
-    """(3,) float64, see `SignalAllReduce._marks`."""
+    """(3,) float64, the fields of `StepMarks`."""
     squares: Tensor
     """(1 + tensors,) float64: squared norms, or these times `gradients`."""
 
@@ -275,6 +276,17 @@ class _Sums(NamedTuple):
     def unpack(cls, packed: Tensor) -> _Sums:
         """Reverses `pack`."""
         return cls._make([*packed[:6].unbind(), packed[6:9], packed[9:]])
+
+
+class StepMarks(NamedTuple):
+    """What the ranks add up in each step besides their signals: a sum over the ranks for each."""
+
+    votes: float
+    """Number of the ranks that ask for a vote."""
+    checksums: float
+    """Sum of the checksums of the last decision."""
+    squares: float
+    """Sum of the squared checksums."""
 
 
 class SignalAllReduce:
@@ -301,7 +313,7 @@ class SignalAllReduce:
         self.requests_vote = False
         """Whether this rank asks all ranks for a vote, at each step while it is True."""
         self.last_marks: AsyncCopy | None = None
-        """`_Sums.marks` of the last step."""
+        """The `StepMarks` of the last step, on their way to the host, or None before a step."""
 
     def reduce(
         self,
@@ -399,8 +411,9 @@ class SignalAllReduce:
         return value
 
     def _marks(self, last: Decision | None) -> Tensor:
-        """(3,) float64: vote, 16-bit checksum of the last decision or of the shapes, its square.
+        """(3,) float64: the terms of this rank in `StepMarks`.
 
+        The checksum is of the last decision or, at the first step, of the shapes.
         A sum cannot say whether its terms are equal. Together with the sum of the squares it can:
         all ranks have one checksum exactly if world * sum(squares) == sum(checksums) ** 2. In
         float64 both sides are exact, because a checksum has 16 bits.
@@ -416,8 +429,8 @@ class SignalAllReduce:
         return torch.stack([torch.full_like(bits, self.requests_vote), bits, bits * bits])
 
     def _raise_if_different(self, marks: AsyncCopy) -> None:
-        _, bits, squares = marks.read()
-        if self.ranks.world * squares != bits * bits:
+        sums = StepMarks(*marks.read())
+        if self.ranks.world * sums.squares != sums.checksums * sums.checksums:
             raise RanksDisagreeError(
                 "the ranks decided differently at the previous step, so their parameters differ, "
                 "or at the first step their parameters have different shapes: roll back to a "

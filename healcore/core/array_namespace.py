@@ -166,7 +166,7 @@ class ArrayNamespace(abc.ABC):
         if isinstance(y, int | float):
             is_power_of_two = math.frexp(y)[0] == 0.5
             if is_power_of_two:
-                return x * (1 / y)  # exact
+                return x * (1 / y)  # the reciprocal is exact
             y = x - x + y
         return x / self.where(x == x, y, 1.0)
 

@@ -43,8 +43,8 @@ class ShiftConfig(NamedTuple):
 class ShiftState(NamedTuple):
     """Count and statistics of recent rejections.
 
-    The statistics tell a new level from an explosion: values at a new level are alike, and values
-    of an explosion are not.
+    The statistics distinguish a new level and an explosion: values at a new level are alike, and
+    values of an explosion are not.
     """
 
     rejections: Int

@@ -19,7 +19,6 @@ import numpy as np
 
 from healcore.core import baseline, numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
-from healcore.core.numerics import zero_init, zeros
 from healcore.core.ranges import (
     Fraction,
     Limit,
@@ -31,6 +30,7 @@ from healcore.core.ranges import (
     one_of,
 )
 from healcore.core.signals import CheckedSignals
+from healcore.core.trees import zero_init, zeros
 
 EPSILON = 1e-6  # added to the norm, as in torch and in the papers
 

@@ -1,7 +1,7 @@
-"""Arrays of the core: float32 arithmetic, and states as trees (NamedTuples, tuples, arrays, None).
+"""The float32 arithmetic of the core.
 
-The arithmetic gives the same bits in NumPy, XLA and torch (docs/parity.md), if the core follows
-these rules. The namespace `xp` is an `ArrayNamespace`.
+It gives the same bits in NumPy, XLA and torch (docs/parity.md), if the core follows these rules.
+The namespace `xp` is an `ArrayNamespace`.
 
 * XLA on a CPU contracts ``a * b + c`` into a fused multiply-add, except through a ``select``
   whose condition LLVM cannot prove: use `xp.product`. LLVM moves the addition of a constant into
@@ -18,10 +18,6 @@ these rules. The namespace `xp` is an `ArrayNamespace`.
 """
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 
@@ -168,104 +164,3 @@ def streak(
     before = xp.where(restart, 0, before)
     longer = xp.where(before < limit, before + 1, before)
     return xp.where(learn, xp.where(hit, longer, 0), before)
-
-
-# -- trees of arrays -------------------------------------------------------------------------------
-
-State = TypeVar("State")
-
-
-def zeros(kind: type[State], shape: tuple[int, ...] = ()) -> State:
-    """A state of zeros in NumPy.
-
-    Args:
-        kind: a NamedTuple whose fields are annotated as `Float`, `Int`, `Flag` or other such
-            NamedTuples. The annotation gives the dtype.
-        shape: of each array.
-    """
-    fields = []
-    for hint in _hints(kind):
-        if get_origin(hint) is Annotated:
-            fields.append(np.zeros(shape, hint.__metadata__[0]))
-        else:
-            fields.append(zeros(hint, shape))
-    return kind(*fields)
-
-
-@functools.cache
-def _hints(kind: type) -> tuple[Any, ...]:
-    return tuple(get_type_hints(kind, include_extras=True).values())
-
-
-def zero_init(kind: type[State]) -> Callable[..., State]:
-    """Makes a method `init` for a detector or a rule whose state begins with zeros.
-
-    Args:
-        kind: the NamedTuple of the state.
-
-    Returns:
-        The method. It accepts `groups` as all methods `init` do, and ignores it.
-    """
-
-    def init(self: Any, *, groups: int = 0) -> State:
-        """The state before the first step."""
-        del self, groups
-        return zeros(kind)
-
-    return init
-
-
-def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Applies `fn` to each array of `tree` and the matching arrays of `rest`; keeps None.
-
-    It works as `jax.tree.map`, for trees of NamedTuples and tuples.
-
-    Examples:
-        >>> map_leaves(lambda a, b: a + b, (1, None, (2,)), (10, None, (20,)))
-        (11, None, (22,))
-    """
-    if tree is None:
-        return None
-    if isinstance(tree, tuple):
-        mapped = [map_leaves(fn, *parts) for parts in zip(tree, *rest, strict=True)]
-        if hasattr(tree, "_fields"):
-            return type(tree)(*mapped)
-        return tuple(mapped)
-    return fn(tree, *rest)
-
-
-def leaves(tree: Any) -> list[Any]:
-    """Lists the arrays of a tree.
-
-    Args:
-        tree: a tree of NamedTuples, tuples, arrays and None.
-
-    Returns:
-        The arrays, depth first and in the order of the fields. None has no array.
-    """
-    if tree is None:
-        return []
-    if isinstance(tree, tuple):
-        found = []
-        for part in tree:
-            found += leaves(part)
-        return found
-    return [tree]
-
-
-def select(condition: Flag, if_true: Array, if_false: Array, *, xp: ArrayNamespace) -> Array:
-    """`xp.where(...)`, whose `if_false` may have more trailing axes than `condition`.
-
-    Args:
-        condition: bool, of the shape of a batch.
-        if_true: the array where the condition holds.
-        if_false: the array elsewhere, with the axes of the batch first. If it is the same object as
-            `if_true`, it is the result, without an operation.
-        xp: the array namespace.
-    """
-    if if_true is if_false:
-        return if_false
-    trailing = (None,) * (if_false.ndim - condition.ndim)
-    if trailing:
-        condition = condition[(..., *trailing)]
-    return xp.where(condition, if_true, if_false)

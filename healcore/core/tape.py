@@ -39,7 +39,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
-from healcore.core.numerics import leaves
+from healcore.core.trees import leaves
 
 Tree: TypeAlias = Any
 """A number, an array, or a named tuple or tuple of trees: the state of an engine, its signals."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from healcore.events.log import EventsFile, LineProblem, Log, read
+from healcore.events.events_file import EventsFile, LineProblem, read
+from healcore.events.log import Log
 
 __all__ = ["EventsFile", "LineProblem", "Log", "read"]
 

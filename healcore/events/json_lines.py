@@ -248,5 +248,5 @@ def warn_of_loss(what: str, path: Path, error: Exception) -> None:
         error: the exception of the write.
     """
     why = f"{path} ({type(error).__name__}: {error})"
-    with contextlib.suppress(Exception):  # from the user's logging handlers
+    with contextlib.suppress(Exception):  # the user's logging handlers may raise
         console.warning(f"{what} are being lost, training continues: {why}")

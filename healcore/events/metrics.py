@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from healcore.core.decision import Cause, StepRecord, names_of
+from healcore.core.decision import Cause, names_of
+from healcore.core.step_record import StepRecord
 from healcore.events.json_lines import append, warn_of_loss
 
 _METRICS_SCHEMA = 1

@@ -83,7 +83,7 @@ class _EventsModel(BaseModel):
 
 
 class ReadingsRecord(_EventsModel):
-    """JSON form of `healcore.core.decision.Readings`."""
+    """JSON form of `healcore.core.step_record.Readings`."""
 
     loss: Number
     grad_norm: Number
@@ -93,7 +93,7 @@ class ReadingsRecord(_EventsModel):
 
 
 class EvidenceRecord(_EventsModel):
-    """JSON form of `healcore.core.decision.SuspectGradient`."""
+    """JSON form of `healcore.core.step_record.SuspectGradient`."""
 
     name: Text
     grad_norm: Number
@@ -253,7 +253,7 @@ def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
     a run. So the event is validated a second time, without the fields that failed.
 
     Args:
-        event: an event from `healcore.events.log.parse`.
+        event: an event from `healcore.events.events_file.parse`.
 
     Returns:
         The event without its invalid fields, and the names of these fields in the event's order.

@@ -3,449 +3,33 @@
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-from healcore.console import counted, first_of
-from healcore.core.numerics import SIGNAL_LIMIT
+from healcore.events.sentences import (
+    EventWords,
+    alarm_sentence,
+    assessment_sentence,
+    data_sentence,
+    fault_sentence,
+    good_sentence,
+    hook_sentence,
+    lr_sentence,
+    order_sentence,
+    over_sentence,
+    rollback_sentence,
+    save_sentence,
+    skipped_batches_sentence,
+    start_sentence,
+)
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses the sentences without pydantic
-    from healcore.core.decision import Readings
-    from healcore.events.models import EventRecord, ReadingsRecord
+    from healcore.events.models import EventRecord
 
 SCHEMA = 2
 """Version of the format. Changed or removed fields need a new version, added fields do not."""
 ENVELOPE = ("schema", "seq", "run", "time", "mono", "kind", "step")
 """Fields that every event has."""
-MAX_ROWS = 64
-"""Limit of the rows of a batch in an event."""
-_SHOWN_ROWS = 16
-"""Limit of the rows of a batch in a sentence."""
-_FEW_ROWS = 4
-"""The limit in the sentence of an alarm that changes nothing."""
-_SHOWN_BATCHES = 3
-"""Limit of the batches in the sentence of a step that reads many batches."""
-
-
-# -- sentences ------------------------------------------------------------------------------------
-
-
-def flags_text(flags: Sequence[str]) -> str:
-    """Names of causes or actions as text: "grad spike and loss spike"."""
-    return " and ".join(name.lower().replace("_", " ") for name in flags)
-
-
-def readings_text(readings: Readings | ReadingsRecord, causes: Sequence[str]) -> str:
-    """Describes the loss and the gradient norm of a step as a clause.
-
-    At a step whose loss is NaN, the readings have the last finite loss, and the clause says so.
-
-    Args:
-        readings: the judged numbers. Their norm is NaN, and their loss is NaN or 0, if it was
-            never measured.
-        causes: names of the causes of the step.
-
-    Returns:
-        The clause, for example "loss 2.31, last finite gradient norm 0.8", without values that were
-        never measured; empty if neither was.
-    """
-    clauses = []
-    if readings.loss and not math.isnan(readings.loss):  # 0 if the loop passes no loss
-        name = "loss"
-        if "NONFINITE_LOSS" in causes:
-            name = "last finite loss"
-        clauses.append(f"{name} {_reading(readings.loss)}")
-    if not math.isnan(readings.grad_norm):
-        name = "gradient norm"
-        if "NONFINITE_GRAD" in causes:
-            name = "last finite gradient norm"
-        clauses.append(f"{name} {_reading(readings.grad_norm)}")
-    return ", ".join(clauses)
-
-
-def _reading(value: float) -> str:
-    """Writes a judged number, for example "2.31", or "above 1e15" at the limit of the detectors."""
-    if abs(value) < 0.999 * SIGNAL_LIMIT:  # the limit is rounded to float32
-        return f"{value:.4g}"
-    if value < 0:
-        return "below -1e15"
-    return "above 1e15"
-
-
-class _Words:
-    """The fields of an event as words, for a template."""
-
-    def __init__(self, event: EventRecord) -> None:
-        self._event = event
-
-    def __getitem__(self, name: str) -> Any:
-        value = getattr(self._event, name)
-        if isinstance(value, list):
-            return flags_text(value)
-        if value is None:
-            return "?"
-        return value
-
-
-def _join(parts: Iterable[str], separator: str = ", ") -> str:
-    """Joins the parts of a sentence that are not empty."""
-    return separator.join(part for part in parts if part)
-
-
-def _start(event: EventRecord) -> str:
-    text = f"run {event.run} begins: {event.framework or ''}, policy {event.policy}"
-    if event.mode == "observe":
-        text += " (observes, changes nothing)"
-    return text
-
-
-def alarm_text(alarm: Any) -> str:
-    """Describes an alarm: its causes, what was measured, and what was done about it.
-
-    Args:
-        alarm: an event `alarm`, or an object with its fields `cause`, `readings`, `lr`,
-            `lr_before`, `observed`, `skip`, `skips`, `grad_scale`, `action` and `lr_scale`.
-            `healcore.torch.attach` has no events, and passes such an object.
-
-    Returns:
-        The sentence, for example "grad spike; loss 2.31, gradient norm 41; clipped as usual
-        (gradients × 0.024)".
-    """
-    return _alarm_sentence(alarm, _responses(alarm))
-
-
-def _alarm_sentence(alarm: Any, responses: _Responses) -> str:
-    """The sentence of `alarm_text`."""
-    causes = alarm.cause or ()
-    numbers = []
-    if alarm.readings:
-        numbers.append(readings_text(alarm.readings, causes))
-    if alarm.lr is not None:
-        numbers.append(_alarm_rate(alarm))
-    return _join([flags_text(causes), _join(numbers), *responses.clauses], "; ")
-
-
-def _alarm_rate(alarm: Any) -> str:
-    """Describes the rate of a step: in force, and the schedule's or the rate before a jump."""
-    if alarm.observed or alarm.lr_scale is None or alarm.lr_scale == 1:
-        text = f"learning rate {alarm.lr:.4g}"
-        if alarm.lr_before is not None:
-            text += f" ({alarm.lr_before:.4g} before)"
-        return text
-    in_force = alarm.lr * alarm.lr_scale
-    return f"learning rate {in_force:.4g} (the schedule's rate was {alarm.lr:.4g})"
-
-
-class _Responses(NamedTuple):
-    """What was done about an alarm, or would be done if the policy only observes."""
-
-    clauses: list[str]
-    """The clauses of the sentence; empty if the alarm does not say."""
-    changes_nothing: bool
-    """Whether a clause says that nothing is changed."""
-
-
-def _responses(alarm: Any) -> _Responses:
-    """Finds out what was done about an alarm."""
-    actions = alarm.action or ()
-    orders = [name for name in ("ROLLBACK", "STOP", "CUT_LR") if name in actions]
-    responses = []
-    changes_nothing = False
-    if alarm.observed:
-        if orders:
-            responses.append(f"{' and '.join(orders)} ordered")
-        responses.append("nothing is changed, the policy observes")
-        return _Responses(responses, changes_nothing=True)
-    if alarm.skip:
-        if alarm.skips is not None and alarm.skips > 1:
-            responses.append(f"skipped ({alarm.skips:,} so far)")
-        else:
-            responses.append("skipped")
-    elif alarm.grad_scale is not None and alarm.grad_scale < 1:
-        responses.append(f"clipped as usual (gradients × {alarm.grad_scale:.3g})")
-    elif alarm.grad_scale is not None and not orders:
-        responses.append("nothing is changed")
-        changes_nothing = True
-    if "CUT_LR" in orders and alarm.lr_scale is not None:
-        responses.append(f"learning rate × {alarm.lr_scale:g}")
-    return _Responses(responses, changes_nothing)
-
-
-def batch_names(
-    batches: Sequence[Sequence[int]], rows: Sequence[list[int]], limit: int = _SHOWN_ROWS
-) -> list[str]:
-    """Names batches, with their rows of the dataset where these are known.
-
-    Args:
-        batches: the (epoch, index) of each batch.
-        rows: for each of `batches` its first rows of the dataset; may be shorter, or empty.
-        limit: largest number of rows in the text of a batch.
-
-    Returns:
-        A text for each batch, for example "epoch 0 batch 412 (rows 7, 19)", with the rows as in
-        `rows_text`.
-    """
-    names = []
-    for place, (epoch, index) in enumerate(batches):
-        name = f"epoch {epoch} batch {index}"
-        if place < len(rows):
-            name += f" (rows {rows_text(rows[place], limit)})"
-        names.append(name)
-    return names
-
-
-def rows_text(rows: Sequence[int], limit: int = _SHOWN_ROWS) -> str:
-    """Lists the first rows of a batch, and the number of the others.
-
-    Args:
-        rows: the first rows of the batch, at most `MAX_ROWS`.
-        limit: largest number of rows in the text.
-
-    Returns:
-        The text, for example "7, 19, 4" or "7, 19, ..., 31 and 24 more". An event has at most 64
-        rows of a batch, so the text of a larger batch says "and more".
-    """
-    text = ", ".join(map(str, rows[:limit]))
-    rest = len(rows) - limit
-    if rest <= 0:
-        return text
-    if len(rows) >= MAX_ROWS:
-        return f"{text} and more"
-    return f"{text} and {rest} more"
-
-
-def _alarm(event: EventRecord) -> str:
-    responses = _responses(event)
-    parts = [_alarm_sentence(event, responses)]
-    if event.rows:
-        limit = _SHOWN_ROWS
-        if responses.changes_nothing:
-            limit = _FEW_ROWS
-        parts += batch_names(event.batches or (), event.rows, limit)
-    elif event.skip and event.batches:
-        parts.append(first_of(batch_names(event.batches, ()), _SHOWN_BATCHES, "; "))
-    return "; ".join(parts)
-
-
-def _over(event: EventRecord) -> str:
-    causes = flags_text(event.cause or ())
-    steps = f"steps {event.onset} to {event.last}"
-    if event.onset == event.last:
-        steps = f"step {event.onset}"
-    numbers = ""
-    if event.readings:
-        numbers = readings_text(event.readings, ())
-    return f"incident {event.incident} is over: {causes}, {steps}; {numbers or 'no loss'} now"
-
-
-def _order(event: EventRecord) -> str:
-    verb = "ordered"
-    if event.observed:
-        verb = "would order"
-    actions = ", ".join(flags_text([action]) for action in event.action or ())
-    text = f"{verb}: {actions}"
-    if event.cause:
-        text += f" ({flags_text(event.cause)})"
-    return text
-
-
-def _rollback(event: EventRecord) -> str:
-    parts = [
-        f"rolled back from step {event.step or 0} to the checkpoint of step {event.checkpoint}",
-        lr_text(event),
-    ]
-    if event.batches:
-        parts.append(f"{counted(len(event.batches), 'batch', 'batches')} skipped")
-    parts += event.held or ()
-    if event.moments_reset:
-        parts.append("moments reset")
-    parts.append(repeat_text(event))
-    return _join(parts)
-
-
-def repeat_text(rollback: EventRecord) -> str:
-    """Describes how many of the undone steps are repeated.
-
-    Args:
-        rollback: an event `rollback`.
-
-    Returns:
-        A clause, for example "12 steps are repeated, 3 steps are not repeated, because ...", or an
-        empty string if the event does not have the numbers.
-    """
-    clauses = []
-    if rollback.steps_repeated:
-        clauses.append(f"{counted(rollback.steps_repeated, 'step is', 'steps are')} repeated")
-    if rollback.steps_lost:
-        clause = f"{counted(rollback.steps_lost, 'step is', 'steps are')} not repeated"
-        if rollback.why:
-            clause += f", because {rollback.why}"
-        clauses.append(clause)
-    return ", ".join(clauses)
-
-
-def lr_text(rollback: EventRecord) -> str:
-    """Describes the lowered learning rate of a rollback.
-
-    Args:
-        rollback: an event `rollback`.
-
-    Returns:
-        A clause, for example "learning rate at most 0.0005 (it was 0.001)", or an empty string if
-        the rollback did not lower the learning rate.
-    """
-    limit = rollback.lr_limit
-    before = rollback.lr_at_fault
-    if before is None:
-        before = rollback.lr
-    if limit is not None and before is not None:
-        is_lowered = limit < before
-    else:
-        is_lowered = rollback.lr_scale is not None and rollback.lr_scale < 1
-    if not is_lowered:
-        return ""
-    if limit is None:
-        return f"learning rate × {rollback.lr_scale:.3g}"
-    text = f"learning rate at most {limit:.3g}"
-    if rollback.lr_at_fault is not None:
-        return f"{text} (it was {rollback.lr_at_fault:.3g})"
-    if rollback.lr is not None:
-        return f"{text} (the schedule's rate was {rollback.lr:.3g})"
-    return text
-
-
-def _lr(event: EventRecord) -> str:
-    before = event.lr_scale_before
-    after = event.lr_scale
-    if not before or not after:
-        return "learning rate"
-    verb = ""
-    if event.observed:
-        verb = "would be "
-    text = f"learning rate {verb}× {after:.3g}, was × {before:.3g}"
-    if event.why:
-        text += f": {event.why}"
-    return text
-
-
-_ASSESSMENTS = {
-    ("unknown", "nothing"): "declined: no evidence that the current weights are worse",
-    ("unknown", "budget"): "declined: the budget of rollbacks is exhausted",
-    ("damage", "weights"): "the weights are not finite",
-    ("damage", "state"): "the state is not finite",
-    ("damage", "earlier_weights"): "{weights} are better on the same batches",
-    ("worse", "earlier_weights"): "{weights} are better on the same batches",
-    ("recovered", "earlier_weights"): "the run has recovered from the damage",
-}
-"""(`verdict`, `by`) of an event `assessment` -> sentence."""
-
-
-def _assessment(event: EventRecord) -> str:
-    text = _ASSESSMENTS.get((event.verdict or "", event.by or ""))
-    weights = "earlier weights"
-    if event.checkpoint is not None:  # older versions do not write it
-        weights = f"the weights of step {event.checkpoint}"
-    if text is None:  # a verdict of another version
-        text = f"assessment: {event.verdict or 'unknown'}"
-    else:
-        text = text.format(weights=weights)
-    if event.onset is not None and event.verdict != "unknown":
-        if event.verdict == "recovered":
-            text += f" of step {event.onset}"
-        else:
-            text += f", since step {event.onset}"
-    if event.verdict == "worse":
-        text += "; the run has time to recover"
-    return text
-
-
-_WHY_SAVED = {
-    "first": "before the first step",
-    "ordered": "as a rule or a hook asks",
-    "requested": "as the program asks",
-    "rollback": "for a rollback",
-    "last": "at the end of the run",
-    "emergency": "before an exception ends the run",
-}
-"""`why` of an event `save` -> clause. A regular save has none."""
-
-
-def _save(event: EventRecord) -> str:
-    text = f"checkpoint {event.step} is copied"
-    if event.step is None:
-        text = "a checkpoint is copied"
-    if event.seconds is not None:
-        text += f" in {_duration(event.seconds)}"
-    why = event.why or ""
-    if why in ("", "regular"):
-        return text
-    return f"{text}, {_WHY_SAVED.get(why, why)}"
-
-
-def _duration(seconds: float) -> str:
-    """Writes a duration, for example "3.4 ms" or "12 s"."""
-    if seconds < 1:
-        return f"{1000 * seconds:.2g} ms"
-    return f"{seconds:.3g} s"
-
-
-def _good(event: EventRecord) -> str:
-    step = event.checkpoint
-    if step is None:
-        step = event.step
-    if step is None:
-        return "a checkpoint is known-good"
-    return f"checkpoint {step} is known-good"
-
-
-def _data(event: EventRecord) -> str:
-    text = event.outcome or ""
-    if text == "rewound":
-        text = "the data is rewound"
-    elif text.startswith("continues forward"):
-        text = f"the data {text}"
-    if not event.settings:
-        return text
-    settings = ", ".join(f"{name} {value}" for name, value in event.settings.items())
-    return _join([text, settings], ": ")
-
-
-def _skipped_batches(event: EventRecord) -> str:
-    names = batch_names(event.batches or (), event.rows or ())
-    if not names:
-        return ""
-    return f"skipped: {', '.join(names)}"
-
-
-def _hook(event: EventRecord) -> str:
-    if event.problem is not None:
-        return f"a hook failed: {event.problem}"
-    replaced = flags_text(event.ordered or ())
-    replacement = flags_text(event.action or ()) or "nothing"
-    return f"the hook {event.hook or ''} changed {replaced} to {replacement}"
-
-
-_ANSWERS = {
-    "shrink_microbatch": "the batch is split into smaller parts",
-    "skip_batch": "the batch is skipped",
-    "retry": "the call is repeated",
-    "save": "the state is saved",
-}
-"""`EventRecord.answer` -> clause."""
-
-
-def _fault(event: EventRecord) -> str:
-    text = f"fault: {flags_text(event.cause or ()) or 'unknown'}"
-    if event.severity:
-        text += f" ({event.severity})"
-    text += f": {event.problem}"
-    if event.answer:
-        text += f"; {_ANSWERS.get(event.answer, event.answer.replace('_', ' '))}"
-    return text
-
-
-# -- kinds ----------------------------------------------------------------------------------------
 
 
 class Trait(enum.Flag):
@@ -483,7 +67,7 @@ KINDS: dict[str, EventKind] = {
     "start": EventKind(
         "A process begins. The log adds its process number, host and versions.",
         ("host", "pid", "environment", "policy"),
-        _start,
+        start_sentence,
         Trait.DURABLE,
     ),
     "resume": EventKind(
@@ -491,7 +75,7 @@ KINDS: dict[str, EventKind] = {
         ("checkpoint",),
         "resumed from the checkpoint of step {checkpoint}",
     ),
-    "alarm": EventKind("A step with a cause.", ("cause", "readings"), _alarm, Trait.JUDGED),
+    "alarm": EventKind("A step with a cause.", ("cause", "readings"), alarm_sentence, Trait.JUDGED),
     "incident": EventKind(
         "An incident begins.",
         ("incident", "onset", "cause"),
@@ -501,7 +85,7 @@ KINDS: dict[str, EventKind] = {
     "over": EventKind(
         "An incident is over: `incident.quiet_steps` steps had no alarm.",
         ("incident", "onset", "last", "cause", "readings"),
-        _over,
+        over_sentence,
         Trait.JUDGED | Trait.SEVERE,
     ),
     "alert": EventKind(
@@ -513,22 +97,27 @@ KINDS: dict[str, EventKind] = {
         Trait.JUDGED | Trait.SEVERE,
     ),
     "order": EventKind(
-        "The policy orders an action on the host.", ("action", "cause"), _order, Trait.JUDGED
+        "The policy orders an action on the host.",
+        ("action", "cause"),
+        order_sentence,
+        Trait.JUDGED,
     ),
     "assessment": EventKind(
         "The check for evidence that the model is worse. Only the verdict `damage` rolls back.",
         ("verdict", "cause"),
-        _assessment,
+        assessment_sentence,
         Trait.JUDGED,
     ),
-    "save": EventKind("A checkpoint's copy was taken.", (), _save),
+    "save": EventKind("A checkpoint's copy was taken.", (), save_sentence),
     "save_failed": EventKind(
         "A checkpoint could not be written; training continues.",
         ("problem",),
         "a checkpoint was not written: {problem}",
         Trait.CHECKPOINT | Trait.SEVERE,
     ),
-    "good": EventKind("A checkpoint is known-good from now on.", (), _good, Trait.CHECKPOINT),
+    "good": EventKind(
+        "A checkpoint is known-good from now on.", (), good_sentence, Trait.CHECKPOINT
+    ),
     "damaged": EventKind(
         "The bytes of a checkpoint have changed since the save.",
         ("problem",),
@@ -539,29 +128,29 @@ KINDS: dict[str, EventKind] = {
         "A rollback is done. `step` is the number of steps done when it began, up to one step "
         "after the last judged step.",
         ("checkpoint", "outcome"),
-        _rollback,
+        rollback_sentence,
         Trait.DURABLE | Trait.SEVERE,
     ),
     "skipped_batches": EventKind(
-        "The run skips exactly these batches.", ("batches",), _skipped_batches
+        "The run skips exactly these batches.", ("batches",), skipped_batches_sentence
     ),
     "data": EventKind(
         "The data was positioned after a restart or a rollback, or a loader is read first.",
         ("outcome",),
-        _data,
+        data_sentence,
     ),
     "lr": EventKind(
         "The learning-rate multiplier was cut (`action`: `CUT_LR`), left 1, or returned to 1.",
         ("lr_scale_before", "lr_scale"),
-        _lr,
+        lr_sentence,
         Trait.JUDGED,
     ),
-    "hook": EventKind("A hook overrode an order, or raised.", (), _hook, Trait.JUDGED),
+    "hook": EventKind("A hook overrode an order, or raised.", (), hook_sentence, Trait.JUDGED),
     "fault": EventKind(
         "An exception was classified, or a step does not return. `answer` is the action; without "
         "`answer` the exception propagates.",
         ("cause", "problem"),
-        _fault,
+        fault_sentence,
         Trait.SEVERE,
     ),
     "vote": EventKind(
@@ -613,9 +202,9 @@ def sentence(event: EventRecord) -> str:
     Returns:
         The sentence, without the step and the time, or an empty string if the kind has no sentence.
     """
-    if event.kind not in KINDS:  # of a newer healcore
+    if event.kind not in KINDS:  # a newer healcore has written the event
         return ""
     template = KINDS[event.kind].sentence
     if isinstance(template, str):
-        return template.format_map(_Words(event))
+        return template.format_map(EventWords(event))
     return template(event)

@@ -16,6 +16,7 @@ class Counts(NamedTuple):
     """
 
     incidents: int = 0
+    """Incidents, including incidents whose steps a rollback has undone."""
     rollbacks: int = 0
     """Rollbacks that were carried out; without healing, incidents that would be rolled back."""
     skips: int = 0

@@ -27,12 +27,15 @@ class Curves(NamedTuple):
     """
 
     step: np.ndarray
+    """Step of each row, from 0; smaller again after a rollback."""
     loss: np.ndarray
+    """Training loss."""
     grad_norm: np.ndarray | None = None
+    """Global gradient norm before clipping, or None if no row logs it."""
     threshold: np.ndarray | None = None
     """Limit of the gradient norm."""
     lr_scale: np.ndarray | None = None
-    """Multiplier of the learning rate."""
+    """Multiplier of the learning rate, in (0, 1]."""
     lr: np.ndarray | None = None
     """Learning rate of the program, before the multiplier."""
     attempt: np.ndarray | None = None

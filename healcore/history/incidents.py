@@ -40,13 +40,17 @@ class Incident:
     number: int
     """Number from 1, over the whole run; 0 for a rollback without an incident."""
     attempt: int
+    """Number of the attempt in which it began, from 0."""
     onset_step: float
+    """Step of the first alarm."""
     step: float
     """Step of the order, or of the last alarm."""
     cause: tuple[str, ...] = ()
+    """Names of the causes of all alarms."""
     action: tuple[str, ...] = ()
     """Orders to the host, which are carried out only in mode HEAL."""
     mode: Mode = Mode.HEAL
+    """Whether the policy healed, observed, or was replayed."""
     alarms: int = 0
     """Alarms with an event."""
     skipped: int = 0

@@ -53,10 +53,13 @@ class RunProcess:
     """
 
     id: str
+    """Id of the process, the field `run` of its events."""
     start: EventRecord | None = None
     """The event of the start, or None if it is lost, for example in a torn line."""
     end: EventRecord | None = None
+    """The event of the end, or None for a process that was killed or still runs."""
     last: EventRecord | None = None
+    """Its newest event of any kind, or None without an event."""
     diagnosis: str = ""
     """Newest diagnosis in the events, or empty after a rollback or the end of the incident."""
     resumed_at: int | None = None
@@ -139,6 +142,7 @@ class RunAttempt(NamedTuple):
     """
 
     first_step: float
+    """Step at which the attempt begins."""
     origin: str
     """What began the attempt: "start", "process", "resume", "rollback", or the file of its rows."""
     left: float | None = None
@@ -162,9 +166,13 @@ class RunHistory:
     """
 
     processes: list[RunProcess] = field(default_factory=list)
+    """All processes, the first start first."""
     attempts: list[RunAttempt] = field(default_factory=list)
+    """All attempts, oldest first."""
     incidents: list[Incident] = field(default_factory=list)
+    """All incidents, oldest first."""
     rollbacks: list[EventRecord] = field(default_factory=list)
+    """The events `rollback`, oldest first."""
     malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
     """Events with fields of the wrong type, and the names of these fields."""
     newest: dict[str, deque[EventRecord]] = field(
@@ -264,7 +272,7 @@ class RunHistory:
         """Adds an event.
 
         Args:
-            event: the next event of the run, from `healcore.events.log.parse`.
+            event: the next event of the run, from `healcore.events.events_file.parse`.
 
         Returns:
             The event without fields of the wrong type.
@@ -490,7 +498,8 @@ class RunHistory:
             step=max(onset, float(event.step or 0)),
             cause=tuple(event.cause or ()),
         )
-        if event.kind != "rollback":  # its batches are the skipped batches
+        # The `batches` of a rollback are those that it has skipped.
+        if event.kind != "rollback":
             incident.number = event.incident or self.incident_count
             incident.batches = batch_ids(event)
         self.incidents.append(incident)

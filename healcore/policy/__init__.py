@@ -9,7 +9,8 @@ A policy names no framework, so the same file works in all frameworks.
 
 from __future__ import annotations
 
-from healcore.policy.document import SCHEMA, Difference, Policy, diff, dumps, fingerprint, to_dict
+from healcore.policy.differences import Difference, diff
+from healcore.policy.document import SCHEMA, Policy, dumps, fingerprint, to_dict
 from healcore.policy.loader import (
     PolicyLike,
     PolicySource,

@@ -224,7 +224,8 @@ def _merged_clip(old: Table, changes: Table) -> dict[str, Any]:
     kind = old.get("kind")
     if kind == "none" and changes and "kind" not in changes:
         if dict(changes) == {"max_norm": None}:
-            return dict(old)  # no clipping has no limit either
+            # A policy without clipping has no limit: nothing changes.
+            return dict(old)
         return {"kind": "fixed", **changes}
     if changes.get("kind", kind) != kind:
         return _merged_tables({}, changes)

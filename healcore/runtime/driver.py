@@ -57,7 +57,7 @@ import abc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from healcore.core.decision import StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.runtime.faults.microbatches import Gradients
 from healcore.runtime.store.checkpoints import CommonState, StateMismatch
 from healcore.runtime.store.ranks import Ranks

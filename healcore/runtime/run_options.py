@@ -14,12 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 from healcore import console
 from healcore.console import Console
-from healcore.core.decision import NONFINITE, Action, Cause, Decision, Readings, SuspectGradient
+from healcore.core.decision import NONFINITE, Action, Cause, Decision
 from healcore.core.engine import Engine, RuleConfig
 from healcore.core.errors import error_text
+from healcore.core.step_record import Readings, SuspectGradient
 from healcore.policy import Policy, PolicyLike, dumps
-from healcore.policy.document import Budget, Hang, Incident, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve
+from healcore.policy.responses import Budget, Hang, IncidentTable, Retry, Rollback, SkipBatch
 from healcore.policy.variants import with_limit
 from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.store.checkpoints import Keep
@@ -38,7 +39,7 @@ class HostPolicy(NamedTuple):
     """The policy as TOML with every key, or None if the user has passed an engine."""
     engine: Engine
     """Detectors, rules and clipping, which run within the step."""
-    incident: Incident
+    incident: IncidentTable
     """When an incident has ended."""
     rollback: Rollback
     """How a rollback is carried out."""

@@ -18,7 +18,7 @@ from healcore.adapter_registry import require
 from healcore.demo_runs import ARMS, FIXED_CLIP, SAVE_EVERY, DemoError, Scenario, Step, load_corpus
 from healcore.tools import output
 from healcore.tools.demo_process import PAGE_NAME, PROBATION, FrameworkProcess
-from healcore.tools.report.run_report import PageReport
+from healcore.tools.report.page_report import PageReport
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
 

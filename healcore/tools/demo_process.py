@@ -24,7 +24,8 @@ from healcore import policy as policies
 from healcore.core.errors import HealcoreError
 from healcore.demo_runs import ARMS, DemoError, Scenario, Step, load_corpus
 from healcore.tools.report import page
-from healcore.tools.report.run_report import PageReport, read_reports
+from healcore.tools.report.page_report import PageReport
+from healcore.tools.report.run_report import read_reports
 
 PAGE_NAME = "events.report.html"
 PROBATION = 20
@@ -81,6 +82,11 @@ class FrameworkProcess:
             requests: Any = self._child.stdin  # not None, because it is a pipe
             requests.write(pickle.dumps((framework, out, steps, sizes)))
             requests.close()
+
+    @property
+    def pid(self) -> int:
+        """Id of the process that trains."""
+        return self._child.pid
 
     def __enter__(self) -> FrameworkProcess:
         return self

@@ -8,9 +8,9 @@ import numpy as np
 from healcore.core.decision import Action, Cause, Decision
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig, EngineState, RuleConfig
-from healcore.core.numerics import leaves, map_leaves
 from healcore.core.signals import Signals
 from healcore.core.tape import to_program
+from healcore.core.trees import leaves, map_leaves
 
 
 def recorded(engine: Engine) -> Any:

@@ -11,8 +11,8 @@ from healcore.core.array_namespace import NUMPY
 from healcore.core.decision import Action
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.engine.state import FROZEN
-from healcore.core.numerics import map_leaves, select
 from healcore.core.signals import Signals
+from healcore.core.trees import map_leaves, select
 from tests.core import fuzz
 from tests.core.reference import engine as reference
 

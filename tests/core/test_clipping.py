@@ -51,7 +51,7 @@ def published(values: np.ndarray, **settings) -> tuple[np.ndarray, np.ndarray, Z
     ("target", "max_norm"),
     [("reciprocal", None), ("reciprocal", 6.0), ("mean", None), ("max", 6.0)],
 )
-def test_the_same_factors_and_statistics(target, max_norm):
+def test_zclip_has_the_published_factors_and_statistics(target, max_norm):
     runs = np.stack([noisy_norms(seed) for seed in range(3)], axis=1)
     config = RULES["zclip"](target=target, max_norm=max_norm)
     runner = Runner(EngineConfig(clip=config), lanes=3)

@@ -129,7 +129,7 @@ def one_noise(steps: int) -> np.ndarray:
     return np.random.default_rng(2).normal(size=steps)
 
 
-def test_after_patience_steps_in_a_row():
+def test_vanishing_norms_raise_an_alarm_after_patience_steps_in_a_row():
     """Norms that vanish for a few steps only are no alarm."""
     norms = [1.0] * 50 + [1e-9] * 10 + [np.nan] * 30 + [1e-9] * 20 + [1.0] * 5
     found = watched("vanishing", {"threshold": 1e-6, "patience": 20}, grad_norm=norms)
@@ -158,7 +158,7 @@ def test_sitting_at_chance_level_is_seen_after_one_window():
 
 
 @pytest.mark.parametrize("offset", [1.0, -5.0])
-def test_two_wide_gaps_in_a_row(offset):
+def test_two_wide_gaps_in_a_row_are_overfitting(offset):
     train = offset + 0.1 * one_noise(600)
     evaluations = np.full(600, np.nan)
     evaluations[[100, 200, 300, 400, 500]] = offset + np.array([2.0, 0.1, 2.0, 2.0, 0.1])

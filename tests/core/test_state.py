@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from healcore.core.decision import host_record
 from healcore.core.engine import Engine, StateError
 from healcore.core.engine.state import record_numbers
-from healcore.core.numerics import leaves, map_leaves
 from healcore.core.signals import Signals
+from healcore.core.step_record import host_record
 from healcore.core.tape import NotRecordable, to_program
+from healcore.core.trees import leaves, map_leaves
 from healcore.policy import engine_of
 from tests.core import fuzz, policies
 
@@ -69,7 +69,7 @@ def after_steps(clip: str, steps: int = 80):
 
 
 @pytest.mark.parametrize("clip", policies.CLIPS)
-def test_through_json_and_back_to_the_bit(clip):
+def test_json_restores_a_state_to_the_bit(clip):
     engine, state = after_steps(clip)
     state = engine.limit_norm(state, np.float32(0.1), xp=np)
     text = json.dumps(engine.to_dict(state), allow_nan=False)

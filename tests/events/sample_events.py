@@ -6,7 +6,8 @@ from typing import Any
 
 import jsonschema
 
-from healcore.core.decision import Action, Cause, Readings, SuspectGradient
+from healcore.core.decision import Action, Cause
+from healcore.core.step_record import Readings, SuspectGradient
 from healcore.events import schema
 from tests.events.page_tables import json_schema
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from healcore.core.decision import Cause, SuspectGradient
+from healcore.core.decision import Cause
+from healcore.core.step_record import SuspectGradient
 from healcore.events import Log, log, read
 from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events_of
@@ -22,7 +23,7 @@ def path(tmp_path) -> Path:
     return tmp_path / "run.events.jsonl"
 
 
-def test_one_line_per_event(path):
+def test_each_event_is_one_line(path):
     path = path.with_name("a new folder") / path.name
     events = Log(path)
     assert events.write("alarm", step=3, cause=["LOSS_SPIKE"], engine=None)
@@ -192,7 +193,7 @@ def test_a_file_that_is_cut_anywhere_gives_its_whole_lines(path):
         assert len(history.problems) == (not ended and data[:cut][-1:] not in (b"", b"\n"))
 
 
-def test_events_lost_on_a_full_disk(tmp_path, caplog):
+def test_events_that_a_full_disk_loses_are_counted(tmp_path, caplog):
     """Fault 40."""
     with small_disk(tmp_path / "disk", megabytes=1) as root:
         path = root / "run.events.jsonl"

@@ -9,11 +9,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from healcore.core.decision import Action, Cause, Decision, Readings
+from healcore.core.decision import Action, Cause, Decision
+from healcore.core.step_record import Readings
 from healcore.events import Log, read
 from healcore.events.json_lines import to_json
 from healcore.events.models import EventRecord, validate
-from healcore.events.schema import ENVELOPE, KINDS, MAX_ROWS, batch_names, sentence
+from healcore.events.schema import ENVELOPE, KINDS, sentence
+from healcore.events.sentences import MAX_ROWS, batch_names
 from healcore.runtime.run_options import IncidentContext
 from tests.events import page_tables
 from tests.events.sample_events import EXPORTED, READINGS, SAMPLES, VALIDATOR, problems
@@ -171,7 +173,7 @@ def test_a_list_of_rows_that_is_cut_has_the_number_of_the_others(number, end):
         ),
     ],
 )
-def test_the_sentence_about_an_alarm(changes, text):
+def test_the_sentence_of_an_alarm_names_what_was_done(changes, text):
     fields = {**SAMPLES["alarm"], "skip": False, "action": Action(0), **changes}
     written: Any = to_json({"run": "a", "seq": 0, "kind": "alarm", "step": 8, **fields})
     event, _ = validate(written)

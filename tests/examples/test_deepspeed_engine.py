@@ -27,7 +27,7 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout + done.stderr
 
 
-def test_example(tmp_path: Path):
+def test_the_example_rolls_back_and_ends_with_a_low_loss(tmp_path: Path):
     out = run("examples/deepspeed_engine.py", str(tmp_path), cwd=ROOT)
     match = re.search(r"^loss (\S+), steps 400, rollbacks [1-9]", out, re.MULTILINE)
     assert match, out
@@ -42,7 +42,7 @@ os.environ["MASTER_PORT"] = "{free_port()}"
 
 
 @pytest.mark.parametrize("library", ["deepspeed", "arctic_training"])
-def test_the_snippet_of_the_page(library: str, tmp_path: Path):
+def test_the_snippet_of_the_page_prints_what_the_page_says(library: str, tmp_path: Path):
     pytest.importorskip(library)
     page = f"trainers/{library.partition('_')[0]}.md"
     (program,) = blocks(page)

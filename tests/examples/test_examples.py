@@ -39,7 +39,7 @@ def output(command: str, *, status: int = 0, **options: Any) -> tuple[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["optax_loop", "torch_loop"])
-def test_example(name):
+def test_an_example_prints_its_loss_skips_and_cuts(name):
     out, _ = output(f"{name}.py")
     match = re.fullmatch(r"loss (\S+), skips 4, cuts 1\n", out)
     assert match, out
@@ -65,7 +65,7 @@ def test_a_run_that_moves_between_frameworks_is_healed_as_one_that_stays():
 
 
 @pytest.mark.slow
-def test_hf_trainer():
+def test_the_hugging_face_example_trains():
     out, _ = output("hf_trainer.py", imports=IMPORTS)
     assert "steps skipped: 3" in out  # the one NaN label, in each of three epochs
     assert "weights finite: True" in out
@@ -73,7 +73,7 @@ def test_hf_trainer():
 
 
 @pytest.mark.slow
-def test_trl_sft():
+def test_the_trl_example_halves_its_loss():
     out, _ = output("trl_sft.py", imports=IMPORTS)
     assert "steps skipped: 0" in out
     before, _, after = out.split()[-3:]

@@ -29,7 +29,9 @@ ADDED = {"optax_healer": 5, "linen_healer": 8, "nnx_healer": 6}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]):
+def test_an_example_rolls_back_and_ends_with_a_low_loss(
+    name: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+):
     most, needed = EXAMPLES[name]
     pytest.importorskip(needed)
     example = importlib.import_module(f"examples.{name}")

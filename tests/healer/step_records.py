@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from healcore.core.decision import StepRecord, host_record
 from healcore.core.engine.state import init, record_numbers
+from healcore.core.step_record import StepRecord, host_record
 from healcore.policy import load
 
 

@@ -115,7 +115,7 @@ class Broken(Exception):
 
 
 @pytest.mark.parametrize("broken_at", [(1, 4), (2, 0)])
-def test_a_loader_for_each_epoch_after_a_restart_and_a_rollback(broken_at, tmp_path):
+def test_a_loader_for_each_epoch_continues_after_a_restart_and_a_rollback(broken_at, tmp_path):
     """Loaders of epochs before the restart are not made again, so no new loader is one of them."""
 
     def made(epoch: int) -> Any:
@@ -235,7 +235,7 @@ def test_the_epoch_of_a_single_pass_needs_no_line(caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TorchLoop, JaxLoop])
-def test_epoch_and_batch_index_after_a_restart(kind, tmp_path):
+def test_epoch_and_batch_index_continue_after_a_restart(kind, tmp_path):
     data = list(range(BATCHES))
     for begins in (0, 10):
         loop = kind() if kind is TorchLoop else JaxLoop(policy="default")

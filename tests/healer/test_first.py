@@ -15,7 +15,11 @@ def test_a_nan_batch_is_skipped(tmp_path):
     """The step of batch 7 changes no weights. The next step trains again."""
     loop = loop_of("torch", Faults(always=[7]))
     weights = []  # before each step
-    train(loop, SKIPS, range(12), store=tmp_path, before=lambda *_: weights.append(loop.weights()))
+
+    def before(healer: Healer, number: int) -> None:
+        weights.append(loop.weights())
+
+    train(loop, SKIPS, range(12), store=tmp_path, before=before)
     assert same(weights[7], weights[8])
     assert not same(weights[8], weights[9])
     (alarm,) = events(tmp_path, "alarm")

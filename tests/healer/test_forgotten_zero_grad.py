@@ -1,4 +1,4 @@
-"""A program that forgets `zero_grad` for some steps: the large norm of its gradients is a symptom."""
+"""A program that forgets `zero_grad` for some steps; the large norm is only a symptom."""
 
 from pathlib import Path
 

@@ -227,7 +227,7 @@ def test_the_batches_are_those_of_a_run_that_lost_no_connection(name, failing, t
         ),
     ],
 )
-def test_the_batches_of_workers(name, failing, tmp_path):
+def test_the_batches_of_workers_are_the_same_after_lost_connections(name, failing, tmp_path):
     """Which row a request is for differs, because two workers read at the same time."""
     make = LOADERS[name]
     expected = train(make, Network(tmp_path / "whole", error=lost))

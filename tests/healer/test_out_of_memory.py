@@ -88,7 +88,7 @@ def test_a_single_sample_that_does_not_fit_stops_the_run(tmp_path: Path):
     assert "activation checkpointing" in postmortems(tmp_path)[0]["diagnosis"]
 
 
-def test_the_budget_of_shrinks():
+def test_the_budget_of_shrinks_ends_the_run():
     memory = Memory(fits=1)
     with pytest.raises(healcore.RunStopped, match="permits it 2 times"):
         train(2, memory, budget={"shrinks": 2})

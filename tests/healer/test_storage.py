@@ -243,7 +243,7 @@ def test_an_interrupted_run_that_is_given_another_learning_rate_says_which_holds
 
 
 @pytest.mark.slow
-def test_hyperparameters_of_a_jax_state(tmp_path: Path):
+def test_changed_hyperparameters_of_a_jax_state_are_named(tmp_path: Path):
     def run(lr: float, steps: int) -> None:
         new_process()
         tx = protect(optax.inject_hyperparams(optax.adam)(learning_rate=lr), SKIPS)

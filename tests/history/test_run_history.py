@@ -37,7 +37,7 @@ def run_of(*happened: tuple[str, int | None, dict[str, Any]]) -> RunHistory:
     return run
 
 
-def test_an_incident_with_its_rollback():
+def test_an_incident_has_its_rollback():
     alarm = {**NAN, "evidence": [{"name": "w", "grad_norm": "nan"}]}
     left_out = {**BACK, "batches": [[0, 4], [0, 5]]}
     rollback, saved = ("rollback", 6, left_out), ("save", 3, {})

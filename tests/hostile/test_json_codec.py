@@ -63,7 +63,7 @@ def test_values_come_back_bit_for_bit(name):
     [np.array([{}], object), torch.eye(2).to_sparse(), OrderedDict],
     ids=["array of objects", "sparse", "class"],
 )
-def test_without_a_plain_form(value):
+def test_a_value_without_a_plain_form_is_named_by_its_path(value):
     with pytest.raises(UnsavableState, match=r"state\['x'\]\['at'\]\[1\]"):
         values.dumps({"at": [0, value]}, ("x",))
 

@@ -72,14 +72,14 @@ CASES += [("sgd", "protect", False), ("momentum", "heal", False)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way", "jit"), CASES)
-def test_the_bits_of_optax(name: str, way: str, jit: bool):
+def test_a_fixed_clip_has_the_bits_of_optax(name: str, way: str, jit: bool):
     inner = OPTIMIZERS[name]
     twin = optax.chain(optax.clip_by_global_norm(0.1), inner())
     assert_same_bits(*runs(WAYS[way](inner()), twin, weights(), jit=jit))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
-def test_the_bits_in_half_precision(dtype: Any):
+def test_a_fixed_clip_has_the_bits_of_optax_in_half_precision(dtype: Any):
     twin = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
     mine = protect(optax.sgd(0.1), clip=CLIP)
     # Not compiled: XLA rounds less often where it fuses operations, and two programs are fused

@@ -175,7 +175,7 @@ INJECTED = optax.inject_hyperparams(optax.sgd)(lambda count: 0.1)  # itself refu
     ids=["heal_zclip", "injected", "heal", "everything", "schedule"],
 )
 @pytest.mark.filterwarnings("ignore:no loss reaches")
-def test_updates_under_strict_promotion(tx, params):
+def test_updates_are_traced_under_strict_promotion(tx, params):
     with jax.numpy_dtype_promotion("strict"):
         state = tx.init(params)
         for signals in (

@@ -83,7 +83,7 @@ def test_two_processes_decide_as_one_does(two: Program, one: Program):
 
 
 @pytest.mark.stress
-def test_four_processes_spread_in_every_way(one: Program, tmp_path: Path):
+def test_four_processes_train_as_one_however_they_are_spread(one: Program, tmp_path: Path):
     found = program(tmp_path, *SPECS, world=4)
     for kind in SPECS:
         check_run(found, one, kind)
@@ -139,7 +139,7 @@ def test_a_run_of_two_processes_continues_in_one(two: Program, folder: Path):
         assert next(healer.batches(list(range(10**6)))) == ended["step"]
 
 
-def test_a_checkpoint_of_four_devices_on_other_meshes_of_two(
+def test_a_checkpoint_of_four_devices_is_restored_on_other_meshes_of_two(
     two: Program, one: Program, folder: Path
 ):
     found = both(two, f"from_one:{folder}")

@@ -142,7 +142,7 @@ def test_no_parameters_are_a_step_of_norm_zero(tx, tree):
 
 
 @pytest.mark.slow
-def test_inside_shard_map_on_four_devices():
+def test_shard_map_on_four_devices_has_the_signals_of_one():
     scenario = "four_devices:check"
     assert Program("", scenario, world=1, devices=4).of(scenario) == [None]
 

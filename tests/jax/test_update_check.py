@@ -66,7 +66,7 @@ def test_numbers_rounded_to_bfloat16_are_named_and_spoil_no_weight():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tx", [optax.adamw(1e-3), optax.inject_hyperparams(optax.adamw)(1e-3)])
-def test_no_warning_without_rounding(tx):
+def test_an_update_without_rounding_warns_of_nothing(tx):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _, _, skips = trained(protect(tx), 2)

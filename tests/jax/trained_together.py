@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import healcore
-from healcore.core.decision import unpack_record
+from healcore.core.step_record import unpack_record
 from healcore.jax import engine_rows, protect
 from healcore.jax.nested_states import find
 from healcore.jax.store import MemoryStore, OrbaxStore

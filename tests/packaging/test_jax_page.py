@@ -49,13 +49,13 @@ def test_the_snippet_about_a_skipped_step(names, capsys):
 
 
 @pytest.mark.slow
-def test_the_snippet_with_a_loop(names):
+def test_the_snippet_with_a_loop_completes(names):
     exec(LOOP, names)
     assert_completed(names["healer"])
 
 
 @pytest.mark.slow
-def test_the_nnx_snippet(names):
+def test_the_nnx_snippet_keeps_the_statistics_on_a_bad_batch(names):
     flax = pytest.importorskip("flax")
     exec(NNX, names)
     assert_completed(names["healer"])

@@ -31,7 +31,7 @@ def test_every_policy_loads_and_every_preset_exists(page):
         assert name == "mine.toml" or load(name)
 
 
-def test_the_torch_snippets(tmp_path, monkeypatch):
+def test_the_torch_snippets_run_as_they_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     healers = {}
     reports = []
@@ -129,7 +129,9 @@ def test_the_tables_of_programs_are_those_of_the_results():
 
 
 @pytest.mark.slow
-def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, monkeypatch):
+def test_the_snippets_run_one_after_the_other_and_print_the_lines_after_a_kill(
+    tmp_path, monkeypatch
+):
     """The page quotes the lines of the second start."""
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
@@ -208,7 +210,7 @@ def test_a_lost_run_in_jax_continues_from_its_orbax_folder(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_the_off_policy_loop_and_its_buffers(tmp_path, monkeypatch):
+def test_the_off_policy_loop_trains_and_saves_its_buffers(tmp_path, monkeypatch):
     """The loop trains, its environment is named, and both other buffers can be in a state."""
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
@@ -226,7 +228,7 @@ def test_the_off_policy_loop_and_its_buffers(tmp_path, monkeypatch):
     assert (tmp_path / "replay-seen.npy").exists()
 
 
-def test_the_ranks_snippet_on_one_rank(tmp_path, monkeypatch):
+def test_the_ranks_snippet_runs_on_one_rank(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in variables.items():

@@ -16,8 +16,8 @@ import torch
 
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.engine.state import FROZEN
-from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
+from healcore.core.trees import map_leaves
 from healcore.jax.array_namespace import JAX
 from healcore.jax.one_kernel import one_kernel
 from healcore.torch.array_namespace import Namespace

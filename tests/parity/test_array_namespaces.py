@@ -10,9 +10,9 @@ import torch
 from healcore.core.array_namespace import NUMPY, ArrayNamespace, as_namespace
 from healcore.core.clipping import EDGES
 from healcore.core.engine import Engine
-from healcore.core.numerics import leaves, map_leaves
 from healcore.core.signals import Signals
 from healcore.core.tape import to_program
+from healcore.core.trees import leaves, map_leaves
 from healcore.jax.array_namespace import JAX
 from healcore.torch.array_namespace import Namespace
 from tests.core import policies

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from healcore.core import numerics
 from healcore.core.decision import Action
 from healcore.core.engine import Engine
-from healcore.core.numerics import leaves, map_leaves
 from healcore.core.signals import Signals
 from healcore.core.tape import to_program
+from healcore.core.trees import leaves, map_leaves
 from healcore.policy import load, preset_names, recipe_names
 from tests.core import fuzz, policies
 from tests.core.random_policies import BOUNDED, engine_configs
@@ -51,7 +51,7 @@ def groups_of(clip: str | None) -> int:
         ),
     ],
 )
-def test_the_same_bits_in_numpy_jax_and_torch(name, against):
+def test_numpy_jax_and_torch_have_the_same_bits(name, against):
     """The detectors of the catalogue in one policy: it is compiled once."""
     groups = groups_of(name)
     published = policies.only(*policies.PUBLISHED)
@@ -144,7 +144,7 @@ CHUNK = 30
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", ["zclip", "adagc"])
-def test_from_jax_to_torch_to_numpy_and_on(clip):
+def test_a_run_moves_from_jax_to_torch_to_numpy_and_decides_alike(clip):
     groups = groups_of(clip)
     engine = Engine(policies.covering(clip))
     runs = {name: lockstep.runner(name, engine) for name in LEGS}

@@ -13,8 +13,8 @@ import optax
 import pytest
 import torch
 
-from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
+from healcore.core.trees import map_leaves
 from healcore.jax import protect
 from healcore.jax.array_namespace import JAX
 from healcore.policy import engine_of
@@ -42,7 +42,7 @@ def equations(jaxpr: Any) -> int:
 
 
 @pytest.mark.parametrize("preset", COUNTS)
-def test_equations_of_the_engine(preset: str):
+def test_the_engine_has_the_committed_number_of_equations(preset: str):
     engine = engine_of(preset)
     one = jnp.float32(1)
     rate = one if engine.limits_lr else None
@@ -58,7 +58,7 @@ STEPS = {"default": 289, "pretraining": 1044, "zclip": 319}
 
 
 @pytest.mark.parametrize("preset", STEPS)
-def test_equations_of_a_protected_step(preset: str):
+def test_a_protected_step_has_the_committed_number_of_equations(preset: str):
     params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 
     def count(tx: optax.GradientTransformation) -> int:
@@ -77,7 +77,7 @@ def test_the_healing_state_of_default_is_two_arrays():
 
 
 @pytest.mark.parametrize("preset", COUNTS)
-def test_dispatches_of_the_device_engine(preset: str):
+def test_the_device_engine_has_the_committed_number_of_dispatches(preset: str):
     """The host reads no value."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -19,11 +19,12 @@ from healcore.core import engine
 from healcore.core.baseline import ShiftConfig
 from healcore.core.ranges import NONE
 from healcore.policy import load, to_dict
-from healcore.policy.document import Budget, Detect, Incident, Policy, Respond, Rollback, When
+from healcore.policy.document import Detect, Policy
+from healcore.policy.responses import Budget, IncidentTable, Respond, Rollback, When
 from healcore.policy.tables import keys_of
 
 CORE: dict[type, type] = {
-    Incident: engine.IncidentConfig,
+    IncidentTable: engine.IncidentConfig,
     Rollback: engine.RollbackConfig,
     Budget: engine.BudgetConfig,
 }

@@ -10,7 +10,8 @@ from healcore.core.decision import Action
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.policy import Policy, loads
-from healcore.policy.document import ACTIONS, FAULTS, Detect, NoClip, When, detector_of
+from healcore.policy.document import Detect, NoClip, detector_of
+from healcore.policy.responses import ACTIONS, FAULTS, When
 from healcore.policy.tables import keys_of, rounded
 from tests.packaging.page_text import blocks
 from tests.policy import key_tables

@@ -1,6 +1,8 @@
 """The demo end to end, small: real training in both frameworks, table, picture, pages, events."""
 
 import io
+import os
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +123,7 @@ def test_a_process_that_is_killed_ends_the_demo(tmp_path):
         FrameworkProcess("torch", tmp_path, STEPS, TINY) as process,
         pytest.raises(DemoError, match="ended with status -9"),
     ):
-        process.follow(lambda step: process._child.kill())
+        process.follow(lambda step: os.kill(process.pid, signal.SIGKILL))
 
 
 def test_a_batch_and_a_learning_rate_depend_on_the_step_alone():

@@ -1,5 +1,6 @@
 """A rank of a run with a `loss_fn`, by layout and fault; all worlds have the same batches."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch.optim import AdamW
 from healcore import Checkpoints, Hooks, Logging
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.compare.comparisons import Comparisons
+from tests.healer.run_directory import events_of
 from tests.open_run import run_of
-from tests.torch.forked_ranks import serve
+from tests.torch.forked_ranks import folder, serve
 from tests.torch.layouts import spread, whole
 
 SECONDS = 300
@@ -26,8 +28,8 @@ A fourth one is "raises": damage, and comparisons for which the `loss_fn` fails 
 NAMES = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")
 
 
-def options(rollbacks: list[Any]) -> dict[str, Any]:
-    """Of a Healer that notes its rollbacks."""
+def options(rollbacks: list[Any], file: Path) -> dict[str, Any]:
+    """Of a Healer that notes its rollbacks, and writes its events into `file`."""
 
     def note(event: Any) -> None:
         rollbacks.append({name: event.get(name) for name in NAMES})
@@ -36,7 +38,7 @@ def options(rollbacks: list[Any]) -> dict[str, Any]:
         "checkpoints": Checkpoints(every=SAVE_EVERY),
         "rollback": {"probation": SAVE_EVERY},
         "hooks": Hooks(on_rollback=[note]),
-        "logging": Logging(console=False),
+        "logging": Logging(console=False, events=file),
     }
 
 
@@ -69,7 +71,7 @@ def run(case: str) -> dict[str, Any]:
     optimizer = AdamW(net.parameters(), lr=RATE)
     compared: list[Any] = []
     rollbacks: list[Any] = []
-    problems: list[str] = []
+    file = folder() / f"{case}.jsonl"
     damaged, compared_at = False, -1
 
     def loss_fn(number: int) -> Tensor:
@@ -91,12 +93,11 @@ def run(case: str) -> dict[str, Any]:
         "default",
         state={"model": net, "optimizer": optimizer},
         loss_fn=loss_fn,
-        **options(rollbacks),
+        **options(rollbacks, file),
     ) as healer:
         comparisons: Any = run_of(healer).comparisons
         if fault != "raises":
             watched(comparisons, compared)
-        comparisons.loss_function._warn = problems.append
         for number in healer.batches(list(range(STEPS * parts))):
             step, which = divmod(number, parts)
             if fault in ("damage", "raises") and step == FAULT and not damaged:
@@ -112,6 +113,9 @@ def run(case: str) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
         metrics = healer.metrics()
+    problems = []
+    if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that writes events
+        problems = [each["problem"] for each in events_of(file) if each["kind"] == "problem"]
     return {
         "steps": healer.step,
         "compared": compared,

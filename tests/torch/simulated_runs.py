@@ -19,7 +19,7 @@ from tests.torch.simulated_device import DEVICE, uploads, waits
 CPU = torch.device("cpu")
 READ = "healcore.torch.engines.async_copy:AsyncCopy.read"
 """A wait here and on other accelerators; on CUDA the copy has been under way for a step."""
-FIRST = "healcore.torch.engines.host:to_host"
+FIRST = "healcore.torch.engines.stateful:to_host"
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, fused=True),

@@ -9,7 +9,7 @@ from torch.optim import Adagrad, Optimizer
 
 from healcore.core.engine import Engine
 from healcore.torch import attach
-from healcore.torch.enforcer import moments_obstacle, reset_moments
+from healcore.torch.moments import moments_obstacle, reset_moments
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
 from tests.torch.optimizer_cases import CASES, FUSED, HOST_AND_DEVICE, NAN, Case, host_and_device
@@ -111,7 +111,7 @@ def test_adagc_clips_each_tensor_by_its_own_history(where: Any, fused: bool):
 
 @host_and_device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_gradients_of_other_dtypes_and_several_groups(where: Any, dtype: torch.dtype):
+def test_gradients_of_other_dtypes_and_several_groups_are_clipped(where: Any, dtype: torch.dtype):
     half, full = Parameter(torch.zeros(100, dtype=dtype)), Parameter(torch.zeros(100))
     optimizer = torch.optim.SGD([{"params": [half]}, {"params": [full], "lr": 0.5}], lr=1.0)
     heal = attach(optimizer, policies.fixed(1.0), engine=where)

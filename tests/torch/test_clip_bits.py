@@ -25,7 +25,7 @@ STEPS = 12
 
 @host_and_device
 @pytest.mark.parametrize("case", WITHOUT_CLOSURE, ids=lambda case: case.name)
-def test_the_bits_of_every_optimizer(case: Case, where: Any):
+def test_every_optimizer_has_the_bits_of_clip_grad_norm(case: Case, where: Any):
     """Some steps are clipped, some are not, and some have a norm that is the limit."""
     mine, twin = case.build(), case.build()
     heal = attach(mine, policies.fixed(3.7), engine=where)
@@ -42,7 +42,7 @@ def test_the_bits_of_every_optimizer(case: Case, where: Any):
 
 
 @every_way
-def test_the_bits_under_a_grad_scaler(fused: bool, where: Any, unscale: bool):
+def test_a_grad_scaler_changes_no_bits_of_a_clip(fused: bool, where: Any, unscale: bool):
     mine, twin = Loop(fused=fused), Loop(fused=fused)
     heal = attach(mine.optimizer, policies.fixed(0.3), engine=where, scaler=mine.scaler)
     for i in range(STEPS):
@@ -69,7 +69,7 @@ DTYPES = {
 
 @host_and_device
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-def test_the_bits_of_every_dtype(dtypes: list[torch.dtype], where: Any):
+def test_every_dtype_has_the_bits_of_clip_grad_norm(dtypes: list[torch.dtype], where: Any):
     """Torch computes the norm in the dtype of the gradients: half precision has three digits."""
     random = torch.Generator().manual_seed(0)
     shapes = [(7, 5), (40_000,), (5,), (3, 3)]

@@ -94,7 +94,9 @@ def test_a_step_with_its_own_arithmetic_is_skipped_too(where: Any):
 
 
 @pytest.mark.parametrize("case", [Case("", SGD), Case("", AdamW, {"fused": True})], ids=str)
-def test_schedulers_made_before_and_after_attach(case: Case, recwarn: pytest.WarningsRecorder):
+def test_schedulers_made_before_and_after_attach_step_without_a_warning(
+    case: Case, recwarn: pytest.WarningsRecorder
+):
     mine, twin = case.build(), case.build()
     schedulers = [ExponentialLR(mine, 0.9), ExponentialLR(twin, 0.9)]
     heal = attach(mine, policies.SKIPS)

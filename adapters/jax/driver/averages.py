@@ -87,7 +87,8 @@ def untrained(
         shares = {part: _share_towards_others(part, parts, before, now) for part in parts}
         # The parts with the smallest shares are trained.
         last_trained, first_average = sorted(shares.values())[trained - 1 : trained + 1]
-        if not first_average - last_trained > _MIN_DIFFERENCE:  # also if NaN
+        # Written with `not`, so that NaN ends here too.
+        if not first_average - last_trained > _MIN_DIFFERENCE:
             return None
         for part in parts:
             if shares[part] >= first_average:

@@ -38,7 +38,7 @@ from healcore.jax.array_leaves import Leaf, PyTree, is_array, is_number
 from healcore.jax.driver.engine_readings import BlockRecords, block_records
 from healcore.jax.driver.engine_tensors import Path
 from healcore.jax.driver.step_reader import any_replaced
-from healcore.jax.heal_state import HealStateError
+from healcore.jax.state_policy import HealStateError
 from healcore.jax.tree_nodes import node_at
 
 Update = Callable[[Any, Any], tuple[Any, Any]]

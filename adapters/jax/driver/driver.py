@@ -15,21 +15,28 @@ from healcore.core.engine.state import UNKNOWN_RATE
 from healcore.core.numerics import shortest_decimal
 from healcore.jax import heal_state, optimizer_constants
 from healcore.jax.array_leaves import PyTree
-from healcore.jax.driver import engines as engine_states
 from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import Scan, ScanPrograms, Update
 from healcore.jax.driver.edits import Edits
 from healcore.jax.driver.engine_readings import BlockRecords
+from healcore.jax.driver.engines import (
+    find_engines,
+    has_parameters,
+    map_states,
+    trains_its_parameters,
+    with_engines,
+)
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.processes import Processes
 from healcore.jax.driver.program_state import check_not_donated, is_donated, program_state_of
 from healcore.jax.driver.step_reader import LOOP_LINE, Dispatch, StepReader, counters_of
 from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
-from healcore.jax.heal_state import HealState, HealStateError, ProtectState, with_change_expected
+from healcore.jax.heal_state import HealState, ProtectState, with_change_expected
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.optimizer_numbers import injected_hyperparameters, injected_rates
+from healcore.jax.state_policy import HealStateError
 from healcore.jax.tree_nodes import node_at, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import Driver, Engines, NumberRange
@@ -66,7 +73,7 @@ class JaxDriver(Driver):
         """The state of the program. `ProgramState` hides its form."""
         tree = self._live.read()
         check_not_donated(tree)
-        self._engines = engine_states.find_engines(tree, self._live.trained, self._engine)
+        self._engines = find_engines(tree, self._live.trained, self._engine)
         self._weights = self._make_weights()
         self._changes: list[str] = []
         """Changes of the structure of the state that `structure_changes` has not returned yet."""
@@ -75,7 +82,7 @@ class JaxDriver(Driver):
         self.warnings: list[str] = []
         if any(nodes(HealState, guard) for _, guard in nodes(optax.ApplyIfFiniteState, tree)):
             self.warnings.append(_GUARDED)
-        if not engine_states.has_parameters(tree, self._engines):
+        if not has_parameters(tree, self._engines):
             self.warnings.append(_NO_PARAMETERS)
         self.on_step: Callable[[], None] = lambda: None
         steps = nodes(optax.MultiStepsState, tree)
@@ -159,7 +166,7 @@ class JaxDriver(Driver):
         try:
             live = program_state_of(self._live.state)
             tree = live.read()
-            engines = engine_states.find_engines(tree, live.trained, self._engine)
+            engines = find_engines(tree, live.trained, self._engine)
         except HealStateError:
             return False
         names = [entry.name for entry in engines]
@@ -167,7 +174,7 @@ class JaxDriver(Driver):
         if live.in_place or names != known_names:
             return False
         for entry in engines:
-            if not engine_states.trains_its_parameters(tree, entry):
+            if not trains_its_parameters(tree, entry):
                 return False
         self._live = live
         self._engines = engines
@@ -236,7 +243,7 @@ class JaxDriver(Driver):
     @transferring
     def expect_change(self) -> None:
         """See `Driver.expect_change`. The next step has to start from `live`."""
-        self._edit_state(engine_states.map_states(with_change_expected, self._live.read()))
+        self._edit_state(map_states(with_change_expected, self._live.read()))
 
     # -- the state --------------------------------------------------------------------------------
 
@@ -287,7 +294,7 @@ class JaxDriver(Driver):
             tree = self._live.restored(state)
         if reset_moments:
             tree = reset_moments_of(tree, _zeros_of)
-        self._edit_state(engine_states.with_engines(self._engine, self._engines, tree, engines))
+        self._edit_state(with_engines(self._engine, self._engines, tree, engines))
         self._reader.restart(self._states())
 
     def moments_obstacle(self) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from healcore.jax.array_leaves import PyTree
-from healcore.jax.driver import engines as engine_states
+from healcore.jax.driver.engines import edit_numbers, map_states
 from healcore.jax.heal_state import HealState, with_edit
 
 
@@ -29,7 +29,7 @@ class Edits:
     """
 
     def __init__(self, states: Sequence[HealState]) -> None:
-        self._number = max(engine_states.edit_numbers(states))
+        self._number = max(edit_numbers(states))
         """Number of the last edit."""
         self._is_new = False
         """Whether no state of the program has continued from the last edit yet."""
@@ -45,7 +45,7 @@ class Edits:
         """
         self._number += 1
         self._is_new = True
-        return engine_states.map_states(lambda state: with_edit(state, self._number), tree)
+        return map_states(lambda state: with_edit(state, self._number), tree)
 
     def is_stale(self, states: Sequence[HealState]) -> bool:
         """Whether a state of the program was computed from a state before the last edit.
@@ -56,6 +56,6 @@ class Edits:
             states: the HealState of each engine in the program's state.
         """
         if self._is_new:
-            numbers = engine_states.edit_numbers(states)
+            numbers = edit_numbers(states)
             self._is_new = any(number != self._number for number in numbers)
         return self._is_new

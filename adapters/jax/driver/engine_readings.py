@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.decision import RECORD_FIELDS
+from healcore.core.step_record import RECORD_FIELDS
 from healcore.jax import engine_rows
 from healcore.jax.driver.program_state import array_of
 from healcore.jax.heal_state import HealState

@@ -30,10 +30,11 @@ from healcore.jax.driver.engine_tensors import (
 )
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.program_state import array_of
-from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
+from healcore.jax.heal_state import HealState, ScaleByHealLrState
 from healcore.jax.nested_states import warn_if_after_optimizer
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import check_second_iterates, is_optax_state
+from healcore.jax.state_policy import HealStateError
 from healcore.jax.tree_nodes import map_nodes, node_at, node_getter, nodes
 from healcore.runtime.engine_names import check_engines
 

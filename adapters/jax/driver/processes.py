@@ -10,7 +10,7 @@ import jax
 from healcore.runtime.store.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
-    from healcore.jax.store.coordination import VoteMarks
+    from healcore.jax.store.vote_marks import VoteMarks
 
 
 class Processes:
@@ -34,10 +34,8 @@ class Processes:
         if self._ranks is None:
             self._ranks = Alone()
             if jax.process_count() > 1:
-                from healcore.jax.store.coordination import (  # loads Orbax
-                    CoordinatedRanks,
-                    VoteMarks,
-                )
+                from healcore.jax.store.coordination import CoordinatedRanks
+                from healcore.jax.store.vote_marks import VoteMarks
 
                 self._ranks, self._marks = CoordinatedRanks(), VoteMarks()
         return self._ranks
@@ -46,8 +44,8 @@ class Processes:
         """Counts a dispatch.
 
         Returns:
-            A function that tells whether the processes vote after this dispatch. Always False for a
-            run of one process.
+            A function that returns whether the processes vote after this dispatch. Always False for
+            a run of one process.
         """
         if self._marks is None:
             return _no_vote

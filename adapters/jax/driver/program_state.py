@@ -27,8 +27,8 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from healcore.console import first_of
 from healcore.jax.array_leaves import Leaf, PyTree, arrays_of, is_number, is_static, with_arrays
 from healcore.jax.driver.leaf_forms import to_live_leaf, to_saved_leaf
-from healcore.jax.heal_state import HealStateError
 from healcore.jax.opt_state import with_heal_state, without_heal_state
+from healcore.jax.state_policy import HealStateError
 from healcore.jax.tree_nodes import Path, map_nodes, nodes
 
 STATE = "state"

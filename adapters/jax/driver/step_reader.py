@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.decision import (
+from healcore.core.step_record import (
     RECORD_FIELDS,
     StepRecord,
-    is_by_optimizer,
+    is_nan_by_optimizer,
     suspect_gradients,
     unpack_record,
 )
@@ -43,7 +43,8 @@ from healcore.jax.driver.engine_readings import (
 )
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.program_state import array_of
-from healcore.jax.heal_state import HealState, HealStateError
+from healcore.jax.heal_state import HealState
+from healcore.jax.state_policy import HealStateError
 
 LOOP_LINE = "state = healer.update(step(healer.state, batch))"
 """The line of a training loop that starts each step from the current state, for messages."""
@@ -290,7 +291,7 @@ class StepReader:
                     usual = self._usual_norms.get(engine.name)
                     record = record._replace(
                         evidence=suspect_gradients(new.norms, usual, engine.tensor_names),
-                        by_optimizer=is_by_optimizer(record.cause, new.norms),
+                        by_optimizer=is_nan_by_optimizer(record.cause, new.norms),
                     )
                 else:
                     self._usual_norms[engine.name] = new.norms

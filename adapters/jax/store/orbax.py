@@ -44,7 +44,8 @@ class _JaxStore(CheckpointStore):
             StateMismatch: the checkpoint was saved from another state.
             CheckpointNotFound: the step has no checkpoint.
         """
-        items = isinstance(like, Mapping) and SIDE_STATE in like  # the Healer's own call
+        # Only the Healer passes healcore's own item.
+        items = isinstance(like, Mapping) and SIDE_STATE in like
         if items or not self._is_of_healer(step):
             return super().restore(step, like)
         live = program_state_of(like)
@@ -58,7 +59,8 @@ class _JaxStore(CheckpointStore):
             return SIDE_STATE in copy.flat.entries
         try:
             return bool(stored) and SIDE_STATE in stored[0].entries(self.ranks.rank)
-        except (OSError, ValueError, LookupError):  # damaged: `restore` says how
+        # A damaged file counts as absent here, and `restore` reports it.
+        except (OSError, ValueError, LookupError):
             return False
 
 

@@ -34,11 +34,11 @@ from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Reco
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights
-from healcore.torch.enforcer import moments_obstacle
-from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.engines import keep_after_cuda_error
 from healcore.torch.expected_moments import missing_moments
 from healcore.torch.live_state import State
+from healcore.torch.moments import moments_obstacle
+from healcore.torch.moments import reset_moments as reset_moments_of
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
 from healcore.torch.store.partial_restore import load_common
@@ -93,7 +93,7 @@ class TorchDriver(Driver):
         healings, own = attach_all(self._state, engine_of(policy), attach)
         self.healings = healings
         """The handle of each optimizer, by its name in the state."""
-        self._own = own
+        self._own_healings = own
         """The handles that this driver has made, and detaches in `close`."""
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = _do_nothing
@@ -279,7 +279,8 @@ class TorchDriver(Driver):
         if reset_moments:
             for healing in self.healings.values():
                 reset_moments_of(healing.optimizer)
-        steps: dict[str, Any] = {}  # of the states that are replaced
+        # Optimizer -> step of the state that is replaced.
+        steps: dict[str, Any] = {}
         for name in engines:
             steps[name] = self.healings[name].live_engine.state.step
         for name, data in engines.items():
@@ -524,7 +525,7 @@ class TorchDriver(Driver):
         for followed in self._followed:
             followed.accumulation.close()
             followed.healing.healed_step.remove_listener()
-        for healing in self._own:
+        for healing in self._own_healings:
             healing.detach()
 
     def _after_load(self) -> None:
@@ -538,7 +539,10 @@ class TorchDriver(Driver):
                 followed.buffers.save()
 
     def _after_step(self) -> None:
-        """Notes a step of any optimizer, and tells the run. Each `Accumulation` calls it."""
+        """Notes a step of any optimizer, and calls `on_step` of the run.
+
+        Each `Accumulation` calls it.
+        """
         self._steps.on_step(judged=len(self._pending) > 0)
         self.on_step()
 

@@ -23,12 +23,6 @@ class FollowedOptimizer:
     It refers to these parts and not to the driver, because hooks of the optimizer refer to it, and
     Python does not collect a cycle through these hooks.
 
-    Args:
-        name: name of the optimizer in the state.
-        healing: the handle of the optimizer.
-        recorder: keeps the judged steps of this optimizer.
-        accumulation: knows the gradients since the last step of this optimizer.
-
     Attributes:
         name: name of the optimizer in the state.
         healing: the handle of the optimizer.

@@ -153,5 +153,5 @@ def free_graphs(values: Iterable[Any], *, since: int) -> None:
     for value in values:
         for tensor in tensors_in(value, _MAX_ITEMS, _MAX_DEPTH):
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
-                with suppress(RuntimeError):  # a view
+                with suppress(RuntimeError):  # `detach_` raises for a view
                     tensor.detach_()

@@ -29,10 +29,6 @@ class OptimizerSteps:
         GAN           both optimizers step for each batch, one after the other
         fine-tuning   the optimizer of the first stage does not step any more
 
-    Args:
-        accumulations: the gradients of each optimizer.
-        warnings: receives lines for the log of the run.
-
     Attributes:
         accumulations: the gradients of each optimizer.
         observed: whether a loss was observed since the last step of any optimizer. The driver sets
@@ -42,6 +38,7 @@ class OptimizerSteps:
     def __init__(self, accumulations: Sequence[Accumulation], warnings: list[str]) -> None:
         self.accumulations = accumulations
         self._warnings = warnings
+        """Receives lines for the log of the run."""
         self.observed = False
         self._usual = set(accumulations)
         """The accumulations whose optimizers stepped for the last batch; at first all."""

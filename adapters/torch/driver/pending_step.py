@@ -13,13 +13,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.decision import StepRecord, SuspectGradient, is_by_optimizer, suspect_gradients
+from healcore.core.step_record import (
+    StepRecord,
+    SuspectGradient,
+    is_nan_by_optimizer,
+    suspect_gradients,
+)
 from healcore.torch import live_state
 from healcore.torch.attach_log import MissingLoss
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import AsyncCopy, PendingRecord
 from healcore.torch.live_state import State
 from healcore.torch.measurement import StepNorms
+from healcore.torch.ranks import StepMarks
 
 MAX_PENDING = 256
 """Maximum number of entries that were not read. A loop may take many steps per batch, as in RL."""
@@ -40,7 +46,7 @@ class PendingEntry(NamedTuple):
     norms: StepNorms
     """The gradient norms of the step."""
     marks: AsyncCopy | None
-    """See `SignalAllReduce.last_marks`. None for one rank alone."""
+    """The `StepMarks` of the ranks, on their way to the host. None for one rank alone."""
     lr: float | None
     """Largest rate of the groups, or None without a rate, or if all rates are tensors."""
     engine_reads_rate: bool
@@ -195,9 +201,9 @@ class Recorder:
         rank_signals: tuple[float, float] | None = None
         if self._healing.ranks > 1:
             rank_signals = entry.norms.rank_signals()
-        evidence, by_optimizer = self._evidence(record, entry.norms)
+        evidence, nan_by_optimizer = self._evidence(record, entry.norms)
         return record._replace(
-            evidence=evidence, by_optimizer=by_optimizer, rank_signals=rank_signals
+            evidence=evidence, by_optimizer=nan_by_optimizer, rank_signals=rank_signals
         )
 
     def _evidence(
@@ -218,10 +224,10 @@ class Recorder:
                 known[id(p)] = norm
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
         names = live_state.parameter_names(self._state, norms.params)
-        by_optimizer = is_by_optimizer(record.cause, values)
-        if by_optimizer:
+        nan_by_optimizer = is_nan_by_optimizer(record.cause, values)
+        if nan_by_optimizer:
             self.bad_rates = norms.bad_rates
-        return suspect_gradients(values, usual, names), by_optimizer
+        return suspect_gradients(values, usual, names), nan_by_optimizer
 
 
 class PendingStep:
@@ -254,10 +260,8 @@ class PendingStep:
         """
         if self._records is None:
             for entry in self._entries:
-                if entry.marks is not None:
-                    votes, _, _ = entry.marks.read()
-                    if votes > 0:
-                        self.vote_requested = True
+                if entry.marks is not None and StepMarks(*entry.marks.read()).votes > 0:
+                    self.vote_requested = True
             records = [*self._early]
             for entry in self._entries:
                 records.append(entry.recorder.read(entry))

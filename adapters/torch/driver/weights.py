@@ -236,7 +236,8 @@ class TorchWeights:
         if not weights:
             self.reshard()  # so that later steps see the shards
             return
-        live = self._all()  # reshards
+        # Reading all parameters shards them again.
+        live = self._all()
         for key, saved in weights.items():
             live[key].data.copy_(saved, non_blocking=live[key].is_cuda)
 
@@ -304,8 +305,11 @@ class _SavedTensor(NamedTuple):
     table: dict[str, Any]
     """The module's buffers or parameters, in which the tensor is."""
     name: str
+    """Key in `table`."""
     tensor: Tensor
+    """The tensor in use."""
     content: Tensor
+    """A copy of its content, of the same shape and dtype."""
 
 
 def _public_attributes(module: nn.Module) -> dict[str, Any]:

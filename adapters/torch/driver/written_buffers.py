@@ -251,7 +251,7 @@ def _end(buffers: Sequence[_Buffer], skipped: bool | Tensor) -> None:
     saved_parts: list[Tensor] = []
     for buffer in buffers:
         tensor = buffer.table[buffer.name]
-        assert tensor is not None  # both: see `WrittenBuffers._end`
+        assert tensor is not None  # neither is None, see `WrittenBuffers._end`
         assert buffer.saved is not None
         tensors.append(tensor)
         saved_parts.append(buffer.saved)

@@ -19,8 +19,9 @@ from typing import TypeAlias
 
 from healcore.torch.engines.async_copy import AsyncCopy, keep_after_cuda_error
 from healcore.torch.engines.device import DeviceEngine
-from healcore.torch.engines.host import EnforcedDecision, HostEngine, PendingRecord, is_cut, to_host
+from healcore.torch.engines.host import HostEngine
 from healcore.torch.engines.late_judge import RECORD_LAG
+from healcore.torch.engines.stateful import EnforcedDecision, PendingRecord, is_cut, to_host
 from healcore.torch.engines.unread_records import UnreadRecords
 
 LiveEngine: TypeAlias = HostEngine | DeviceEngine

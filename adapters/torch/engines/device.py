@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from healcore.core.decision import RECORD_INTS, Decision, StepRecord, host_record
+from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState
 from healcore.core.engine.state import record_numbers
-from healcore.core.numerics import leaves
 from healcore.core.signals import Signals
+from healcore.core.step_record import RECORD_INTS, StepRecord, host_record
+from healcore.core.trees import leaves
 from healcore.torch.array_namespace import Namespace
 from healcore.torch.engines.async_copy import AsyncCopy
-from healcore.torch.engines.host import EnforcedDecision, HostEngine, PendingRecord, StatefulEngine
+from healcore.torch.engines.host import HostEngine
 from healcore.torch.engines.late_judge import LateJudge
+from healcore.torch.engines.stateful import EnforcedDecision, PendingRecord, StatefulEngine
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.

@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from healcore.core.decision import Decision, StepRecord, host_record
+from healcore.core.decision import Decision
 from healcore.core.engine import EngineState
 from healcore.core.engine.state import record_numbers
 from healcore.core.numerics import SIGNAL_LIMIT
 from healcore.core.signals import Signals
+from healcore.core.step_record import StepRecord, host_record
 from healcore.torch.array_namespace import Namespace
 from healcore.torch.engines.async_copy import AsyncCopy
-from healcore.torch.engines.host import EnforcedDecision, HostEngine, PendingRecord
+from healcore.torch.engines.host import HostEngine
+from healcore.torch.engines.stateful import EnforcedDecision, PendingRecord
 
 RECORD_LAG = 10
 """Steps after which the record of a device engine is read. Its copy has arrived by then. The delay

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from healcore.core.decision import StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.torch.engines.device import DeviceEngine
-from healcore.torch.engines.host import HostEngine, PendingRecord
+from healcore.torch.engines.host import HostEngine
 from healcore.torch.engines.late_judge import RECORD_LAG
+from healcore.torch.engines.stateful import PendingRecord
 
 
 class UnreadRecords:

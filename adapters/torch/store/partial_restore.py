@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from healcore.runtime.store.checkpoints import CommonState, StateMismatch
 from healcore.torch import gradients
-from healcore.torch.enforcer import reset_moments
 from healcore.torch.live_state import identities, optimizers
+from healcore.torch.moments import reset_moments
 
 TensorPair: TypeAlias = tuple[Tensor, Tensor]
 """A live tensor, and the saved tensor of the same name and shape."""

@@ -13,7 +13,7 @@ def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
 
     The integrations replace attributes of single objects, so that other objects of the same class
     keep theirs. A method of the class is restored by deleting the attribute of the object. One
-    class does change, and stays changed: `huggingface/callback.py` replaces the method
+    class does change, and stays changed: `huggingface/trainer_hook.py` replaces the method
     `add_callback` of `transformers.Trainer` when it is imported.
 
     Args:

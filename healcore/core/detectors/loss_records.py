@@ -25,9 +25,9 @@ from typing import Annotated, NamedTuple
 from healcore.core import numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.decision import Cause, DetectorResult
-from healcore.core.numerics import zero_init
 from healcore.core.ranges import Fraction, NotNegative, Ratio, Steps, number, whole
 from healcore.core.signals import CheckedSignals
+from healcore.core.trees import zero_init
 
 _MAX_COUNT = 1 << 22
 """Limit of the counts, exact as float32; `alpha` holds for 1e12 more steps."""

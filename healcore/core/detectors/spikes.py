@@ -15,9 +15,9 @@ from healcore.core.detectors.noise import (
     learn_noise,
     noise_unit,
 )
-from healcore.core.numerics import zero_init
 from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import CheckedSignals
+from healcore.core.trees import zero_init
 
 THRESHOLD_GAIN = 0.2
 """Increase of the threshold per full vote, as a share of the threshold."""
@@ -99,8 +99,11 @@ class GradSpikeConfig(NamedTuple):
     """
 
     z_threshold: Positive = LossSpikeConfig().z_threshold
+    """As `LossSpikeConfig.z_threshold`."""
     evidence: Annotated[Number, number(above=0, at_most=15)] = LossSpikeConfig().evidence
+    """As `LossSpikeConfig.evidence`."""
     window: Steps = LossSpikeConfig().window
+    """As `LossSpikeConfig.window`."""
     min_noise: Positive = 0.18
     """Smallest noise, as a share of the level: an alarm is three times the level or more."""
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from healcore.core import numerics, ranges
 from healcore.core.array_namespace import ArrayNamespace, Float, Int
 from healcore.core.decision import NONFINITE, Cause, DetectorResult
-from healcore.core.numerics import zero_init
 from healcore.core.signals import CheckedSignals
+from healcore.core.trees import zero_init
 
 
 class NonFiniteState(NamedTuple):

@@ -32,9 +32,9 @@ from healcore.core.detectors.noise import (
     learn_noise,
     noise_unit,
 )
-from healcore.core.numerics import map_leaves, zero_init
 from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
 from healcore.core.signals import CheckedSignals
+from healcore.core.trees import map_leaves, zero_init
 
 ELEVATED_SHARE = 0.5
 """Share of the highest excess from which the trend counts as elevated."""

@@ -17,9 +17,9 @@ import numpy as np
 from healcore.core import baseline, numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.decision import Cause, DetectorResult
-from healcore.core.numerics import zero_init, zeros
 from healcore.core.ranges import Fraction, Limit, NotNegative, OnOff, Positive, Steps, number, whole
 from healcore.core.signals import CheckedSignals
+from healcore.core.trees import zero_init, zeros
 
 
 class Window(NamedTuple):

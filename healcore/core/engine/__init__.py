@@ -11,7 +11,8 @@ from healcore.core.engine.config import (
     RuleConfig,
 )
 from healcore.core.engine.engine import Engine
-from healcore.core.engine.state import EngineState, StateError, Tally, neutral
+from healcore.core.engine.saved_state import StateError
+from healcore.core.engine.state import EngineState, Tally, neutral
 
 __all__ = [
     "BudgetConfig",

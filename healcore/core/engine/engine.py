@@ -16,33 +16,23 @@ import numpy as np
 from healcore.core import numerics
 from healcore.core.array_namespace import NUMPY, Array, ArrayNamespace, Flag, Float, as_namespace
 from healcore.core.clipping import RULES
-from healcore.core.decision import (
-    NONFINITE,
-    RECORD_FIELDS,
-    Action,
-    Cause,
-    Decision,
-    record_metrics,
-)
+from healcore.core.decision import NONFINITE, Action, Cause, Decision
 from healcore.core.detectors import DETECTORS, FROM_EVALUATIONS
 from healcore.core.engine import learning_rate
 from healcore.core.engine.config import EngineConfig, may_limit_rate
 from healcore.core.engine.incidents import RecoveryOrders
 from healcore.core.engine.judge import judge
-from healcore.core.engine.state import (
-    FROZEN,
+from healcore.core.engine.saved_state import (
     SCHEMA,
-    UNKNOWN_RATE,
-    EngineState,
     StateError,
     from_json_data,
-    init,
-    record_numbers,
     to_json_data,
     with_unknown_rate,
 )
-from healcore.core.numerics import map_leaves, select
+from healcore.core.engine.state import FROZEN, UNKNOWN_RATE, EngineState, init, record_numbers
 from healcore.core.signals import Signals
+from healcore.core.step_record import RECORD_FIELDS, record_metrics
+from healcore.core.trees import map_leaves, select
 
 _MAX_GROUPS = 10_000_000
 
@@ -262,7 +252,7 @@ class Engine:
 
         Args:
             state: the state before the change.
-            xp: the array namespace of the state.
+            xp: not used. All methods that return a state take it.
         """
         del xp
         return state._replace(change_expected=numerics.true_like(state.change_expected))
@@ -439,7 +429,10 @@ class Engine:
         """
         xp = as_namespace(xp)
         never = state.step < 0
-        orders = RecoveryOrders(~never, never, never if self.cuts_lr else None)
+        cut = None
+        if self.cuts_lr:
+            cut = never
+        orders = RecoveryOrders(healthy=~never, refund=never, cut=cut)
         rescaled = learning_rate.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
@@ -517,7 +510,7 @@ class Engine:
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
             raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
         state = from_json_data(self.init(groups=count), data.get("state"), "state")
-        if "unknown_rate" not in data:  # an older state
+        if "unknown_rate" not in data:  # an older healcore has saved the state
             return with_unknown_rate(state, reads_rate=self.scales_lr)
         if data["unknown_rate"] != UNKNOWN_RATE:
             raise StateError(

@@ -150,47 +150,88 @@ def update_incidents(
     state, budget = before.incident, before.budget
     incident_cause = cause & incident_causes(config)
     alarm = incident_cause != 0
-    # A step is harmless if it is skipped only because it is not finite. If such steps order a
-    # recovery, their incident is an ordinary one.
-    harmless = alarm & skip
-    if incident_causes(config) & ~_NONFINITE:
-        harmless = harmless & ((incident_cause & ~_NONFINITE) == 0)
-    serious = alarm & ~harmless
-    known_skips = state.only_skips
-    turned = None
-    if _may_recover(config):
-        ordered = wants.rollback
-        if wants.cut is not None:
-            ordered = ordered | wants.cut
-        orders_recovery = xp.shared(harmless & ordered)
-        harmless = xp.shared(harmless & ~orders_recovery)
-        known_skips = state.only_skips & ~orders_recovery
-        # The order turns an incident of skips into an ordinary one, which is not a new one.
-        serious = serious | orders_recovery
-        turned = state.only_skips & orders_recovery
-    is_new = ~state.open
-    begun = serious & is_new
-    skip_begun = harmless & is_new & ~state.only_skips
-    first = begun
-    if turned is not None:
-        first = begun & ~turned
-    opened = xp.shared(first | skip_begun)
+    kind = _alarm_of(config, state, incident_cause, alarm, skip, wants, xp=xp)
+    none_open = ~state.open
+    opens_serious = kind.serious & none_open
+    opens_skips = kind.harmless & none_open & ~state.only_skips
+    opens_new_serious = opens_serious
+    if kind.becomes_serious is not None:
+        opens_new_serious = opens_serious & ~kind.becomes_serious
+    counts_as_new = xp.shared(opens_new_serious | opens_skips)
     quiet = (state.quiet + 1) * (state.open | state.only_skips)
-    quiet = xp.where(alarm, state.quiet * (harmless & state.open), quiet)
+    quiet = xp.where(alarm, state.quiet * (kind.harmless & state.open), quiet)
     lasts = quiet < config.incident.quiet_steps
-    is_open = xp.shared((state.open | begun) & lasts)
+    is_open = xp.shared((state.open | opens_serious) & lasts)
     new = state._replace(
         open=is_open,
-        only_skips=((known_skips & ~begun) | skip_begun) & lasts,
-        number=state.number + opened,
-        onset=xp.where(opened, before.step, state.onset),
+        only_skips=((kind.stays_skips & ~opens_serious) | opens_skips) & lasts,
+        number=state.number + counts_as_new,
+        onset=xp.where(counts_as_new, before.step, state.onset),
         quiet=quiet,
     )
     if not _may_recover(config):
         return (new, *_refund_limits(config, budget, is_open | alarm, is_open, xp=xp))
     healthy = xp.shared(~(is_open | alarm))
-    new, due = _due_orders(config, new, wants, opened, alarm, xp=xp)
+    new, due = _due_orders(config, new, wants, counts_as_new, alarm, xp=xp)
     return (new, *_grant(config, budget, due, cause, is_open, healthy, xp=xp))
+
+
+class _Alarm(NamedTuple):
+    """What a step means for the incidents: with an alarm it is either harmless or serious."""
+
+    harmless: Flag
+    """Whether the step has changed nothing, so that the model cannot have got worse."""
+    serious: Flag
+    """Whether the model may get worse."""
+    stays_skips: Flag
+    """Whether an incident of skips is open which no order of this step makes serious."""
+    becomes_serious: Flag | None = None
+    """Whether an order of this step makes an open incident of skips serious. It is then no new
+    incident. None if no rule of the policy recovers."""
+
+
+def _alarm_of(
+    config: EngineConfig,
+    state: IncidentState,
+    incident_cause: Int,
+    alarm: Flag,
+    skip: Flag,
+    wants: RuleOrders,
+    *,
+    xp: ArrayNamespace,
+) -> _Alarm:
+    """Finds out whether the alarm of a step is harmless or serious.
+
+        the step with an alarm                                 harmless    serious
+        is skipped, only because it is not finite              yes         no
+        is skipped for this reason, and a rule orders a        no          yes
+        rollback or a cut
+        any other                                              no          yes
+
+    Args:
+        config: the policy.
+        state: the incidents before the step.
+        incident_cause: the `Cause` flags of the step that open an incident.
+        alarm: the step has such a cause.
+        skip: the rules skip the step.
+        wants: the orders of the rules that fire.
+        xp: the array namespace.
+    """
+    harmless = alarm & skip
+    if incident_causes(config) & ~_NONFINITE:
+        harmless = harmless & ((incident_cause & ~_NONFINITE) == 0)
+    serious = alarm & ~harmless
+    if not _may_recover(config):
+        return _Alarm(harmless, serious, state.only_skips)
+    ordered = wants.rollback
+    if wants.cut is not None:
+        ordered = ordered | wants.cut
+    orders_recovery = xp.shared(harmless & ordered)
+    harmless = xp.shared(harmless & ~orders_recovery)
+    stays_skips = state.only_skips & ~orders_recovery
+    serious = serious | orders_recovery
+    becomes_serious = state.only_skips & orders_recovery
+    return _Alarm(harmless, serious, stays_skips, becomes_serious)
 
 
 def _update_skips(
@@ -208,12 +249,12 @@ def _update_skips(
         only_skips    no   yes  yes  yes  ...   no
     """
     state = before.incident
-    opened = numerics.and_not(skip, state.only_skips)
+    is_new = numerics.and_not(skip, state.only_skips)
     quiet = xp.where(skip, -config.incident.quiet_steps, state.quiet + state.only_skips)
     new = state._replace(
         only_skips=quiet < 0,
-        number=state.number + opened,
-        onset=xp.where(opened, before.step, state.onset),
+        number=state.number + is_new,
+        onset=xp.where(is_new, before.step, state.onset),
         quiet=quiet,
     )
     return (new, *_refund_limits(config, before.budget, skip, None, xp=xp))
@@ -223,7 +264,7 @@ def _due_orders(
     config: EngineConfig,
     new: IncidentState,
     wants: RuleOrders,
-    opened: Flag,
+    is_new: Flag,
     alarm: Flag,
     *,
     xp: ArrayNamespace,
@@ -234,12 +275,12 @@ def _due_orders(
     the incident with new counts, and the due orders with the depth of the rollback.
     """
     patience = config.incident.patience
-    since_rollback = xp.where(opened, -1, new.alarms_since_rollback)
+    since_rollback = xp.where(is_new, -1, new.alarms_since_rollback)
     recover_due = (since_rollback < 0) | (since_rollback >= patience)
     since_cut = new.alarms_since_cut
     cut_due = None
     if wants.cut is not None:
-        since_cut = xp.where(opened, -1, since_cut)
+        since_cut = xp.where(is_new, -1, since_cut)
         cut_due = xp.shared(wants.cut & ((since_cut < 0) | (since_cut >= patience)))
         since_cut = xp.where(cut_due, 0, _count_alarm(since_cut, alarm))
         # A cut repeats the rollback order, because the host may have declined an earlier one.

@@ -60,7 +60,7 @@ def judge(
 ) -> tuple[EngineState, Decision]:
     """Judges one step.
 
-        signals -> check -> detectors -> rules -> skip -> clipping rule -> factor ----.
+        signals -> check -> detectors -> rules -> skip -> clipping rule -> factor -------.
                                              |                                           |
                                              '-> incidents, budget -> learning rate -> Decision
 
@@ -88,7 +88,7 @@ def judge(
     )
     skip = skip_by_rules
     if limits_norm:
-        skip = skip | (state.norm_limit < 0)  # `FROZEN` by the host
+        skip = skip | (state.norm_limit < 0)  # the host has frozen the step, see `FROZEN`
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
     wants = _wanted_orders(fired, no_flag)
@@ -206,7 +206,8 @@ def _hits(
         if name in results and rule.causes & detector.CAUSE:
             result = results[name]
             if result.cause is not None and detector.CAUSE & ~rule.causes:
-                found.append((result.cause & rule.causes) != 0)  # some of its causes
+                # The rule names some causes of this detector only.
+                found.append((result.cause & rule.causes) != 0)
             elif rule.sustained:
                 found.append(result.sustained)
             else:
@@ -340,7 +341,7 @@ def _limit_skips(
         granted = wanted & (~seen.finite | allowed)
         streak = xp.where(seen.finite, (streak + (order & allowed)) * order, streak)
     if seen.bad_grad is not None and granted is not seen.bad:
-        granted = granted | seen.bad_grad  # under every policy
+        granted = granted | seen.bad_grad  # NaN in a gradient is skipped under every policy
     return streak, granted
 
 
@@ -401,10 +402,9 @@ def _limit_norm(
     """The result of `_clip_scales` with the host's limit, 0 or the largest norm after scaling.
 
     `norm` is the raw norm. The norm in `CheckedSignals` is limited, so it is too small above
-    `SIGNAL_LIMIT`.
-    A norm that is NaN or Inf belongs to a skipped step. Per-tensor factors are at most the factor
-    that scales the whole gradient to the limit. So the norm stays within the limit without a sum
-    of norms, which each backend would round differently.
+    `SIGNAL_LIMIT`. A norm that is NaN or Inf belongs to a skipped step. Per-tensor
+    factors are at most the factor that scales the whole gradient to the limit. So the norm stays
+    within the limit without a sum of norms, which each backend would round differently.
     """
     over = (limit > 0) & (norm > limit)
     over = numerics.and_not(over, skip)
@@ -457,7 +457,7 @@ def _telemetry(
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)
 
 
-def _any(flags: list[Array], no_flag: Array | None) -> Array:
+def _any(flags: list[Array], no_flag: Array | None) -> Array | None:
     """Logical or; `no_flag` if there are no flags."""
     if not flags:
         return no_flag

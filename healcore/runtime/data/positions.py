@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from healcore.core.errors import HealcoreError, exported_by
-from healcore.events.schema import rows_text
+from healcore.events.sentences import rows_text
 from healcore.runtime.data.loader_protocols import LoaderState
 from healcore.runtime.store import values
 
@@ -105,7 +105,7 @@ class BatchId(_Place):
 
     rows: list[int] | None = None
     """The first rows of the dataset in a batch that was read, at most
-    `healcore.events.schema.MAX_ROWS`, or None if unknown. They are no part of the id."""
+    `healcore.events.sentences.MAX_ROWS`, or None if unknown. They are no part of the id."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.events.schema import MAX_ROWS
+from healcore.events.sentences import MAX_ROWS
 from healcore.runtime.data.loader_adapter import BatchIterator, LoaderAdapter
 from healcore.runtime.data.loader_parts import is_type, random_generators_of, samplers_of
 from healcore.runtime.data.loader_protocols import (

@@ -14,7 +14,7 @@ from typing import NamedTuple, ParamSpec, Protocol, TypeVar, cast
 from healcore import console
 from healcore.core.decision import Cause
 from healcore.policy import PolicyLike
-from healcore.policy.document import Retry
+from healcore.policy.responses import Retry
 from healcore.runtime.faults.classification import Fault, classify
 from healcore.runtime.run_options import HostPolicy
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause, names_of
 from healcore.events.models import Ending
-from healcore.events.schema import batch_names, flags_text, readings_text
+from healcore.events.sentences import batch_names, flags_text, readings_text
 from healcore.history import RunState
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.reporting.faults_found import faults_found, joined

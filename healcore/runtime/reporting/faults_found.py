@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from healcore.console import counted
-from healcore.events.schema import flags_text, sentence
+from healcore.events.schema import sentence
+from healcore.events.sentences import flags_text
 from healcore.history import Incident, Mode, RunHistory
 
 _QUIET_STEPS = 10  # alarms of one cause with fewer steps between them are one fault

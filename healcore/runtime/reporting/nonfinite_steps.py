@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from healcore.console import listed
-from healcore.core.decision import Cause, StepRecord
+from healcore.core.decision import Cause
+from healcore.core.step_record import StepRecord
 
 FROM_START = 100
 """Steps after which a run ends that has had no finite step."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from healcore import console, regular_file
 from healcore.core.decision import LASTING, Cause
-from healcore.events import log
+from healcore.events import events_file, log
 from healcore.events.file_names import process_path, stem
 from healcore.events.json_lines import to_json
 from healcore.events.metrics import COMPARED
@@ -214,7 +214,7 @@ def read_last_run(events: Path) -> RunHistory | None:
     try:
         if not events.is_file():
             return None
-        runs = runs_of(log.read(events).by_process())
+        runs = runs_of(events_file.read(events).by_process())
     except Exception as error:
         console.warning(f"the last run in {events} cannot be read: {error!r}")
         return None

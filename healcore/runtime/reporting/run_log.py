@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from healcore import console
 from healcore.console import Console
-from healcore.core.decision import Cause, StepRecord, names_of
+from healcore.core.decision import Cause, names_of
+from healcore.core.step_record import StepRecord
 from healcore.events import Log
 from healcore.events.metrics import MetricsLog
 from healcore.events.models import EventRecord

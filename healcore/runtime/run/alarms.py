@@ -15,8 +15,9 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import is_logged, passes_power_of_ten
-from healcore.core.decision import NONFINITE, Action, Cause, StepRecord, names_of
+from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.core.engine.config import RuleConfig
+from healcore.core.step_record import StepRecord
 from healcore.events.schema import sentence
 from healcore.history.incidents import MAX_ALARMS
 from healcore.runtime.driver import Driver

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from healcore.core.decision import StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from healcore.core.decision import Action, Cause, StepRecord
+from healcore.core.decision import Action, Cause
+from healcore.core.step_record import StepRecord
 from healcore.events.metrics import COMPARED
 from healcore.history.counts import name_changes
 

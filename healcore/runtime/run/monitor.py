@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names_of
+from healcore.core.decision import LASTING, NONFINITE, Action, Cause, names_of
 from healcore.core.engine.incidents import incident_causes
+from healcore.core.step_record import StepRecord
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Driver, Rates

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from healcore.core.decision import StepRecord
+from healcore.core.step_record import StepRecord
 
 JUMP_STEPS = 100
 """Steps after a jump in which a line names the rate before."""

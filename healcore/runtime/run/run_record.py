@@ -16,7 +16,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
-from healcore.core.decision import NONFINITE, Cause, StepRecord, names_of
+from healcore.core.decision import NONFINITE, Cause, names_of
+from healcore.core.step_record import StepRecord
 from healcore.runtime.run.batch_parts import PartGrowth
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held

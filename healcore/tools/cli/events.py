@@ -19,7 +19,7 @@ from healcore.tools.cli.groups import SubcommandGroup
 from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, report_errors, write_output
 
 if TYPE_CHECKING:  # imported in the functions, so that other commands start fast
-    from healcore.events.log import LineProblem
+    from healcore.events.events_file import LineProblem
 
 OK, DAMAGED = 0, 1
 
@@ -195,10 +195,10 @@ def report(
     ] = None,
 ) -> None:
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
-    from healcore.tools.report import run_report
+    from healcore.tools.report import page_report, run_report
     from healcore.tools.report.page import render
 
-    reports: list[run_report.PageReport] = []
+    reports: list[page_report.PageReport] = []
     files: list[Path] = []
     for path in events:
         try:

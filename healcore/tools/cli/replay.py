@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # imported in the functions, so that other commands start fas
 
     from healcore.policy import Policy
     from healcore.tools.replay import Summary
-    from healcore.tools.report.run_report import PageReport
+    from healcore.tools.report.page_report import PageReport
     from healcore.tools.traces import Trace
     from healcore.tools.traces.trace import Unreadable
 
@@ -261,7 +261,8 @@ def _print_whole(printer: Console, table: Table) -> None:
     """Prints a table. A narrow terminal wraps its lines, so that no number is cut."""
     unlimited = printer.options.update_width(1 << 12)
     if printer.measure(table, options=unlimited).minimum > printer.width:
-        table.columns[0].min_width = 12  # the names, which are folded
+        # The column of names is the only one that may wrap.
+        table.columns[0].min_width = 12
         table.width = printer.measure(table, options=unlimited).minimum
     printer.print(table, crop=False)
 

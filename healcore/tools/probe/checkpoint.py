@@ -146,16 +146,7 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         if not is_wanted(found.folder):
             continue
         errors = manifest.find_damage(found)
-        rows.append(
-            {
-                "step": saved.step,
-                "status": saved.status,
-                "finite": saved.finite,
-                "intact": not errors,
-                "bytes": saved.bytes,
-                "path": saved.path,
-            }
-        )
+        rows.append(_row(saved, is_intact=not errors))
         for error in errors:
             damage.append(f"step {saved.step}: {error.file} {error.difference}")
         if not saved.finite:
@@ -170,11 +161,7 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
             which = f" of step {inputs.step}"
         raise NothingToProbe(f"{path} contains no checkpoint{which}")
     damaged = len(broken) + sum(not row["intact"] for row in rows)
-    if damage:
-        digests = Check("digests", FAIL, first_of(damage, separator="; "), damaged, 0)
-    else:
-        message = f"all {counted(len(rows), 'checkpoint')}: every file has its recorded digest"
-        digests = Check("digests", PASS, message, damaged, 0)
+    digests = _digests(damage, damaged, len(rows))
     checks = (digests, _finite(bad, good), _known_good(rows, good, inputs))
     newest_good = None
     if good:
@@ -186,6 +173,26 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         "newest_good": newest_good,
     }
     return ProbeResult("checkpoint", str(path), checks, facts)
+
+
+def _row(saved: CheckpointInfo, *, is_intact: bool) -> dict[str, Any]:
+    """One checkpoint of a store, for the JSON document."""
+    return {
+        "step": saved.step,
+        "status": saved.status,
+        "finite": saved.finite,
+        "intact": is_intact,
+        "bytes": saved.bytes,
+        "path": saved.path,
+    }
+
+
+def _digests(damage: Sequence[str], damaged: int, checkpoints: int) -> Check:
+    """Judges the digests: a text for each damaged file, and the number of damaged checkpoints."""
+    if damage:
+        return Check("digests", FAIL, first_of(damage, separator="; "), damaged, 0)
+    message = f"all {counted(checkpoints, 'checkpoint')}: every file has its recorded digest"
+    return Check("digests", PASS, message, damaged, 0)
 
 
 def _finite(bad: Sequence[CheckpointInfo], good: Sequence[int]) -> Check:

@@ -161,10 +161,13 @@ class Check(NamedTuple):
     """
 
     name: str
+    """Name of the check, as in the JSON document."""
     verdict: ProbeVerdict
+    """PASS, SKIP, WARN, ERROR or FAIL."""
     message: str
     """A sentence with the value and the bound."""
     value: Any = None
+    """The measured value, or None without a value."""
     bound: Any = None
     """Bound of `value`, or None for no bound."""
     decides: bool = True
@@ -183,6 +186,7 @@ class ProbeResult(NamedTuple):
     subject: str
     """Path of the checkpoint, or name of the trace."""
     checks: tuple[Check, ...]
+    """All checks, in the order of the probe."""
     facts: Mapping[str, Any] = {}
     """Measured values by name, for programs that read the JSON document."""
     notes: tuple[str, ...] = ()

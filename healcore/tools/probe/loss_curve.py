@@ -11,9 +11,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from healcore.core import numerics
 from healcore.core.array_namespace import NUMPY
 from healcore.core.detectors import LossSpikeConfig
-from healcore.core.numerics import map_leaves
 from healcore.core.signals import CheckedSignals
 from healcore.core.tape import to_program
+from healcore.core.trees import map_leaves
 from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
 BLOCKS = 1024
@@ -81,7 +81,9 @@ class Shape(NamedTuple):
     """
 
     start: float
+    """Level at the start."""
     end: float
+    """Level at the end."""
     best: float
     """Lowest running median over as many values as `end` has."""
     noise: float
@@ -181,12 +183,15 @@ class InstabilityEvent(NamedTuple):
     """
 
     step: float
+    """First step above the level."""
     values: int
+    """Number of logged values above the level."""
     height: float
     """Highest value minus the level before the event, in standard deviations of the noise."""
     back: bool
     """Whether the curve returned to the level before the event."""
     last: float
+    """Last step above the level."""
 
 
 def find_events(

@@ -91,14 +91,17 @@ class Moments:
     """
 
     optimizer: Keys
+    """Keys that lead to the optimizer's state."""
     key: str
     """Dotted path of the parameter, or its number."""
     second: Array
+    """The second moments."""
     others: tuple[Array | None, ...]
     """The other moments, which must also be finite."""
     step: float | None
     """Number of updates, or None if the state lacks the value."""
     beta2: float = _BETA2
+    """Decay of the second moments."""
 
     name: str = ""
     """Name of the parameter, or its group and number."""
@@ -108,6 +111,7 @@ class Moments:
     """Key for comparisons: equal for the same parameter of similar layers, "" if unknown."""
 
     size: int = 0
+    """Number of elements."""
     nonfinite: bool = False
     """Whether any moment is NaN or Inf."""
     negative: bool = False

@@ -194,7 +194,9 @@ class Deviation(NamedTuple):
     """
 
     layer: str
+    """Name of the layer."""
     parameter: str
+    """Name of the parameter in the layer."""
     gradient_rms: float
     """Square root of v-hat."""
     ratio: float

@@ -1,8 +1,8 @@
-"""Runs a policy's engine over the rows of a trace, which takes seconds for a million rows.
+"""Runs a policy's engine over the rows of a trace.
 
-The engine's step is recorded as a loop, once for each set of signals that rows log together, so
-that a trace of a million rows takes seconds. Rollbacks do not use up the budget of the replay,
-because the recorded curve does not recover after them.
+The engine's step is recorded as a loop, once for each set of signals that rows log together. So a
+million rows take seconds. Rollbacks do not use up the budget of the replay, because the recorded
+curve does not recover after them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from healcore.core.engine import Engine, EngineConfig, EngineState
-from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
 from healcore.core.tape import to_loop
+from healcore.core.trees import map_leaves
 from healcore.tools.traces.columns import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Rows, Trace
 
@@ -83,8 +83,9 @@ def judge_trace(engine: Engine, trace: Trace) -> np.recarray:
     changes = (1 + np.flatnonzero(np.diff(kind))).tolist()
     cuts = sorted({0, *begins, *resumes.values(), *changes, len(index)})
     state = _first_state(engine)
-    saved = {0: state}  # by number of judged rows
-    with np.errstate(all="ignore"):  # NumPy scalars warn
+    # The states at the cuts, by number of judged rows.
+    saved = {0: state}
+    with np.errstate(all="ignore"):  # NumPy would warn of NaN and overflow
         for start, stop in itertools.pairwise(cuts):
             if start and start in resumes:
                 state = _rolled_back(engine, state, saved[resumes[start]])
@@ -104,8 +105,8 @@ def _choose_signals(
 
     `eval_loss` is passed only if the policy reads it, as in the adapters. In a trace with
     evaluations every row has `eval_loss`, which is NaN without an evaluation, because the signals
-    of an engine are fixed for a run. Returns the rows, int (n,), the distinct sets of
-    signals, and the place of each row's set, int (n,).
+    of an engine are fixed for a run. Returns the rows, int (n,), the distinct sets of signals, and
+    the place of each row's set, int (n,).
     """
     names = [name for name in JUDGED_SIGNALS if name in rows.logged]
     has_evaluations = "eval_loss" in engine.needs and rows.logged.get("eval_loss", np.False_).any()
@@ -124,7 +125,7 @@ def _choose_signals(
 @functools.lru_cache(maxsize=256)
 def _recorded_loop(config: EngineConfig, names: tuple[str, ...]) -> Callable[..., Any]:
     """Records the loop over rows that log these signals, once for a policy."""
-    engine = Engine(config, limits_norm=False)  # a replay holds nothing
+    engine = Engine(config, limits_norm=False)  # a replay sets no limit of the norm
     row = tuple(np.float32(0) for _ in names)
     return to_loop(functools.partial(_judge_row, engine, names), _first_state(engine), row)
 

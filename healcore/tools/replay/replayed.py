@@ -29,7 +29,7 @@ from healcore.history.run_history import RunAttempt
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
 from healcore.tools.replay.judging import judge_trace
-from healcore.tools.report.run_report import MAX_LINES, PageReport
+from healcore.tools.report.page_report import MAX_LINES, PageReport
 from healcore.tools.traces.columns import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Trace
 
@@ -61,7 +61,9 @@ class DecidedRow(NamedTuple):
     index: int
     """Place of the row in the trace, from 0."""
     step: float
+    """Step, epoch or row number, see `Summary.unit`."""
     cause: Cause
+    """`Cause` flags of the row, 0 without a cause."""
     action: Action
     """Orders to the host."""
     skip: bool
@@ -87,12 +89,17 @@ class Summary(NamedTuple):
     """
 
     trace: str
+    """Name of the trace, see `Trace.name`."""
     policy: str
+    """Name of the policy."""
     fingerprint: str
+    """`Engine.fingerprint` of the policy, or empty for a policy of arrays."""
     rows: int
+    """Number of rows."""
     unjudged: int
     """Number of rows without a loss and a gradient norm."""
     first_step: float
+    """Step of the first row, in `unit`."""
     last_step: float
     """Step of the last row, which may be smaller than the largest step."""
     alarms: int
@@ -102,10 +109,13 @@ class Summary(NamedTuple):
     causes: dict[str, int]
     """Number of rows by cause, lowest flag first."""
     actions: dict[str, int]
-    """Number of rows by order."""
+    """Number of rows by name of the ordered action."""
     skips: int
+    """Number of rows whose step would be skipped."""
     clips: int
+    """Number of rows whose gradient would be scaled down and not skipped."""
     incidents: int
+    """Number of incidents."""
     rollbacks: int
     """Number of incidents with a rollback. Each may order several."""
     lowest_lr: float
@@ -137,12 +147,17 @@ class Replay:
     """
 
     trace: Trace
+    """The recorded run."""
     policy: Policy | Engine
+    """The policy as it was passed: a `Policy`, or an `Engine`."""
     engine: Engine
+    """The engine of the policy, without a state."""
     rows: np.recarray
     """The rows with a loss or a gradient norm, see `healcore.tools.replay.judging.ROW_DTYPE`."""
     summary: Summary
+    """Counts of the whole trace."""
     incidents: tuple[Incident, ...]
+    """The incidents, in the order of the rows."""
 
     def __iter__(self) -> Iterator[DecidedRow]:
         rows, config = self.rows, self.engine.config

@@ -12,11 +12,11 @@ import numpy as np
 
 from healcore.console import counted
 from healcore.events.models import EventRecord
-from healcore.events.schema import flags_text
+from healcore.events.sentences import flags_text
 from healcore.history import Curves, Incident
 from healcore.history.run_history import RunAttempt
 from healcore.tools.report.incident_text import skipped_text
-from healcore.tools.report.run_report import PageReport
+from healcore.tools.report.page_report import PageReport
 
 WIDTHS = {"screen": 11.5, "phone": 4.4}
 """Kind of a figure -> its width in inches."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from healcore.console import counted
-from healcore.events.schema import lr_text, sentence
+from healcore.events.schema import sentence
+from healcore.events.sentences import lr_text
 from healcore.history import Incident, Mode
 
 

@@ -20,7 +20,7 @@ from healcore.tools.report.incident_text import (
     response_text,
     step_range,
 )
-from healcore.tools.report.run_report import PageReport, short_names
+from healcore.tools.report.page_report import PageReport, short_names
 
 _MAX_DRAWN = 12
 """Limit of runs with a figure."""

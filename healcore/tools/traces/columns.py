@@ -45,7 +45,7 @@ _MAX_UNUSABLE = 0.1
 _ABBREVIATED = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([kKMBGT])\s*")
 """A number such as "12K": its whole part, its decimals and its unit."""
 _UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_BLOCK = 4096
+BLOCK = 4096
 """Rows that are parsed as columns, if their cells are plain numbers."""
 
 
@@ -65,7 +65,7 @@ class UnjudgeableLog(TraceError):
     """
 
 
-class Problem(NamedTuple):
+class RowProblem(NamedTuple):
     """Content of a file that could not be used, with its place.
 
     Commands print problems with the path of the file, so that a user can look at the line.
@@ -87,6 +87,7 @@ class RawLog(NamedTuple):
     """
 
     path: str
+    """Path of the file."""
     run: str | None
     """Name of the run in a file with several runs, or None."""
     numbers: Mapping[str, np.ndarray]
@@ -94,7 +95,8 @@ class RawLog(NamedTuple):
     finite."""
     logged: Mapping[str, np.ndarray]
     """bool (n,) by signal: whether the row logs the signal."""
-    problems: list[Problem]
+    problems: list[RowProblem]
+    """Lines and cells that could not be used."""
     notes: list[str]
     """Remarks about usable content, each with the path."""
 
@@ -192,7 +194,7 @@ def parse_rows(
     run: str | None,
     labels: Mapping[str, str],
     rows: Iterable[tuple[int, Sequence[Any]]],
-    problems: list[Problem],
+    problems: list[RowProblem],
     notes: list[str],
 ) -> RawLog:
     """Parses the cells of a file, and adds damaged cells to its problems.
@@ -213,11 +215,11 @@ def parse_rows(
     Raises:
         UnjudgeableLog: more than a tenth of the lines of a column cannot be used.
     """
-    columns = _Columns(labels, problems)
+    columns = Columns(labels, problems)
     remaining = iter(rows)
     while True:
         before = len(problems)
-        block = list(itertools.islice(remaining, _BLOCK))
+        block = list(itertools.islice(remaining, BLOCK))
         if not block:
             break
         if columns.add_plain([cells for _, cells in block]):
@@ -246,10 +248,10 @@ def parse_rows(
     return RawLog(path, run, arrays, masks, problems, notes)
 
 
-class _Columns:
+class Columns:
     """The columns of a log while its rows are parsed. Arguments as for `parse_rows`."""
 
-    def __init__(self, labels: Mapping[str, str], problems: list[Problem]) -> None:
+    def __init__(self, labels: Mapping[str, str], problems: list[RowProblem]) -> None:
         self.labels = labels
         self.problems = problems
         self.numbers: dict[str, array[float]] = {}
@@ -260,13 +262,15 @@ class _Columns:
                 self.logged[name] = bytearray()
         self.units = array("d")
         """Rounding of each step: 1000 for "1K", 0 for an exact step."""
-        self.damaged: dict[str, list[Problem]] = {"": [each for each in problems if each.unusable]}
+        self.damaged: dict[str, list[RowProblem]] = {
+            "": [each for each in problems if each.unusable]
+        }
 
     def add_plain(self, rows: Sequence[Sequence[Any]]) -> bool:
         """Adds rows as whole columns, which takes a fraction of the time of row after row.
 
         Args:
-            rows: the cells of at most `_BLOCK` rows, in the order of the labels.
+            rows: the cells of at most `BLOCK` rows, in the order of the labels.
 
         Returns:
             False if a cell is no plain number and not empty, or a step is not finite. Then no row
@@ -313,17 +317,17 @@ class _Columns:
                     if number is None:
                         problem = "missing"
                 text = f"{label}: {problem}: the row is skipped"
-                self._add_damage(name, Problem(line, text, unusable=True))
+                self._add_damage(name, RowProblem(line, text, unusable=True))
                 return
             if problem is not None and name in SIGNALS:
                 text = f"{label}: {problem}: the row is read without {name}"
-                self._add_damage(name, Problem(line, text, unusable=name in JUDGED_SIGNALS))
+                self._add_damage(name, RowProblem(line, text, unusable=name in JUDGED_SIGNALS))
             if _is_placeholder(cell):
                 placeholders.append(name)
             values[name] = number
         if placeholders and all(values.get(name) is None for name in JUDGED_SIGNALS):
             text = f"{labels[placeholders[0]]}: N/A: the row has neither a loss nor a norm"
-            self._add_damage(placeholders[0], Problem(line, text, unusable=True))
+            self._add_damage(placeholders[0], RowProblem(line, text, unusable=True))
         for (name, number), cell in zip(values.items(), cells, strict=True):
             if name in SIGNALS:
                 self.logged[name].append(number is not None)
@@ -333,7 +337,7 @@ class _Columns:
                 number = math.nan
             self.numbers[name].append(number)
 
-    def _add_damage(self, name: str, problem: Problem) -> None:
+    def _add_damage(self, name: str, problem: RowProblem) -> None:
         """Adds a problem of the column `name`."""
         self.problems.append(problem)
         self.damaged.setdefault(name, []).append(problem)
@@ -412,7 +416,7 @@ def _spread_rounded_steps(step: np.ndarray, unit: np.ndarray) -> np.ndarray:
     return spread
 
 
-def _refuse_unusable(problems: Sequence[Problem], usable: int) -> None:
+def _refuse_unusable(problems: Sequence[RowProblem], usable: int) -> None:
     """Raises UnjudgeableLog if more than a tenth of the lines, and more than one, are unusable.
 
     One line alone is the usual end of a run that was killed while it wrote.

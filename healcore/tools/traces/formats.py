@@ -18,8 +18,8 @@ from healcore.tools.traces.columns import (
     JUDGED_SIGNALS,
     SIGNALS,
     STEP,
-    Problem,
     RawLog,
+    RowProblem,
     TraceError,
     UnjudgeableLog,
     open_text,
@@ -31,12 +31,12 @@ from healcore.tools.traces.columns import (
 from healcore.tools.traces.names import find_columns, is_known, is_step, normalize
 from healcore.tools.traces.printed import Fields, Records
 
-_MAX_LAYOUTS = 1000
+MAX_LAYOUTS = 1000
 """Sets of keys that are remembered. A file in which each record has other keys needs no memory."""
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 
 
-def json_lines(path: str, problems: list[Problem]) -> Records:
+def json_lines(path: str, problems: list[RowProblem]) -> Records:
     """Reads JSON Lines, the format of most loggers.
 
     Args:
@@ -52,22 +52,22 @@ def json_lines(path: str, problems: list[Problem]) -> Records:
             if not text:
                 continue
             try:
-                value = _json_value(text)
+                value = json_value(text)
             except (ValueError, RecursionError):
                 cut = ""
                 if not line.endswith(("\n", "\r")):
                     cut = " (the last line is truncated)"
                 message = f"not JSON{cut}: {quote_excerpt(text)}: skipped"
-                problems.append(Problem(number, message, unusable=True))
+                problems.append(RowProblem(number, message, unusable=True))
                 continue
             if isinstance(value, dict):
                 yield number, value
             else:
                 text = f"not a JSON object: {quote_excerpt(text)}: skipped"
-                problems.append(Problem(number, text, unusable=True))
+                problems.append(RowProblem(number, text, unusable=True))
 
 
-def _json_value(text: str) -> Any:
+def json_value(text: str) -> Any:
     """The value of `json.loads`, and its errors.
 
     pydantic's parser takes a third of the time of `json`. It accepts no text that `json` rejects,
@@ -82,7 +82,7 @@ def _json_value(text: str) -> Any:
         return json.loads(text)
 
 
-def json_document(path: str, problems: list[Problem]) -> Records:
+def json_document(path: str, problems: list[RowProblem]) -> Records:
     """Reads a JSON document with a list of records.
 
     Args:
@@ -107,10 +107,10 @@ def json_document(path: str, problems: list[Problem]) -> Records:
         if isinstance(value, dict):
             yield 0, value
         else:
-            problems.append(Problem(0, f"not a record: {quote_excerpt(str(value))}: skipped"))
+            problems.append(RowProblem(0, f"not a record: {quote_excerpt(str(value))}: skipped"))
 
 
-def scalars(path: str, problems: list[Problem]) -> Records:
+def scalars(path: str, problems: list[RowProblem]) -> Records:
     """Reads the scalars of a TensorBoard event file.
 
     Args:
@@ -141,20 +141,22 @@ def scalars(path: str, problems: list[Problem]) -> Records:
             try:
                 event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
             except DecodeError:
-                problems.append(Problem(0, f"the record that ends at byte {end:,} is not an event"))
+                problems.append(
+                    RowProblem(0, f"the record that ends at byte {end:,} is not an event")
+                )
                 continue
             for value in event.summary.value:
                 try:
                     number = _scalar(value)
                 except (TypeError, ValueError, KeyError, OverflowError) as error:
                     what = f"'{value.tag[:60]}' at byte {end:,} is not a number"
-                    problems.append(Problem(0, f"{what}: {str(error)[:100]}"))
+                    problems.append(RowProblem(0, f"{what}: {str(error)[:100]}"))
                     continue
                 if number is not None:
                     yield 0, {"step": event.step, value.tag: number}
         if end < size:
             rest = f"the last {size - end:,} bytes cannot be read"
-            problems.append(Problem(0, f"truncated or damaged at byte {end:,}: {rest}"))
+            problems.append(RowProblem(0, f"truncated or damaged at byte {end:,}: {rest}"))
 
 
 def _events(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
@@ -344,7 +346,7 @@ class _Steps:
         if kept is None:
             self.names.update(dict.fromkeys(fields))
             kept = tuple(filter(self._is_kept, fields))
-            if len(self._kept) < _MAX_LAYOUTS:
+            if len(self._kept) < MAX_LAYOUTS:
                 self._kept[layout] = kept
         self.lines.append(line)
         self.engines.append(engine)
@@ -390,7 +392,7 @@ class _Reader:
 
 def read_records(
     path: str,
-    read: Callable[[str, list[Problem]], Records],
+    read: Callable[[str, list[RowProblem]], Records],
     is_row: Callable[[Fields], bool],
     columns: Mapping[str, str],
 ) -> list[RawLog]:
@@ -409,7 +411,7 @@ def read_records(
         TraceError: no record has a loss or a gradient norm, or two keys may be the same signal.
         UnjudgeableLog: the records are runs, or too many of them are damaged.
     """
-    problems: list[Problem] = []
+    problems: list[RowProblem] = []
     chosen = set(columns.values())
     steps = _Steps(lambda key: key in chosen or is_kept(key))
     for line, record in read(path, problems):
@@ -430,39 +432,52 @@ def read_records(
     if EPOCH_LENGTH in steps.names:
         keys[EPOCH_LENGTH] = EPOCH_LENGTH
     labels = {name: f"'{key}'" for name, key in keys.items()}
+    engines = list(dict.fromkeys(filter(None, steps.engines)))
+    runs: list[str | None] = [None]
+    if len(engines) > 1:
+        runs = [*engines]
+    logs = []
+    for run in runs:
+        rows = _rows_of(steps, keys, run)
+        logs.append(parse_rows(path, run, labels, rows, list(problems), list(notes)))
+    return logs
+
+
+def _rows_of(
+    steps: _Steps, keys: Mapping[str, str], engine: str | None
+) -> Iterator[tuple[int, list[Any]]]:
+    """Yields the rows of one log: the line, and a cell for each of `keys`.
+
+    Args:
+        steps: the records of the file.
+        keys: the key of each signal and of the step, by name.
+        engine: the optimizer of the log, or None for the records of all.
+    """
     step_at = None
     if STEP in keys:
         step_at = list(keys).index(STEP)
     signals = {keys[name] for name in SIGNALS if name in keys}
     judged = {keys[name] for name in JUDGED_SIGNALS if name in keys}
-
-    def rows(engine: str | None) -> Iterator[tuple[int, list[Any]]]:
-        read_cells = _Reader([*keys.values()])
-        step: Any = None
-        has_signal: dict[tuple[str, ...], bool] = {}
-        every = zip(steps.lines, steps.engines, steps.keys, steps.values, strict=True)
-        for line, own, names, values in every:
-            logs = has_signal.get(names)
-            if logs is None:
-                logs = has_signal[names] = not signals.isdisjoint(names)
-            if engine not in (None, own) or not logs:
-                continue
-            cells = read_cells(names, values)
-            if step_at is not None:
-                if cells[step_at] is None:
-                    # A record of another kind may name its step in another way. An evaluation
-                    # without a step belongs to the step before it.
-                    for key, value in zip(names, values, strict=False):
-                        if is_step(key):
-                            cells[step_at] = value
-                            break
-                    if cells[step_at] is None and judged.isdisjoint(names):
-                        cells[step_at] = step
-                step = cells[step_at]
-            yield line, cells
-
-    engines = list(dict.fromkeys(filter(None, steps.engines)))
-    runs: list[str | None] = [None]
-    if len(engines) > 1:
-        runs = [*engines]
-    return [parse_rows(path, run, labels, rows(run), list(problems), list(notes)) for run in runs]
+    read_cells = _Reader([*keys.values()])
+    step: Any = None
+    has_signal: dict[tuple[str, ...], bool] = {}
+    every = zip(steps.lines, steps.engines, steps.keys, steps.values, strict=True)
+    for line, own, names, values in every:
+        logs = has_signal.get(names)
+        if logs is None:
+            logs = has_signal[names] = not signals.isdisjoint(names)
+        if engine not in (None, own) or not logs:
+            continue
+        cells = read_cells(names, values)
+        if step_at is not None:
+            if cells[step_at] is None:
+                # A record of another kind may name its step in another way. An evaluation
+                # without a step belongs to the step before it.
+                for key, value in zip(names, values, strict=False):
+                    if is_step(key):
+                        cells[step_at] = value
+                        break
+                if cells[step_at] is None and judged.isdisjoint(names):
+                    cells[step_at] = step
+            step = cells[step_at]
+        yield line, cells

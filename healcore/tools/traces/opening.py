@@ -15,8 +15,8 @@ from healcore.tools.traces import formats, printed
 from healcore.tools.traces.columns import (
     JUDGED_SIGNALS,
     KNOWN_FORMATS,
-    Problem,
     RawLog,
+    RowProblem,
     TraceError,
     UnjudgeableLog,
     read_head,
@@ -183,7 +183,7 @@ def _read_path(
         try:
             found += _read_path(folder, columns, failed, depth - 1)
         except _NoLogError:
-            continue  # weights, code or settings
+            continue  # such files are weights, code or settings
         except Exception as error:  # damaged bytes may raise any error
             failed.append(Unreadable(folder, _reason(error), isinstance(error, UnjudgeableLog)))
     if not found and not any(each.path.startswith(path) for each in failed):
@@ -264,7 +264,7 @@ def _find_files(path: str) -> _Files:
         except OSError as error:
             unusable.append(f"{file}: {_reason(error)}")
         except TraceError:
-            continue  # often weights and configurations
+            continue  # they are often weights and configurations
     return _Files(by_format, states, unusable, has_events)
 
 
@@ -325,7 +325,7 @@ class Format(NamedTuple):
     """
 
     name: str
-    read: Callable[[str, list[Problem]], printed.Records] | None = None
+    read: Callable[[str, list[RowProblem]], printed.Records] | None = None
     """Yields the records of a file, and adds damage to the problems. None for tables."""
     is_step: Callable[[printed.Fields], bool] = bool
     """Whether a record is a step of the run."""

@@ -19,7 +19,7 @@ from healcore.tools.traces.columns import (
     EPOCH,
     EPOCH_LENGTH,
     STEP,
-    Problem,
+    RowProblem,
     open_text,
     quote_excerpt,
 )
@@ -158,7 +158,7 @@ _SUMMARY = re.compile(r"\b(?:averaged?|avg|mean|summary|total|final)\b", re.IGNO
 
 
 def printed_lines(
-    parse: Callable[[str], Fields | None], path: str, problems: list[Problem]
+    parse: Callable[[str], Fields | None], path: str, problems: list[RowProblem]
 ) -> Records:
     """Yields line number and record of each line in which `parse` finds a record.
 
@@ -173,7 +173,7 @@ def printed_lines(
 
 
 def _collect(
-    parse: Callable[[str], Fields | None], path: str, problems: list[Problem]
+    parse: Callable[[str], Fields | None], path: str, problems: list[RowProblem]
 ) -> list[_Printed]:
     """The records of all lines, each with its place and the places of the lines around it."""
     records: list[_Printed] = []
@@ -196,7 +196,7 @@ def _collect(
                 between = found
             if parse is printed_record and "loss" in line and ("{'" in line or '{"' in line):
                 text = f"not a dict: {quote_excerpt(line.strip())}: skipped"
-                problems.append(Problem(number, text, unusable=True))
+                problems.append(RowProblem(number, text, unusable=True))
             continue
         is_summary = place.epoch is not None or _has_step(record) or bool(_SUMMARY.search(line))
         place = place._replace(epoch=epoch)
@@ -214,7 +214,7 @@ def _collect(
     return records
 
 
-def _emit(records: Sequence[_Printed], problems: list[Problem]) -> Records:
+def _emit(records: Sequence[_Printed], problems: list[RowProblem]) -> Records:
     """Yields line number and record of each step and evaluation, without the means of epochs."""
     have_places = _have_places(records)
     last_place = Place(None)
@@ -225,7 +225,7 @@ def _emit(records: Sequence[_Printed], problems: list[Problem]) -> Records:
         elif have_places and place.step is None and not _is_evaluation(each.record):
             if not each.is_summary:
                 text = "it names no step, and the other lines do: skipped"
-                problems.append(Problem(each.line, text, unusable=True))
+                problems.append(RowProblem(each.line, text, unusable=True))
             continue
         else:
             last_place = place

@@ -19,8 +19,8 @@ from healcore.tools.traces.columns import (
     KNOWN_FORMATS,
     SIGNALS,
     STEP,
-    Problem,
     RawLog,
+    RowProblem,
     TraceError,
     open_text,
     parse_number,
@@ -99,7 +99,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
             labels: dict[str, str] = {}
             for signal, place in used.items():
                 labels[signal] = f"column '{names[place]}'"
-            problems: list[Problem] = []
+            problems: list[RowProblem] = []
             rows = _csv_rows(path, begin, len(names), used, title is not None, problems)
             logs.append(parse_rows(path, title, labels, rows, problems, notes))
     if not logs:
@@ -209,7 +209,7 @@ def _csv_rows(
     width: int,
     places: Mapping[str, int],
     shared: bool,
-    problems: list[Problem],
+    problems: list[RowProblem],
 ) -> Iterator[tuple[int, list[str]]]:
     """Yields the last line and the cells of every row at the `places`; adds damage to the problems.
 
@@ -227,7 +227,7 @@ def _csv_rows(
                 return
             except csv.Error as error:
                 text = f"{error}: the row is skipped"
-                problems.append(Problem(begin + rows.line_num, text, unusable=True))
+                problems.append(RowProblem(begin + rows.line_num, text, unusable=True))
                 continue
             line = begin + rows.line_num
             if not cells or (len(cells) == 1 and not cells[0].strip()):
@@ -237,6 +237,6 @@ def _csv_rows(
                 if len(cells) > 1:
                     noun = "cells"
                 text = f"{len(cells)} {noun} where the header has {width}"
-                problems.append(Problem(line, f"{text}: the row is skipped", unusable=True))
+                problems.append(RowProblem(line, f"{text}: the row is skipped", unusable=True))
             elif not shared or any(cells[place] for place in signals):
                 yield line, [cells[place] for place in places.values()]

@@ -78,6 +78,7 @@ class TraceAttempt(NamedTuple):
     source: str
     """Path of the file in which the attempt begins."""
     first_step: float
+    """Step of its first row."""
     resumes_after: int | None
     """The last row before the attempt that is still part of the run: the row's step is below
     `first_step`, and no later attempt replaced the row. None for an attempt from scratch."""
@@ -90,7 +91,9 @@ class Unreadable(NamedTuple):
     """
 
     path: str
+    """The path as it was given."""
     problem: str
+    """The reason, as a clause."""
     not_judged: bool = False
     """Whether the path has a log, but too little of the log can be used to judge the run."""
 
@@ -100,13 +103,12 @@ class Trace:
     """The log of one run, in memory.
 
     A run that was resumed or rolled back has logged some steps twice. `rows` has both records, so
-    that a replay sees what the detectors of the run would have seen. `lineage` has the rows that
-    the final weights come from.
+    that a replay sees what the detectors of the run would have seen. The function `lineage` selects
+    the rows that the final weights come from.
 
         steps      1 2 3 4 5 6        attempt 0
         steps            4 5 6 7 8    attempt 1, resumed after step 3
         replaced         x x x        the steps 4 to 6 of attempt 0
-
     """
 
     name: str
@@ -115,6 +117,7 @@ class Trace:
     """All rows in the order of the files, including stale tails; at least one. Records of one
     step that log different signals are one row."""
     attempts: tuple[TraceAttempt, ...]
+    """The attempts, in the order of writing."""
     replaced: np.ndarray
     """bool (n,): rows that a later attempt replaced, because it began at their step or earlier."""
     problems: tuple[str, ...]
@@ -169,32 +172,13 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     """
     begins = [0]
     notes: list[str] = []
-    without_steps: list[str] = []
     for log in logs:
         begins.append(begins[-1] + log.rows)
         notes += log.notes
-        if STEP not in log.numbers:
-            without_steps.append(log.path)
     rounded = any(ROUNDED in note for note in notes)
     numbers, masks = _join_columns(logs, begins)
-    unit = STEP
-    if without_steps:
-        unit = "row"
-        counts = "its rows are counted, from 0"
-        if _are_numbers_of_rows(numbers[EPOCH]):
-            unit = EPOCH
-            counts = "its epochs are counted"
-        for path in without_steps:
-            notes.append(f"{path}: it names no step (--column step=NAME): {counts}")
-    if unit == EPOCH:
-        numbers[STEP] = numbers[EPOCH]
-    else:
-        length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[EPOCH_LENGTH])
-        if length:
-            notes.append(
-                f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
-                f"{length:,.15g} in each"
-            )
+    unit, notes_of_steps = _count_steps(name, logs, numbers)
+    notes += notes_of_steps
     row, first, starts = _merge(numbers[STEP], masks, begins)
     step = numbers[STEP][first]
     values = {}
@@ -234,6 +218,42 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
         unit=unit,
         rounded=rounded,
     )
+
+
+def _count_steps(
+    name: str, logs: Sequence[RawLog], numbers: dict[str, np.ndarray]
+) -> tuple[str, list[str]]:
+    """Makes the column of steps, in `numbers`, from what the logs count.
+
+    Args:
+        name: name of the trace.
+        logs: the logs of the trace.
+        numbers: the joined columns. The column of steps is replaced, or changed in place.
+
+    Returns:
+        What the column counts, see `Trace.unit`, and remarks about it.
+    """
+    notes: list[str] = []
+    without_steps = [log.path for log in logs if STEP not in log.numbers]
+    unit = STEP
+    if without_steps:
+        unit = "row"
+        counts = "its rows are counted, from 0"
+        if _are_numbers_of_rows(numbers[EPOCH]):
+            unit = EPOCH
+            counts = "its epochs are counted"
+        for path in without_steps:
+            notes.append(f"{path}: it names no step (--column step=NAME): {counts}")
+    if unit == EPOCH:
+        numbers[STEP] = numbers[EPOCH]
+        return unit, notes
+    length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[EPOCH_LENGTH])
+    if length:
+        notes.append(
+            f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
+            f"{length:,.15g} in each"
+        )
+    return unit, notes
 
 
 def _problem_lines(logs: Sequence[RawLog]) -> list[str]:

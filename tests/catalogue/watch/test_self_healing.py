@@ -109,7 +109,7 @@ def same_spikes(losses, ratio):
 
 
 @pytest.mark.parametrize("ratio", [1.5, 3.0, 5.0])
-def test_the_same_first_loss_spike(ratio):
+def test_both_find_the_same_first_loss_spike(ratio):
     answers = {name: same_spikes(losses, ratio) for name, losses in curves.SYNTHETIC.items()}
     assert all(same for same, _ in answers.values()), answers
     assert any(at for _, at in answers.values())

@@ -91,7 +91,7 @@ def test_averages_of_the_parameters_are_not_taken_for_them():
 
 
 def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
-    """The same rule as in torch, see `healcore.core.decision`; one bad tensor is named alone."""
+    """The same rule as in torch, see `healcore.core.step_record`; one bad tensor is named alone."""
     params = {name: jnp.ones(1) for name in "abc"}
     tx = optax.chain(heal(policies.SKIP), optax.sgd(0.0))
     driver = JaxDriver((params, tx.init(params)), policies.SKIP)

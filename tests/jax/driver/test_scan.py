@@ -18,7 +18,6 @@ from healcore.runtime.healer import HealerError
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run_options import Hooks
-from healcore.runtime.trainer_access import trainer_access_of
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import SKIPS, rules
 from tests.jax.bit_comparison import assert_same_bits
@@ -94,12 +93,27 @@ def test_blocks_have_the_bits_of_one_scan_and_every_step_is_judged(tmp_path):
     expected, losses = one_scan(22)
     assert_same_bits((trained(state), outputs), (expected, losses))
     assert healer.step == 44
-    (blocks,) = trainer_access_of(healer).driver._scans.programs.values()
-    assert blocks._compiled._cache_size() == 2, "of 5 and of 2 updates"
     steps = [each["step"] for each in events(tmp_path, "save")]
     assert steps == [0, 10, 20, 30, 40, 44]
     lines = (tmp_path / "healcore.metrics.jsonl").read_text().splitlines()
     assert len(lines) == 44
+
+
+def test_a_second_scan_of_an_update_compiles_nothing(tmp_path):
+    traced = []
+    plain = make_update()
+
+    def update(state: Any, number: Any) -> Any:
+        traced.append(number)
+        return plain(state, number)
+
+    new_process()
+    with Healer(SKIPS, state=start(), store=tmp_path, checkpoints=EVERY_4) as healer:
+        state, _ = healer.scan(update, healer.state, 7, every=5)
+        first = len(traced)
+        assert first > 0
+        healer.scan(update, state, 7, every=5)
+        assert len(traced) == first
 
 
 class Killed(BaseException):

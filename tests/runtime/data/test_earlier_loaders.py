@@ -69,6 +69,6 @@ def test_loaders_that_the_program_does_not_make_again_are_forgotten():
         pytest.param({"1": (1, 0)}, 2, 0, 0, id="the end of the epoch before is not"),
     ],
 )
-def test_the_number_of_a_loader_in_an_epoch(positions, epoch, next_number, number):
+def test_a_loader_has_the_number_that_it_had_in_its_epoch(positions, epoch, next_number, number):
     saved = {key: position(*place) for key, place in positions.items()}
     assert loaded(saved).number_in(epoch, next_number) == number

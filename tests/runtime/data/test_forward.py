@@ -109,7 +109,7 @@ def test_fast_forward_names_the_sampler_that_the_loader_has():
     assert "a loader that shuffles by itself may give different batches" in without
 
 
-def test_fast_forward_behind_or_beyond():
+def test_fast_forward_stays_at_an_earlier_position_and_says_what_is_missing():
     longer = Cursor(range(9), epochs=3)
     take(longer, 9 + 6)
     target = longer.position()

@@ -46,7 +46,7 @@ def test_from_the_end_to_every_position_and_in_a_later_process(kind):
     [kind for kind in REWINDING if kind.epochs == 3],
     slow=["grain iter", "grain DataLoader"],  # "grain map" reads the same way
 )
-def test_a_rewind_to_a_position_between_two_epochs(kind):
+def test_a_rewind_to_a_position_between_two_epochs_repeats_the_second(kind):
     """After the StopIteration of `next`, where a loop outside is."""
     cursor = Cursor(kind.make(), epochs=1)
     take(cursor)
@@ -129,7 +129,7 @@ def test_random_rewinds_give_the_same_batches(kind):
 
 @pytest.mark.stress
 @over([kind for kind in REWINDING if kind.epochs == EPOCHS])
-def test_random_walks_over_every_loader(kind):
+def test_every_loader_repeats_its_batches_in_random_walks(kind):
     random_walks(kind, 20 if kind.name.startswith("grain") else 100, 40)  # Grain starts threads
 
 
@@ -177,7 +177,7 @@ def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
 
 
 @pytest.mark.parametrize(("empty", "epochs"), [([], None), (torch.empty(0, 2), 1)])
-def test_an_empty_loader(empty, epochs):
+def test_an_empty_loader_raises_and_names_its_epoch(empty, epochs):
     with pytest.raises(EmptyLoader, match="gave no batch in epoch 0: is the dataset empty"):
         Cursor(empty, epochs=epochs).next()
 
@@ -243,7 +243,7 @@ def global_batches(cursors: list[Cursor]) -> list[set[int]]:
         pytest.param(StatefulDataLoader, (4, 2), (2, 4), 12, id="at the end of an epoch"),
     ],
 )
-def test_the_same_global_batches_with_another_number_of_ranks(kind, before, now, read):
+def test_another_number_of_ranks_reads_the_same_global_batches(kind, before, now, read):
     cursors = [Cursor(each, epochs=2) for each in loaders(kind, *before)]
     for _ in range(read):
         _ = [cursor.next() for cursor in cursors]

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from healcore import Healer
-from healcore.core.decision import RECORD_FIELDS, Cause, StepRecord
+from healcore.core.decision import Cause
+from healcore.core.step_record import RECORD_FIELDS, StepRecord
 from healcore.errors import IncompleteRun
 from healcore.events import Log, read
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
 from healcore.events.models import Ending
-from healcore.events.schema import flags_text
+from healcore.events.sentences import flags_text
 from healcore.history import RunHistory, runs_of
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.diagnosis import advice, explain, last_line
@@ -117,7 +118,7 @@ def test_a_completed_run_gets_no_lecture():
     assert "the run has had" not in stopped
 
 
-def test_the_last_line_of_a_run():
+def test_the_last_line_names_the_checkpoint_that_a_restart_needs():
     end = end_of("completed", 50, probation=100, open=False)
     assert last_line(end, 50) == (
         "completed after step 50: no intervention; checkpoint 50 is on disk"
@@ -206,7 +207,7 @@ def events(tmp_path) -> Path:
     return tmp_path / "run.events.jsonl"
 
 
-def test_a_full_and_a_read_only_disk(tmp_path):
+def test_a_full_or_read_only_disk_keeps_the_earlier_postmortem(tmp_path):
     with small_disk(tmp_path / "disk", megabytes=1) as root:
         events = root / "run.events.jsonl"
         assert postmortem.write(events, STOPPED, trace="Traceback ...", lost=3) is None

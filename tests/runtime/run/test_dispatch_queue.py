@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from healcore.core.decision import StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.dispatch_queue import DispatchQueue, DispatchStart
 from tests.healer.step_records import record

@@ -88,7 +88,9 @@ def test_a_clip_of_the_program_is_named_once_with_attach(
     assert caplog.text.count(LINE) == bool(clip)
 
 
-def test_a_healer_in_torch(tmp_path: Any, caplog: pytest.LogCaptureFixture):
+def test_a_healer_warns_that_the_program_clips_in_torch(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -105,7 +107,9 @@ def test_a_healer_in_torch(tmp_path: Any, caplog: pytest.LogCaptureFixture):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_healer_in_jax(inside: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture):
+def test_a_healer_warns_that_the_program_clips_in_jax(
+    inside: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture
+):
     """A clip inside of `protect` comes after the norm, and loses nothing."""
     clip = optax.clip_by_global_norm(0.5)
     sgd = optax.sgd(1e-3)

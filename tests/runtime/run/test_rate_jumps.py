@@ -2,7 +2,7 @@
 
 import pytest
 
-from healcore.core.decision import StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.runtime.run.rate_jumps import JUMP_STEPS, RateJumps
 from tests.healer.step_records import record
 
@@ -23,7 +23,7 @@ def with_rate(rate: float | None, **fields: float) -> StepRecord:
         ([None, 0.3, None], None),
     ],
 )
-def test_the_rate_before_a_jump(rates, before):
+def test_a_jump_has_the_rate_before_it(rates, before):
     jumps = RateJumps()
     for step, rate in enumerate(rates):
         jumps.add(step, with_rate(rate))

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from healcore.core.decision import Action, Cause, SuspectGradient
+from healcore.core.decision import Action, Cause
+from healcore.core.step_record import SuspectGradient
 from healcore.errors import Terminated
 from healcore.events import read
 from healcore.history import runs_of

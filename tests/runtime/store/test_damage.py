@@ -57,7 +57,7 @@ def test_60_of_60_flipped_bits_are_noticed_and_the_older_one_is_intact(case, tmp
 
 @pytest.mark.slow
 @over(DCP, ORBAX)
-def test_every_bit_of_the_manifest(case, tmp_path):
+def test_each_bit_of_the_manifest_is_checked(case, tmp_path):
     newer = two_saves(case, tmp_path)
     manifest = newer / "manifest.json"
     data = manifest.read_bytes()
@@ -74,7 +74,7 @@ def test_every_bit_of_the_manifest(case, tmp_path):
 
 @pytest.mark.slow
 @over(*SINGLE_FILES)
-def test_every_bit_of_the_header_of_a_single_file(case, tmp_path):
+def test_each_bit_of_the_header_of_a_single_file_is_checked(case, tmp_path):
     newer = two_saves(case, tmp_path)
     path = newer / single_file.FILE
     digest = single_file.digest_of(path)

@@ -141,7 +141,7 @@ def is_finite(array: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
-def test_one_bad_number_anywhere(dtype):
+def test_one_bad_number_at_any_place_is_found(dtype):
     for at, number in ((0, np.nan), (1000, -np.inf), (-1, np.inf), (-1, np.nan)):
         array = np.ones(1 << 14, dtype)
         array[3:6] = (-0.0, 1e-45, 3.4e38) if np.dtype(dtype).itemsize > 2 else 1

@@ -137,7 +137,7 @@ def roll_back(store, target: int, *attempts: int) -> None:
 
 
 @over(*ALL)
-def test_a_rollback_and_the_same_steps_again(case, tmp_path):
+def test_steps_are_saved_again_after_a_rollback(case, tmp_path):
     store = case.make(tmp_path)
     for step in (1, 2, 3):
         save(case, store, step, step)
@@ -321,7 +321,7 @@ def test_any_value_comes_back(value):
         ),
     ],
 )
-def test_other_types_of_the_standard_library(value):
+def test_other_types_of_the_standard_library_are_saved_exactly(value):
     assert same(value, back(value))
 
 

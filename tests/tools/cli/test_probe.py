@@ -28,7 +28,7 @@ def strict(text: str) -> dict[str, Any]:
     return json.loads(text, parse_constant={}.__getitem__)
 
 
-def test_exit_statuses_of_the_loss_probe(tmp_path):
+def test_the_loss_probe_exits_with_the_status_of_its_verdict(tmp_path):
     spiked = falling(400, 0.02)
     spiked[200:230] += 5
     curves = {

@@ -67,7 +67,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_verdicts_of_loss_curves(tmp_path, name):
+def test_a_loss_curve_gets_its_verdict(tmp_path, name):
     verdict, loss, others = CASES[name]
     columns = {"loss": loss.tolist()} | {name: list(column) for name, column in others.items()}
     result = probe(logs.write(tmp_path / "run.csv", columns))

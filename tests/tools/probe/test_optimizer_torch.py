@@ -70,7 +70,7 @@ def file_of_the_trainer(net, optimizer, folder):
 
 
 @pytest.mark.parametrize("save", [with_names, dcp, safetensors, trainer, file_of_the_trainer])
-def test_one_state_in_every_format(tmp_path, save):
+def test_an_outlier_is_found_in_every_format(tmp_path, save):
     net, optimizer = trained()
     optimizer.state[net.linear(3).weight]["exp_avg_sq"] *= 1e4
     result = probe(save(net, optimizer, tmp_path))
@@ -219,7 +219,7 @@ def test_one_nan_in_any_parameter_warns(tmp_path):
         values[-1] = kept
 
 
-def test_second_moments_of_exactly_0(tmp_path):
+def test_second_moments_of_exactly_0_are_dead_and_not_outliers(tmp_path):
     net, optimizer = trained()
     optimizer.state[net.linear(1).weight]["exp_avg_sq"].zero_()
     optimizer.state[net.linear(4).weight]["exp_avg_sq"] *= 1e6

@@ -161,7 +161,7 @@ def test_evaluations_are_signals_of_the_whole_run(tmp_path):
     assert result.summary.causes["OVERFIT"] > 100
 
 
-def test_adagc_without_norms_of_tensors(tmp_path):
+def test_adagc_without_norms_of_tensors_clips_nothing_and_says_so(tmp_path):
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(440)))
     rule = {"to": ["loss_spike"], "when": {"sustained": True}, "do": ["rollback", "cut_lr"]}
     policy = load("adagc", detect={"loss_spike": {}}, respond=[rule])

@@ -40,7 +40,7 @@ def cells(output: str, name: str) -> list[str]:
     return row.split()
 
 
-def test_the_table_and_the_page(run, spiked, tmp_path):
+def test_replay_prints_the_table_and_writes_the_page(run, spiked, tmp_path):
     page = tmp_path / "r.html"
     done = healcore_replay(spiked, "-p", "pretraining", "--report", page)
     assert done.exit_code == 0, done.output

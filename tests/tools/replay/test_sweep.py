@@ -59,7 +59,7 @@ def test_it_counts_what_a_replay_of_each_policy_counts(traces, tmp_path):
     assert [line[2:4] for line in sums] == [[name, "1,200"] for name in policies]
 
 
-def test_all_combinations_and_the_base_first():
+def test_the_base_comes_first_and_then_all_combinations():
     found = variants(BASE, ["detect.divergence.rise=5,6,7", "max_skips=5,10"])
     assert list(found)[:2] == [BASE.name, "detect.divergence.rise=5 max_skips=5"]
     documents = [to_dict(policy) for policy in list(found.values())[1:]]

@@ -30,7 +30,8 @@ from healcore.tools.cli import app
 from healcore.tools.report.figure import WIDTHS, draw, plot
 from healcore.tools.report.incident_text import rate_changes, response_text
 from healcore.tools.report.page import render
-from healcore.tools.report.run_report import PageReport, ReportError, read_reports
+from healcore.tools.report.page_report import PageReport
+from healcore.tools.report.run_report import ReportError, read_reports
 from tests.healer import training_loops
 from tests.healer.run_directory import events_of, new_process, postmortems
 from tests.healer.training_loops import Faults, broken_at, loop_of
@@ -509,7 +510,7 @@ def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request
 
 
 @pytest.mark.slow
-def test_a_picture_of_anything():
+def test_odd_curves_are_drawn_without_an_error():
     step = np.arange(100.0)
     nan = np.full(100, np.nan)
     ones = np.ones(100)

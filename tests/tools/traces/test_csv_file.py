@@ -31,7 +31,7 @@ def test_csv_dialects_give_the_same_rows(tmp_path, text):
     assert table.values["loss"].tolist() == [2.5, 2.25]
 
 
-def test_a_single_column_and_a_note_like_a_record(tmp_path):
+def test_a_table_of_one_column_or_with_a_note_like_a_record_is_read(tmp_path):
     for text in ("train_loss\n2.5\n2.25\n", "step,loss,note\n0,2.5,\n1,2.25,saw {'x': 3}\n"):
         table = open_one(write(tmp_path / "run.csv", text)).rows
         assert table.values["loss"].tolist() == [2.5, 2.25]

@@ -29,7 +29,7 @@ from tests.tools.traces.opened_traces import open_one, refusal, write
         ("x" * (2 << 20), "this is not a table"),
     ],
 )
-def test_files_without_a_usable_row(tmp_path, text, message):
+def test_a_file_without_a_usable_row_is_refused(tmp_path, text, message):
     assert message in refusal(write(tmp_path / "run.csv", text))
 
 

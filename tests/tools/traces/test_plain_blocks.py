@@ -18,13 +18,13 @@ CELLS: tuple[Any, ...] = (
 PLAIN = (1, 2.5, 3, None, 7.0, 9)
 
 
-def parsed(rows: list[list[Any]], problems: list[columns.Problem]) -> Any:
+def parsed(rows: list[list[Any]], problems: list[columns.RowProblem]) -> Any:
     labels = {name: f"'{name}'" for name in ("step", "epoch", "loss", "grad_norm")}
 
     def lines() -> Any:
         for number, row in enumerate(rows, 2):
             if number % 7 == 0:  # as the reader of CSV reports a row that it skips
-                problems.append(columns.Problem(number, "a row of another width", unusable=True))
+                problems.append(columns.RowProblem(number, "a row of another width", unusable=True))
             else:
                 yield number, row
 
@@ -62,12 +62,12 @@ def test_blocks_give_what_single_rows_give(seed, monkeypatch):
     rows = random_rows(random.Random(seed), as_text=seed % 3 == 0)
     found = []
     for block in (1, 5, 4096):
-        monkeypatch.setattr(columns, "_BLOCK", block)
+        monkeypatch.setattr(columns, "BLOCK", block)
         found.append(parsed(rows, []))
 
     # Each row by itself, and none as plain numbers.
-    monkeypatch.setattr(columns._Columns, "add_plain", lambda self, rows: False)
-    monkeypatch.setattr(columns, "_BLOCK", 1)
+    monkeypatch.setattr(columns.Columns, "add_plain", lambda self, rows: False)
+    monkeypatch.setattr(columns, "BLOCK", 1)
     assert found == [parsed(rows, [])] * 3
 
 
@@ -87,7 +87,7 @@ def test_the_faster_parser_accepts_nothing_that_json_rejects():
             text[place : place + rng.randrange(2)] = rng.choice(("", rng.choice(letters)))
         line = "".join(text)
         try:
-            value = formats._json_value(line)
+            value = formats.json_value(line)
         except ValueError:
             continue
         accepted += 1
@@ -95,7 +95,7 @@ def test_the_faster_parser_accepts_nothing_that_json_rejects():
     assert accepted > 2000
 
 
-def test_records_of_many_layouts(tmp_path, monkeypatch):
+def test_forgotten_layouts_change_no_row(tmp_path, monkeypatch):
     """More sets of keys than are remembered, and keys that come and go."""
     records: list[dict[str, Any]] = []
     for step in range(300):
@@ -108,7 +108,7 @@ def test_records_of_many_layouts(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", "".join(json.dumps(each) + "\n" for each in records))
     results = []
     for most in (1000, 2):
-        monkeypatch.setattr(formats, "_MAX_LAYOUTS", most)
+        monkeypatch.setattr(formats, "MAX_LAYOUTS", most)
         (trace,), failed = open_traces([path])
         assert not failed
         results.append(trace)

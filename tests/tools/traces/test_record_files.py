@@ -92,7 +92,7 @@ HISTORY = [
 
 
 @pytest.mark.parametrize("indent", [2, None])
-def test_the_state_of_the_trainer(tmp_path, indent):
+def test_a_trainer_state_is_read_from_the_newest_checkpoint(tmp_path, indent):
     """A folder is read through its newest checkpoint."""
     state = {"best_metric": None, "log_history": HISTORY, "stateful_callbacks": {"a": [1]}}
     texts = {"checkpoint-9": "{}", "checkpoint-25": json.dumps(state, indent=indent)}
@@ -132,7 +132,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize(("lines", "numbers"), list(zip(LINES, NUMBERS, strict=True)))
-def test_the_lines_of_a_trainer(tmp_path, lines, numbers):
+def test_the_lines_of_a_trainer_are_read(tmp_path, lines, numbers):
     first, second, norm, third = NUMBERS[numbers]
     dicts = (
         f"{{'loss': {first}, 'note': \"it's\", 'ok': True, 'x': None}}",

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore.core.clipping import FixedConfig
-from healcore.core.decision import Action, Cause, StepRecord
+from healcore.core.decision import Action, Cause
 from healcore.core.detectors import GradSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine, EngineConfig, IncidentConfig, LrConfig, RuleConfig
+from healcore.core.step_record import StepRecord
 from healcore.torch.driver import TorchDriver
 
 NAN = float("nan")

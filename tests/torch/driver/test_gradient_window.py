@@ -118,7 +118,7 @@ def outcome(found: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "every", [19, pytest.param(1, marks=pytest.mark.stress)], ids=["some", "all"]
 )
-def test_a_failure_at_any_operation_of_forward_and_backward(tmp_path, every):
+def test_a_failure_at_any_operation_ends_as_a_run_split_from_that_step(tmp_path, every):
     """The result equals, to the bit, a run that was split from the start of that step."""
     fails_never = FailAt()
     whole = train(tmp_path, fails_never)

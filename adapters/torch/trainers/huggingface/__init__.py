@@ -1,6 +1,7 @@
 """Heals `transformers.Trainer` and its subclasses in TRL.
 
 callback           the entry points `HealingCallback` and `heal_trainer`
+trainer_hook       replaces `Trainer.add_callback` when `callback` is imported
 epochs             runs epochs, which a rollback can leave
 counters           what the Trainer counts, which a rollback restores
 steps              one step, in smaller parts if memory runs out

@@ -20,7 +20,6 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
-from healcore.console import counted, info, warning
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
@@ -38,16 +37,17 @@ from healcore.torch.trainers.huggingface import checkpoints
 from healcore.torch.trainers.huggingface import trainer_internals as internals
 from healcore.torch.trainers.huggingface.batch_loss import loss_fn_of
 from healcore.torch.trainers.huggingface.clipping import stop_clipping
-from healcore.torch.trainers.huggingface.counters import Counters, found_batch_size
+from healcore.torch.trainers.huggingface.counters import Counters
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
 from healcore.torch.trainers.huggingface.epochs import EpochFeed
 from healcore.torch.trainers.huggingface.log_rows import extend_log
 from healcore.torch.trainers.huggingface.steps import SplitSteps
+from healcore.torch.trainers.huggingface.trainer_hook import wrap_train_when_added
 from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer
 from healcore.torch.trainers.options import resolve_options
 from healcore.torch.trainers.patching import patched
 from healcore.torch.trainers.policy_state import adopt_trainer_checkpoint, healings_of
-from healcore.torch.trainers.stored_run import newest_settings, newest_step
+from healcore.torch.trainers.stored_run import newest_step
 from healcore.torch.trainers.trainer_checkpoints import TrainerCheckpoints
 
 _FOLDER = "_healcore"
@@ -109,7 +109,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         self._loss_fn = loss_fn
         self.trainer: HfTrainer = None
         self.healer: Healer[Any] | None = None
-        self._added_to: HfTrainer = None
+        self.added_to: HfTrainer = None
         """The Trainer that has this callback among its callbacks, or None before it is added."""
         self._feed: EpochFeed | None = None
         self._open_healer: Healer[Any] | None = None
@@ -212,7 +212,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         exported: Any = state.stateful_callbacks
         # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this entry.
         entry = exported.setdefault(type(self).__name__, {})
-        if isinstance(entry, list):  # of several callbacks of this class
+        # The Trainer makes a list for several callbacks of a class.
+        if isinstance(entry, list):
             entry = entry[0]
         engines = entry.get("attributes", {}).get("engines", {})
         adopt_trainer_checkpoint(healer, engines, step=state.global_step)
@@ -229,7 +230,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         Raises:
             AttachError: the Trainer cannot be healed, or the callback was not given to a Trainer.
         """
-        if self._added_to is None:
+        if self.added_to is None:
             raise AttachError(
                 "HealingCallback belongs to no Trainer: pass it to a transformers Trainer in "
                 "callbacks=[...] or call trainer.add_callback(callback), not callback_handler's; "
@@ -237,7 +238,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             )
         if self._open_healer is not None:
             self.close(RuntimeError("an exception outside of the epochs has ended train()"))
-        trainer = self.trainer = self._added_to
+        trainer = self.trainer = self.added_to
         self._check(trainer, state, kwargs.get("train_dataloader"))
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
@@ -331,12 +332,12 @@ class HealingCallback(TrainerCallback, ExportableState):
         if self._feed and trainer.state.global_step:
             options.setdefault("resume", True)  # the initial weights are the Trainer's checkpoint
         loss_fn: Any = self._loss_fn
-        store: Any = self._resolved_store(trainer)
+        store: Any = self.resolved_store(trainer)
         if isinstance(store, type):  # heal_trainer(store=None) passes the class
             store = store()
         if root_of(store) is None:
             logging = options.get("logging", LOGGING)
-            events = logging.events or _folder(trainer) / _FOLDER / "healcore.events.jsonl"
+            events = logging.events or _folder(trainer) / "healcore.events.jsonl"
             options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
             loss_fn = None
@@ -346,10 +347,10 @@ class HealingCallback(TrainerCallback, ExportableState):
         state = _state_of(trainer, counters)
         return Healer(policy, state=state, store=store, loss_fn=loss_fn, **options)
 
-    def _resolved_store(self, trainer: HfTrainer) -> Places:
+    def resolved_store(self, trainer: HfTrainer) -> Places:
         """The store, with the directory of "auto"."""
         if self._store == "auto":
-            return _folder(trainer) / _FOLDER
+            return _folder(trainer)
         return self._store
 
     def _run_epoch(self, original: Callable[..., None], **call: Any) -> None:
@@ -384,7 +385,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             )
         # The Trainer has loaded its own checkpoint before it calls an added callback. It runs no
         # epoch after its last step, and a store with its first checkpoint needs those weights.
-        stored = newest_step(self._resolved_store(trainer))
+        stored = newest_step(self.resolved_store(trainer))
         newest = stored or 0
         if state.global_step and (not newest or newest < state.max_steps <= state.global_step):
             has = "no checkpoint"
@@ -467,6 +468,11 @@ def _state_of(trainer: HfTrainer, counters: Counters) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
+def _folder(trainer: HfTrainer) -> Path:
+    """The directory of the store "auto", and of the events of other stores."""
+    return checkpoints.output_folder(trainer) / _FOLDER
+
+
 def _save_now(trainer: HfTrainer) -> None:
     """Makes the Trainer save its own checkpoint after this step."""
     trainer.control.should_save = True
@@ -484,134 +490,5 @@ def _saved_argument(store: Any) -> Any:
     return None
 
 
-def _folder(trainer: HfTrainer) -> Path:
-    """The directory in which the Trainer writes its checkpoints."""
-    return Path(trainer.args.output_dir or "trainer_output")
-
-
-# -- `Trainer.train` and `Trainer.add_callback` ---------------------------------------------------
-
-
-def _wrap_train_when_added() -> None:
-    """Makes `Trainer.add_callback` pass the Trainer to healing callbacks, and wrap `train()`.
-
-    `Trainer.__init__` calls `add_callback` too, for its printer or progress bar, when it already
-    has the callbacks of its argument `callbacks`. So this replaced method sees the callbacks of
-    both ways. A callback otherwise learns that it was added only in `train()`, when the Trainer has
-    loaded its own checkpoint. Or it has raised because it has no checkpoint, although the store has
-    the run. Trainers without a `HealingCallback` behave as before.
-    """
-    original = Trainer.add_callback
-
-    @functools.wraps(original)
-    def add_callback(trainer: Trainer, callback: Any) -> None:
-        original(trainer, callback)
-        if _healing_callbacks(trainer):
-            _pass_trainer(trainer)
-            _wrap_train(trainer)
-
-    Trainer.add_callback = add_callback  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _wrap_train(trainer: HfTrainer) -> None:
-    """Makes `train()` resume from the right checkpoint, and end the Healer if it raises.
-
-    The Trainer has no event for these moments. `restore_callback_states_from_checkpoint` replaces
-    the callback's object within `train()`, and two Trainers may share a callback. So the callbacks
-    receive their Trainer again just before `on_train_begin`.
-    """
-    original = trainer.train
-    if getattr(original, "_is_healed", False):
-        return
-
-    @functools.wraps(original)
-    def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        own = _healing_callbacks(trainer)
-        resume = _checkpoint_to_resume_from(trainer, own, resume_from_checkpoint)
-        if resume is not None or args:
-            args = resume, *args  # an override of `train` may take no argument
-        _set_found_batch_size(trainer, own)
-        handler = trainer.callback_handler
-        begin = functools.partial(_begin_training, trainer, handler.on_train_begin)
-        try:
-            with patched(handler, "on_train_begin", begin):
-                return original(*args, **kwargs)
-        except BaseException as error:
-            for callback in own:
-                callback.close(error)
-            raise
-
-    train._is_healed = True  # type: ignore[attr-defined]
-    trainer.train = train
-
-
-def _checkpoint_to_resume_from(
-    trainer: HfTrainer, callbacks: list[HealingCallback], requested: Any
-) -> Any:
-    """The Trainer's own checkpoint for `train()`, or None if a store continues the run.
-
-    A store that holds the run has precedence, because scripts pass the Trainer's newest checkpoint.
-
-    Args:
-        trainer: the Trainer.
-        callbacks: its healing callbacks.
-        requested: argument `resume_from_checkpoint` of `train()`.
-    """
-    if not requested:
-        return requested
-    for callback in callbacks:
-        step = newest_step(callback._resolved_store(trainer))
-        if step is not None:
-            line = (
-                f"resume_from_checkpoint={requested!r} is ignored, because the store continues the "
-                f"run, from its checkpoint of step {step}"
-            )
-            of_trainer = checkpoints.step_of(requested, _folder(trainer)) or 0
-            if of_trainer > step:
-                steps = counted(of_trainer - step, "step")
-                warning(
-                    f"{line}: {steps} up to the Trainer's checkpoint of step {of_trainer} are "
-                    "trained again. checkpoints=healcore.Checkpoints(every=...) saves more often"
-                )
-            else:
-                info(line)
-            return None
-    return checkpoints.to_resume_from(requested, _folder(trainer))
-
-
-def _set_found_batch_size(trainer: HfTrainer, callbacks: list[HealingCallback]) -> None:
-    """Sets the batch size that `auto_find_batch_size` has found before a restart.
-
-    Another size has other batches, so the position in the data would not fit.
-    """
-    for callback in callbacks:
-        settings = newest_settings(callback._resolved_store(trainer))
-        found = found_batch_size(settings, trainer.args)
-        if found is not None:
-            internals.set_train_batch_size(trainer, found)
-
-
-def _begin_training(
-    trainer: HfTrainer, original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Replaces `CallbackHandler.on_train_begin` during `train()`."""
-    _pass_trainer(trainer)
-    return original(*args, **kwargs)
-
-
-def _pass_trainer(trainer: HfTrainer) -> None:
-    """Tells the healing callbacks of a Trainer whose callbacks they are.
-
-    The events of transformers pass the arguments, the state and the model, but not the Trainer.
-    """
-    for callback in _healing_callbacks(trainer):
-        callback._added_to = trainer
-
-
-def _healing_callbacks(trainer: HfTrainer) -> list[HealingCallback]:
-    """The callbacks of a Trainer that heal it."""
-    callbacks = trainer.callback_handler.callbacks
-    return [each for each in callbacks if isinstance(each, HealingCallback)]
-
-
-_wrap_train_when_added()
+# The import of this module replaces `Trainer.add_callback`.
+wrap_train_when_added(HealingCallback)

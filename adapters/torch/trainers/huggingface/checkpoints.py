@@ -13,6 +13,7 @@ from healcore import regular_file
 from healcore.console import warning
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_first
 from healcore.torch.store.gloo import GlooRanks, is_distributed
+from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
@@ -39,6 +40,11 @@ def step_of(requested: Requested, folder: Path) -> int | None:
     if name is None:
         return None
     return int(name[1])
+
+
+def output_folder(trainer: HfTrainer) -> Path:
+    """The directory in which the Trainer writes its checkpoints."""
+    return Path(trainer.args.output_dir or "trainer_output")
 
 
 def to_resume_from(requested: Requested, folder: Path) -> Requested | None:

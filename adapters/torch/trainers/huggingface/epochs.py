@@ -142,7 +142,8 @@ class EpochFeed:
                     if self.healer.after_step(last=True):
                         continue  # the last steps have rolled the run back
                     if control.should_training_stop:
-                        trainer_access_of(self.healer).save_completed()  # not the best model
+                        # The Trainer loads its best model after this.
+                        trainer_access_of(self.healer).save_completed()
                         return
                     self._batches = None  # a callback drops the rest of the epoch
                     self._pending.clear()

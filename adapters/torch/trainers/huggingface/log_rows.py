@@ -29,7 +29,7 @@ def extend_log(
 
     @functools.wraps(original)
     def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs or "train_loss" in logs:  # not a row of an evaluation
+        if "loss" in logs or "train_loss" in logs:  # the row is of the training
             logs = {**logs, **changed()}
         original(logs, *args, **kwargs)
 

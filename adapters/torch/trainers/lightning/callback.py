@@ -309,7 +309,8 @@ class LightningHealingCallback(Callback):
                 self.healer.after_step()
             except BaseException as ended:
                 by_lightning: Any = error
-                by_lightning.code = getattr(ended, "code", 1)  # the exit status, otherwise 0
+                # Without this exit status, Lightning would exit with 0.
+                by_lightning.code = getattr(ended, "code", 1)
                 error = ended
         self.healer.close(error)
 

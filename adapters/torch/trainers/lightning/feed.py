@@ -134,7 +134,7 @@ class Feed:
 
         Called before the first batch, when Lightning has loaded its own checkpoint.
         """
-        if self._progress.saved_limits is None:  # no run of the store
+        if self._progress.saved_limits is None:  # the store has no run to continue
             ready = self._fit.epoch_loop.batch_progress.current.ready
             self._progress.trained_before = ready
         self._progress.access = self._progress.open_run()

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from healcore.core.decision import Action, Cause, StepRecord, SuspectGradient
+from healcore.core.decision import Action, Cause
 from healcore.core.engine import RuleConfig
+from healcore.core.step_record import StepRecord, SuspectGradient
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.compare.trained_step import ObservedBatch
 from healcore.runtime.run.dispatch_queue import DispatchStart, ReadDispatch, UnreadDispatch

@@ -19,7 +19,7 @@ from healcore.core.decision import Cause
 from healcore.core.errors import HealcoreError, error_text, with_short_arrays
 from healcore.core.signals import SignalError
 from healcore.events.models import Ending
-from healcore.events.schema import batch_names
+from healcore.events.sentences import batch_names
 from healcore.runtime.faults.classification import Fault, classify, is_broken_connection
 from healcore.runtime.faults.nan_checks import nan_variables
 from healcore.runtime.reporting import postmortem

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from healcore.core.decision import StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.runtime.driver import Rates
 from healcore.runtime.reporting.nonfinite_steps import IN_A_ROW
 from healcore.runtime.run.compare.trained_step import TrainedStep

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from healcore.core.array_namespace import NUMPY
-from healcore.core.decision import Action, StepRecord
+from healcore.core.decision import Action
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.engine.judge import update_rule
 from healcore.core.engine.state import RuleState, init_rule
+from healcore.core.step_record import StepRecord
 from healcore.runtime.run.monitor_state import MonitorState
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
-from healcore.events.schema import flags_text
+from healcore.events.sentences import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.run.dispatch_queue import StepResult

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause, names_of
-from healcore.events.schema import flags_text, lr_text, sentence
+from healcore.events.schema import sentence
+from healcore.events.sentences import flags_text, lr_text
 from healcore.runtime.run.compare.holding import LASTING_STEPS
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 

@@ -34,7 +34,7 @@ def test_the_newest_old_enough_one_is_compared_and_older_ones_with_evidence():
 
 
 @pytest.mark.parametrize(("mean", "index", "found"), [(1.2, 50, True), (1.0, 50, False), (9, 5, 0)])
-def test_a_mean_above_the_best_by_more_than_its_spread(mean, index, found):
+def test_a_mean_above_the_best_by_more_than_its_spread_names_the_best(mean, index, found):
     best = Anchor(0, level=1.0, spread=0.1)
     assert best_on_average([Anchor(20), best], mean, index) == (best if found else None)
     assert best_on_average([], mean, index) is None

@@ -21,7 +21,7 @@ def anchor_steps(run: ToyRun) -> list[int]:
     return [anchor.step for anchor in run.comparisons.anchors]
 
 
-def test_at_most_three_anchors_the_lowest_mean_loss_and_the_last_two_checkpoints():
+def test_the_anchors_are_the_lowest_mean_loss_and_the_last_two_checkpoints():
     run = healthy_run(200)
     assert anchor_steps(run) == [0, 100, 200]
     train_healthy(run, 500)

@@ -179,7 +179,7 @@ def test_two_trainers_train_in_turn(tmp_path: Path):
         assert callback.report().steps == 3
 
 
-def test_a_callback_from_before_the_class_of_its_trainer(tmp_path: Path):
+def test_a_callback_made_before_the_class_of_its_trainer_heals_it(tmp_path: Path):
     """As a program that makes the callback and then imports a trainer of TRL."""
     callback = HealingCallback()
 

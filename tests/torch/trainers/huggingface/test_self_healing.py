@@ -133,7 +133,7 @@ def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_epochs_workers_and_evaluation(tmp_path: Path):
+def test_a_rollback_over_the_end_of_an_evaluated_epoch_completes(tmp_path: Path):
     """A rollback over the end of an epoch, into one that an evaluation has closed."""
     length = {"max_steps": -1, "num_train_epochs": 3, "gradient_accumulation_steps": 2}
     saves = {"eval_strategy": "epoch", "save_strategy": "epoch", "dataloader_num_workers": 1}

@@ -115,7 +115,7 @@ class DamagesOnce(lightning.Callback):
             self._is_done = True
 
 
-def test_a_rollback_into_an_epoch_with_another_accumulation():
+def test_a_rollback_into_an_epoch_with_another_accumulation_completes():
     """The first two epochs have a step for each batch, and the third one for two batches."""
     callback: Any = LightningHealingCallback(
         checkpoints=Checkpoints(every=3),

@@ -1,0 +1,316 @@
+"""`StepRecord`: the values of one step and the decision about it, for the host.
+
+The runtime reads this record of every step. Metrics, events and `replay` show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import numerics
+from healcore.core.array_namespace import Flag, Float, Int
+from healcore.core.decision import Action, Cause, Decision
+
+_MAX_EVIDENCE = 10  # tensors reported per step
+
+REPORT_RATIO = 4.0
+"""Ratio to the tensor's norm at the last step without an alarm from which a norm is reported. In
+the demo's transformer the 99th percentile of 4,116 such ratios is 2.1, and the largest is 3.5."""
+
+
+class Readings(NamedTuple):
+    """The measured values behind a cause, as events and alerts show them; each may be NaN or Inf.
+
+    With them a person can see why a detector raised its alarm, for example how far the norm was
+    above the threshold. No decision depends on them.
+    """
+
+    loss: float
+    """Last finite loss; NaN before the first one."""
+    grad_norm: float
+    """Last finite global norm of the gradients, before clipping; NaN before the first one."""
+    threshold: float
+    """Norm above which gradients are clipped; 0 without a threshold."""
+    z: float
+    """z-score of the norm in the clipping rule."""
+    z_loss: float
+    """Score of the loss-spike detector."""
+
+
+class SuspectGradient(NamedTuple):
+    """A tensor or layer whose gradient was non-finite or unusually large.
+
+    It is evidence for a person who looks for the cause. No decision depends on it. An embedding
+    that is alone in the list, for example, points to the data.
+    """
+
+    name: str
+    """Name in the framework: `layers.3.weight`, `['params']['Dense_0']['kernel']`."""
+    grad_norm: float
+    """L2 norm in float32 before clipping; may be NaN or Inf."""
+
+
+class StepRecord(NamedTuple):
+    """One step as judged by one engine: Python values on the host, arrays in a replay.
+
+    The host reads this record of every step. The runtime decides by it, and loggers and events show
+    it. The fields up to `lr` are numbers of the engine, which a device packs into one array (see
+    `RECORD_FIELDS`). The host adds the fields from `engine` on. The decision is as ordered; in
+    observe mode it was not enforced.
+    """
+
+    step: Int
+    """Steps judged so far; this step counts only if it was judged."""
+    onset: Int
+    """Judged steps before the first alarm of the last incident; -1 without an incident."""
+    incident: Int
+    """Number of the last incident, from 1; 0 without an incident."""
+    incident_open: Flag
+    """Whether an incident is open that has more than skipped non-finite steps."""
+    action: Int
+    """`Action` flags."""
+    cause: Int
+    """`Cause` flags."""
+    rollback_depth: Int
+    """Known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK."""
+    skip: Flag
+    """Whether the step was ordered to keep parameters, moments and counters unchanged."""
+    grad_scale: Float
+    """Factor on the gradients, 1 = unchanged."""
+    lr_scale: Float
+    """The learning-rate multiplier."""
+    loss: Float
+    """Last finite loss; 0 before the first one."""
+    grad_norm: Float
+    """Last finite global norm of the gradients, before clipping; 0 before the first one."""
+    threshold: Float
+    """Norm above which gradients are clipped; 0 without a threshold."""
+    z: Float
+    """z-score of the norm in the clipping rule."""
+    z_loss: Float
+    """Score of the loss-spike detector."""
+    lr: Float | None = None
+    """The program's learning rate at the step, or None if it is unknown."""
+    engine: str = ""
+    """Name of the optimizer in the run's state; each optimizer has its own engine."""
+    evidence: tuple[SuspectGradient, ...] = ()
+    """The tensors behind a cause, worst first, at most 10. Empty without a cause."""
+    rank_signals: tuple[float, float] | None = None
+    """(loss, gradient norm) of this rank alone, or None.
+
+    Only a step with a cause has them, and only a run on several ranks."""
+    by_optimizer: bool = False
+    """Whether the gradients were finite and the optimizer's update was not."""
+    judged: bool = True
+    """Whether the engine has judged the step. False if the step only accumulated gradients, or was
+    not taken."""
+    taken: bool = True
+    """Whether the step was taken. False if the training step kept its old state, including the
+    healing state."""
+    dropped: bool = False
+    """Whether a GradScaler has dropped the step, because its gradients had NaN or Inf at this
+    scale."""
+    loss_ratio: float | None = None
+    """Loss over the mean of recent healthy losses, or None if unknown."""
+    eval_loss: float | None = None
+    """Evaluation loss since the last step, or None."""
+    eval_gap: float | None = None
+    """`eval_loss` minus the mean of recent healthy losses, or None."""
+
+    @property
+    def trained_rate(self) -> float | None:
+        """The learning rate with which the step has trained: `lr` times `lr_scale`.
+
+        None if the rate is unknown, or if the step has trained nothing: it was not judged, was
+        skipped, or had a rate of 0.
+        """
+        if not self.judged or self.skip or not self.lr:
+            return None
+        return float(self.lr) * float(self.lr_scale)
+
+    @property
+    def decision(self) -> Decision:
+        """The ordered decision, without `group_scale`, which may be large."""
+        return Decision(
+            grad_scale=self.grad_scale,
+            skip=self.skip,
+            lr_scale=self.lr_scale,
+            action=self.action,
+            cause=self.cause,
+            rollback_depth=self.rollback_depth,
+        )
+
+    @property
+    def readings(self) -> Readings:
+        """The measured values behind the cause.
+
+        The loss or the norm is NaN if it was bad at this step and has never been finite. The engine
+        itself begins with zeros, which would look like a measured loss of 0.
+        """
+        found = Readings(self.loss, self.grad_norm, self.threshold, self.z, self.z_loss)
+        # The engine starts with zeros.
+        if self.cause & Cause.NONFINITE_LOSS and not self.loss:
+            found = found._replace(loss=np.nan)
+        if self.cause & Cause.NONFINITE_GRAD and not self.grad_norm:
+            found = found._replace(grad_norm=np.nan)
+        return found
+
+    def with_ratios(
+        self, loss_ratio: float | None, eval_loss: float | None, eval_gap: float | None
+    ) -> StepRecord:
+        """Fills in three fields. Called at every step, so it is twice as fast as `_replace`.
+
+        Args:
+            loss_ratio: see `StepRecord.loss_ratio`.
+            eval_loss: see `StepRecord.eval_loss`.
+            eval_gap: see `StepRecord.eval_gap`.
+        """
+        others: tuple[Any, ...] = self[:_BEFORE_RATIOS]
+        return StepRecord(*others, loss_ratio=loss_ratio, eval_loss=eval_loss, eval_gap=eval_gap)
+
+    def unjudged(self) -> StepRecord:
+        """Removes the cause and the orders, for a step that was not judged.
+
+        Such a step only accumulated gradients, or was not taken. The state of the engine is still
+        the state of an earlier step, whose orders must not be carried out twice.
+        """
+        return self._replace(
+            action=Action(0), cause=Cause(0), rollback_depth=0, skip=False, grad_scale=1.0
+        )
+
+
+RECORD_FIELDS = StepRecord._fields[: StepRecord._fields.index("engine")]
+"""The numbers of a record that an engine has, in packing order: from `step` to `lr`."""
+RECORD_INTS = RECORD_FIELDS.index("grad_scale")
+"""How many of `RECORD_FIELDS` are int32 or bool in an engine. They come first, and the others are
+float32."""
+_BEFORE_RATIOS = StepRecord._fields.index("loss_ratio")
+"""Number of the fields before the three that `StepRecord.with_ratios` fills in."""
+_NO_ACTION, _NO_CAUSE = Action(0), Cause(0)
+"""The flags of most steps. They are made once, because `Action(0)` takes as long as five other
+numbers of a record."""
+
+
+def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
+    """Makes a record of Python values, which the host reads for every step.
+
+    Args:
+        values: 16 scalars in the order of `RECORD_FIELDS`. The last one is the learning rate, and a
+            negative rate is unknown.
+        engine: name of the optimizer in the run's state.
+
+    Returns:
+        The record. Evidence and comparisons are empty: the host adds them.
+    """
+    step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:RECORD_INTS])
+    *floats, rate = map(float, values[RECORD_INTS:])
+    lr: float | None = None
+    if rate >= 0:
+        lr = rate
+    return StepRecord(
+        step,
+        onset,
+        incident,
+        bool(is_open),
+        Action(action) if action else _NO_ACTION,
+        Cause(cause) if cause else _NO_CAUSE,
+        depth,
+        bool(skip),
+        *floats,
+        lr=lr,
+        engine=engine,
+    )
+
+
+def unpack_record(packed: np.ndarray, engine: str = "", *, reads_rate: bool = True) -> StepRecord:
+    """Makes a record from the array that a device has copied to the host.
+
+    Args:
+        packed: int32 (n,) with n of at least 16: the integers of `RECORD_FIELDS`, then the bits of
+            the floats. One array needs one copy instead of sixteen.
+        engine: name of the optimizer in the run's state.
+        reads_rate: whether the engine reads the learning rate. If not, the rate is unknown. An
+            older saved state has a rate of 0 then.
+
+    Returns:
+        The record of Python values.
+    """
+    floats = packed[RECORD_INTS : len(RECORD_FIELDS)].view(np.float32).tolist()
+    if not reads_rate:
+        floats[-1] = -1.0  # as `UNKNOWN_RATE` of the engine state
+    return host_record(packed[:RECORD_INTS].tolist() + floats, engine)
+
+
+_METRICS = (
+    "loss",
+    "grad_norm",
+    "threshold",
+    "z",
+    "z_loss",
+    "grad_scale",
+    "skip",
+    "lr_scale",
+    "cause",
+    "action",
+    "step",
+    "clips",
+    "skips",
+    "alarms",
+    "rollbacks",
+    "lr_cuts",
+    "incident",
+)
+_COUNTS = {"step": "steps", "incident": "incidents"}
+
+
+def record_metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Names the numbers of `RECORD_FIELDS` and `Tally` for a logger, `heal/...`; copies nothing.
+
+    Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
+    finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
+    flags. In observe mode the numbers say what healing would have done.
+    """
+    return {f"heal/{_COUNTS.get(name, name)}": numbers[name] for name in _METRICS}
+
+
+def is_nan_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:
+    """Whether a step with NONFINITE_GRAD had finite gradients, so that its update is not finite.
+
+    Args:
+        cause: the causes of the step.
+        norms: float (n,): the norm of each gradient, or zeros if the caller measures the norm. A
+            norm whose square overflows counts as not finite.
+    """
+    if not cause & Cause.NONFINITE_GRAD or not norms.size:
+        return False
+    largest = norms.max()  # NaN if any norm is
+    return bool(0 < largest <= numerics.SIGNAL_LIMIT)
+
+
+def suspect_gradients(
+    norms: np.ndarray, usual: np.ndarray | None, names: Sequence[str]
+) -> tuple[SuspectGradient, ...]:
+    """Selects the worst tensors: non-finite gradients first, then by the ratio to the usual norm.
+
+    Args:
+        norms: float (n,): the L2 norm of each tensor's gradient at this step.
+        usual: float (n,): the norms at the last step without an alarm, 0 where a norm is unknown.
+            None without such a step.
+        names: the n names of the tensors.
+
+    Returns:
+        At most 10 tensors whose norm is not finite, or at least `REPORT_RATIO` times the usual one.
+    """
+    usual = np.zeros_like(norms) if usual is None else usual
+    with np.errstate(all="ignore"):
+        ratios = np.where(usual > 0, norms / usual, 0.0)
+    ratios[~(norms <= numerics.SIGNAL_LIMIT)] = np.inf  # NaN and overflow need no usual norm
+    worst = np.argsort(-ratios, kind="stable")[:_MAX_EVIDENCE]
+    suspects = []
+    for i in worst:
+        if ratios[i] >= REPORT_RATIO:
+            suspects.append(SuspectGradient(str(names[i]), float(norms[i])))
+    return tuple(suspects)
