@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, Literal
 
 from healcore.core.errors import clean
@@ -44,6 +45,26 @@ def warning(line: str, console: Console = "auto") -> None:
 def error(line: str, console: Console = "auto") -> None:
     """Logs or prints at ERROR."""
     _log(logging.ERROR, line, console)
+
+
+def stacklevel_of_program() -> int:
+    """The `stacklevel` with which `warnings.warn` points to the line of the program.
+
+    Call it in the arguments of `warnings.warn`. A warning then names the line that has called
+    healcore, however many functions of healcore are between.
+    """
+    level = 1
+    frame = sys._getframe(1)
+    while _is_own(frame) and frame.f_back is not None:
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Whether code of healcore runs in a frame."""
+    module = frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] == "healcore"
 
 
 def _log(level: int, line: str, console: Console) -> None:

@@ -136,7 +136,9 @@ class AttachLog:
         if self._last_step < 0 and record.onset < record.step - 1:
             self._incident = record.incident  # it began before the state was loaded
         self._last_step = record.step
-        for line in self._missing_loss.add(has_seen_loss=self._measurer.has_seen_loss):
+        for line in self._missing_loss.add(
+            has_seen_loss=self._measurer.has_seen_loss, is_late=self._measurer.first_loss_is_late
+        ):
             self._write(line)
         if not record.skip:
             line = self._program_clip.add(record.grad_norm)
@@ -227,7 +229,10 @@ class NonfiniteStreak:
 
 
 class MissingLoss:
-    """Notices, once, that the loop observes no loss, which would disable detectors silently.
+    """Notices, once, that the loop observes no loss, or observes each loss after its step.
+
+    Without a loss, detectors would be disabled silently. After its step, a loss would be judged
+    with the gradient of the next step.
 
     Args:
         engine: the policy's engine, which says whether any detector reads the loss.
@@ -236,17 +241,27 @@ class MissingLoss:
     def __init__(self, engine: Engine) -> None:
         self._reads_loss = "loss" in engine.needs
         self._steps = 0
+        self._has_told_late = False
 
-    def add(self, *, has_seen_loss: bool) -> list[str]:
+    def add(self, *, has_seen_loss: bool, is_late: bool) -> list[str]:
         """Adds a judged step.
 
         Args:
             has_seen_loss: whether any step so far has had a loss.
+            is_late: see `Measurer.first_loss_is_late`.
 
         Returns:
-            One warning at step `STEPS_WITHOUT_LOSS` of a loop without losses, otherwise nothing.
+            One warning at step `STEPS_WITHOUT_LOSS` of a loop without losses, or if the losses are
+            late, otherwise nothing.
         """
         self._steps += 1
+        if is_late and self._reads_loss and not self._has_told_late:
+            self._has_told_late = True
+            return [
+                "the first step had no loss, and the second step has one: if the loop observes "
+                "each loss after its step, the loss is judged with the gradient of the next step. "
+                "Then call observe(loss) before optimizer.step()"
+            ]
         if has_seen_loss or not self._reads_loss or self._steps != STEPS_WITHOUT_LOSS:
             return []
         return [

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from healcore.console import stacklevel_of_program
 from healcore.core.errors import AttachError
 from healcore.runtime.program_settings import json_setting
 from healcore.torch import gradients
@@ -335,7 +336,7 @@ def _check_complete(name: str, optimizer: Optimizer, state: State) -> None:
             f'{missing_part} drives "{name}" but is not in the state: a rollback would not restore '
             f"it; add it, as in {example}",
             UserWarning,
-            stacklevel=4,
+            stacklevel=stacklevel_of_program(),
         )
 
 

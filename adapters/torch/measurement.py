@@ -60,6 +60,8 @@ class Measurer:
     Attributes:
         eval_loss: loss of an evaluation since the last step, or NaN.
         has_seen_loss: whether any step has had a loss, including dropped steps.
+        first_loss_is_late: whether the second step had the first loss, as if the loop observes each
+            loss after its step.
         clip_order: the order in which the norm of a fixed clip is summed.
         losses: the losses since the last step.
         dropped: detects the steps that a GradScaler has dropped.
@@ -83,6 +85,9 @@ class Measurer:
         """Gradient of `_last_parameter` when the last loss was observed, or None without one."""
         self.eval_loss: Tensor | float = math.nan
         self.has_seen_loss = False
+        self.first_loss_is_late = False
+        self._steps_without_loss = 0
+        """Number of steps before the first step with a loss."""
         self.clip_order = ClipOrder()
         self.dropped = DroppedSteps(scaler, optimizer)
         self.overflows = Overflows(home)
@@ -283,8 +288,12 @@ class Measurer:
         self, norm: Tensor | None, group_norms: Tensor | None, loss: Tensor | None
     ) -> Signals:
         """Completes the signals with what the loop has reported, and drops the reports."""
-        if self.losses.weight > 0:
-            self.has_seen_loss = True
+        if not self.has_seen_loss:
+            if self.losses.weight > 0:
+                self.has_seen_loss = True
+                self.first_loss_is_late = self._steps_without_loss == 1
+            elif norm is not None:
+                self._steps_without_loss += 1
         eval_loss = None
         if "eval_loss" in self.engine.needs:
             eval_loss = self._at_home(self.eval_loss)

@@ -198,14 +198,14 @@ def rows_text(rows: Sequence[int], limit: int = _SHOWN_ROWS) -> str:
 
     Returns:
         The text, for example "7, 19, 4" or "7, 19, ..., 31 and 24 more". An event has at most 64
-        rows of a batch, so the text of a larger batch says "and 48 or more".
+        rows of a batch, so the text of a larger batch says "and more".
     """
     text = ", ".join(map(str, rows[:limit]))
     rest = len(rows) - limit
     if rest <= 0:
         return text
     if len(rows) >= MAX_ROWS:
-        return f"{text} and {rest} or more"
+        return f"{text} and more"
     return f"{text} and {rest} more"
 
 

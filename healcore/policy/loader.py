@@ -83,14 +83,14 @@ def _text_of(name: str) -> str:
     known = (*PRESETS, *recipe_names())
     if name in known:
         return preset_text(name)
+    rule = f"one of {', '.join(known)}"
     write = f"for a file write {name}.toml"
     similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if similar:
-        write = f"did you mean {similar[0]!r}? {write}"
+        rule = "the name of a preset or recipe of `healcore policy list`"
+        write = f"did you mean {similar[0]!r}? For a file write {name}.toml"
     shown = show_value(name)
-    raise policy_error(
-        shown, shown, f"one of {', '.join(known)}", write, key="policy", unreadable=True
-    )
+    raise policy_error(shown, shown, rule, write, key="policy", unreadable=True)
 
 
 def loads(text: str, *, source: str = "<text>") -> Policy:

@@ -200,6 +200,13 @@ class Driver(abc.ABC):
         """
         return 0
 
+    def no_step_reason(self) -> str:
+        """Why the steps of the program were not judged so far, and what to check in its loop.
+
+        An empty string once a step was judged, if the program has taken none, and in JAX.
+        """
+        return ""
+
     @abc.abstractmethod
     def request_vote(self) -> None:
         """Marks the following steps on all ranks.

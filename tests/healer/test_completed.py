@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from healcore import Healer
 from healcore.errors import AlreadyCompleted
@@ -77,6 +78,22 @@ def test_the_program_goes_on_with_the_final_state(over, framework, tmp_path, cap
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     assert "this run has completed at step 18: its final state is loaded" in lines[0]
+
+
+@pytest.mark.parametrize("over", [over_batches, over_epochs, over_steps], ids=lambda x: x.__name__)
+def test_what_the_program_draws_after_the_run_is_the_same(over, tmp_path):
+    """Such as the dropout or the samples of an evaluation after the block."""
+    drawn = []
+    for _ in range(2):
+        new_process()
+        torch.manual_seed(0)
+        loop = loop_of("torch", policy=rules())
+        with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
+            for number in over(healer):
+                torch.rand(1)
+                loop.step(healer, number)
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] == drawn[1]
 
 
 @BOTH_FRAMEWORKS

@@ -364,3 +364,19 @@ def test_an_evaluation_after_the_pass_is_read_whole_before_the_loop_goes_back(tm
             counts.append(len(list(healer.batches(evaluation))))
     assert healer.rollbacks == 1
     assert counts == [3] * (EPOCHS + 2)
+
+
+def test_an_exhausted_generator_has_a_warning_and_ends_no_run(tmp_path, caplog):
+    loop = loop_of("torch")
+    stream = (number for number in range(BATCHES))
+    lengths = []
+    with Healer(POLICY, state=loop.state, store=tmp_path) as healer:
+        for epoch in healer.epochs(3):
+            lengths.append(0)
+            for number in healer.batches(stream, epoch=epoch):
+                loop.step(healer, number)
+                lengths[-1] += 1
+    assert lengths == [BATCHES, 0, 0]
+    (line,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert "epoch 1 has no batch" in line
+    assert "healer.batches(lambda: stream(seed=healer.epoch), epoch=epoch)" in line

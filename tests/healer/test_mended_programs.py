@@ -84,9 +84,12 @@ def plain(framework: str) -> Any:
 
 
 @BOTH_FRAMEWORKS
-def test_a_mended_program_trains_as_if_it_had_not_been_broken(framework, tmp_path):
+def test_a_mended_program_trains_as_if_it_had_not_been_broken(framework, tmp_path, capsys):
     run_broken(framework, tmp_path)
     assert len(events(tmp_path, "rollback")) == 3
+    oldest = min(each["checkpoint"] for each in events(tmp_path, "rollback"))
+    which = f"the checkpoint of step {oldest}, the oldest one that a rollback has restored"
+    assert which in capsys.readouterr().err
     loop = run_mended(framework, tmp_path)
     assert same(loop.weights(), plain(framework).weights())
     (resume,) = events(tmp_path, "resume")

@@ -1,6 +1,7 @@
 """`healcore.start`: a run without a block, closed by the end of the process."""
 
 import code
+import subprocess
 import sys
 from pathlib import Path
 
@@ -81,6 +82,19 @@ def test_a_script_without_a_step_ends_with_status_1(tmp_path):
     assert status == 1
     assert out.startswith("after the loop 0"), "the program itself has run"
     assert "the Healer has seen no step of an optimizer" in lines
+
+
+@pytest.mark.parametrize("what", ["raise ValueError('wrong')", "sys.exit(3)", "break"])
+def test_a_loop_in_a_variable_of_the_module_ends_without_a_line_of_its_own(what, tmp_path):
+    """Python closes its generator last, when the modules of healcore have lost their names."""
+    loop = 'for number in healer.batches(range(30)) if what != "no step" else ():'
+    program = PROGRAM.replace(loop, "batches = healer.batches(range(30))\nfor number in batches:")
+    assert program != PROGRAM
+    # A process of its own: a forked one ends before its modules are cleared.
+    command = [sys.executable, "-c", program, str(tmp_path), "5", what]
+    lines = subprocess.run(command, capture_output=True, text=True).stderr
+    assert "after step 5" in lines
+    assert "Exception ignored" not in lines
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 
+import healcore
 from healcore import Healer, Logging
 from healcore.errors import HealerError, IncompleteRun, UnknownState
 from tests.healer.training_loops import loop_of, rules
@@ -65,3 +67,55 @@ def test_arguments_of_other_types_are_refused():
         UnknownState, match=r"\(engine\), and this state is of jax: pass no `attach`"
     ):
         Healer(rules(), state=in_jax, attach={"engine": "host"}).__enter__()
+
+
+def test_steps_without_gradients_have_a_warning_and_an_error_that_names_the_cause(caplog):
+    """`zero_grad` is called between `backward` and `step`, so no step has a gradient."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    said = "called 20 times, and no parameter had a gradient"
+
+    def train() -> None:
+        with Healer(state={"model": model, "optimizer": optimizer}) as healer:
+            for number, batch in enumerate(healer.batches([torch.ones(4, 2)] * 30)):
+                assert (said in caplog.text) == (number >= 20)
+                loss = model(batch).square().mean()
+                healer.observe(loss)
+                loss.backward()
+                optimizer.zero_grad()
+                optimizer.step()
+
+    with pytest.raises(IncompleteRun, match=r"30 batches read.*called 30 times") as error:
+        train()
+    assert "zero_grad() is not called between backward() and step()" in str(error.value)
+    assert caplog.text.count("no parameter had a gradient") == 1
+
+
+def test_an_optimizer_that_trains_later_needs_no_warning(caplog):
+    models = {"first": torch.nn.Linear(2, 1), "second": torch.nn.Linear(1, 1)}
+    optimizers = {f"of {k}": torch.optim.SGD(m.parameters(), 0.1) for k, m in models.items()}
+    with Healer(state={**models, **optimizers}) as healer:
+        for batch in healer.batches([torch.ones(4, 2)] * 30):
+            loss = models["first"](batch).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+    assert "no parameter had a gradient" not in caplog.text
+
+
+def test_the_warning_of_a_missing_scheduler_points_to_the_line_of_the_program():
+    def begin_by_start(**arguments: Any) -> None:
+        healcore.start(**arguments)._end(ValueError())
+
+    def begin_by_block(**arguments: Any) -> None:
+        Healer(**arguments).__enter__()
+
+    for begin in (begin_by_start, begin_by_block):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        with pytest.warns(UserWarning, match="a learning-rate scheduler drives") as warned:
+            begin(state={"model": model, "optimizer": optimizer})
+        assert [each.filename for each in warned] == [__file__]

@@ -243,6 +243,14 @@ def test_a_keyword_that_resembles_no_argument_is_an_error_of_the_policy(wrong):
             take("default", **{wrong: None})
 
 
+def test_a_misspelled_preset_is_told_the_name_without_the_names_of_the_others():
+    with pytest.raises(PolicyError, match=r"write: +did you mean 'default'\?") as error:
+        load("defualt")
+    assert "zclip-paper" not in str(error.value)
+    with pytest.raises(PolicyError, match=r"one of default, .*zclip-paper"):
+        load("quite another")
+
+
 def test_a_misspelled_key_is_told_the_key():
     for take in (by_healer, by_start, by_attach, by_protect):
         with pytest.raises(PolicyError, match=r"clipp\n.*\n.*did you mean 'clip'\?"):

@@ -190,3 +190,14 @@ def test_a_forgotten_observe_is_logged_once(where: Any, logged: Any):
     Loop(where).steps(*[1.0] * 3 * STEPS_WITHOUT_LOSS, observes=False)
     (line,) = logged()
     assert f"no loss has been observed in {STEPS_WITHOUT_LOSS} steps" in line
+
+
+@host_and_device
+def test_a_loss_that_is_observed_after_its_step_has_a_line(where: Any, logged: Any):
+    loop = Loop(where)
+    for _ in range(RECORD_LAG + 4):
+        loop.steps(1.0, observes=False)
+        loop.heal.observe(1.0)
+    (line,) = logged()
+    assert "the first step had no loss, and the second step has one" in line
+    assert "call observe(loss) before optimizer.step()" in line

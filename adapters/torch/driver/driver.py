@@ -105,7 +105,7 @@ class TorchDriver(Driver):
             self._followed.append(FollowedOptimizer(name, healing, recorder, accumulation))
         self._find_buffers()
         accumulations = [followed.accumulation for followed in self._followed]
-        self._steps = OptimizerSteps(accumulations)
+        self._steps = OptimizerSteps(accumulations, self.warnings)
         self._weights = TorchWeights(self._state, healings, accumulations)
         self._sample: WeightSample | None = None
         """Sample of the weights after the last step, or None before `keep_weight_sample`."""
@@ -208,6 +208,10 @@ class TorchDriver(Driver):
     def pending_steps(self) -> int:
         """See `Driver.pending_steps`."""
         return math.ceil(len(self._pending) / len(self.healings))
+
+    def no_step_reason(self) -> str:
+        """See `Driver.no_step_reason`."""
+        return self._steps.no_step_reason()
 
     def request_vote(self) -> None:
         """Requests a vote in the all_reduce of each optimizer that all ranks step together.
@@ -539,7 +543,7 @@ class TorchDriver(Driver):
 
         Each `Accumulation` calls it.
         """
-        self._steps.on_step()
+        self._steps.on_step(judged=len(self._pending) > 0)
         self.on_step()
 
     def _find_buffers(self) -> None:

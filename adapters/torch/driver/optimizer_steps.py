@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from healcore import console
+from healcore.console import counted
 from healcore.runtime.driver import NumberRange
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
 
-STEPS_WITHOUT_DISPATCH = 100
+STEPS_WITHOUT_DISPATCH = 20
 """Steps before the first call of `TorchDriver.take_dispatch` after which a line says so."""
+STEPS_WITHOUT_GRADIENT = 20
+"""Steps without a gradient, before the first step with one, after which a line says so."""
 
 
 class OptimizerSteps:
@@ -32,8 +35,10 @@ class OptimizerSteps:
             it, and `on_step` resets it.
     """
 
-    def __init__(self, accumulations: Sequence[Accumulation]) -> None:
+    def __init__(self, accumulations: Sequence[Accumulation], warnings: list[str]) -> None:
         self.accumulations = accumulations
+        self._warnings = warnings
+        """Receives lines for the log of the run."""
         self.observed = False
         self._usual = set(accumulations)
         """The accumulations whose optimizers stepped for the last batch; at first all."""
@@ -41,26 +46,54 @@ class OptimizerSteps:
         """Number of steps before the first `end_batch`."""
         self._has_ended_batch = False
         """Whether `end_batch` was ever called: the program lets the Healer act between batches."""
+        self._without_gradient = 0
+        """Number of steps of all optimizers, while none of them has had a gradient."""
+        self._has_judged = False
+        """Whether any step was judged."""
 
     @property
     def in_progress(self) -> bool:
         """Whether any optimizer has gradients that it has not stepped with."""
         return any(accumulation.in_progress for accumulation in self.accumulations)
 
-    def on_step(self) -> None:
-        """Notes a step of any optimizer. No loss and no backward pass has followed it yet."""
+    def on_step(self, *, judged: bool) -> None:
+        """Notes a step of any optimizer. No loss and no backward pass has followed it yet.
+
+        Args:
+            judged: whether a step was judged since the last `end_batch`. A step without gradients
+                is not judged.
+        """
         self.observed = False
         for accumulation in self.accumulations:
             accumulation.reached_since_any_step = False
+        if judged:
+            self._has_judged = True
+        if not self._has_judged:
+            self._without_gradient += 1
+            if self._without_gradient == STEPS_WITHOUT_GRADIENT:
+                self._warnings.append(self.no_step_reason())
         if self._has_ended_batch:
             return
         self._steps_without_dispatch += 1
         if self._steps_without_dispatch == STEPS_WITHOUT_DISPATCH:
             console.warning(
-                f"{STEPS_WITHOUT_DISPATCH} steps, but neither healer.batches(loader) nor "
-                "healer.after_step() was called: without them the Healer cannot save, roll back or "
-                "stop the run; write `for batch in healer.batches(loader)`"
+                f"{STEPS_WITHOUT_DISPATCH} steps, and neither healer.batches(loader) nor "
+                "healer.after_step() was called. If none of these calls follows, the Healer cannot "
+                "save, roll back or stop: the run cannot be resumed, and it ends with status 1. "
+                "Write `for batch in healer.batches(loader)`, or healer.after_step() after each "
+                "step"
             )
+
+    def no_step_reason(self) -> str:
+        """See `Driver.no_step_reason`."""
+        if self._has_judged or not self._without_gradient:
+            return ""
+        return (
+            f"optimizer.step() was called {counted(self._without_gradient, 'time')}, and no "
+            "parameter had a gradient, so nothing was trained. Check that zero_grad() is not "
+            "called between backward() and step(), that the loss is not detached, and that the "
+            "optimizer has the parameters of the model"
+        )
 
     def end_batch(self, *, judged: bool) -> None:
         """Takes note of the optimizers that have stepped since the last call.

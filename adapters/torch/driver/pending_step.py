@@ -192,7 +192,8 @@ class Recorder:
         if record.lr is None or not entry.engine_reads_rate:
             record = record._replace(lr=entry.lr)
         has_seen_loss = any(healing.has_seen_loss for healing in self._healings.values())
-        self._warnings += self._missing_loss.add(has_seen_loss=has_seen_loss)
+        is_late = self._healing.healed_step.measurer.first_loss_is_late
+        self._warnings += self._missing_loss.add(has_seen_loss=has_seen_loss, is_late=is_late)
         if not record.cause:
             if entry.norms.params:
                 self._baseline = entry.norms

@@ -105,6 +105,8 @@ class Cursor(BatchStream):
         at = self.next_id
         is_at_end = at.index > 0 and (self.length is None or self.is_last())
         follows = at.epoch == epoch - 1 and is_at_end
+        if self.is_used_up and at.epoch < epoch:
+            follows = True  # no batch is left for this epoch, nor for any other epoch
         if at == BatchId(0, 0):
             self.next_id = BatchId(epoch, 0)  # the loader is used for the first time
         elif not resumes and at.epoch != epoch and not follows:
@@ -124,6 +126,11 @@ class Cursor(BatchStream):
             epoch: number of the epoch, from 0.
         """
         self._range.end_before(epoch)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the loader is an iterator that has yielded its last batch."""
+        return self._epoch.phase is EpochPhase.EXHAUSTED
 
     @property
     def length(self) -> int | None:

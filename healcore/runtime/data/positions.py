@@ -82,8 +82,9 @@ class EmptyLoader(DataError):
         hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
         if self.epoch > 0:
             hint = (
-                "it can be iterated over only once: pass something that starts again with every "
-                "iter(), or epochs=1"
+                "it can be iterated over only once. Pass a function that makes it again, as in "
+                "healer.batches(lambda: stream(seed=healer.epoch)), or something that starts again "
+                "with every iter()"
             )
         return f"{self.loader} gave no batch in epoch {self.epoch}: {hint}"
 

@@ -70,8 +70,8 @@ class LoopState:
         own count rejected    follow_given_numbers                        own count permitted
 
     `mark_step_unfinished` and `end_step` leave any other phase as it is. `Loop.queue_dispatch`
-    counts no step in COMPLETED, but raises. Three facts are set by one event and stay for the rest
-    of the process: `was_used`, `reached_end` and `step_is_epoch`.
+    counts no step in COMPLETED, but raises. Four facts are set by one event and stay for the rest
+    of the process: `was_used`, `reached_end`, `step_is_epoch` and `run_has_ended`.
 
     Args:
         loaders: the loaders of the program.
@@ -85,6 +85,8 @@ class LoopState:
             be saved or rolled back between its steps.
         reached_end: whether any loop over `epochs`, `steps` or `scan` of this process has come to
             its end. It stays True if the program begins another loop.
+        run_has_ended: whether the block of the Healer has ended. A generator of the program that is
+            closed later changes nothing, see `BatchLoop.batches`.
         in_body: whether the body of a loop of the program runs, or was left before its end.
             Loops may be nested; it is False again after the body of the outermost loop.
         yielded_step: index of the step that a loop over `steps` has yielded and whose body runs, or
@@ -112,6 +114,7 @@ class LoopState:
         self.phase = LoopPhase.BEFORE_STEP
         self.was_used = False
         self.reached_end = False
+        self.run_has_ended = False
         self.in_body = False
         self.yielded_step: int | None = None
         self.step_is_epoch = False
@@ -214,6 +217,10 @@ class LoopState:
     def reach_end(self) -> None:
         """A loop over `epochs`, `steps` or `scan` has come to its end."""
         self.reached_end = True
+
+    def end_run(self) -> None:
+        """The block of the Healer has ended."""
+        self.run_has_ended = True
 
     def count_steps_as_epochs(self) -> None:
         """Each epoch of the loop over `epochs` turns out to be one step."""

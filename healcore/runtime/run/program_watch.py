@@ -29,12 +29,15 @@ def warn_of_unseen_steps(run: Run, waiting: int) -> None:
     """Warns a loop that reads batches and takes no step of an optimizer in the state.
 
     Such a program may train an optimizer that is not in the state. Then its weights change before
-    the first step, or it reads more batches than any gradient accumulation.
+    the first step, or it reads more batches than any gradient accumulation. The driver warns of
+    steps without a gradient.
 
     Args:
         run: the parts of the run.
         waiting: number of batches since the last step: `MAX_WITHOUT_STEP` or `MAX_ITERATIONS`.
     """
+    if run.driver.no_step_reason():
+        return
     step, loader = run.progress.step, run.step_batches.last_read
     weights_change = False
     if waiting == MAX_WITHOUT_STEP and not step:

@@ -230,7 +230,10 @@ def _print(
     summaries: Sequence[Summary],
     sums_only: bool,
 ) -> None:
-    """Prints the table, the problems and notes of the traces, and the legend of the table."""
+    """Prints the first alarms, the table, problems and notes, and the legend of the table.
+
+    In a sweep the sums are the answer, so the first alarms follow the table.
+    """
     from healcore.tools.replay import table
 
     problems: list[str] = []
@@ -238,12 +241,18 @@ def _print(
     for trace in traces:
         problems += trace.problems
         notes += trace.notes
+    first_alarms = table.first_alarms(summaries)
+    if not sums_only:
+        _print_first(printer, first_alarms, "bold")
+        _print_first(printer, table.unalarmed_rises(traces, summaries), "yellow")
+        printer.print()
     _print_whole(printer, table.summary_table(summaries, sums_only=sums_only))
     _print_first(printer, problems, "yellow")
+    if sums_only:
+        _print_first(printer, first_alarms, "")
     _print_first(printer, table.notes(summaries), "")
     if not sums_only:
-        _print_first(printer, table.unalarmed_rises(traces, summaries), "yellow")
-        _print_first(printer, table.limits_of_replay(policies, summaries), "")
+        _print_first(printer, table.limits_of_replay(policies, summaries), "dim")
     _print_first(printer, notes, "dim")
     printer.print(table.LEGEND, style="dim", highlight=False)
 

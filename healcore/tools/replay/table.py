@@ -25,9 +25,8 @@ _MAX_ALARMED = 10
 _PARTS = 10
 """Parts of a loss curve whose medians `unalarmed_rises` compares."""
 LEGEND = (
-    "alarms: rows with a cause. incidents: runs of alarms that the policy acts on. rollbacks: "
-    "incidents with a rollback. lowest LR: multiplier (cuts; a recorded curve does not recover, so "
-    "one incident may cut again). ends at: earliest stop of a live run."
+    "alarms: rows with a cause. incidents: alarms that the policy acts on. lowest LR: multiplier "
+    "(number of cuts). ends at: stop of a live run."
 )
 
 
@@ -143,46 +142,54 @@ def _common_folder(traces: Sequence[str]) -> str:
     return shared.rstrip(os.sep) + os.sep
 
 
-def notes(summaries: Sequence[Summary]) -> list[str]:
-    """Describes first alarms or their absence, inactive parts, and rows that were not judged.
+def first_alarms(summaries: Sequence[Summary]) -> list[str]:
+    """Names the step of the first alarm of each replay, or says that there is none.
+
+    This is the answer that a user wants, so it stands above the table.
 
     Args:
         summaries: one summary for each trace and each policy.
 
     Returns:
-        Lines for below the table: the first alarm of up to 10 summaries, up to 10 summaries without
-        an alarm, each inactive part once with the number of its traces, and the number of rows
-        without a loss and a gradient norm.
+        The first alarm of up to 10 summaries, then up to 10 summaries without an alarm.
     """
-    unjudged: dict[str, int] = {}
-    names: set[str] = set()
-    alarmed: list[Summary] = []
-    silent: list[Summary] = []
+    alarmed: list[str] = []
+    silent: list[str] = []
     for summary in summaries:
-        unjudged[summary.trace] = summary.unjudged
-        names.add(summary.policy)
-        if summary.alarms:
-            alarmed.append(summary)
-        else:
-            silent.append(summary)
-    policies = len(names)
-    traces = len(summaries) // max(policies, 1)
-    lines: list[str] = []
-    for summary in alarmed[:_MAX_ALARMED]:
+        subject = f"{summary.trace}, {summary.policy}"
+        if not summary.alarms:
+            judged = counted(summary.rows - summary.unjudged, "row")
+            silent.append(f"{subject}: no alarm in {judged}")
+            continue
         preposition = "at"
         if summary.rounded:
             preposition = "near"
-        line = (
-            f"{summary.trace}, {summary.policy}: first alarm {preposition} {summary.unit} "
-            f"{summary.first_alarm:.15g}"
-        )
+        line = f"{subject}: first alarm {preposition} {summary.unit} {summary.first_alarm:.15g}"
         if summary.judged_from is not None:
             start = f"{summary.unit} {summary.judged_from:.15g}"
             line += f"; all detectors judge from {start} on"
-        lines.append(line)
-    for summary in silent[:_MAX_ALARMED]:
-        judged = summary.rows - summary.unjudged
-        lines.append(f"{summary.trace}, {summary.policy}: no alarm in {counted(judged, 'row')}")
+        alarmed.append(line)
+    return alarmed[:_MAX_ALARMED] + silent[:_MAX_ALARMED]
+
+
+def notes(summaries: Sequence[Summary]) -> list[str]:
+    """Describes the inactive parts of the policies, and the rows that were not judged.
+
+    Args:
+        summaries: one summary for each trace and each policy.
+
+    Returns:
+        Lines for below the table: each inactive part once with the number of its traces, and the
+        number of rows without a loss and a gradient norm.
+    """
+    unjudged: dict[str, int] = {}
+    names: set[str] = set()
+    for summary in summaries:
+        unjudged[summary.trace] = summary.unjudged
+        names.add(summary.policy)
+    policies = len(names)
+    traces = len(summaries) // max(policies, 1)
+    lines: list[str] = []
     counts: Counter[str] = Counter()
     for summary in summaries:
         for signal, parts in summary.inactive.items():
@@ -209,7 +216,7 @@ def unalarmed_rises(traces: Sequence[Trace], summaries: Sequence[Summary]) -> li
         summaries: one summary for each trace and each policy.
 
     Returns:
-        A hint for each such trace, for below the table.
+        A hint for each such trace.
     """
     lines: list[str] = []
     for trace in traces:
@@ -252,19 +259,19 @@ def limits_of_replay(policies: Mapping[str, Policy], summaries: Sequence[Summary
                 learning.append(f"{detector} {rows} rows")
         if learning:
             lines.append(
-                f"A detector raises no alarm while it learns the run ({', '.join(learning)}). Look "
-                "at these rows yourself; NaN and Inf raise alarms from the first row on."
+                f"Look at the first rows yourself: until it has learnt the run "
+                f"({', '.join(learning)}), a detector finds only NaN and Inf."
             )
         rules = policy.engine().config.rules
         rolls_back = any(rule.action & Action.ROLLBACK for rule in (*rules, *policy.host_rules()))
         if policy.rollback.confirm and rolls_back:
             lines.append(
-                f"A log has no weights: a Healer with {name} also compares weights, and may roll "
-                "back where this replay shows only an alarm, or nothing."
+                f"A log has no weights. A Healer with {name} also compares weights, and may roll "
+                "back."
             )
     if any(summary.skips > 1 for summary in summaries):
         lines.append(
-            "The rows are as they were logged. In a live run the skip of the first bad step "
-            "changes the rows after it, so it often is the only one."
+            "The rows are as they were logged. In a live run the first skip changes the rows "
+            "after it, so it often is the only one."
         )
     return list(dict.fromkeys(lines))

@@ -193,6 +193,24 @@ def test_an_iterator_has_one_epoch():
         Cursor(iter([1, 2]), epochs=2)
 
 
+def test_an_exhausted_iterator_has_no_batch_in_later_epochs_of_the_program():
+    """As in the program without healcore, which continues after its loop."""
+    cursor = Cursor(number for number in range(3))
+    cursor.read_only(0)
+    assert (len(take(cursor)), cursor.is_used_up) == (3, True)
+    for epoch in (1, 2):
+        cursor.read_only(epoch)
+        assert take(cursor) == []
+
+
+def test_an_iterator_that_a_break_has_left_continues_in_the_next_epoch_of_the_program():
+    cursor = Cursor(number for number in range(3))
+    cursor.read_only(0)
+    cursor.next()
+    cursor.read_only(1)
+    assert len(take(cursor)) == 2
+
+
 # -- a position of another number of ranks: the same global batch, or an error --------------------
 
 ROWS = 96

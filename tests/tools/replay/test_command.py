@@ -127,23 +127,31 @@ def test_a_replay_says_what_it_cannot_show(run, spiked, tmp_path):
     alone = " ".join(healcore_replay(healthy).output.split())
     assert "healthy.csv, default: no alarm in 300 rows" in alone
     assert (
-        "A detector raises no alarm while it learns the run (loss_spike 36 rows). Look at these "
-        "rows yourself; NaN and Inf raise alarms from the first row on."
+        "Look at the first rows yourself: until it has learnt the run (loss_spike 36 rows), a "
+        "detector finds only NaN and Inf."
     ) in alone
     assert (
-        "A log has no weights: a Healer with default also compares weights, and may roll back "
-        "where this replay shows only an alarm, or nothing."
+        "A log has no weights. A Healer with default also compares weights, and may roll back."
     ) in alone
     both = " ".join(healcore_replay(spiked, healthy, "-p", "pretraining").output.split())
     assert "healthy.csv, pretraining: no alarm in 300 rows" in both
     assert "spiked.csv, pretraining: no alarm" not in both
-    assert re.search(r"learns the run \(.*loss_spike 36 rows, .*records 3 rows\)", both)
+    assert re.search(r"learnt the run \(.*loss_spike 36 rows, .*records 3 rows\)", both)
     assert "A log has no weights" not in both, "it acts on the loss"
     assert "lowest level" not in alone
     losses = [1 + row / 100 + 0.2 * (row % 7) for row in range(600)]
     climbing = logs.write(tmp_path / "climb.csv", {"loss": losses})
     hint = "-p pretraining also watches for a slow climb"
     assert hint in " ".join(healcore_replay(climbing).output.split())
+
+
+def test_the_first_alarm_is_the_first_line(run, tmp_path):
+    """The answer to the question, before the table and the caveats."""
+    for command in ([run], [run, "-p", "default", "-p", "pretraining"]):
+        first = healcore_replay(*command).output.splitlines()[0]
+        assert ", default: first alarm at step " in first
+    healthy = logs.write(tmp_path / "healthy.csv", logs.noisy(300))
+    assert "no alarm in 300 rows" in healcore_replay(healthy).output.splitlines()[0]
 
 
 def test_a_fault_in_the_first_rows_is_not_hidden_by_a_later_alarm(tmp_path):

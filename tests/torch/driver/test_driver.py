@@ -123,7 +123,12 @@ def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCa
         run.step(i)
         if polls and i == 0:
             driver.take_dispatch()
-    assert sum("healer.batches(loader)" in r.message for r in caplog.records) == (not polls)
+    lines = [r.message for r in caplog.records if "healer.batches(loader)" in r.message]
+    assert len(lines) == (not polls)
+    for line in lines:
+        assert line.startswith("20 steps, and "), "soon enough to start again"
+        assert "cannot be resumed" in line
+        assert "ends with status 1" in line
 
 
 @pytest.mark.slow

@@ -70,7 +70,9 @@ class BatchLoop:
     def batches(self) -> Iterator[Any]:
         """Yields the batches, and does the work between two steps after each of them.
 
-        Nothing happens before the first `next`.
+        Nothing happens before the first `next`. Python closes a generator that the program keeps in
+        a variable of its module at the end of the process. The run has ended then, and the modules
+        of healcore may have lost their names, so nothing is called.
 
         Raises:
             DataError: the loader cannot be iterated over, or `epoch` cannot be its next epoch.
@@ -84,10 +86,12 @@ class BatchLoop:
                 yield self._batch
                 self._state.leave_body(in_outer_body=self._in_outer_body)
             except GeneratorExit:  # the program has left its loop by `break`
-                self._leave_body()
+                if not self._state.run_has_ended:
+                    self._leave_body()
                 raise
             finally:
-                self._loader.end_use()
+                if not self._state.run_has_ended:
+                    self._loader.end_use()
             self._end_body()
         if self._is_exhausted:
             self._end()
@@ -105,6 +109,7 @@ class BatchLoop:
         if loop.returns_to_epoch and (known is None or known.trains):
             return False
         if self._state.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
+            self._run.pass_states.restore()  # the program draws on as after its last step
             return False
         broken_off = loaders.place_of_break
         self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)

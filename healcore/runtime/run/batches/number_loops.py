@@ -34,6 +34,7 @@ def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
     loaders.epoch_loop.total_epochs = total
     state.follow_given_numbers()
     if state.is_complete:
+        run.pass_states.restore()  # the program draws on as after its last step
         loaders.pass_over_completed()
         state.reach_end()
         return
@@ -107,6 +108,7 @@ def loop_over_steps(run: Run, total: int, warmup: int | None = None) -> Iterator
     state.await_random_states()
     run.recovery.note_counted_steps()
     if state.is_complete:
+        run.pass_states.restore()
         run.loaders.pass_over_completed()
         state.reach_end()
         return

@@ -65,6 +65,7 @@ class RunBatches:
         self._log = log
         self._resumed_evaluation: RunLoader | None = None
         """The loader of an evaluation that the checkpoint has interrupted, or None."""
+        self._has_warned_of_used_up = False
 
     def begin(
         self,
@@ -99,6 +100,8 @@ class RunBatches:
             if not begun.trains:
                 self._resumed_evaluation = begun
         self._log_settings(loader, begun)
+        if epoch is not None and begun.is_used_up:
+            self._warn_of_used_up(epoch)
         for line in self._loaders.notices:
             self._log.event("data", step=self._progress.step, outcome=line)
             self._log.info(f"data: {line}")
@@ -121,6 +124,22 @@ class RunBatches:
                 "which is another position in the data; to start from the first batch, pass an "
                 "empty directory",
             )
+
+    def _warn_of_used_up(self, epoch: int) -> None:
+        """Warns, once, of an iterator that has no batch for an epoch of the program's loop.
+
+        Without healcore the program would continue after a pass without a batch, so this is no
+        error.
+        """
+        if self._has_warned_of_used_up:
+            return
+        self._has_warned_of_used_up = True
+        self._log.problem(
+            self._progress.step,
+            f"epoch {epoch} has no batch: the loader is an iterator, which can be read only once, "
+            "and it is exhausted. To read batches in each epoch, pass a function that makes the "
+            "iterator: healer.batches(lambda: stream(seed=healer.epoch), epoch=epoch)",
+        )
 
     def next(
         self, loader: RunLoader, *, directly_after_step: bool = False, in_evaluation: bool = False

@@ -1,10 +1,10 @@
 """How many bytes of disk and of host memory the checkpoints of a run need.
 
     need = StorageNeed(size_on_disk=84e9, size_in_memory=84e9, on_disk=6, in_memory=4)
-    need.text()  # "up to 6 x 84 GB on disk and 4 x 84 GB in host memory"
+    need.text()  # "up to 504 GB on disk and 336 GB in host memory"
 
-The text adds to the arrays what each checkpoint also holds: the random states and the record of the
-run. A `loss_fn` adds the batches on which weights are compared, which the text names apart.
+The text adds to the arrays what each checkpoint also holds: the random states, the record of the
+run, and with a `loss_fn` the batches on which weights are compared.
 """
 
 from __future__ import annotations
@@ -46,22 +46,24 @@ class StorageNeed(NamedTuple):
     def text(self) -> str:
         """The need in words, for the first line of a run.
 
-        The record that is stored with each checkpoint is included.
+        All that each checkpoint holds is included: one number for the disk, one for the memory. The
+        size of the program's batches is not known yet, so their largest size is counted.
 
         Returns:
-            A clause such as "up to 5 x 84 GB on disk and 3 x 84 GB in host memory".
+            A clause such as "up to 420 GB on disk and 252 GB in host memory".
         """
         bound = "at least" if self.at_least else "up to"
-        copies = f"{self.in_memory} x {size_text(self.size_in_memory + RECORD_BYTES)}"
-        batches = ""
-        if self.batches:
-            batches = f", plus up to {size_text(self.batches)} of batches in each"
+        more = RECORD_BYTES + self.batches
+        in_memory = size_text(self.in_memory * (self.size_in_memory + more))
         if not self.directories:
-            return f"{bound} {copies}{batches}"
+            return f"{bound} {in_memory}"
         where = "on disk" if self.directories == 1 else "in each directory"
-        more = " (one more at each doubling of the steps)" if self.older else ""
-        saves = f"{self.on_disk} x {size_text(self.size_on_disk + RECORD_BYTES)}"
-        return f"{bound} {saves} {where}{more} and {copies} in host memory{batches}"
+        on_disk = size_text(self.on_disk * (self.size_on_disk + more))
+        text = f"{bound} {on_disk} {where} and {in_memory} in host memory"
+        if self.older:
+            one = size_text(self.size_on_disk + more)
+            text += f"; each doubling of the steps adds {one} {where}"
+        return text
 
 
 def checkpoints_on_disk(keep: Keep, *, compares: bool) -> int:

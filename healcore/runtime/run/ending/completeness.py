@@ -50,10 +50,14 @@ def incomplete_run_error(run: Run) -> BaseException | None:
     unread = len(run.step_batches.pending_ids)
     has_new_batches = bool(unread) and not state.break_place
     if not progress.steps_taken and (progress.step == 0 or has_new_batches):
+        kind, advice = "of an optimizer in the state", f"Write `{loop_text}`"
+        reason = run.driver.no_step_reason()
+        if reason:
+            kind, advice = "with a gradient", reason
         return IncompleteRun(
-            "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
-            f"state ({counted(unread, 'batch', 'batches')} read). Write `{loop_text}`. The next "
-            f"start begins at step {progress.step}",
+            f"healcore: the loop has ended, and the Healer has seen no step {kind} "
+            f"({counted(unread, 'batch', 'batches')} read). {advice}. The next start begins at "
+            f"step {progress.step}",
             "the Healer has seen no step",
         )
     try:

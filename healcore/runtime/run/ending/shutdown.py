@@ -223,6 +223,7 @@ class Shutdown:
         Each part is closed even if one before it fails. It is too late to report their errors, so
         they are dropped.
         """
+        self.run.loop.state.end_run()
         stop_signals = self.run.end_requests.stop_signals
         self._collect("", self.run.hang_guard.close)
         self._collect("", stop_signals.stop)

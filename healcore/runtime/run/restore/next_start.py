@@ -42,9 +42,11 @@ class NextStart:
         if self.run.store.trainer_save is not None:
             return
         trials = self.run.record.trials_for(onset, self.run.policy.rollback.probation)
+        which = "the oldest one that a rollback has restored"
         try:
             self.run.saver.wait()
             if trials is None and repeats_skips:
+                which = "the newest one before the first skipped step"
                 first_skip = next(iter(self.run.ledger.unhealthy), self.run.progress.step)
                 trials = self._no_trials(before=first_skip + 1)
             if trials is None:
@@ -52,8 +54,8 @@ class NextStart:
             self._mark_failed(trials)
             if self.run.store.durable:
                 self.run.log.info(
-                    f"the next start resumes from the checkpoint of step {trials.oldest}: mend the "
-                    "program, and start it again"
+                    f"the next start resumes from the checkpoint of step {trials.oldest}, {which}: "
+                    "mend the program, and start it again"
                 )
         except (StoreError, OSError) as error:
             problem = f"the stop could not be written: {error}; a restart begins with the limits"

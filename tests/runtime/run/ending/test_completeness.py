@@ -35,7 +35,7 @@ def error_of(
     run: Any = SimpleNamespace(
         progress=progress,
         loop=SimpleNamespace(state=state, has_trainer=has_trainer),
-        driver=SimpleNamespace(framework=framework),
+        driver=SimpleNamespace(framework=framework, no_step_reason=lambda: ""),
         step_batches=SimpleNamespace(pending_ids=[(0, n) for n in range(read)], skipped_steps=0),
         pass_states=SimpleNamespace(repeated_all_passes=repeated_all_passes),
         next_start=SimpleNamespace(repeat_from=lambda *, before: None),
