@@ -22,7 +22,7 @@ LINE = "the program clips its gradients before healcore measures them"
 
 
 def lines_of(norms: Iterable[float]) -> list[str]:
-    clip = ProgramClip()
+    clip = ProgramClip("torch")
     return [line for norm in norms if (line := clip.add(float(norm)))]
 
 
@@ -102,6 +102,7 @@ def test_a_healer_in_torch(tmp_path: Any, caplog: pytest.LogCaptureFixture):
             clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     assert caplog.text.count(LINE) == 1
+    assert "to healcore, which clips to the same bits" in caplog.text
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -124,3 +125,6 @@ def test_a_healer_in_jax(inside: bool, tmp_path: Any, caplog: pytest.LogCaptureF
         for batch, (now, optimizer_state) in healer.batches(list(batches)).with_state():
             healer.update(step(now, optimizer_state, batch))
     assert caplog.text.count(LINE) == (not inside)
+    advice = 'Remove the clip, and pass clip={"max_norm": 0.5} to both protect and Healer'
+    assert (advice in caplog.text) == (not inside)
+    assert "same bits" not in caplog.text
