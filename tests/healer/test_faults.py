@@ -186,7 +186,7 @@ def test_the_line_about_an_exception_has_its_first_line_and_no_hint_about_frames
 
     def fail(_: Any) -> None:
         try:
-            jnp.ones((8, 1)) @ jnp.ones((2, 3))
+            jnp.matmul(jnp.ones((8, 1)), jnp.ones((2, 3)))
         except TypeError as error:
             error.args = (f"{error}\nfurther lines",)
             raise

@@ -191,6 +191,8 @@ def _timeline(report: PageReport) -> dict[str, list[_Mark]]:
             skips.append(_Mark(incident.onset_step, incident.end, text, _BAD))
         if report.is_hypothetical and incident.rolled_back:
             rollbacks.append(_Mark(incident.step, incident.step, "would roll back", _RATE))
+    rollback_count = sum(each.origin == "rollback" for each in report.attempts)
+    number = 0
     for attempt in report.attempts:
         left = attempt.left
         if left is None:
@@ -199,7 +201,11 @@ def _timeline(report: PageReport) -> dict[str, list[_Mark]]:
             skips.append(_Mark(left, left, counted(attempt.skipped, "batch", "batches"), _BAD))
         text = f"{left:.0f} → {attempt.first_step:.0f}"
         colour = _RATE
-        if attempt.origin != "rollback":
+        if attempt.origin == "rollback":
+            number += 1
+            if rollback_count > 1:  # the arcs are in the order of their steps
+                text = f"{number}: {text}"
+        else:
             text = _restart_text(attempt, left)
             colour = _QUIET
         rollbacks.append(_Mark(left, left, text, colour, attempt.first_step))

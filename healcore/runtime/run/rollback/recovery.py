@@ -80,6 +80,7 @@ class Recovery:
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         self.run.progress.step += self.run.dispatch_queue.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in result.records]
+        records = self.run.holding.held.with_thresholds(result.index, records)
         result = result._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
         self.run.log.records(
             result.index,
