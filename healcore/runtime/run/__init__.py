@@ -24,6 +24,7 @@ Besides:
     program_watch    iterations without a step, changes of the model's structure: for `loop`
     program_clip     notices that a program clips its gradients: for `monitor`
     alarms           the events and lines of alarms, and which causes are alerted
+    missing_rate     notices that no learning rate reaches healcore: for `recovery`
     rate_jumps       the rate before a jump, for the line of an alarm
     bad_rows         notices NaN in each epoch, for a line
     incident_log     the events of the beginning and the end of each incident
