@@ -146,6 +146,15 @@ def test_a_replay_says_what_it_cannot_show(run, spiked, tmp_path):
     assert hint in " ".join(healcore_replay(climbing).output.split())
 
 
+def test_policies_that_say_the_same_of_a_trace_are_named(tmp_path):
+    run = logs.noisy(300)
+    run["loss"][200] = float("nan")
+    path = logs.write(tmp_path / "run.csv", run)
+    output = " ".join(healcore_replay(path, "-p", "default", "-p", "observe").output.split())
+    assert re.search(r"default: first alarm at step 200;[^(]*\(also observe\)", output)
+    assert "more like this" not in output
+
+
 def test_a_fault_in_the_first_rows_is_not_hidden_by_a_later_alarm(tmp_path):
     run = logs.noisy(300)
     run["loss"][10:14] = [40.0] * 4
