@@ -28,10 +28,14 @@ class MissingRate:
 
     Args:
         run: the parts of the run.
+
+    Attributes:
+        is_done: whether the first steps are over. Then no further step is needed.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.is_done = False
         self._steps = 0
         """Number of steps so far in which an optimizer has stepped. At most `_STEPS`."""
         self._unknown: dict[str, None] = {}  # a dict as an ordered set
@@ -40,13 +44,11 @@ class MissingRate:
         """Engines with a rate."""
 
     def note_step(self, records: Sequence[StepRecord]) -> None:
-        """Notes the rates of a step, and warns if it is the last of the first steps.
+        """Notes the rates of one of the first steps, and warns after the last of them.
 
         Args:
             records: the records of the step.
         """
-        if self._steps == _STEPS:
-            return
         judged = [record for record in records if record.judged]
         for record in judged:
             if record.lr is None:
@@ -55,7 +57,8 @@ class MissingRate:
                 self._known.add(record.engine)
         if judged:
             self._steps += 1
-        if self._steps == _STEPS and self._needs_rates():
+        self.is_done = self._steps == _STEPS
+        if self.is_done and self._needs_rates():
             self._warn()
 
     def _needs_rates(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -91,7 +92,9 @@ class IncidentMonitor:
         )
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
-        self._program_clips: dict[str, ProgramClip] = {}
+        self._program_clips: defaultdict[str, ProgramClip] = defaultdict(
+            lambda: ProgramClip(driver.framework)
+        )
         """Engine -> whether the program clips its gradients itself."""
 
     def continue_incidents(self) -> None:
@@ -153,17 +156,11 @@ class IncidentMonitor:
         self._incident_log.report_over(result)
         for record in result.records:
             if record.judged and not record.skip:
-                line = self._program_clip(record.engine).add(record.grad_norm)
+                line = self._program_clips[record.engine].add(record.grad_norm)
                 if line:
                     self._log.warning(f"step {result.index}: {line}")
         self._newest_causes = flags.causes
         return incident
-
-    def _program_clip(self, engine: str) -> ProgramClip:
-        """What notices that the program clips the gradients of an engine itself."""
-        if engine not in self._program_clips:
-            self._program_clips[engine] = ProgramClip(self._driver.framework)
-        return self._program_clips[engine]
 
     def _report(
         self, result: StepResult, flags: StepFlags, incident: IncidentRecord | None

@@ -82,7 +82,9 @@ class Recovery:
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         self.run.progress.step += self.run.dispatch_queue.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in result.records]
-        records = self.run.holding.held.with_thresholds(result.index, records)
+        held = self.run.holding.held
+        if held.norms:  # a step has few calls
+            records = held.with_thresholds(result.index, records)
         result = result._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
         self.run.log.records(
             result.index,
@@ -91,7 +93,8 @@ class Recovery:
             steps_at_once=result.steps_at_once,
         )
         self.run.dead_run.trained_rates.add(result.records)
-        self._missing_rate.note_step(result.records)
+        if not self._missing_rate.is_done:
+            self._missing_rate.note_step(result.records)
         order = self.run.monitor.process(result)
         if self.run.monitor.state.nonfinite_streak == 1:
             self.run.dead_run.trained_rates.add_rates(self.run.monitor.rates_in_force())
