@@ -95,9 +95,9 @@ class RunLog:
         step: int,
         fault: Fault,
         problem: str,
+        line: str | None = None,
         *,
         answer: str | None,
-        line: str | None = None,
         **fields: object,
     ) -> None:
         """Writes the event of a fault, and logs a warning, or an error if the run ends.
@@ -106,8 +106,8 @@ class RunLog:
             step: index of the optimizer step.
             fault: the classified exception.
             problem: description of the fault and of the answer to it.
-            answer: action of the policy's rule, or None if the exception propagates.
             line: a shorter `problem` for the log, or None for `problem` itself.
+            answer: action of the policy's rule, or None if the exception propagates.
             **fields: further fields of the event.
         """
         line = f"step {step}: {line or problem}"

@@ -481,7 +481,7 @@ class Shutdown:
                 self.memory_text += f". {advice}"
             problem += self.memory_text
             line += self.memory_text
-        self.run.log.fault(self.run.progress.step, fault, problem, answer=answer, line=line)
+        self.run.log.fault(self.run.progress.step, fault, problem, line, answer=answer)
         if obstacle:
             self.run.loop.warn(f"no checkpoint of the state at the exception was saved: {obstacle}")
 
