@@ -204,11 +204,8 @@ def _rolled_back(outcome: RunOutcome) -> Iterator[str]:
     rollbacks = outcome.history.rollbacks
     if len(rollbacks) > _MAX_ROLLBACKS:
         yield f"{_times(len(rollbacks))}; the last {_MAX_ROLLBACKS}:"
-    for place, event in enumerate(rollbacks[-_MAX_ROLLBACKS:]):
-        start = "from"
-        if place:
-            start = "From"  # after a full stop
-        text = f"{start} step {event.step or 0} to the checkpoint of step {event.checkpoint}"
+    for event in rollbacks[-_MAX_ROLLBACKS:]:
+        text = f"from step {event.step or 0} to the checkpoint of step {event.checkpoint}"
         why = event.problem or _WHY_ROLLED_BACK.get(event.by or "")
         if why:
             text += f", because {why}"
