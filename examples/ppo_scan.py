@@ -20,6 +20,7 @@ UPDATES, ENVS, ROLLOUT, EPOCHS, PARTS = 80, 16, 32, 4, 4
 GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
 BAD = 30
 EVERY = 10
+RATE = optax.linear_schedule(1e-3, 0.0, UPDATES * EPOCHS * PARTS)
 
 
 class Env(NamedTuple):
@@ -123,7 +124,8 @@ def make_update(tx: optax.GradientTransformationExtraArgs, bad: int = BAD) -> An
             sample, gain = jax.tree.map(lambda x: x[rows], flat)
             inputs = params, sample, gain, gain + sample.value
             loss, grads = jax.value_and_grad(loss_of)(*inputs)
-            updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+            rate = RATE(optax.tree.get(opt_state, "ScaleByScheduleState").count)
+            updates, opt_state = tx.update(grads, opt_state, params, value=loss, learning_rate=rate)
             return (optax.apply_updates(params, updates), opt_state), loss
 
         orders = jax.vmap(lambda k: jax.random.permutation(k, ENVS * ROLLOUT))
@@ -143,8 +145,7 @@ def make_state(tx: optax.GradientTransformationExtraArgs, seed: int = 0) -> Any:
 
 def main(store: str | None = None) -> None:
     """Train, and print how long the episodes have become."""
-    rate = optax.linear_schedule(1e-3, 0.0, UPDATES * EPOCHS * PARTS)
-    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate))
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(RATE))
     tx = healcore.jax.protect(tx, "default")  # <- healcore
     update, state = make_update(tx), make_state(tx)
     # state, outputs = jax.jit(lambda s: jax.lax.scan(update, s, jnp.arange(UPDATES)))(state)

@@ -12,6 +12,7 @@ The files, for readers of the code, in the order of a step:
 
     transform            `protect`, `heal`, `heal_zclip`: the optax transformations
     protection           what `protect` does in each step, from top to bottom
+    wrapped_optimizer    warns of a clip or an engine in the optimizer that `protect` wraps
     gradients            measures, scales and replaces gradients or updates
     optimizer_numbers    numbers in the state of the optimizer, such as `b2`
     update_check         whether the optimizer makes NaN of finite gradients

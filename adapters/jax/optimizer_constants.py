@@ -8,6 +8,7 @@ the state. So this file keeps the optimizers by the form of their states.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -62,7 +63,9 @@ def constants_of(state: PyTree) -> list[float]:
     if known is None:
         return []
     try:
-        traced = jax.make_jaxpr(known.update)(known.params, known.state, known.params)
+        with warnings.catch_warnings():  # of keywords that only the program's own call passes
+            warnings.simplefilter("ignore")
+            traced = jax.make_jaxpr(known.update)(known.params, known.state, known.params)
     except Exception:  # it needs a mesh axis or other arguments, or concrete values
         return []
     found = {shortest_decimal(np.float32(value)) for value in _constants(traced)}

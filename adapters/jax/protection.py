@@ -44,6 +44,7 @@ from healcore.jax.optimizer_numbers import injected_rates
 from healcore.jax.signals import Axes, count_leaves, make_signals, split_keywords
 from healcore.jax.state_policy import no_heal_state_error
 from healcore.jax.tree_nodes import map_nodes, nodes
+from healcore.jax.wrapped_optimizer import warn_if_healed
 
 
 class _Call(NamedTuple):
@@ -121,6 +122,7 @@ class Protection:
     def init(self, params: optax.Params) -> ProtectState:
         """Makes the state of the optimizer and the healing state."""
         inner_state = self.inner.init(params)
+        warn_if_healed(inner_state)
         optimizer_numbers.warn_if_rounded(self.inner.init, params, inner_state)
         optimizer_constants.remember(self.inner.update, arrays_of(params), inner_state)
         if self.scales_lr:

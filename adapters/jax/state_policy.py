@@ -113,8 +113,8 @@ def _difference(made_with: str | None, engine: Engine) -> str:
     if theirs is None and name is not None:
         theirs = engine_of(name).config
     text = f"the policy that made it is {_policy_text(made_with)}, the policy passed here is {here}"
-    if theirs is None:
-        return text
+    if theirs is None or (name is not None and name_of(engine.fingerprint) is not None):
+        return text  # both are presets, whose names say enough
     differences = config_differences(theirs, engine.config)
     if not differences:
         return text

@@ -29,6 +29,7 @@ from healcore.jax.heal_state import ProtectState as ProtectState
 from healcore.jax.optax_states import replicate_over_mesh
 from healcore.jax.protection import Protection, keywords_of
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
+from healcore.jax.wrapped_optimizer import warn_if_clipped
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.overrides import check_spelling
 
@@ -245,6 +246,8 @@ def protect(
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
     inner = optax.with_extra_args_support(inner)
+    if overrides.get("clip"):
+        warn_if_clipped(inner.update)
     protection = Protection(inner, engine, axes, records, keywords_of(inner.update))
     return optax.GradientTransformationExtraArgs(protection.init, protection.update)
 

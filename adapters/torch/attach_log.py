@@ -72,7 +72,7 @@ class AttachLog:
         self._logged: set[str] = set()
         """Lines of `write_once`."""
         self._missing_loss = MissingLoss(self._engine)
-        self._program_clip = ProgramClip()
+        self._program_clip = ProgramClip("torch")
         self._nonfinite_streak = NonfiniteStreak()
         self._unread = UnreadRecords(live_engine)
         self.restart()

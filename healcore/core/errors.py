@@ -83,6 +83,9 @@ class RanksDisagreeError(HealcoreError, RuntimeError):
 _NUMBERS = re.compile(r"\[[\[\]\s\d.,+\-einafNIF]{80,}\]")
 """A printed array, such as `[[-0.2883], [nan]]`, that is longer than a line."""
 
+_REMOVED_FRAMES = re.compile(r"\n-{20}\nFor simplicity, JAX has removed its internal frames.*")
+"""A note of JAX about the traceback of an exception."""
+
 
 def error_text(error: BaseException) -> str:
     """Formats an exception for an event or a message.
@@ -91,9 +94,11 @@ def error_text(error: BaseException) -> str:
         error: any exception, also one whose `__str__` raises.
 
     Returns:
-        Its type and its message, in which printed arrays are shortened.
+        Its type and its message with notes, in which printed arrays are shortened. JAX's note about
+        the traceback is left out.
     """
-    return with_short_arrays("".join(traceback.format_exception_only(error)).strip())
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return with_short_arrays(_REMOVED_FRAMES.sub("", text))
 
 
 def with_short_arrays(text: str) -> str:

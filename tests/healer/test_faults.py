@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -19,7 +20,7 @@ from healcore import Healer, retrying
 from healcore.core.decision import Cause
 from healcore.errors import Terminated
 from healcore.policy import load
-from healcore.runtime.faults.array_errors import SHAPES
+from healcore.runtime.faults.array_errors import DONATED, SHAPES
 from healcore.runtime.faults.failures import FAILURES
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import (
@@ -30,6 +31,7 @@ from tests.healer.training_loops import (
     TorchLoop,
     at,
     loop_of,
+    rules,
     train,
     with_answers,
 )
@@ -177,6 +179,37 @@ def test_shapes_that_do_not_fit_end_the_run_with_a_hint_and_a_checkpoint(framewo
     (found,) = postmortems(tmp_path)
     assert SHAPES in " ".join(found["diagnosis"].split())
     assert FAILURES[Cause.DATA].diagnosis not in " ".join(found["diagnosis"].split())
+
+
+def test_the_line_about_an_exception_has_its_first_line_and_no_hint_about_frames(tmp_path, capsys):
+    """Python prints the whole text below the line, with the traceback."""
+
+    def fail(_: Any) -> None:
+        try:
+            jnp.matmul(jnp.ones((8, 1)), jnp.ones((2, 3)))
+        except TypeError as error:
+            error.args = (f"{error}\nfurther lines",)
+            raise
+
+    with pytest.raises(TypeError):
+        train(
+            loop_of("jax", policy=rules()), rules(), range(12), store=tmp_path, before=at(7, fail)
+        )
+    log = capsys.readouterr().err
+    assert "step 7: the program raised TypeError: dot_general requires" in log
+    assert "further lines" not in log
+    assert "got (1,) and (2,). Shapes do not fit" in log
+    (fault,) = events(tmp_path, "fault")
+    assert fault["problem"].endswith("further lines")
+
+
+def test_a_state_that_was_donated_and_not_updated_is_named(tmp_path, capsys):
+    """As if the program had forgotten `healer.update`."""
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 0, state), donate_argnums=0)
+    forgets = at(7, lambda healer: step(healer.state))
+    with pytest.raises((ValueError, RuntimeError)):
+        train(loop_of("jax", policy=rules()), rules(), range(12), store=tmp_path, before=forgets)
+    assert f". {DONATED}" in capsys.readouterr().err
 
 
 class Breaking(torch.optim.SGD):

@@ -22,7 +22,7 @@ def guarded(guard: str, tx: Any) -> Any:
     def step(state: Any, x: Any, factor: Any = 1.0) -> Any:
         params, memory = state
         loss, grads = jax.value_and_grad(loss_of)(params, x)
-        updates, new = tx.update(grads, memory, params, value=loss)
+        updates, new = tx.update(grads, memory, params, value=loss, learning_rate=0.01)
         new = optax.apply_updates(params, updates) * factor, new
         if guard == "apply_if_finite":
             return new

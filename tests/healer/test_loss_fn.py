@@ -6,6 +6,7 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -77,8 +78,18 @@ def test_weights_are_not_compared_by_a_loss_fn_with_state_or_if_the_batch_is_don
     run(warm_up, batches()[:4], healed=True)
     assert "keeps state" in caplog.text
     assert len(calls) == 4 + 3, "a comparison would call it more often"
+    caplog.clear()
     jax_run(lambda state, batch: batch[1], donated=True)
-    assert "donated the batch" in caplog.text
+    assert caplog.text.count("donated the batch") == 1
+    assert "checkpoint 5 is" not in caplog.text, "the batches cannot be saved"
+    assert "was not saved" not in caplog.text
+
+
+def test_a_loss_fn_that_donates_its_state_is_an_error_that_says_so(caplog):
+    donates = jax.jit(lambda state, batch: (batch.sum(), state), donate_argnums=0)
+    with pytest.raises(SignalError, match="remove donate_argnums from loss_fn"):
+        jax_run(donates)
+    assert "healer.update" not in caplog.text
 
 
 @pytest.mark.parametrize("convert", [dict, UserDict])

@@ -15,19 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
+from healcore.core.signals import SignalError
 from healcore.jax.array_leaves import Leaf, PyTree
 from healcore.jax.driver.averages import Part, mixed_groups, untrained
-from healcore.jax.driver.program_state import ProgramState
+from healcore.jax.driver.program_state import ProgramState, is_donated
 from healcore.jax.heal_state import ProtectState
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import is_optax_state
 from healcore.jax.tree_nodes import Path, nodes
-from healcore.runtime.data.positions import DataError
 from healcore.runtime.driver import WeightsChanged
 from healcore.runtime.program_settings import DIGESTED
+from healcore.runtime.run.compare.loss_function import NotComparable
 
 transferring = jax.transfer_guard("allow")
 """Decorator of methods that transfer arrays even if the program's transfer guard forbids it."""
+
+_DONATING = (
+    "loss_fn has donated its state, which the training needs: remove donate_argnums from loss_fn"
+)
 
 
 class JaxWeights:
@@ -120,7 +125,8 @@ class JaxWeights:
 
         Raises:
             WeightsChanged: the parameters have other names or shapes than `weights`.
-            DataError: a step has donated a batch.
+            NotComparable: a step has donated a batch.
+            SignalError: `loss_fn` has donated its state.
         """
         weights = weights or {}
         if weights:
@@ -129,7 +135,7 @@ class JaxWeights:
                     raise WeightsChanged
         for leaf in jax.tree.leaves(batches):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise DataError("the step has donated the batch: remove it from donate_argnums")
+                raise NotComparable("the step has donated the batch: remove it from donate_argnums")
         live = self._live.read()
         in_place = self._live.in_place
         replaced = self._without_averages(weights)
@@ -143,7 +149,12 @@ class JaxWeights:
             arguments = ()
             if not in_place:
                 arguments = (self._live.whole(state),)
-            return [jax.device_get(loss_fn(*arguments, batch)) for batch in batches]
+            losses = []
+            for batch in batches:
+                losses.append(jax.device_get(loss_fn(*arguments, batch)))
+                if any(map(is_donated, jax.tree.leaves(live))):
+                    raise SignalError(_DONATING)
+            return losses
         finally:
             if in_place:
                 self._live.write(live)

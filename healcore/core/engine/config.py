@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple
 
 from healcore.core.array_namespace import Float, Number
+from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
 
 
@@ -184,10 +185,27 @@ def _tables(config: EngineConfig) -> dict[str, dict[str, Any]]:
     if config.clip is not None:
         tables["clip"] = {"kind": config.clip.kind, **config.clip._asdict()}
     tables |= {f"detect.{name}": detector._asdict() for name, detector in config.detectors}
-    tables |= {f"respond[{i}]": rule._asdict() for i, rule in enumerate(config.rules)}
+    tables |= {f"respond[{i}]": _rule_table(rule) for i, rule in enumerate(config.rules)}
     for name in ("incident", "rollback", "lr", "budget"):
         tables[name] = getattr(config, name)._asdict()
     return tables
+
+
+def _rule_table(rule: RuleConfig) -> dict[str, Any]:
+    """A table `[[respond]]` of a policy file, with names instead of flags."""
+    conditions = rule._asdict()
+    causes, skip, action = (conditions.pop(name) for name in ("causes", "skip", "action"))
+    flags = Cause(causes)
+    to = []
+    if NONFINITE in flags:
+        to.append("nonfinite")  # one name for two flags
+        flags &= ~NONFINITE
+    to += [name.lower() for name in names_of(flags)]
+    do = [name.lower() for name in names_of(Action(action))]
+    if skip:
+        do.insert(0, "skip")
+    table: dict[str, Any] = {"to": to, "do": do}
+    return table | {f"when.{name}": value for name, value in conditions.items()}
 
 
 def _shown(value: Float) -> str:

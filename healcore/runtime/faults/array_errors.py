@@ -1,4 +1,4 @@
-"""Errors of operations on arrays: shapes and indices that do not fit, and what to check.
+"""Errors of operations on arrays, and what to check: shapes, indices, donated arrays.
 
 Frameworks have no types for such errors: they raise RuntimeError, ValueError, TypeError and
 IndexError. A message counts only if an operation raised the error: code of an array library, or a
@@ -19,6 +19,11 @@ INDICES = (
     "An index is too large for its table: compare token ids with the size of the vocabulary, and "
     "labels with the number of classes."
 )
+DONATED = (
+    "The array was donated to a compiled function (donate_argnums), which has used its memory for "
+    "other values. Read the state that this function has returned. In a loop with a Healer, begin "
+    "each step with healer.state, and write `state = healer.update(state)` after each step."
+)
 
 _TYPES = {
     "builtins.RuntimeError",
@@ -29,6 +34,8 @@ _TYPES = {
     "flax.errors.ScopeParamShapeError",
 }
 """Types with their modules. A subclass of a builtin type, as in `jax.errors`, says what it is."""
+_XLA_TYPES = {*_TYPES, "jax.errors.JaxRuntimeError", "jaxlib._jax.XlaRuntimeError"}
+"""Types with which JAX says that an array was donated."""
 _LIBRARIES = {
     "torch",
     "jax",
@@ -47,6 +54,7 @@ _INDEX = re.compile(
     # On a GPU the kernel checks the index.
     r"|(CUDA|HIP) error: device-side assert triggered"
 )
+_DONATED = re.compile(r"Array has been deleted|[Bb]uffer has been deleted or donated")
 _SHAPE = re.compile(
     r"\b(shapes?|sizes?|dimensions?|dimensional|dim|channels?|batch_size|broadcast\w*)\b"
     r"|elements not \d",
@@ -62,13 +70,17 @@ def hint_about(error: BaseException) -> tuple[str, str]:
             of the program.
 
     Returns:
-        The sign, "shapes" or "index out of range", and the advice, `SHAPES` or `INDICES`. Two empty
-        strings for any other exception.
+        The sign and the advice: "shapes" and `SHAPES`, "index out of range" and `INDICES`, or
+        "donated array" and `DONATED`. Two empty strings for any other exception.
     """
     name = f"{type(error).__module__}.{type(error).__qualname__}"
-    if name not in _TYPES or not _is_of_operation(error):
+    if name not in _XLA_TYPES or not _is_of_operation(error):
         return "", ""
     text = str(error)[:2000]
+    if _DONATED.search(text):
+        return "donated array", DONATED
+    if name not in _TYPES:
+        return "", ""
     if _INDEX.match(text):
         return "index out of range", INDICES
     if _SHAPE.search(text):

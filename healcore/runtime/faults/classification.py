@@ -3,7 +3,7 @@
     the type              builtins.MemoryError, httpx.TransportError, ...          _TYPES
     a code                HTTP status, errno, the status codes of XLA and NCCL     _ERRNO, _MESSAGES
     its cause             the same for the exception that caused it                _chain_of
-    shapes and indices    messages of operations on arrays                         array_errors
+    shapes, indices, ...  messages of operations on arrays                         array_errors
 
 The first line that knows the exception decides. Types are named, not imported, because healcore
 imports neither a framework nor an HTTP client. A message is read only for types with a code at a
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from healcore.core.decision import Cause
-from healcore.runtime.faults.array_errors import hint_about
+from healcore.runtime.faults.array_errors import DONATED, hint_about
 from healcore.runtime.faults.failures import FAILURES, Failure
 
 
@@ -44,7 +44,8 @@ class Fault(NamedTuple):
     retry_after_s: float | None = None
     """Seconds that the server asks to wait, or None if it names no time."""
     hint: str = ""
-    """What to check if shapes or indices do not fit, or an empty string."""
+    """What to check if shapes or indices do not fit or a donated array was read, or an empty
+    string."""
 
     @property
     def advice(self) -> str:
@@ -189,7 +190,8 @@ def classify(error: BaseException) -> Fault:
 
     The type decides first, then codes: HTTP status, errno, the status codes of XLA, and torch's
     fixed beginnings of a message. If these say nothing, the exception that caused it is classified.
-    Last come shapes and indices that do not fit (`healcore.runtime.faults.array_errors`).
+    Last come shapes and indices that do not fit, and arrays that JAX has donated
+    (`healcore.runtime.faults.array_errors`).
 
     Args:
         error: any exception.
@@ -223,14 +225,17 @@ def _chain_of(error: BaseException) -> Iterator[Exception]:
 
 
 def _array_fault(error: BaseException) -> Fault | None:
-    """The fault of an operation on arrays whose shapes or indices do not fit, or None."""
+    """The fault of an operation on arrays, see `healcore.runtime.faults.array_errors`, or None."""
     try:
         sign, hint = hint_about(error)
     except Exception:  # text runs code of the error's library
         return None
     if not hint:
         return None
-    return Fault(Cause.DATA, sign, hint=hint)
+    cause = Cause.DATA
+    if hint == DONATED:  # a mistake of the program, whatever its data is
+        cause = Cause.UNKNOWN
+    return Fault(cause, sign, hint=hint)
 
 
 def _own_fault(error: BaseException) -> Fault | None:

@@ -96,7 +96,14 @@ class RunLog:
         self.event("assessment", step=step, **fields)
 
     def fault(
-        self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: object
+        self,
+        step: int,
+        fault: Fault,
+        problem: str,
+        line: str | None = None,
+        *,
+        answer: str | None,
+        **fields: object,
     ) -> None:
         """Writes the event of a fault, and logs a warning, or an error if the run ends.
 
@@ -104,9 +111,11 @@ class RunLog:
             step: index of the optimizer step.
             fault: the classified exception.
             problem: description of the fault and of the answer to it.
+            line: a shorter `problem` for the log, or None for `problem` itself.
             answer: action of the policy's rule, or None if the exception propagates.
             **fields: further fields of the event.
         """
+        line = f"step {step}: {line or problem}"
         self.event(
             "fault",
             step=step,
@@ -120,14 +129,14 @@ class RunLog:
             **fields,
         )
         if answer in (None, "save"):  # the exception ends the run
-            line = f"step {step}: {problem}"
             # The advice about an unknown exception would be to read it.
-            if fault.cause != Cause.UNKNOWN and fault.advice not in self._advised:
+            has_advice = fault.cause != Cause.UNKNOWN or fault.hint
+            if has_advice and fault.advice not in self._advised:
                 self._advised.add(fault.advice)
-                line += f". {fault.advice}"
+                line = f"{line.removesuffix('.')}. {fault.advice}"
             self.error(line)
         else:
-            self.warning(f"step {step}: {problem}")
+            self.warning(line)
 
     def records(
         self, index: int, records: list[StepRecord], *, several: bool, steps_at_once: int = 1

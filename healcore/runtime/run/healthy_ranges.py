@@ -13,13 +13,14 @@ then on.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AliasChoices, ConfigDict, Field
 
 from healcore.core.numerics import SIGNAL_LIMIT
+from healcore.core.step_record import StepRecord
 from healcore.runtime.driver import NumberRange
 
 UNUSUAL_NORM = 3.0
@@ -373,6 +374,28 @@ class Held:
     def norm_limits(self) -> dict[str, float]:
         """Engine name -> limit of the gradient norm."""
         return {name: each.limit for name, each in self.norms.items()}
+
+    def with_thresholds(self, step: int, records: Sequence[StepRecord]) -> list[StepRecord]:
+        """The records of a step with the limits of the norm, for the metrics and the report.
+
+        An engine reports only the threshold of its clipping rule.
+
+        Args:
+            step: index of the step.
+            records: the records of the step.
+
+        Returns:
+            The records. Where a norm has a limit, `threshold` is the lower of both.
+        """
+        if not self.norms or self.freezes(step):
+            return [*records]
+        found = []
+        for record in records:
+            norm = self.norms.get(record.engine)
+            if norm is not None and not 0 < record.threshold < norm.limit:
+                record = record._replace(threshold=norm.limit)
+            found.append(record)
+        return found
 
 
 @dataclass

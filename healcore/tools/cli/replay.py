@@ -11,7 +11,6 @@ import itertools
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from healcore.console import first_lines
+from healcore.console import first_lines, first_of
 from healcore.tools.cli.options import ColumnOption, JoinOption, JsonlOption, SetOption
 from healcore.tools.output import AnyPath, check_outputs, console, echo, fail, write_output
 
@@ -277,19 +276,25 @@ _PLACED = re.compile(r"(?P<path>.*?)(?:, line \d+)?: (?P<text>.*)", re.DOTALL)
 
 
 def _without_repeats(lines: Sequence[str]) -> list[str]:
-    """Merges lines about different places that say the same, with their number."""
-    counts: Counter[str] = Counter()
+    """Merges lines about different places that say the same, and names the first places."""
+    places: dict[str, list[str]] = {}
     first: dict[str, str] = {}
     for line in lines:
-        text = line
+        place, text = "", line
         placed = _PLACED.fullmatch(line)
         if placed:
-            text = placed["text"]
-        counts[text] += 1
+            place, text = placed["path"], placed["text"]
+        places.setdefault(text, []).append(place)
         first.setdefault(text, line)
     merged = []
     for text, line in first.items():
-        if counts[text] > 1:
-            line = f"{line} (and {counts[text] - 1:,} more like this)"
+        place, *others = places[text]
+        different = [other for other in dict.fromkeys(others) if other != place]
+        if different:
+            trace = f"{place.rpartition(', ')[0]}, "  # of the line: not repeated
+            names = [other.removeprefix(trace) for other in different]
+            line += f" (also {first_of(names)})"
+        elif others:  # lines of one file
+            line += f" (and {len(others):,} more like this)"
         merged.append(line)
     return merged

@@ -337,7 +337,13 @@ def _regret(shape: Shape, inputs: LossInputs) -> Check:
     if shape.regret <= 2 * inputs.trend_sigmas * shape.noise:
         message = f"the end, {shape.end:.4g}, differs from the best, {best}, by noise only"
         return Check("regret", PASS, message, lost, bound)
-    message = f"at the end, {lost:.1%} of the progress to the best ({best}) is lost; "
+    share = f"{lost:.1%} of the progress to the best ({best}) is lost"
+    if lost >= 1:
+        share = (
+            f"all progress to the best ({best}) is lost: the end, {shape.end:.4g}, is no better "
+        )
+        share += f"than the start, {shape.start:.4g}"
+    message = f"at the end, {share}; "
     message += f"WARN above {warn:.0%}, FAIL above {fail:.0%}"
     verdict = PASS
     if lost > fail:

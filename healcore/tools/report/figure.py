@@ -59,6 +59,8 @@ class _Mark(NamedTuple):
     colour: str
     to: float | None = None
     """Step from which the run continued."""
+    short: str = ""
+    """A shorter text for little room, or an empty string."""
 
 
 def draw(report: PageReport, width: float) -> str:
@@ -230,18 +232,24 @@ def _timeline(report: PageReport) -> dict[str, list[_Mark]]:
             skips.append(_Mark(incident.onset_step, incident.end, text, _BAD))
         if report.is_hypothetical and incident.rolled_back:
             rollbacks.append(_Mark(incident.step, incident.step, "would roll back", _RATE))
+    rollback_count = sum(each.origin == "rollback" for each in report.attempts)
+    number = 0
     for attempt in report.attempts:
         left = attempt.left
         if left is None:
             continue
         if attempt.skipped:
             skips.append(_Mark(left, left, counted(attempt.skipped, "batch", "batches"), _BAD))
-        text = f"{left:.0f} → {attempt.first_step:.0f}"
+        text = short = f"{left:.0f} → {attempt.first_step:.0f}"
         colour = _RATE
-        if attempt.origin != "rollback":
-            text = _restart_text(attempt, left)
+        if attempt.origin == "rollback":
+            number += 1
+            if rollback_count > 1:  # the arcs are in the order of their steps
+                text = f"{number}: {text}"
+        else:
+            text = short = _restart_text(attempt, left)
             colour = _QUIET
-        rollbacks.append(_Mark(left, left, text, colour, attempt.first_step))
+        rollbacks.append(_Mark(left, left, text, colour, attempt.first_step, short))
     compared: list[_Mark] = []
     for event in report.assessments:
         step = event.step or 0
@@ -378,6 +386,8 @@ def _label_of(mark: _Mark, limits: tuple[float, float], per_inch: float) -> _Lab
         room = room_left
     text = mark.text
     max_characters = int(room / per_inch / _CHARACTER_WIDTH) - 3
+    if len(text) > max_characters + 1 and mark.short:
+        text = mark.short
     if len(text) > max_characters + 1:
         text = f"{text[: max(max_characters, 0)]}…"
     if is_left:

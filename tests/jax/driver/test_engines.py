@@ -281,6 +281,7 @@ def test_a_state_of_pmap_is_refused_as_the_page_says():
     assert "so a Healer raises an error" in page
 
 
+RULE = {"to": ["nonfinite", "plateau"], "do": ["skip", "save"]}
 PLATEAU = policy.load("default", detect={"plateau": {}})
 
 
@@ -309,7 +310,22 @@ PLATEAU = policy.load("default", detect={"plateau": {}})
             r"lr.floor: 0.1 and 0.05",
             id="two numbers",
         ),
-        pytest.param("default", "zclip", "clip.kind: none and zclip", id="the clip"),
+        pytest.param(
+            "default",
+            policy.load("zclip", max_skips=7),
+            "clip.kind: none and zclip",
+            id="the clip",
+        ),
+        pytest.param(
+            "default",
+            policy.load("default", respond=[RULE], detect={"plateau": {}}),
+            r"respond\[0\].to: \['nonfinite'\] and \['nonfinite', 'plateau'\]; "
+            r"respond\[0\].do: \['skip', 'alert'\] and \['skip', 'save'\]",
+            id="a rule",
+        ),
+        pytest.param(
+            "default", "zclip", r'is "default", .* here is "zclip"\. Pass', id="names of presets"
+        ),
     ],
 )
 def test_the_error_for_another_policy_names_what_differs(made, passed, message):

@@ -243,6 +243,29 @@ def test_an_index_that_is_too_large_has_a_hint(operate):
     assert "token ids" in fault.advice
 
 
+def donated() -> jax.Array:
+    array = jnp.ones((8, 1))
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    return array
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        pytest.param(lambda: float(donated().sum()), id="sum"),
+        pytest.param(lambda: np.asarray(donated()), id="as NumPy"),
+        pytest.param(lambda: print(donated()), id="printed"),
+        pytest.param(lambda: donated()[0, 0], id="index"),
+        pytest.param(lambda: jax.jit(lambda x: x + 1)(donated()), id="in a compiled function"),
+    ],
+)
+def test_an_array_that_was_donated_has_a_hint(operate):
+    """JAX's message names a shape."""
+    fault = classify(error_of(operate))
+    assert (fault.cause, fault.sign) == (Cause.UNKNOWN, "donated array")
+    assert "state = healer.update(state)" in fault.advice
+
+
 def raises(error: Exception, cause: BaseException | None = None) -> None:
     raise error from cause
 

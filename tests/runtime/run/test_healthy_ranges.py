@@ -4,7 +4,7 @@ import json
 import math
 import warnings
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -22,6 +22,7 @@ from healcore.runtime.run.healthy_ranges import (
     HeldNumber,
 )
 from healcore.runtime.run.rollback.rate_limits import limit_rates
+from tests.healer.step_records import record
 
 
 def constant(value: float) -> NumberRange:
@@ -236,3 +237,17 @@ def test_a_rate_beyond_float32_counts_as_unknown_without_a_warning():
         rates = {"": 1e300}
         after = limit_rates(engine, engines, None, rates, healthy=True, learnt=HealthyValues())
     assert (after.scales, after.limits) == ({"": 1.0}, {})
+
+
+def test_the_threshold_of_a_step_is_the_limit_of_the_norm_where_that_is_lower():
+    held = Held(norms={"model": HeldNorm(limit=2.0, reached=9.0)}, frozen_steps=(5, 6))
+
+    def threshold(step: int, **changes: Any) -> float:
+        (found,) = held.with_thresholds(step, [record(**changes)])
+        return found.threshold
+
+    assert threshold(7) == 2.0
+    assert threshold(7, threshold=1.0) == 1.0
+    assert threshold(7, threshold=3.0) == 2.0
+    assert threshold(5) == 0.0, "a frozen step has no limit"
+    assert threshold(7, engine="other") == 0.0

@@ -1,6 +1,7 @@
 """The loss probe: its verdicts on healthy and bad curves, and on the public runs."""
 
 import math
+import re
 from collections import Counter
 
 import numpy as np
@@ -74,6 +75,18 @@ def test_a_loss_curve_gets_its_verdict(tmp_path, name):
     assert result.verdict.value == verdict, result.checks
     if name == "policy gradients below 0":
         assert verdicts(result)["convergence_ratio"] == "SKIP"
+
+
+def test_a_loss_that_ends_above_its_start_has_lost_all_progress(tmp_path):
+    result = probe_values(tmp_path, regret(40.0))
+    (message,) = [each.message for each in result.checks if each.name == "regret"]
+    assert "all progress to the best (2" in message
+    assert "is lost: the end, 3" in message
+    assert not re.search(r"[0-9]{3}%", message.partition(";")[0])
+    (message,) = [
+        each.message for each in probe_values(tmp_path, regret(7.0)).checks if each.name == "regret"
+    ]
+    assert re.search(r"6\d\.\d% of the progress to the best", message)
 
 
 def test_nan_that_was_survived_warns_and_names_the_steps(tmp_path):

@@ -154,6 +154,15 @@ def test_the_first_alarm_is_the_first_line(run, tmp_path):
     assert "no alarm in 300 rows" in healcore_replay(healthy).output.splitlines()[0]
 
 
+def test_policies_that_say_the_same_of_a_trace_are_named(tmp_path):
+    run = logs.noisy(300)
+    run["loss"][200] = float("nan")
+    path = logs.write(tmp_path / "run.csv", run)
+    output = " ".join(healcore_replay(path, "-p", "default", "-p", "observe").output.split())
+    assert re.search(r"default: first alarm at step 200;[^(]*\(also observe\)", output)
+    assert "more like this" not in output
+
+
 def test_a_fault_in_the_first_rows_is_not_hidden_by_a_later_alarm(tmp_path):
     run = logs.noisy(300)
     run["loss"][10:14] = [40.0] * 4

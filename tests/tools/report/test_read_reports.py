@@ -493,9 +493,15 @@ def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request
     shown = {text.get_text() for text in texts}
     assert {report.ending(), "optimizer step", "loss", "gradient\nnorm (L2)"} <= shown
     arcs = {text.removesuffix(" restart") for text in shown}
+    number = 0
+    several = [attempt.origin for attempt in report.attempts].count("rollback") > 1
     for attempt in report.attempts:
         if attempt.left is not None:
             arc = f"{attempt.left:.0f} → {attempt.first_step:.0f}"
+            if attempt.origin == "rollback" and several:
+                number += 1
+                if width == WIDTHS["screen"] or f"{number}: {arc}" in arcs:
+                    arc = f"{number}: {arc}"  # on a phone there may be no room for the number
             if attempt.left == attempt.first_step:  # no step was undone
                 arc = f"restart at {attempt.first_step:.0f}"
             assert arc in arcs

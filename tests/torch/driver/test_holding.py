@@ -158,7 +158,12 @@ def test_a_clip_that_the_program_forgets_is_replaced(tmp_path):
     healed.train(tmp_path)
     assert healed.unseen_loss() < 1.25 * clean.unseen_loss()
     held = run_of(healed.healer).holding.held
-    assert held.norm_limits["optimizer"] == pytest.approx(0.5, rel=1e-3), "still needed"
+    limit = pytest.approx(0.5, rel=1e-3)
+    assert held.norm_limits["optimizer"] == limit, "still needed"
+    (report,) = read_reports(tmp_path / "events.jsonl")
+    assert report.curves.threshold is not None
+    assert report.curves.threshold[-1] == limit
+    assert healed.healer.metrics()["heal/threshold"] == limit
 
 
 @pytest.mark.slow

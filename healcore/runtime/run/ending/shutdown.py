@@ -408,13 +408,15 @@ class Shutdown:
             if not obstacle:
                 answer = "save"
         problem = f"the program raised {error_text(raised):.600}"
+        line = problem.partition("\n")[0]  # Python prints the rest with the traceback
         if Cause.OOM in fault.cause:
             self.memory_text = f". {memory_text(self.run.driver, self.run.log)}"
             advice = self.run.out_of_memory.advice()
             if advice and not self.run.loop.has_trainer:
                 self.memory_text += f". {advice}"
             problem += self.memory_text
-        self.run.log.fault(self.run.progress.step, fault, problem, answer=answer)
+            line += self.memory_text
+        self.run.log.fault(self.run.progress.step, fault, problem, line, answer=answer)
         if obstacle:
             self.run.loop.warn(f"no checkpoint of the state at the exception was saved: {obstacle}")
 

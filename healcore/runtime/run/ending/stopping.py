@@ -78,7 +78,8 @@ class Stopping:
         for result in self.run.dispatch_queue.read_all():
             self.run.progress.step += self.run.dispatch_queue.take_count_correction()
             several = self.run.monitor.metrics.has_several_engines
-            self.run.log.records(result.index, result.records, several=several)
-            self.run.monitor.metrics.add(result.records)
+            records = self.run.holding.held.with_thresholds(result.index, result.records)
+            self.run.log.records(result.index, records, several=several)
+            self.run.monitor.metrics.add(records)
             if any(each.skip for each in result.records):
                 self.run.ledger.skips += 1

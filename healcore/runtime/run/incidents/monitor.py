@@ -96,7 +96,9 @@ class IncidentMonitor:
         )
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
-        self._program_clips: defaultdict[str, ProgramClip] = defaultdict(ProgramClip)
+        self._program_clips: defaultdict[str, ProgramClip] = defaultdict(
+            lambda: ProgramClip(driver.framework)
+        )
         """Engine -> whether the program clips its gradients itself."""
 
     def continue_incidents(self) -> None:

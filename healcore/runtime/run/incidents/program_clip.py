@@ -12,6 +12,11 @@ limit."""
 _EQUAL = 1e-3
 """Largest relative difference of norms that count as equal. It is a tenth of the smallest
 difference of two numbers of two digits, so that few norms are equal to such a number by chance."""
+_ADVICE = {
+    "torch": "pass clip={} to healcore, which clips to the same bits",
+    "jax": "pass clip={} to both protect and Healer",
+}
+"""Framework -> what to write instead of the clip. In JAX the last bits can differ: XLA fuses it."""
 
 
 class ProgramClip:
@@ -26,13 +31,17 @@ class ProgramClip:
     norms, which look like the norms of a run that has converged.
 
     Examples:
-        >>> clip = ProgramClip()
+        >>> clip = ProgramClip("torch")
         >>> lines = [clip.add(norm) for norm in (0.4, 1.0, 0.7, 0.999999, 1.0, 0.999999, 1.0)]
         >>> [line[:37] for line in lines if line]
         ['5 steps have a gradient norm of 1, an']
+
+    Args:
+        framework: the framework of the program, as `Driver.framework` names it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
         # Range of the norms that count as the highest norm of the run.
         self._lowest = 0.0
         self._highest = 0.0
@@ -62,11 +71,12 @@ class ProgramClip:
         if _is_monotone(self._norms):  # a gradient that is constant or changes slowly
             return ""
         self._is_found = True
+        clip = f'{{"max_norm": {self._limit:g}}}'
         return (
             f"{len(self._norms)} steps have a gradient norm of {self._limit:g}, and no step has a "
             "larger norm: the program clips its gradients before healcore measures them, so that "
-            "a spike looks no larger than the limit. Remove the clip, and pass "
-            f'clip={{"max_norm": {self._limit:g}}} to healcore, which clips to the same bits'
+            "a spike looks no larger than the limit. Remove the clip, and "
+            f"{_ADVICE[self._framework].format(clip)}"
         )
 
     def _begin(self, norm: float) -> None:

@@ -29,6 +29,7 @@ from healcore.events.sentences import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.run.dispatch_queue import StepResult
+from healcore.runtime.run.incidents.missing_rate import MissingRate
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
@@ -61,6 +62,7 @@ class Recovery:
         self._host_rules = HostRules(policy.host_rules, policy.engine.config, state)
         self.counts_steps = False
         self._ends_by_steps = ends_by_steps
+        self._missing_rate = MissingRate(run)
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
 
@@ -80,6 +82,9 @@ class Recovery:
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         self.run.progress.step += self.run.dispatch_queue.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in result.records]
+        held = self.run.holding.held
+        if held.norms:  # a step has few calls
+            records = held.with_thresholds(result.index, records)
         result = result._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
         self.run.log.records(
             result.index,
@@ -88,6 +93,8 @@ class Recovery:
             steps_at_once=result.steps_at_once,
         )
         self.run.dead_run.trained_rates.add(result.records)
+        if not self._missing_rate.is_done:
+            self._missing_rate.note_step(result.records)
         order = self.run.monitor.note_step(result)
         if self.run.monitor.state.nonfinite_streak == 1:
             self.run.dead_run.trained_rates.add_rates(self.run.rate_log.rates_in_force())

@@ -22,7 +22,7 @@ LINE = "the program clips its gradients before healcore measures them"
 
 
 def lines_of(norms: Iterable[float]) -> list[str]:
-    clip = ProgramClip()
+    clip = ProgramClip("torch")
     return [line for norm in norms if (line := clip.add(float(norm)))]
 
 
@@ -104,6 +104,7 @@ def test_a_healer_warns_that_the_program_clips_in_torch(
             clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     assert caplog.text.count(LINE) == 1
+    assert "to healcore, which clips to the same bits" in caplog.text
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -128,3 +129,6 @@ def test_a_healer_warns_that_the_program_clips_in_jax(
         for batch, (now, optimizer_state) in healer.batches(list(batches)).with_state():
             healer.update(step(now, optimizer_state, batch))
     assert caplog.text.count(LINE) == (not inside)
+    advice = 'Remove the clip, and pass clip={"max_norm": 0.5} to both protect and Healer'
+    assert (advice in caplog.text) == (not inside)
+    assert "same bits" not in caplog.text
