@@ -11,6 +11,5 @@
     rate_jumps     the rate before a jump, for the line of an alarm
     bad_rows       notices NaN in each epoch, for a line
     program_clip   notices that a program clips its gradients
-    missing_rate   notices that no learning rate reaches healcore
     metrics        counts and mean losses of the run
 """

@@ -29,7 +29,7 @@ from healcore.events.sentences import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.incidents.missing_rate import MissingRate
+from healcore.runtime.run.missing_rate import MissingRate
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
