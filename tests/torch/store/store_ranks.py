@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from healcore.runtime.store import files
@@ -22,6 +23,7 @@ from healcore.runtime.store.checkpoints import (
 from healcore.runtime.store.ranks import Alone
 from healcore.runtime.store.several import SeveralStores
 from healcore.runtime.store.single_file import FILE
+from healcore.torch.driver import TorchDriver
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import forget
@@ -219,6 +221,42 @@ def several(root: Path) -> None:
     assert store.checkpoints() == []
 
 
+def unsaved_buffers(root: Path) -> None:
+    """Ranks save all buffers outside of `state_dict()`, also those that only one rank has written.
+
+    Otherwise the arrays of a checkpoint would differ between the ranks.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=mesh)
+    buffers: dict[str, Any] = {
+        "center": whole(1),
+        "table": whole(2),
+        "sharded": distribute_tensor(whole(3), mesh, [Shard(0)]),
+        "empty": None,
+    }
+    for name, value in buffers.items():
+        model.register_buffer(name, value, persistent=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    driver = TorchDriver({"model": model, "optimizer": optimizer})
+    if dist.get_rank() == 0:
+        buffers["center"].add_(0)
+    for store in (driver.store(root), DCPStore(root)):  # in memory and on disk, on disk
+        if not store.steps_on_disk():
+            store.save(4, driver.state())
+            store.wait()
+        dist.barrier()
+        for name in ("center", "table", "sharded"):
+            buffers[name].zero_()
+        driver.load(store.restore(4, driver.state()).state)
+        now: dict[str, Any] = dict(model._buffers)
+        assert torch.equal(now["center"], whole(1))
+        assert torch.equal(now["table"], whole(2))
+        assert torch.equal(now["sharded"].full_tensor(), whole(3))
+        assert now["sharded"].placements == (Shard(0),)
+        assert now["empty"] is None
+
+
 CASES = {
     each.__name__: each
     for each in (
@@ -230,6 +268,7 @@ CASES = {
         another_state,
         damaged,
         several,
+        unsaved_buffers,
     )
 }
 
