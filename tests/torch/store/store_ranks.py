@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -257,6 +258,24 @@ def unsaved_buffers(root: Path) -> None:
         assert now["empty"] is None
 
 
+def own_generators(root: Path) -> None:
+    """Each rank continues to draw its own numbers."""
+    rank = dist.get_rank()
+    live: dict[str, Any] = {
+        "noise": torch.Generator().manual_seed(rank),
+        "rows": np.random.default_rng(rank),
+    }
+    store = DCPStore(root)
+    store.save(4, live)
+    store.wait()
+    noise = torch.rand(2, generator=live["noise"]).tolist()
+    rows = live["rows"].random(2).tolist()
+    dist.barrier()
+    apply(live, store.restore(4, live).state)
+    assert torch.rand(2, generator=live["noise"]).tolist() == noise
+    assert live["rows"].random(2).tolist() == rows
+
+
 CASES = {
     each.__name__: each
     for each in (
@@ -269,6 +288,7 @@ CASES = {
         damaged,
         several,
         unsaved_buffers,
+        own_generators,
     )
 }
 
