@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from healcore.runtime.store import files
 from healcore.runtime.store.checkpoints import (
+    BUFFERS_ITEM,
     CheckpointDamaged,
     Keep,
     SaveFailed,
@@ -276,6 +277,26 @@ def own_generators(root: Path) -> None:
     assert live["rows"].random(2).tolist() == rows
 
 
+def different_buffers(root: Path) -> None:
+    """The buffers of the first rank are on disk, which DistributedDataParallel sends to all."""
+    rank = dist.get_rank()
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(4)))
+    model.register_buffer("center", whole(1 + rank), persistent=False)
+    for layer in model:
+        nn.init.constant_(cast(Tensor, layer.running_mean), 5.0 + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    driver = TorchDriver({"model": model, "optimizer": optimizer})
+    cast(Tensor, model.center).add_(0)
+    store = DCPStore(root)
+    store.save(4, driver.state())
+    store.wait()
+    dist.barrier()
+    saved = DCPStore(root).restore(4, driver.state()).state
+    assert torch.equal(saved[BUFFERS_ITEM]["model.center"], whole(1))
+    means = [saved["model"][f"{i}.running_mean"].tolist() for i in range(4)]
+    assert means == [[5.0] * 4] * 4
+
+
 CASES = {
     each.__name__: each
     for each in (
@@ -289,6 +310,7 @@ CASES = {
         several,
         unsaved_buffers,
         own_generators,
+        different_buffers,
     )
 }
 
