@@ -37,6 +37,7 @@ The files, for readers of the code:
     attach_log          lines of `attach` without a Healer
     driver              what a Healer needs of a run in torch
     live_state          checks and names the user's state
+    generators          saves and restores its random generators
     store               checkpoints
     expected_moments      the bytes that the moments will need
     checkpoint_reader     checkpoints of other programs, for `healcore probe`

@@ -24,6 +24,7 @@ from healcore.core.errors import AttachError
 from healcore.runtime.program_settings import json_setting
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, scaler_of, unwrapped
+from healcore.torch.generators import kind_of
 from healcore.torch.gradients import ParamGroup
 
 State: TypeAlias = Mapping[str, Any]
@@ -281,7 +282,7 @@ def is_scheduler(value: Any) -> bool:
 def _check_item(name: str, value: Any) -> None:
     """Raises AttachError unless `store.apply` can restore the value in place."""
     obstacle = ""
-    is_container = isinstance(value, Tensor | dict | list)
+    is_container = isinstance(value, Tensor | dict | list) or bool(kind_of(value))
     has_methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     if isinstance(value, Healing):
         obstacle = (
@@ -291,8 +292,9 @@ def _check_item(name: str, value: Any) -> None:
     elif not (is_container or has_methods):
         obstacle = (
             f"of type {type(value).__name__}, which a rollback cannot restore in place: the state "
-            "may hold tensors, dictionaries, lists, and objects with state_dict() and "
-            f'load_state_dict(); hold other values in a dictionary, state={{"{name}": {{...}}}}'
+            "may hold tensors, dictionaries, lists, random generators, and objects with "
+            "state_dict() and load_state_dict(); hold numbers and texts in a dictionary, "
+            f'state={{"{name}": {{...}}}}, and give any other object these two methods'
         )
     elif isinstance(value, nn.Module) and _has_lazy_parts(value):
         obstacle = (

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from healcore import Healer, Keep
+from healcore import policy as policies
 from healcore.errors import StateMismatch
 from healcore.jax import protect
 from healcore.runtime.run.checkpoints import schedule
@@ -65,6 +66,30 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypa
     failed = events(tmp_path, "save_failed")
     assert failed[0]["step"] in (15, 20), "a slow disk may still be at the one before"
     assert "No space left" in failed[0]["problem"]
+
+
+def test_the_last_line_names_only_what_is_on_disk(tmp_path, monkeypatch, caplog):
+    """The disk is full from the save of step 15 on. A copy in memory is gone with the process."""
+
+    def fails(checkpoint: Path) -> None:
+        if (step_of(checkpoint) or 0) >= 15:
+            raise OSError(28, "No space left on device")
+
+    before_completion(monkeypatch, fails)
+    policy = policies.load("default", rollback={"probation": 5})
+    with (
+        caplog.at_level(logging.WARNING, logger="healcore"),
+        pytest.raises(LastStateNotSaved) as ended,
+    ):
+        train(loop_of("torch"), policy, range(40), store=tmp_path)
+    assert "it resumes from the checkpoint of step 10" in str(ended.value)
+    (last_line,) = [each for each in caplog.messages if each.startswith("ended by")]
+    assert last_line.endswith("; checkpoint 10 is on disk, newest known-good checkpoint: step 10")
+    assert events(tmp_path, "end")[-1]["last_good"] == 10
+    failed = [each["step"] for each in events(tmp_path, "save_failed")]
+    assert sorted(set(failed)) == [15, 20, 25, 30, 35, 40]
+    for step in failed:
+        assert any(f"checkpoint {step} was not saved" in each for each in caplog.messages), step
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ accumulation          the gradients since the last step
 layer_buffers         the buffers that a skipped step restores, of two kinds:
 batch_statistics        `running_mean` and others, which every step writes
 written_buffers         other floating buffers, which few steps write
+unsaved_buffers     the buffers that `state_dict()` leaves out, for a checkpoint
 optimizer_steps     all optimizers: which have stepped; their learning rates and other numbers
 gradient_window     gradients that are computed again in smaller parts after a lack of memory
 ddp_gradients       the same with DistributedDataParallel, where all ranks have to repeat

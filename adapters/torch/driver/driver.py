@@ -15,7 +15,7 @@ from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import Driver, Engines, NumberRange
 from healcore.runtime.engine_names import check_engines
 from healcore.runtime.program_settings import STEPPED, WEIGHTS
-from healcore.runtime.store.checkpoints import IN_MEMORY, CommonState
+from healcore.runtime.store.checkpoints import BUFFERS_ITEM, IN_MEMORY, CommonState
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
@@ -32,6 +32,7 @@ from healcore.torch.driver.memory import cuda_profiles, memory_of
 from healcore.torch.driver.optimizer_steps import OptimizerSteps
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
 from healcore.torch.driver.structure import StructureWatch
+from healcore.torch.driver.unsaved_buffers import UnsavedBuffers
 from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights
 from healcore.torch.engines import keep_after_cuda_error
@@ -104,6 +105,9 @@ class TorchDriver(Driver):
             accumulation = Accumulation(healing, self._after_step)
             self._followed.append(FollowedOptimizer(name, healing, recorder, accumulation))
         self._find_buffers()
+        self._unsaved = UnsavedBuffers(
+            self._state, lambda: len(self._members) > 1, self.warnings.append
+        )
         accumulations = [followed.accumulation for followed in self._followed]
         self._steps = OptimizerSteps(accumulations, self.warnings)
         self._weights = TorchWeights(self._state, healings, accumulations)
@@ -237,8 +241,8 @@ class TorchDriver(Driver):
     # -- the state ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The state as the user passed it."""
-        return dict(self._state)
+        """The state as the user passed it, and the buffers that are not in `state_dict()`."""
+        return {**self._state, BUFFERS_ITEM: self._unsaved}
 
     def engines(self) -> dict[str, dict[str, Any]]:
         """The states of the engines, which a checkpoint keeps. A sync on an accelerator.
@@ -274,7 +278,10 @@ class TorchDriver(Driver):
         for name, data in engines.items():
             self.healings[name].live_engine.parse(data)
         if state is not None:
-            apply(self._state, state)
+            own = {name: each for name, each in state.items() if name != BUFFERS_ITEM}
+            apply(self._state, own)
+            if BUFFERS_ITEM in state:
+                self._unsaved.load(state[BUFFERS_ITEM])
             self._after_load()
         if reset_moments:
             for healing in self.healings.values():
@@ -320,6 +327,8 @@ class TorchDriver(Driver):
             StateMismatch: nothing fits, or a parameter that would stay is not finite.
         """
         load_common(self._state, saved)
+        if BUFFERS_ITEM in saved.state:
+            self._unsaved.load_common(saved.state[BUFFERS_ITEM])
         self._after_load()
 
     def param_groups(self) -> dict[str, list[list[str]]]:
@@ -482,7 +491,7 @@ class TorchDriver(Driver):
 
     def missing_moments(self) -> tuple[int, int] | None:
         """See `Driver.missing_moments`. torch creates moments at the first step."""
-        return missing_moments(self.state())
+        return missing_moments(self._state)
 
     def store(self, where: Any) -> CheckpointStore:
         """The default store of a run. Every rank has to call it.
@@ -544,6 +553,7 @@ class TorchDriver(Driver):
         Each `Accumulation` calls it.
         """
         self._steps.on_step(judged=len(self._pending) > 0)
+        self._unsaved.has_stepped = True
         self.on_step()
 
     def _find_buffers(self) -> None:

@@ -7,17 +7,24 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -26,7 +33,7 @@ from torch.optim import Optimizer
 
 from healcore.runtime.store import manifest, single_file
 from healcore.runtime.store.array_format import ArrayFormat, Target
-from healcore.runtime.store.checkpoints import IN_MEMORY, Keep
+from healcore.runtime.store.checkpoints import BUFFERS_ITEM, IN_MEMORY, Keep
 from healcore.runtime.store.files import map_in_threads
 from healcore.runtime.store.flat_state import FlatState, Leaf
 from healcore.runtime.store.host_copy import HostCopy
@@ -129,6 +136,12 @@ class TorchFormat(ArrayFormat):
         flat = super().flatten(state)
         for name, identity in identities(state).items():
             flat.entries[name]["identity"] = identity
+        for name, value in state.items():
+            if isinstance(value, nn.Module):
+                flat.may_differ.update(f"{name}.{path}" for path, _ in value.named_buffers())
+        for leaf in flat.leaves:
+            if leaf.startswith(f"{BUFFERS_ITEM}."):
+                flat.may_differ.add(leaf)
         return flat
 
     def add(self, flat: FlatState, name: str, value: Any) -> None:
@@ -264,7 +277,8 @@ class TorchFormat(ArrayFormat):
         tensors = {name: self.array(leaf, None) for name, leaf in copy.flat.leaves.items()}
         writer = FileSystemWriter(folder, sync_files=False)
         try:
-            save(tensors, storage_writer=writer, **self._options)
+            planner = _Planner(copy.flat.may_differ)
+            save(tensors, storage_writer=writer, planner=planner, **self._options)
         except CheckpointException as error:
             # DCP's exception holds the errors of all ranks and has no error number.
             failure = next(iter(error.failures.values()))[0]
@@ -307,6 +321,37 @@ class TorchFormat(ArrayFormat):
                 why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
                 raise checkpoint.damaged(manifest.DATA, why) from error
         return arrays
+
+
+class _Planner(DefaultSavePlanner):
+    """Writes arrays that may differ between ranks from the lowest rank.
+
+    DCP shares the writes of equal arrays among the ranks. DistributedDataParallel sends the buffers
+    of its first rank to all ranks at each forward pass, so the buffers of another rank would be
+    wrong after a restart.
+
+    Args:
+        may_differ: names of these arrays.
+    """
+
+    def __init__(self, may_differ: Collection[str]) -> None:
+        super().__init__()
+        self._may_differ = may_differ
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Leaves out of each plan what a lower rank writes. Called on the first rank."""
+        seen: set[MetadataIndex] = set()
+        plans: list[SavePlan] = []
+        for plan in all_plans:
+            items: list[WriteItem] = []
+            for item in plan.items:
+                if item.index.fqn in self._may_differ:
+                    if item.index in seen:
+                        continue
+                    seen.add(item.index)
+                items.append(item)
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
 
 
 def _allocate_pinned(size: int) -> np.ndarray:

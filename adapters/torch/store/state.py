@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StateMismatch, UnsavableState
 from healcore.runtime.store.flat_state import FlatState
+from healcore.torch import generators
 
 
 class Layout(NamedTuple):
@@ -39,7 +40,8 @@ def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
     DTensor, or the bytes of a NumPy array.
 
     Writers assume that arrays of one name are equal on every rank. So arrays of an object with
-    ``per_rank = True`` (a random generator, a data loader) have the rank in their names.
+    ``per_rank = True`` (a data loader) have the rank in their names. A generator that is itself a
+    value of the state is saved for each rank too: ranks draw different numbers.
 
     Args:
         flat: receives the entry and the arrays.
@@ -51,7 +53,7 @@ def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
         UnsavableState: the value cannot be saved.
     """
     stateful = hasattr(value, "state_dict")
-    per_rank = bool(values.attribute(value, "per_rank"))
+    per_rank = bool(values.attribute(value, "per_rank") or generators.kind_of(value))
     tree = value
     if stateful:
         tree = _state_dict(value)
@@ -73,7 +75,7 @@ def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
         # Other dtypes have no name for a file: of objects, with fields, of other packages.
         if is_array and not value.dtype.hasobject and np.dtype(value.dtype.str) == value.dtype:
             return {"array": _add_numpy(flat, path, value)}
-        node = node_of(value)
+        node = generators.node_of(value) or node_of(value)
         if node is None:
             return None
         return {"torch": node}
@@ -238,7 +240,10 @@ def _mismatches(name: str, live: Any, state: Any) -> list[str]:
 
 
 def _can_be_overwritten(live: Any, state: Any) -> bool:
-    """Whether both values are tensors, dictionaries or lists, which are changed in place."""
+    """Whether a live value is changed in place: a tensor, dictionary, list or generator."""
+    generator = generators.kind_of(live)
+    if generator:
+        return generator == generators.kind_of(state)
     kinds = (Tensor, dict, list)
     return any(isinstance(live, kind) and isinstance(state, kind) for kind in kinds)
 
@@ -280,7 +285,7 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def _overwritten(old: Any, new: Any) -> Any:
-    """The value `new`, in the tensors and containers of `old` where both have them."""
+    """The value `new`, in the tensors, containers and generators of `old` where both have them."""
     if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
         if old is new:
             return old
@@ -299,6 +304,8 @@ def _overwritten(old: Any, new: Any) -> Any:
         return old
     if type(old) is type(new) is tuple and len(old) == len(new):
         return tuple(map(_overwritten, old, new))
+    if generators.copy_state(old, new):
+        return old
     return new
 
 
@@ -349,14 +356,17 @@ def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any
 
 
 def value_of(content: dict[str, Any]) -> Any:
-    """Decodes a value of `node_of`, on the CPU.
+    """Decodes a value of `node_of`, on the CPU, or a random generator.
 
     Args:
-        content: a JSON object of `node_of`. Names in it are looked up in tables.
+        content: a JSON object of `node_of`, here or in `generators`. Names in it are looked up in
+            tables.
 
     Raises:
         Exception: any, for content that `node_of` has not made.
     """
+    if "generator" in content:
+        return generators.value_of(content)
     if "device" in content:
         return torch.device(content["device"])
     if "size" in content:

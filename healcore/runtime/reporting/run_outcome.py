@@ -43,7 +43,8 @@ class RunOutcome(NamedTuple):
     lr_scale: float = 1.0
     """Smallest multiplier of the learning rate of any engine, in (0, 1]."""
     last_good: int | None = None
-    """Step of the newest known-good checkpoint, or None without one."""
+    """Step of the newest known-good checkpoint on disk, or None without one. In memory if the store
+    has no directory."""
     last_good_path: str | None = None
     """Directory of the checkpoint `last_good`."""
     probation: int | None = None

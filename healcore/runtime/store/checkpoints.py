@@ -255,8 +255,14 @@ class CheckpointInfo(NamedTuple):
         )
 
 
+BUFFERS_ITEM = "healcore.buffers"
+"""Name of the item in a checkpoint with the buffers that are not in `state_dict()`, in torch."""
+
+
 def disallowed(names: Collection[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
     """The names of arrays in which NaN and Inf are not allowed.
+
+    They are allowed in `BUFFERS_ITEM`: it has masks, and memory that nothing has filled yet.
 
     Args:
         names: names of arrays with NaN or Inf.
@@ -264,8 +270,9 @@ def disallowed(names: Collection[str], nonfinite_ok: Collection[str]) -> tuple[s
             mask of an attention, for example, is full of -inf.
     """
     found: list[str] = []
+    allowed = (*nonfinite_ok, f"{BUFFERS_ITEM}.*")
     for name in names:
-        if not any(name == each or fnmatchcase(name, each) for each in nonfinite_ok):
+        if not any(name == each or fnmatchcase(name, each) for each in allowed):
             found.append(name)
     return tuple(found)
 

@@ -16,6 +16,7 @@ import base64
 import inspect
 import json
 import math
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -152,9 +153,19 @@ def encode(value: Any, path: Path, special: Special) -> Node:
         raise UnsavableState(
             f"{path_text(path)} is a {class_name(kind).removeprefix('builtins.')}, which has no "
             "plain form: keep arrays, numbers, strings, lists, tuples and dictionaries in the "
-            "state, or give the object a state_dict() that returns such values"
+            f"state, or give the object a state_dict() that returns such values{_advice(kind)}"
         )
     return node
+
+
+def _advice(kind: type) -> str:
+    """The end of the error for a value of a type that has no plain form, for random generators."""
+    if issubclass(kind, random.Random) or kind.__module__.startswith("numpy.random"):
+        return (
+            "; or draw from the global generators (numpy.random.normal, random.random), whose "
+            "states are in each checkpoint"
+        )
+    return ""
 
 
 def _encode_parts(value: Collection[Any], path: Path, special: Special) -> list[Node]:

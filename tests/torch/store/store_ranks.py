@@ -2,17 +2,20 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from healcore.runtime.store import files
 from healcore.runtime.store.checkpoints import (
+    BUFFERS_ITEM,
     CheckpointDamaged,
     Keep,
     SaveFailed,
@@ -22,6 +25,7 @@ from healcore.runtime.store.checkpoints import (
 from healcore.runtime.store.ranks import Alone
 from healcore.runtime.store.several import SeveralStores
 from healcore.runtime.store.single_file import FILE
+from healcore.torch.driver import TorchDriver
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import forget
@@ -219,6 +223,80 @@ def several(root: Path) -> None:
     assert store.checkpoints() == []
 
 
+def unsaved_buffers(root: Path) -> None:
+    """Ranks save all buffers outside of `state_dict()`, also those that only one rank has written.
+
+    Otherwise the arrays of a checkpoint would differ between the ranks.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=mesh)
+    buffers: dict[str, Any] = {
+        "center": whole(1),
+        "table": whole(2),
+        "sharded": distribute_tensor(whole(3), mesh, [Shard(0)]),
+        "empty": None,
+    }
+    for name, value in buffers.items():
+        model.register_buffer(name, value, persistent=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    driver = TorchDriver({"model": model, "optimizer": optimizer})
+    if dist.get_rank() == 0:
+        buffers["center"].add_(0)
+    for store in (driver.store(root), DCPStore(root)):  # in memory and on disk, on disk
+        if not store.steps_on_disk():
+            store.save(4, driver.state())
+            store.wait()
+        dist.barrier()
+        for name in ("center", "table", "sharded"):
+            buffers[name].zero_()
+        driver.load(store.restore(4, driver.state()).state)
+        now: dict[str, Any] = dict(model._buffers)
+        assert torch.equal(now["center"], whole(1))
+        assert torch.equal(now["table"], whole(2))
+        assert torch.equal(now["sharded"].full_tensor(), whole(3))
+        assert now["sharded"].placements == (Shard(0),)
+        assert now["empty"] is None
+
+
+def own_generators(root: Path) -> None:
+    """Each rank continues to draw its own numbers."""
+    rank = dist.get_rank()
+    live: dict[str, Any] = {
+        "noise": torch.Generator().manual_seed(rank),
+        "rows": np.random.default_rng(rank),
+    }
+    store = DCPStore(root)
+    store.save(4, live)
+    store.wait()
+    noise = torch.rand(2, generator=live["noise"]).tolist()
+    rows = live["rows"].random(2).tolist()
+    dist.barrier()
+    apply(live, store.restore(4, live).state)
+    assert torch.rand(2, generator=live["noise"]).tolist() == noise
+    assert live["rows"].random(2).tolist() == rows
+
+
+def different_buffers(root: Path) -> None:
+    """The buffers of the first rank are on disk, which DistributedDataParallel sends to all."""
+    rank = dist.get_rank()
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(4)))
+    model.register_buffer("center", whole(1 + rank), persistent=False)
+    for layer in model:
+        nn.init.constant_(cast(Tensor, layer.running_mean), 5.0 + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    driver = TorchDriver({"model": model, "optimizer": optimizer})
+    cast(Tensor, model.center).add_(0)
+    store = DCPStore(root)
+    store.save(4, driver.state())
+    store.wait()
+    dist.barrier()
+    saved = DCPStore(root).restore(4, driver.state()).state
+    assert torch.equal(saved[BUFFERS_ITEM]["model.center"], whole(1))
+    means = [saved["model"][f"{i}.running_mean"].tolist() for i in range(4)]
+    assert means == [[5.0] * 4] * 4
+
+
 CASES = {
     each.__name__: each
     for each in (
@@ -230,6 +308,9 @@ CASES = {
         another_state,
         damaged,
         several,
+        unsaved_buffers,
+        own_generators,
+        different_buffers,
     )
 }
 

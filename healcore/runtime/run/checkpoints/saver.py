@@ -296,14 +296,20 @@ class Saver:
                 self.run.log.problem(self.run.progress.step, str(error))
 
     def _save_failed(self, step: int, error: Exception) -> None:
-        """Notes a failed save. Warns at the 1st, 2nd, 4th, ... failure of this process."""
-        if not (isinstance(error, SaveFailed) and error.elsewhere):
+        """Notes a failed save, with a warning.
+
+        A directory of several that fails has a warning at its 1st, 2nd, 4th, ... failure: another
+        directory has the checkpoint.
+        """
+        is_elsewhere = isinstance(error, SaveFailed) and bool(error.elsewhere)
+        if not is_elsewhere:
             if step not in self.run.store.ring.copies:
                 self.run.known_checkpoints.remove({step})
             self.unsaved[step] = str(error)
         self._failures += 1
         self.run.log.event("save_failed", step=step, problem=str(error))
-        if self._failures & (self._failures - 1) == 0:  # the number is a power of two
+        is_power_of_two = self._failures & (self._failures - 1) == 0
+        if is_power_of_two or not is_elsewhere:
             self.run.log.warning(f"checkpoint {step} was not saved: {error}")
 
     def nonfinite_in_state(self, arrays: Collection[str] | None = None) -> list[str]:

@@ -22,12 +22,7 @@ def outcome_of(run: Run, ending: Ending, why: str = "", **fields: Any) -> RunOut
         **fields: more fields of `RunOutcome`, such as the exception.
     """
     monitor = run.monitor
-    good = run.known_checkpoints.last_good_step
-    path = None
-    for saved in listed_checkpoints(run):
-        if saved.step == good:
-            path = saved.path
-            break
+    good, path = _last_good(run)
     lost = [each for each in run.ledger.rollbacks if each.lost]
     probation = None
     if run.store.trainer_save is None:  # a trainer that saves itself has no known-good checkpoints
@@ -53,6 +48,26 @@ def outcome_of(run: Run, ending: Ending, why: str = "", **fields: Any) -> RunOut
         unrepaired=run.ledger.damage_left,
         **fields,
     )
+
+
+def _last_good(run: Run) -> tuple[int | None, str | None]:
+    """Step and directory of the newest known-good checkpoint that outlives the process.
+
+    A full disk may lack the newest ones, which are in host memory only. A store without a directory
+    has all of its checkpoints there.
+    """
+    good = run.known_checkpoints.last_good_step
+    listed = listed_checkpoints(run)
+    if good is None or not listed:
+        return good, None
+    found: CheckpointInfo | None = None
+    for saved in listed:  # ascending
+        outlives = saved.path is not None or not run.store.durable
+        if saved.is_usable and saved.step <= good and outlives:
+            found = saved
+    if found is None:
+        return None, None
+    return found.step, found.path
 
 
 def listed_checkpoints(run: Run) -> list[CheckpointInfo]:
