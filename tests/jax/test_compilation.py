@@ -151,9 +151,9 @@ def test_a_healer_reads_once_and_computes_nothing_outside_of_jit_between_two_ste
     assert copied == calls["copy_to_host_async"] == 0 if waits else copied <= 10
     assert calls["start_read"] == 10
     assert calls["device_get"] == calls["bind"] == calls["apply_primitive"] == 0
-    # Of Python functions in one `Healer.update`: 196 with Python 3.11.
+    # Of Python functions in one `Healer.update`: 201 with Python 3.11, and 213 beside other tests.
     # Without waiting, a busy machine decides how many arrays are packed, so the number varies.
-    assert calls["Python"] <= 10 * (211 if waits else 260)
+    assert calls["Python"] <= 10 * (230 if waits else 280)
 
 
 VECTOR = {"w": jnp.ones(3)}
