@@ -28,8 +28,8 @@ A fourth one is "raises": damage, and comparisons for which the `loss_fn` fails 
 NAMES = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")
 
 
-def options(rollbacks: list[Any], file: Path) -> dict[str, Any]:
-    """Of a Healer that notes its rollbacks, and writes its events into `file`."""
+def options(rollbacks: list[Any], file: Path | None = None) -> dict[str, Any]:
+    """Of a Healer that notes its rollbacks, and writes its events into `file`, if one is given."""
 
     def note(event: Any) -> None:
         rollbacks.append({name: event.get(name) for name in NAMES})
