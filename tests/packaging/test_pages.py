@@ -66,6 +66,7 @@ def trials_until_accepted(
             healthy_rates={"": HEALTHY_RATE},
             from_start=False,
             unusual=True,
+            repeats_batches=True,
             max_rate_limits=max_rate_limits,
         )
         tried.append(next_trial(tried, facts))

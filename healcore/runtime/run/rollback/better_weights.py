@@ -170,6 +170,7 @@ class BetterWeights:
             healthy_rates=verdict.healthy_rates,
             from_start=verdict.anchor_step <= self.run.record.first_step,
             unusual=bool(held or batches),
+            repeats_batches=self.run.loaders.can_rewind,
             max_rate_limits=max_rate_limits,
         )
         trial = broadcast(self.run.ranks, next_trial(tried, facts))  # rates may differ by rank

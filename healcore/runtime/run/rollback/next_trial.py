@@ -55,6 +55,9 @@ class TroubleFacts(NamedTuple):
     """Whether the better weights are the first of the run, so that no rate is known as healthy."""
     unusual: bool
     """Whether anything is unusual at the trouble that no trial has held yet."""
+    repeats_batches: bool
+    """Whether the steps after a rollback repeat their batches. On other batches, damage that comes
+    back says less about what was held."""
     max_rate_limits: int
     """Number of times that the policy lets the rate be limited at one place."""
 
@@ -81,8 +84,9 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
        first.
     2. Repeat once with nothing changed.
     3. Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
-       loss the better weights find unusual. A second hold adds what is newly unusual, if anything,
-       and freezes these steps: what was held may have been a symptom only.
+       loss the better weights find unusual. A second hold adds what is newly unusual, and
+       freezes these steps. It comes also where nothing is newly unusual, if the steps repeat their
+       batches: what was held may have been a symptom only.
     4. Limit a rate that is unknown, because nothing that is known has helped.
     5. Undo the trials.
 
@@ -96,7 +100,14 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
         `MAX_HOLDS`.
 
     Examples:
-        >>> facts = TroubleFacts([{"": 0.1}], {"": 0.1}, False, unusual=False, max_rate_limits=2)
+        >>> facts = TroubleFacts(
+        ...     rates=[{"": 0.1}],
+        ...     healthy_rates={"": 0.1},
+        ...     from_start=False,
+        ...     unusual=False,
+        ...     repeats_batches=True,
+        ...     max_rate_limits=2,
+        ... )
         >>> next_trial([], facts)
         <Trial.REPEAT: 'repeat'>
         >>> next_trial([Trial.REPEAT], facts)
@@ -107,7 +118,7 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
         return Trial.LIMIT_RATE
     if not tried:
         return Trial.REPEAT
-    may_hold = facts.unusual or Trial.HOLD in tried
+    may_hold = facts.unusual or (facts.repeats_batches and Trial.HOLD in tried)
     if may_hold and tried.count(Trial.HOLD) < MAX_HOLDS:
         return Trial.HOLD
     if limit_left and not facts.rates:

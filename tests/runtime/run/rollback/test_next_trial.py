@@ -18,6 +18,7 @@ FACTS = st.builds(
     healthy_rates=RATES,
     from_start=st.booleans(),
     unusual=st.booleans(),
+    repeats_batches=st.booleans(),
     max_rate_limits=st.integers(0, 4),
 )
 EARLIER_TRIALS = st.lists(
@@ -45,7 +46,7 @@ def expected_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
     if not tried:
         return Trial.REPEAT
     held_in_vain = Trial.HOLD in tried
-    if holds_left and (facts.unusual or held_in_vain):
+    if holds_left and (facts.unusual or (held_in_vain and facts.repeats_batches)):
         return Trial.HOLD
     if limits_left and not facts.rates:
         return Trial.LIMIT_RATE
@@ -60,7 +61,12 @@ def test_the_trial_follows_from_the_facts_and_the_earlier_trials(tried, facts):
 def test_what_is_unusual_is_held_before_an_unknown_rate_is_limited():
     """A limit lasts, and cannot cure a gradient times 4096. Plain optax hides its rates."""
     facts = TroubleFacts(
-        rates=(), healthy_rates={}, from_start=False, unusual=True, max_rate_limits=4
+        rates=(),
+        healthy_rates={},
+        from_start=False,
+        unusual=True,
+        repeats_batches=True,
+        max_rate_limits=4,
     )
     tried: list[Trial] = []
     while Trial.ACCEPT not in tried:
@@ -71,7 +77,16 @@ def test_what_is_unusual_is_held_before_an_unknown_rate_is_limited():
 
 def test_after_a_hold_that_did_not_help_the_steps_are_frozen_although_nothing_else_is_unusual():
     """Gradients of a forgotten `zero_grad` have a large norm, which is held in vain."""
-    facts = TroubleFacts([{"a": 0.1}], {"a": 0.1}, False, unusual=False, max_rate_limits=2)
+    facts = TroubleFacts(
+        rates=[{"a": 0.1}],
+        healthy_rates={"a": 0.1},
+        from_start=False,
+        unusual=False,
+        repeats_batches=True,
+        max_rate_limits=2,
+    )
     assert next_trial([Trial.REPEAT], facts) == Trial.ACCEPT
+    on_other_batches = facts._replace(repeats_batches=False)
+    assert next_trial([Trial.REPEAT, Trial.HOLD], on_other_batches) == Trial.ACCEPT
     assert next_trial([Trial.REPEAT, Trial.HOLD], facts) == Trial.HOLD
     assert next_trial([Trial.REPEAT, Trial.HOLD, Trial.HOLD], facts) == Trial.ACCEPT
