@@ -321,6 +321,8 @@ def _cell(where: Definition) -> str:
     return summary(where).replace("|", "\\|")
 
 
+LINK_TO_JAX = "JAX: [the same change](docs/jax.md#the-whole-change).\n\n"
+"""Line of README.md below the change for torch."""
 TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- /tabs -->\n", flags=re.M | re.S)
 TAB = re.compile(r"^<!-- (torch|JAX) -->\n", flags=re.M)
 
@@ -368,6 +370,7 @@ def home() -> str:
     for name, diff in (("torch", in_torch), ("JAX", in_jax)):
         tabs += f'=== "{name}"\n\n{textwrap.indent(diff, "    ")}\n'
     text = text.replace(in_torch, tabs)
+    text = text.replace(LINK_TO_JAX, "")  # Home shows the change for JAX itself
     text = re.sub(r"\[([^]]+)\]\((?!docs/|https?:|#)[^)]+\)", r"\1", text)
     return re.sub(r"""(\]\(|src="|srcset=")docs/""", r"\1", text)
 
