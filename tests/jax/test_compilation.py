@@ -115,7 +115,8 @@ def test_a_healer_reads_once_and_computes_nothing_outside_of_jit_between_two_ste
 ):
     tx = optax.chain(heal_zclip(), optax.sgd(1e-3))
     params = {"w": jnp.ones((4, 4))}
-    calls = Counter[str]()
+    calls, total = Counter[str](), Counter[str]()
+    updates = 0
     pack = reading._pack
     monkeypatch.setattr(reading, "_pack", lambda arrays: calls.update(["pack"]) or pack(arrays))
 
@@ -138,22 +139,28 @@ def test_a_healer_reads_once_and_computes_nothing_outside_of_jit_between_two_ste
             state = step(healer.state)
             if waits:  # as a program that prints its loss
                 jax.block_until_ready(state)
-            if number == 3:
-                calls.clear()
+            calls.clear()
             sys.setprofile(count)
             try:
                 healer.update(state)
             finally:
                 sys.setprofile(None)
+            is_traced = (
+                calls["_pack"] > 0
+            )  # JAX calls its body once, and a busy machine decides when
+            if number > 2 and not is_traced:
+                total.update(calls)
+                updates += 1
     # Two arrays of each optimizer are read at once if they were computed. Otherwise one compiled
     # function, one copy and one read, however many optimizers the state has.
-    copied = calls["pack"]
-    assert copied == calls["copy_to_host_async"] == 0 if waits else copied <= 10
-    assert calls["start_read"] == 10
-    assert calls["device_get"] == calls["bind"] == calls["apply_primitive"] == 0
+    assert updates >= 9
+    copied = total["pack"]
+    assert copied == total["copy_to_host_async"] == 0 if waits else copied <= updates
+    assert total["start_read"] == updates
+    assert total["device_get"] == total["bind"] == total["apply_primitive"] == 0
     # Of Python functions in one `Healer.update`: 201 with Python 3.11, and 213 beside other tests.
     # Without waiting, a busy machine decides how many arrays are packed, so the number varies.
-    assert calls["Python"] <= 10 * (230 if waits else 280)
+    assert total["Python"] <= updates * (230 if waits else 280)
 
 
 VECTOR = {"w": jnp.ones(3)}
