@@ -9,13 +9,14 @@ the undone steps.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from healcore.torch.driver.written_buffers import MAX_EAGER_BYTES
+from healcore.torch.driver.written_buffers import MAX_EAGER_BYTES, bits_of
 from healcore.torch.live_state import State
 
 
@@ -28,8 +29,10 @@ class _Buffer:
         is_new: whether the buffer was registered after the start, so that `first` is unknown.
         first: a copy on the host of the value at the start. None if there was no tensor, or a
             tensor that is not copied.
-        tensor: the tensor at the start, or after `UnsavedBuffers.load`.
-        version: number of writes to `tensor` at that time.
+        noted: refers to the tensor at the start, or after `UnsavedBuffers.load`; None without one.
+            It does not keep the tensor alive, which may be a data set on the device.
+        device: the device of that tensor, or None.
+        version: number of writes to that tensor at that time.
         is_written: whether a write was noticed. Then each later checkpoint holds the buffer.
         is_uncounted: whether torch does not count its writes (to its `data`, or by a CUDA graph).
     """
@@ -50,26 +53,34 @@ class _Buffer:
 
     def note(self) -> None:
         """Notes the current tensor. A write after this call counts as a change."""
-        self.tensor = self.now
-        self.version = _writes(self.tensor)
+        now = self.now
+        self.noted: weakref.ref[Tensor] | None = None
+        self.device: torch.device | None = None
+        if now is not None:
+            self.noted = weakref.ref(now)
+            self.device = now.device
+        self.version = _writes(now)
 
     def has_counted_write(self) -> bool:
         """Whether the tensor was replaced, or torch has counted a write."""
-        return self.now is not self.tensor or _writes(self.now) != self.version
+        now = self.now
+        if self.noted is None or now is None:
+            return self.noted is not None or now is not None
+        return now is not self.noted() or _writes(now) != self.version
 
     def has_other_content(self) -> bool:
         """Whether the content differs from the first content. A sync on an accelerator."""
         now = self.now
         if now is None or self.first is None:
             return False
-        return not torch.equal(_bits(now.cpu()), _bits(self.first))
+        return not torch.equal(bits_of(now.cpu()), bits_of(self.first))
 
     def put(self, value: Tensor | None) -> None:
         """Replaces the value, in the memory of the current tensor if the value fits."""
         now = self.now
         if value is None or now is None:
-            if value is not None and self.tensor is not None:
-                value = value.to(self.tensor.device)
+            if value is not None and self.device is not None:
+                value = value.to(self.device)
             if value is not None:
                 value = value.clone()
             self.table[self.name] = value
@@ -171,7 +182,7 @@ class UnsavedBuffers:
         for path, buffer in self._buffers.items():
             if path in saved or buffer.is_new or not _is_plain(buffer.now):
                 continue
-            if buffer.first is None and buffer.tensor is not None:
+            if buffer.first is None and buffer.device is not None:
                 continue  # too large for a copy
             if self._is_written(buffer, compares=False):
                 buffer.put(buffer.first)
@@ -296,8 +307,3 @@ def _can_be_written(tensor: Tensor) -> bool:
         if size > 1 and stride == 0:
             return False
     return True
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bits of a tensor on the host, uint8 (n,)."""
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

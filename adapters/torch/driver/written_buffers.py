@@ -11,7 +11,6 @@ The buffers with such writes are found by their content, once, over the first st
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypeGuard
 
@@ -239,8 +238,9 @@ class WrittenBuffers:
         return (
             type(now) is Tensor
             and (now.is_floating_point() or now.is_complex())
+            and now.dtype.itemsize > 1  # float8 has no sum
             and now.layout is torch.strided
-            and not (now.is_meta or now.requires_grad or now.is_inference())
+            and not (now.is_nested or now.is_meta or now.requires_grad or now.is_inference())
             and now.nbytes <= self._largest
         )
 
@@ -260,7 +260,7 @@ def _end(buffers: Sequence[_Buffer], skipped: bool | Tensor) -> None:
         now = tensors[0].reshape(-1)
     else:
         now = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    if skipped is False and now.is_cpu and not math.isnan(now.sum()):
+    if skipped is False and now.is_cpu and not now.sum().isnan():  # the sum may be complex
         # The step is kept, and without NaN: the usual case, in which nothing is restored.
         values: Sequence[Tensor]
         if len(tensors) == 1:
@@ -294,6 +294,13 @@ def _sums(buffers: Sequence[_Buffer]) -> AsyncCopy:
     """A sum over the bits of each buffer, which a write changes."""
     sums: list[Tensor] = []
     for buffer in buffers:
-        bits = buffer.tensor.detach().reshape(-1).view(torch.uint8)
-        sums.append(bits.sum(dtype=torch.int64))
+        sums.append(bits_of(buffer.tensor).sum(dtype=torch.int64))
     return AsyncCopy(torch.stack(sums))
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bits of a dense tensor, uint8 (n,). They share its memory where that is possible."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride(0) != 1:  # a view of each second element, for example
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)

@@ -329,8 +329,13 @@ class Loop:
         The first save has a place within an epoch that the `break` has ended, and a restart or a
         rollback would read the rest of this epoch. In JAX, `update` saves before the `break`; in
         torch, the program may call `Healer.save` after it.
+
+        Several ranks do not save again: a save is collective, and perhaps only some of them have
+        left their loop by `break`.
         """
         run = self.run
+        if run.ranks.world > 1:
+            return
         is_saved = run.schedule.last_saved == run.progress.step and run.progress.steps_taken
         may_save = run.schedule.may_save and not run.step_batches.within_batch
         if is_saved and may_save and not self.has_trainer:

@@ -23,8 +23,8 @@ _STEPS = 5
 class MissingRate:
     """Warns once, after the first steps of a process, if the rate of an optimizer is unknown.
 
-    Only a run that limits rates needs the warning: it has a `loss_fn` or a store to roll back with,
-    and its policy limits rates after a rollback.
+    Only a run that limits rates needs the warning: it has a `loss_fn`, and its policy limits rates
+    after a rollback.
 
     Args:
         run: the parts of the run.
@@ -66,8 +66,9 @@ class MissingRate:
         run = self._run
         if run.driver.framework != "jax":  # every optimizer of torch has its rate
             return False
-        may_roll_back = run.comparisons.is_enabled or run.store.durable
-        return may_roll_back and run.policy.may_limit_lr and not run.policy.observes
+        if not run.comparisons.is_enabled:  # then the rate is limited after NaN only, if at all
+            return False
+        return run.policy.may_limit_lr and not run.policy.observes
 
     def _warn(self) -> None:
         missing = [name for name in self._unknown if name not in self._known]

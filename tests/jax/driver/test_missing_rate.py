@@ -59,7 +59,6 @@ def constant(count: jax.Array) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("keywords", "store", "loss_fn"),
     [
-        pytest.param(nothing, True, False, id="none, with a store"),
         pytest.param(nothing, False, True, id="none, with a loss_fn"),
         pytest.param(lambda count: {"learning_rat": RATE}, True, True, id="misspelled"),
     ],
@@ -98,6 +97,7 @@ def test_a_program_whose_rate_is_known_gets_no_line(inner, keywords, tmp_path, c
     ("policy", "how"),
     [
         ("default", {"store": False, "loss_fn": False}),
+        ("default", {"store": True, "loss_fn": False}),
         ("observe", {}),
         ("pretraining", {}),
         ("zclip", {}),

@@ -1,5 +1,7 @@
 """Buffers that are not in `state_dict()`: what a training writes into them is restored."""
 
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +228,60 @@ def test_a_buffer_larger_than_the_weights_is_named_and_not_saved():
     (warning,) = driver.warnings
     assert "model.bank" in warning
     assert "persistent=True" in warning
+
+
+class Odd(nn.Module):
+    """Writes a buffer of a rare kind in each forward pass."""
+
+    odd: Tensor
+
+    def __init__(self, buffer: Tensor, *, persistent: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("odd", buffer, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.odd.copy_(self.odd.clone())
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "not persistent"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: torch.arange(8)[::2], id="strided int"),
+        pytest.param(lambda: torch.arange(8.0)[::2], id="strided float"),
+        pytest.param(
+            lambda: torch.empty_strided((1,), (2,)).fill_(1.0), id="one element, stride 2"
+        ),
+        pytest.param(lambda: torch.eye(3)[:, 0], id="a column"),
+        pytest.param(lambda: torch.tensor([1 + 2j, 3 - 1j]), id="complex"),
+        pytest.param(lambda: torch.ones(4).to(torch.float8_e4m3fn), id="float8"),
+    ],
+)
+def test_a_buffer_of_a_rare_kind_raises_nothing(
+    make: Callable[[], Tensor], persistent: bool, tmp_path: Path
+):
+    model = Odd(make(), persistent=persistent)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": optimizer}
+    with Healer("default", state=state, store=tmp_path) as healer:
+        for batch in healer.batches(list(torch.randn(6, 2, 4))):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert healer.step == 6
+
+
+def test_a_replaced_buffer_is_not_kept_alive(tmp_path: Path):
+    """It may be a data set on the device."""
+    model = Centered(by="replace")
+    first = weakref.ref(model.center)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Healer(state={"model": model, "optimizer": optimizer}, store=tmp_path) as healer:
+        for batch in healer.batches(list(DATA[:6])):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert first() is None

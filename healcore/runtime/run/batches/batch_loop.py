@@ -120,8 +120,9 @@ class BatchLoop:
         if known is not None and known.trains:  # what the code before this pass has changed
             self._run.saver.keep_weight_sample()
         if not work_waits:  # after a `break` the loop continues from `self._loader`
-            loop.after_step()
-            if broken_off is not None and self._has_left_epoch(broken_off):
+            rollback = loop.after_step()
+            has_left = broken_off is not None and self._has_left_epoch(broken_off)
+            if rollback is None and has_left:
                 loop.save_after_break()
         return True
 

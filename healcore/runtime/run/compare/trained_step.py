@@ -44,7 +44,10 @@ class TrainedStep(NamedTuple):
 
 def _nbytes_of(content: Any) -> float:
     """Bytes of the arrays in a batch, or Inf if it has an object of an unknown type."""
-    nbytes = getattr(content, "nbytes", None)
+    try:
+        nbytes = getattr(content, "nbytes", None)
+    except Exception:  # a sparse tensor of torch has no number
+        return math.inf
     if isinstance(nbytes, int):  # an array of NumPy, torch or JAX
         return nbytes
     if isinstance(content, Mapping):

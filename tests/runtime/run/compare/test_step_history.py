@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -147,6 +148,7 @@ def test_the_first_steps_of_a_long_burst_stay_and_an_earlier_burst_makes_room():
     [
         pytest.param({"x": [numpy.empty(MAX_BYTES // 10, numpy.uint8)]}, 10, id="arrays"),
         pytest.param(object(), 0, id="an unknown type"),
+        pytest.param({"graph": torch.eye(3).to_sparse()}, 0, id="a sparse tensor"),
         pytest.param(["text", 1.0, None], MAX_HIGH_STEPS - MAX_ALWAYS, id="small values"),
     ],
 )
