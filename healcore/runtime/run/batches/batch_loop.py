@@ -109,7 +109,7 @@ class BatchLoop:
         if loop.returns_to_epoch and (known is None or known.trains):
             return False
         if self._state.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
-            self._run.pass_states.restore()  # the program draws on as after its last step
+            self._run.pass_states.restore()  # the program draws on as after the end of the run
             return False
         broken_off = loaders.place_of_break
         self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)

@@ -34,7 +34,7 @@ def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
     loaders.epoch_loop.total_epochs = total
     state.follow_given_numbers()
     if state.is_complete:
-        run.pass_states.restore()  # the program draws on as after its last step
+        run.pass_states.restore()  # the program draws on as after the end of the run
         loaders.pass_over_completed()
         state.reach_end()
         return
