@@ -158,7 +158,7 @@ def test_a_healer_reads_once_and_computes_nothing_outside_of_jit_between_two_ste
     assert copied == total["copy_to_host_async"] == 0 if waits else copied <= updates
     assert total["start_read"] == updates
     assert total["device_get"] == total["bind"] == total["apply_primitive"] == 0
-    # Of Python functions in one `Healer.update`: 201 with Python 3.11, and 213 beside other tests.
+    # Of Python functions in one `Healer.update`: 201 with Python 3.11, and 213 after other tests.
     # Without waiting, a busy machine decides how many arrays are packed, so the number varies.
     assert total["Python"] <= updates * (230 if waits else 280)
 

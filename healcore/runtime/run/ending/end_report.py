@@ -73,8 +73,12 @@ class EndReport:
             return
         pending = self.run.step_batches.pending_ids
         batches = pending or self.run.step_batches.last_ids
-        places = batch_names([list(each) for each in batches], [b.rows for b in batches if b.rows])
-        where = f"step {step if pending else max(0, step - 1)}"
+        rows = [each.rows for each in batches if each.rows]
+        places = batch_names([list(each) for each in batches], rows)
+        step_with_nan = step
+        if not pending:
+            step_with_nan = max(0, step - 1)  # the last step that was taken
+        where = f"step {step_with_nan}"
         if places:
             where += f", {first_of(places)}"
         again = ""
