@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from healcore import console
 from healcore.core.decision import Cause, names_of
@@ -37,6 +38,8 @@ REPORT_TIMEOUT_S = 60.0
 
 class HangGuard:
     """Measures the time of steps in this process, after `start`.
+
+    The thread runs while a loop runs: `watch` starts it, `rest` ends it.
 
     The time from `watch` or `resume` to `pause` counts. `watch` restarts from 0.
 
@@ -68,16 +71,26 @@ class HangGuard:
         self._step = 0
         """Number of optimizer steps of the run."""
         self._training_thread = threading.get_ident()
-        self._closed = threading.Event()
+        self._guards = False
+        """Whether a loop is to be watched: the run is open, and its policy has a rule for hangs."""
+        self._thread_end: threading.Event | None = None
+        """Ends the thread. None while no thread runs."""
 
     def start(self) -> None:
-        """Starts the thread, if the policy has a rule for hangs."""
-        if Cause.HANG in self._policy.faults:
-            threading.Thread(target=self._run, name="healcore-hang-guard", daemon=True).start()
+        """Begins to guard the steps, if the policy has a rule for hangs."""
+        self._guards = Cause.HANG in self._policy.faults
+
+    def rest(self) -> None:
+        """Ends the thread until the next `watch`, without waiting for it."""
+        self._counting_since = 0.0
+        if self._thread_end is not None:
+            self._thread_end.set()
+            self._thread_end = None
 
     def close(self) -> None:
-        """Ends the thread, without waiting for it. Later calls of `pause` do nothing."""
-        self._closed.set()
+        """Ends the thread for good. An iterator that outlives the run starts no other one."""
+        self._guards = False
+        self.rest()
 
     # -- called by the training thread ----------------------------------------------------------
 
@@ -90,6 +103,10 @@ class HangGuard:
         if self._counting_since:
             self._longest_s = max(self._longest_s, now - self._counting_since)
         self._counting_since = now
+        if self._guards and self._thread_end is None:
+            self._thread_end = threading.Event()
+            run = partial(self._run, self._thread_end)
+            threading.Thread(target=run, name="healcore-hang-guard", daemon=True).start()
 
     def resume(self) -> None:
         """Starts to count the time, unless it counts already.
@@ -97,13 +114,13 @@ class HangGuard:
         For a program whose step begins outside of the loop over batches.
         """
         if not self._counting_since:
-            self._counting_since = time.monotonic()
+            self.watch()
 
     def pause(self) -> None:
         """Stops counting, unless the policy counts the time between steps."""
         if not self._counting_since and not self._rule.between_steps:
             return  # nothing counts: most calls between two steps
-        if self._closed.is_set():  # an iterator that outlives the run may end with the interpreter
+        if self._thread_end is None:  # an iterator that outlives the run, or no rule for hangs
             return
         self.watch()
         if not self._rule.between_steps:
@@ -138,11 +155,11 @@ class HangGuard:
 
     # -- the guard's thread ---------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, end: threading.Event) -> None:
         """Raises an alarm when a step exceeds its limit, and again when the wait has doubled."""
         poll_s = min(max(self._rule.timeout_s / 20, 0.02), 1.0)
         start = waited_s = last_alarm_s = 0.0
-        while not self._closed.wait(poll_s):
+        while not end.wait(poll_s):
             if self._counting_since != start:
                 start = self._counting_since
                 waited_s = last_alarm_s = 0.0

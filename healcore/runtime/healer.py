@@ -28,7 +28,7 @@ from healcore.runtime.run.batches.number_loops import loop_over_epochs, loop_ove
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
-from healcore.runtime.run.ending.shutdown import Shutdown
+from healcore.runtime.run.ending.shutdown import EndedBy, Shutdown
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
 from healcore.runtime.run_options import (
@@ -199,6 +199,10 @@ class Healer(Generic[State]):
     ) -> None:
         """Saves the last state, waits for pending checkpoints, writes the postmortem, detaches.
 
+        The last state is the state at the end of the block, with what the program has changed after
+        its loop, such as best weights. If an earlier process has completed the run, its last state
+        is loaded once more: the code after the loop had its effect there.
+
         An exception that has left the block is classified, and propagates after the end of the
         run, unless one of the exceptions below replaces it.
 
@@ -222,6 +226,8 @@ class Healer(Generic[State]):
             train(healer)
             healer.close()  # the run is complete, also if its loop was left by `break`
 
+        Saves the state that is there at the call.
+
         Use it for a Healer of `healcore.start`. Within a block, the end of the block calls it.
 
         Args:
@@ -231,7 +237,7 @@ class Healer(Generic[State]):
             LastStateNotSaved, IncompleteRun, RunStopped: as at the end of a block.
         """
         if self.is_open:
-            self._end(error)
+            self._end(error, by="close")
 
     def _open(self) -> None:
         """Begins the run without a block, for `healcore.start` and for trainers."""
@@ -244,9 +250,9 @@ class Healer(Generic[State]):
         self._optional = OptionalMethods.of(self._begun_run.driver)
         self._pid = os.getpid()
 
-    def _end(self, error: BaseException | None) -> None:
-        """Ends the run, in the block's end and in `close`."""
-        end = Shutdown(self._live, error)
+    def _end(self, error: BaseException | None, by: EndedBy = "block") -> None:
+        """Ends the run."""
+        end = Shutdown(self._live, error, by=by)
         self._error, self._ending = error, end.ending
         if os.getpid() == self._pid:  # a forked child must not end its parent's run
             replacement = end.close()
@@ -258,17 +264,6 @@ class Healer(Generic[State]):
     def is_open(self) -> bool:
         """Whether the run has begun and not ended: most methods work only then."""
         return self._begun_run is not None and self._ending is None
-
-    @property
-    def _left_loop_early(self) -> bool:
-        """Whether the program has left its loop in the body, before the last batch or step.
-
-        `healcore.start` takes such an end for an early end, which the next start resumes.
-
-        Raises:
-            HealerError: the Healer was not opened.
-        """
-        return self._run.loop.state.left_early
 
     @property
     def store(self) -> Places:
@@ -470,9 +465,10 @@ class Healer(Generic[State]):
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular checkpoints.
 
-        Call it only between two steps: a restart loses the batches of an accumulation. With several
-        ranks, call it on every rank. It does nothing if a rollback is about to return to an earlier
-        epoch of `epochs`. A checkpoint that cannot be written is reported, and the run continues.
+        Call it only between two steps: in torch a restart loses the batches of an accumulation.
+        With several ranks, call it on every rank. It does nothing if a rollback is about to return
+        to an earlier epoch of `epochs`. A checkpoint that cannot be written is reported, and the
+        run continues.
 
         Raises:
             HealerError: the call is outside the Healer's block.

@@ -1,13 +1,22 @@
 """`start`: a run without a `with` block, for scripts that end with the file.
 
-A block ends with the exception that leaves it. Without one, `start` finds out how the program ends:
+A block ends where its indentation ends. Without one, a run ends with its loop, and these events end
+it for good:
 
-- an uncaught exception, from `sys.excepthook`, is treated as an exception that leaves the block;
-- `RunStopped`, a signal and the other exceptions of healcore that end a program are noted where
-  they are made, because Python calls no hook for a `SystemExit`;
-- a loop that was left in its body (a `break`, or `sys.exit()`) is an early end, which the next
-  start resumes, unless the program has called `healer.close()`;
-- anything else is the end of the block.
+    event                                                  the run
+    ----------------------------------------------------   -----------------------------------------
+    `RunStopped`, a signal, a stop file, in its loop       is closed at once, as by a block
+    `healer.close()`                                       is closed as complete
+    an uncaught exception (`sys.excepthook`)               is closed as by a block
+    another `start`: for the same store, or after the      is closed as at the end of the process
+    program has dropped its Healer
+    the end of the process, within a loop (`break`,        is closed early: the next start resumes
+    `sys.exit()`)
+    the end of the process, anywhere else                  is closed as complete
+
+The state is saved where a loop ends or is left. What the program does with the state afterwards
+(evaluates averaged weights, exports, begins another fold) is not saved. Only `healer.close()` saves
+what is there when the program calls it.
 
 In an interactive session (IPython, a notebook, `python -i`) an exception of a cell ends nothing:
 the run stays open. The next `start` for the same store closes it, and resumes from it.
@@ -19,25 +28,107 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
+from healcore.core.errors import HealcoreError
 from healcore.policy import PolicyLike
+from healcore.runtime.batch_iterator import Batch, Batches
+from healcore.runtime.data.loader_protocols import Loader
 from healcore.runtime.healer import Healer, State
 from healcore.runtime.healer_options import HealerOptions
-from healcore.runtime.run.ending import exits
+from healcore.runtime.run.ending.exits import EndRequested, exit_for
+from healcore.runtime.run.ending.shutdown import Shutdown
+from healcore.runtime.run.run import Run
 
-_started: list[Healer[Any]] = []
-"""The runs that `start` has opened and that are not closed, oldest first."""
+Item = TypeVar("Item")
+"""The type of what a loop yields: a batch, or the number of an epoch or a step."""
+
+
+class _Started(NamedTuple):
+    """A run that `start` has opened."""
+
+    run: Run
+    healer: weakref.ref[Healer[Any]]
+    """The Healer. Without it, the program cannot continue the run."""
+    pid: int
+    """The process of the run. A forked child must not end its parent's run."""
+
+    def close(self, error: BaseException | None) -> int:
+        """Closes the run unless it is closed. Returns the exit status, and prints an error of it.
+
+        Args:
+            error: the exception that ends the run, or None.
+        """
+        if self.run.loop.state.run_has_ended or os.getpid() != self.pid:
+            return 0
+        healer = self.healer()
+        try:
+            if healer is not None:
+                healer._end(error, by="exit")
+            else:
+                replacement = Shutdown(self.run, error, by="exit").close()
+                if replacement is not None:
+                    raise replacement
+        except SystemExit as replacement:
+            print(replacement, file=sys.stderr)
+            return 1
+        return 0
+
+
+_started: list[_Started] = []
+"""The runs that are not known to be closed, oldest first."""
 _previous_hook: Callable[..., object] | None = None
 """What `sys.excepthook` was before the first `start`, or None before it."""
+
+
+class ScriptHealer(Healer[State]):
+    """A Healer without a block: what the end of a block does, the end of a loop does."""
+
+    def batches(
+        self,
+        loader: Loader[Batch] | Callable[[], Loader[Batch]],
+        *,
+        epochs: int | None = 1,
+        epoch: int | None = None,
+    ) -> Batches[Batch]:
+        """See `Healer.batches`."""
+        batches = super().batches(loader, epochs=epochs, epoch=epoch)
+        return Batches(self, self._until_end(batches), loader, epochs)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """See `Healer.epochs`."""
+        return self._until_end(super().epochs(total))
+
+    def steps(self, total: int, *, warmup: int | None = None) -> Iterator[int]:
+        """See `Healer.steps`."""
+        return self._until_end(super().steps(total, warmup=warmup))
+
+    def _until_end(self, loop: Iterator[Item]) -> Iterator[Item]:
+        """Yields what a loop yields, and saves the state where the loop ends or is left.
+
+        An exception of healcore that ends programs ends the run here.
+        """
+        try:
+            yield from loop
+        except GeneratorExit:  # a `break`, or an exception in the body
+            if self.is_open:
+                self._run.loop.save_at_loop_end(left=True)
+            raise
+        except SystemExit as error:
+            if isinstance(error, HealcoreError) and not hasattr(sys, "ps1"):
+                self.close(error)
+            raise
+        if self.is_open:
+            self._run.loop.save_at_loop_end(left=False)
 
 
 def start(
     policy: PolicyLike = "default", *, state: State, **options: Unpack[HealerOptions]
 ) -> Healer[State]:
-    """Opens a Healer that the end of the process closes: no `with`, no indentation.
+    """Opens a Healer without a block: no `with`, no indentation.
 
         healer = healcore.start(
             state={"model": model, "optimizer": optimizer}, store="checkpoints", loss_fn=loss_fn
@@ -47,10 +138,15 @@ def start(
             optimizer.step()
             optimizer.zero_grad()
 
-    The end of the process closes it, or `healer.close()` before. An uncaught exception is treated
-    as one that leaves the block of `with healcore.Healer(...)`. A loop that is left by `break` or
-    `sys.exit()` counts as an early end, which the next start resumes. Call `healer.close()` if the
-    run is complete then, and before you destroy a process group.
+    The run ends with its loop, and the state at the end of the loop is saved. What your program
+    does with the model afterwards is not saved: it may load averaged weights, prune, or begin
+    another fold. Another loop continues the run. `healer.close()` saves what is there when you call
+    it, and completes the run.
+
+    An uncaught exception is treated as one that leaves the block of `with healcore.Healer(...)`. A
+    loop that is left by `break` or `sys.exit()` counts as an early end, which the next start
+    resumes. Call `healer.close()` if the run is complete then, after a loop with a condition of
+    your own (`while`), and before you destroy a process group.
 
     In a notebook the exception of a cell does not end the process. The run stays open, and you can
     go on with the loop. `start` for the same store closes the open run first.
@@ -66,20 +162,29 @@ def start(
     Raises:
         Exception: as `healcore.Healer` and its `with` statement.
     """
-    healer = Healer(policy, state=state, **options)
-    for other in _started:
-        if _is_replaced_by(healer, other):
-            _close(other, _early_end(other))
+    healer = ScriptHealer(policy, state=state, **options)
+    for other in [*_started]:
+        if _is_over(other, before=healer):
+            other.close(_end_of(other.run))
+            _started.remove(other)
     healer._open()
     _install_hooks()
-    _started.append(healer)
+    _started.append(_Started(healer._run, weakref.ref(healer), os.getpid()))
     return healer
 
 
-def _is_replaced_by(new: Healer[Any], old: Healer[Any]) -> bool:
-    """Whether an open run has to be closed before a new one begins."""
-    same_store = new.store is not None and new.store == old.store
-    return old.is_open and (same_store or hasattr(sys, "ps1"))
+def _is_over(started: _Started, before: Healer[Any]) -> bool:
+    """Whether a run is over before another one begins: it is closed, replaced, or dropped.
+
+    The ranks of a run may drop it at different times, and have to close it together.
+    """
+    healer = started.healer()
+    if started.run.loop.state.run_has_ended:
+        return True
+    if healer is None:
+        return started.run.ranks.world == 1
+    same_store = before.store is not None and before.store == healer.store
+    return same_store or hasattr(sys, "ps1")
 
 
 def _install_hooks() -> None:
@@ -99,17 +204,17 @@ def _on_uncaught(
 ) -> None:
     """Closes the runs as their blocks would do, then prints the exception as before."""
     if not hasattr(sys, "ps1"):
-        for healer in reversed(_started):
-            _close(healer, error)
+        for started in reversed(_started):
+            started.close(error)
     assert _previous_hook is not None
     _previous_hook(kind, error, trace)
 
 
 def _on_exit() -> None:
-    """Closes the runs that are still open. Sets the exit status if the run is incomplete."""
+    """Closes the runs that are still open. Sets the exit status if a run is incomplete."""
     status = 0
-    for healer in reversed(_started):
-        status = _close(healer, exits.newest_end() or _early_end(healer)) or status
+    for started in reversed(_started):
+        status = started.close(_end_of(started.run)) or status
     if status:
         # Python has chosen the status already. The other handlers run first.
         atexit._run_exitfuncs()
@@ -118,20 +223,15 @@ def _on_exit() -> None:
         os._exit(status)
 
 
-def _close(healer: Healer[Any], error: BaseException | None) -> int:
-    """Closes a run with the exception that ends it. Prints another one, and returns its status."""
-    if not healer.is_open:
-        return 0
-    try:
-        healer.close(error)
-    except SystemExit as replacement:
-        print(replacement, file=sys.stderr)
-        return 1
-    return 0
-
-
-def _early_end(healer: Healer[Any]) -> BaseException | None:
-    """The reason to resume a run that has left its loop within the body, or None."""
-    if not healer._left_loop_early:
+def _end_of(run: Run) -> BaseException | None:
+    """The reason why an open run has ended early, or None if its loop has ended by itself."""
+    requests = run.end_requests
+    if run.stopping.stopped is not None:
+        return run.stopping.stopped
+    if requests.stop_signals.signal_number is not None:
+        return exit_for(requests.stop_signals.signal_number)
+    if not run.loop.state.left_early:
         return None
-    return exits.EndRequested("a program that has left its loop early")
+    if requests.stop_file.found:
+        return EndRequested(requests.stop_file.why)
+    return EndRequested("a program that has left its loop early")

@@ -310,14 +310,11 @@ class JaxDriver(Driver):
         return self._live.between_steps()
 
     def undo_window(self) -> str:
-        """See `Driver.undo_window`.
+        """See `Driver.undo_window`. A step that has raised or was not taken has changed nothing.
 
-        After an exception in a step, the program repeats the batch from the live state. Within an
-        accumulation this state has gradients of other batches in it.
+        The accumulators of optax.MultiSteps are a part of the state.
         """
-        if self.may_save():
-            return ""
-        return "the exception occurred within an accumulation"
+        return ""
 
     # -- weights and numbers ----------------------------------------------------------------------
 

@@ -223,8 +223,8 @@ class ProgramState:
     def restored(self, items: Mapping[str, Any]) -> Any:
         """Makes a tree of a checkpoint's items and the live healing states.
 
-        The store has checked that the items fit `items`. Zeroes the accumulators of
-        optax.MultiSteps, because a NaN would stay in them.
+        The store has checked that the items fit `items`. Zeroes an accumulator of optax.MultiSteps
+        with NaN, which would stay there.
 
         Args:
             items: the items of a checkpoint, as `items` has made them.
@@ -250,7 +250,7 @@ class ProgramState:
             return restored(path, np.zeros((), live.dtype), live)
 
         new = tree_map_with_path(restored, saved, bare)
-        new = with_heal_state(map_nodes(optax.MultiStepsState, _empty_accumulator, new), like=tree)
+        new = with_heal_state(map_nodes(optax.MultiStepsState, _without_nan, new), like=tree)
         return tree_map_with_path(with_side_state, new)
 
     def _saved(self) -> dict[str, Any]:
@@ -287,8 +287,7 @@ class ProgramState:
     def between_steps(self) -> bool:
         """Whether no optax.MultiSteps has accumulated gradients that no step has used yet.
 
-        A checkpoint in the middle of an accumulation would lose these gradients. One sync if the
-        optimizer accumulates.
+        One sync if the optimizer accumulates.
         """
         if not self._accumulates:
             return True
@@ -497,8 +496,10 @@ def _is_widened(path: Path, leaf: Leaf, first: Mapping[str, Any]) -> bool:
     return isinstance(leaf, jax.Array) and leaf.dtype != first[keystr(path)].dtype
 
 
-def _empty_accumulator(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
-    """The state of an optax.MultiSteps at the start of an accumulation."""
+def _without_nan(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
+    """An accumulator of a checkpoint. One that holds NaN begins its accumulation again."""
+    if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(accumulator.acc_grads)):
+        return accumulator
 
     def zeros(leaf: jax.Array) -> jax.Array:
         return to_live_leaf(jnp.zeros(leaf.shape, leaf.dtype), leaf)

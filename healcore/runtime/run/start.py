@@ -333,7 +333,12 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], *, resu
             shown = first_of(record.nonfinite_ok, 5)
             run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
         saver.save(SaveReason.FIRST)
-    run.end_requests.stop_signals.start()
+    if not run.end_requests.stop_signals.start():
+        run.loop.warn(
+            "the run was opened in a side thread, where Python delivers no signals: SIGTERM and "
+            "Ctrl-C end the process without a save, and the next start resumes from the newest "
+            "checkpoint. Open the Healer in the main thread to save at a signal"
+        )
 
 
 def _resume(run: Run, newest: RunRecord | None) -> None:

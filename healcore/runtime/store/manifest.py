@@ -242,9 +242,11 @@ def complete(root: Path, folder: Path, copy: SealedState, format_name: str) -> P
     files.sync_directory(folder)
     final = root / _directory_name(copy.step, copy.attempt)
     older = {each for each in files.entries_of(root) if step_of(each) == copy.step} - {final}
-    if final.exists():
-        remove(final)
+    replaced = final.with_name(files.new_temporary())
+    if final.exists():  # its files are deleted after the save is complete: that may take long
+        files.rename(final, replaced)
     files.rename(folder, final)
+    files.discard(replaced)
     for each in older:
         remove(each)
     return final

@@ -15,19 +15,19 @@ from healcore.runtime.store.forks import watch_forks
 
 
 class Writer:
-    """One thread, which saves and deletes in the order of submission.
+    """Saves and deletes in the background, one job at a time, in the order of submission.
 
-    The error of a job becomes a SaveFailed, which is reported once. A program that ends waits for
-    all jobs and logs failures that were not reported. In a forked child the queue is empty: the
-    jobs belong to the parent.
+    Each job has a thread of its own, so that a run that has ended keeps no thread. The error of a
+    job becomes a SaveFailed, which is reported once. A program that ends waits for all jobs and
+    logs failures that were not reported. In a forked child the queue is empty: the jobs belong to
+    the parent.
     """
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
         self._newest: Future[None] | None = None
         """The last job: if it is done, all are."""
         self._worker = 0
-        """Id of the thread, or 0 before its first job."""
+        """Id of the thread of the newest job, or 0 before the first job."""
         self._failures: list[StoreError] = []
         """The errors that no call has raised or returned, oldest first."""
         watch_forks(self)
@@ -39,11 +39,13 @@ class Writer:
             step: step of the checkpoint, which the job's errors name.
             job: the function to call. If it raises SaveFailed, this error is reported as it is.
         """
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="healcore-writer")
+        previous = self._newest
+        if previous is None:
             _call_before_exit(self._finish)
 
         def run() -> None:
+            if previous is not None:
+                wait([previous])
             self._worker = threading.get_ident()
             try:
                 job()
@@ -52,7 +54,9 @@ class Writer:
             except BaseException as error:
                 self._failures.append(SaveFailed(step, "in the background", error))
 
-        self._newest = self._pool.submit(run)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="healcore-writer")
+        self._newest = pool.submit(run)
+        pool.shutdown(wait=False)  # the thread ends with the job
 
     @property
     def busy(self) -> bool:
@@ -100,7 +104,7 @@ class Writer:
         A child that waited for a job of its parent would wait forever. The parent reports the
         failures of its jobs.
         """
-        self._pool = self._newest = None
+        self._newest = None
         self._failures = []
 
     def _finish(self) -> None:

@@ -209,7 +209,8 @@ class Saver:
         Args:
             why: becomes `why` of the event `save`. FIRST and REGULAR also add an anchor.
         """
-        with self.run.schedule.saving(regular=why is SaveReason.REGULAR):
+        regular, in_body = why is SaveReason.REGULAR, why is SaveReason.REQUESTED
+        with self.run.schedule.saving(regular=regular, in_body=in_body):
             step = self.run.progress.step
             if why.adds_anchor and self.run.store.trainer_save is None:
                 # Before the save: a restart from it has to know what is learnt here.
@@ -339,29 +340,41 @@ class Saver:
         if due and self.run.schedule.may_save and not self.run.driver.has_finite_weights():
             self.save(SaveReason.LAST)
 
-    def save_last(self, *, completed: bool) -> None:
-        """Saves a checkpoint of the last step, if the last checkpoint is older.
+    def save_last(self, *, completed: bool, at_exit: bool = False) -> None:
+        """Saves the state at the end of the run.
+
+        The program may have changed its state since the last save of this step: best weights, the
+        step of a scheduler. So a loop that has ended by itself, or by a `break`, is saved in any
+        case.
 
         Args:
-            completed: whether the loop has ended by itself. Then no later step needs the
-                accumulated gradients, which a checkpoint does not hold.
+            completed: whether no exception has ended the loop.
+            at_exit: whether the process ends, after its loop: then a checkpoint of this step is the
+                state of the run.
 
         Raises:
             StoreError: the changes by batches of an unfinished step cannot be undone.
         """
-        step = self.run.progress.step
-        if step == self.run.schedule.last_saved:
+        step, schedule = self.run.progress.step, self.run.schedule
+        left_by_break = completed and self.run.loaders.place_of_break is not None
+        is_saved = step == schedule.last_saved and (
+            at_exit
+            or not (completed or schedule.saved_in_body)
+            or (left_by_break and not self.run.progress.steps_taken)
+        )
+        if is_saved:
             self.wait()
             if step not in self.unsaved:
                 return
-        if not self.run.schedule.may_save:
-            lost = f"a restart resumes from step {self.run.schedule.last_saved}"
+        repeats_batches = self.resumes_exactly and (left_by_break or not completed)
+        if not (schedule.may_save or repeats_batches):
+            lost = f"a restart resumes from step {schedule.last_saved}"
             if completed:
-                lost = "the gradients since the last optimizer step are not saved"
+                lost = "the gradients since the last optimizer step have changed no weights"
             self.run.log.problem(step, f"the run ends within an accumulation window: {lost}")
             if not completed:
                 return
-        if completed:
+        if not repeats_batches:
             self.save(SaveReason.LAST)
             return
         with self._before_batches():
@@ -389,7 +402,8 @@ class Saver:
             return "the weights are not finite"
         if self.run.step_batches.within_batch:
             return "the updates on this batch have not ended"
-        if self.run.progress.step == self.run.schedule.last_saved:
+        schedule = self.run.schedule
+        if self.run.progress.step == schedule.last_saved and not schedule.saved_in_body:
             return ""
         if replaced:
             return replaced

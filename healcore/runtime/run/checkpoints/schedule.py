@@ -66,6 +66,9 @@ class SaveSchedule:
         """Step of the last regular save, of the start or of the last rollback; or None before the
         start. Another save changes neither when weights are saved regularly nor with which weights
         later weights are compared."""
+        self.saved_in_body = False
+        """Whether the program has asked for the last checkpoint, within the body of its loop. The
+        rest of the body, and a `break`, may have changed what a restart has to know."""
         self.after_change = False
         """Whether no checkpoint has the structure that the program has given to its model."""
         self._policy = policy
@@ -95,8 +98,12 @@ class SaveSchedule:
         wanted = self._missed_saves >= 1 or self.after_change
         if not wanted or self.delayed or not self.may_save:
             return False
-        is_slow = self._limits_time and self._time.exceeds_limit(self._progress.step // self.every)
-        return not is_slow
+        return not (self._limits_time and self.saves_are_slow)
+
+    @property
+    def saves_are_slow(self) -> bool:
+        """Whether the saves of any rank have taken too long. Collective once per interval."""
+        return self._time.exceeds_limit(self._progress.step // self.every)
 
     def _warn(self) -> None:
         """Warns that nothing was saved for long, and why. Slow saves are a reason only once."""
@@ -156,21 +163,22 @@ class SaveSchedule:
         return any(step >= first for step in self._ledger.unhealthy[-1:])
 
     @contextmanager
-    def saving(self, *, regular: bool) -> Iterator[None]:
+    def saving(self, *, regular: bool, in_body: bool = False) -> Iterator[None]:
         """A context for the save of the current step.
 
         Args:
-            regular: whether the time of the save counts. A save at the end or after a rollback has
-                to be done however long it takes.
+            regular: whether the schedule has asked for the save.
+            in_body: whether the program has asked for the save.
         """
         began = time.monotonic()
         self.last_saved = self._progress.step
+        self.saved_in_body = in_body
         if regular:
             self.last_regular = self._progress.step
         self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield
-        if regular:
+        if not in_body:
             self._time.total_s += time.monotonic() - began
 
 

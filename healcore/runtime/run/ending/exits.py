@@ -10,24 +10,6 @@ import signal
 
 from healcore.core.errors import HealcoreError, exported_by
 
-_newest_end: BaseException | None = None
-
-
-def newest_end() -> BaseException | None:
-    """The newest exception of healcore that ends the program, or None if there was none.
-
-    A run without a block (`healcore.start`) closes when Python exits, and does not see the
-    exception that has ended the program. It asks here instead, so that it does not close as a run
-    that has completed.
-    """
-    return _newest_end
-
-
-def _note(error: BaseException) -> None:
-    """Keeps an exception for `newest_end`."""
-    global _newest_end
-    _newest_end = error
-
 
 @exported_by("healcore")
 class RunStopped(HealcoreError, SystemExit):
@@ -46,7 +28,6 @@ class RunStopped(HealcoreError, SystemExit):
         self.diagnosis = diagnosis
         self.why = why
         self.last_good = last_good
-        _note(self)
 
     def __str__(self) -> str:
         return self.diagnosis
@@ -58,7 +39,6 @@ class _EndsWithStatus0(HealcoreError, SystemExit):
     def __init__(self, why: str) -> None:
         super().__init__(0)
         self.why = why
-        _note(self)
 
     def __str__(self) -> str:
         return self.why
@@ -124,7 +104,6 @@ class Terminated(HealcoreError, SystemExit):
         super().__init__(128 + number)
         self.number = number
         self.why = f"signal {number}"
-        _note(self)
 
 
 @exported_by("healcore.errors")
@@ -138,7 +117,6 @@ class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
     def __init__(self) -> None:
         super().__init__()
         self.code = 128 + signal.SIGINT
-        _note(self)
 
 
 def exit_for(number: int) -> BaseException:

@@ -10,7 +10,7 @@ import contextlib
 import signal
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from healcore.console import first_of
 from healcore.core.decision import Cause
@@ -36,28 +36,37 @@ if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 
-def ending_of(error: BaseException | None, signal_number: int | None = None) -> Ending:
+EndedBy = Literal["block", "close", "exit"]
+"""What ends the run: the end of its block, `Healer.close`, or for `healcore.start` the end of the
+process."""
+
+
+def ending_of(run: Run, error: BaseException | None) -> Ending:
     """Ending of a run.
 
     Args:
-        error: the exception that left the block, or None if the loop has ended by itself.
-        signal_number: number of the signal that the run has received, or None.
+        run: the parts of the run.
+        error: the exception that left the block, or None if the loop has ended by itself. The stop
+            or the completion of another run is an exception like any other.
 
     Returns:
         The ending, for the events and the postmortem.
     """
     endings = {
         type(None): Ending.COMPLETED,
-        AlreadyCompleted: Ending.COMPLETED,
-        RunStopped: Ending.STOPPED,
         Terminated: Ending.SIGNAL,
         KeyboardInterrupt: Ending.INTERRUPTED,
         EndRequested: Ending.REQUESTED,
     }
+    if error is run.stopping.stopped:
+        endings[RunStopped] = Ending.STOPPED
+    if run.loop.state.is_complete:
+        endings[AlreadyCompleted] = Ending.COMPLETED
     for kind, ending in endings.items():
         if isinstance(error, kind):
             return ending
     # torch's loader raises when the signal has killed its workers too.
+    signal_number = run.end_requests.stop_signals.signal_number
     if signal_number == signal.SIGTERM and "DataLoader worker" in str(error):
         return Ending.SIGNAL
     return Ending.EXCEPTION
@@ -80,6 +89,7 @@ class Shutdown:
     Args:
         run: the parts of the run.
         error: the exception that left the block, or None.
+        by: what ends the run.
 
     Attributes:
         error: the exception that left the block, or its replacement.
@@ -90,12 +100,15 @@ class Shutdown:
         problems: errors at the end.
     """
 
-    def __init__(self, run: Run, error: BaseException | None) -> None:
+    def __init__(self, run: Run, error: BaseException | None, *, by: EndedBy = "block") -> None:
         self.run = run
         self.error = error
-        self.ending = ending_of(error, self.run.end_requests.stop_signals.signal_number)
+        self.by = by
+        self.ending = ending_of(run, error)
         self.completed = self.ending == Ending.COMPLETED
-        self.raised = error.__cause__ if isinstance(error, RunStopped) else error
+        self.raised = error
+        if error is not None and self.ending == Ending.STOPPED:
+            self.raised = error.__cause__
         if isinstance(error, AlreadyCompleted):
             self.raised = None  # the loop has raised no error
         self.fault: Fault | None = None
@@ -122,7 +135,7 @@ class Shutdown:
         if ran_out and self.run.loop.state.searches_batch_size:
             self._discard()
             return None
-        if not self.completed:
+        if not self.completed or self.by == "exit":
             self._collect("the weights could not be read", self._find_replaced_weights)
         if together:
             self._read_last_steps()
@@ -184,7 +197,7 @@ class Shutdown:
             return False
         if not self.replaced or self.run.progress.step == self.run.schedule.last_saved:
             return True
-        if self.fault is None:
+        if self.fault is None and not self.completed:
             self.run.loop.warn(f"no checkpoint was saved at the end: {self._replaced_text()}")
         return False
 
@@ -351,9 +364,12 @@ class Shutdown:
             may_save: whether the state is complete, so that a restart may resume from it.
         """
         completed = self.completed
-        saved = True
-        if together and may_save:
-            save = partial(self.run.saver.save_last, completed=completed)
+        saved = may_save or self.run.loop.state.is_complete
+        if self.run.loop.state.is_complete:
+            if together and completed and self.by != "exit":
+                self._collect("the saved state could not be loaded again", self._load_again)
+        elif together and saved:
+            save = partial(self.run.saver.save_last, completed=completed, at_exit=self.by == "exit")
             saved = self._collect("the last state could not be saved", save) is None
         self._collect("checkpoints being written", self.run.saver.wait)
         if completed and (not together or self._is_lost_on_any_rank(saved)):
@@ -362,9 +378,18 @@ class Shutdown:
             self.ending = Ending.EXCEPTION
         elif completed:
             self.error = incomplete_run_error(self.run)
-            self.ending = ending_of(self.error)
-            if self.error is None and self.run.loop.state.break_place:
+            self.ending = ending_of(self.run, self.error)
+            if self.error is None and self.run.loop.state.break_place and self.by != "close":
                 self.ending = Ending.REQUESTED
+
+    def _load_again(self) -> None:
+        """Loads the last state of a completed run once more, at the end of its block.
+
+        The code after the loop has run in the process that completed the run, and its effect is in
+        the saved state, such as best weights. In this process it has run on other values.
+        """
+        if self.run.driver.state_is_in_place and not self.run.loop.has_trainer:
+            self.run.program_loader.load_step(self.run.progress.step)
 
     def _save_before_batches(self) -> None:
         """Saves the state before the batches that were read for the next step.
@@ -458,8 +483,12 @@ class Shutdown:
                 target = "starts from the beginning"
             else:
                 target = f"resumes from the checkpoint of step {newest}"
-        why = saver.unsaved.get(step) or next(iter(self.problems), "it failed on another rank")
+        remedy = "Remove the cause and start the program again: it"
+        why = saver.unsaved.get(step) or self._replaced_text()
+        if self.replaced:
+            remedy = "Call healer.close() directly after the loop. The next start"
+        why = why or next(iter(self.problems), "it failed on another rank")
         return (
             f"healcore: the loop has ended at step {step}, and its last state is not saved "
-            f"({why}). Remove the cause and start the program again: it {target}"
+            f"({why}). {remedy} {target}"
         )

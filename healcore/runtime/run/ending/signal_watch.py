@@ -58,21 +58,25 @@ class SignalWatch:
         self._received: float | None = None
         """Time of the first signal, by the monotonic clock, or None."""
 
-    def start(self) -> None:
+    def start(self) -> bool:
         """Installs the handlers. Called once, when the run begins.
 
         A program's own handlers of Ctrl-C and SIGUSR1 stay. In a thread other than the main thread
         nothing is installed, because Python permits handlers only in the main thread. A signal then
         has its usual effect, without a save.
+
+        Returns:
+            Whether signals are watched: False in another thread than the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
-            return
+            return False
         self._pid = os.getpid()
         for number in _SIGNALS:
             previous = signal.getsignal(number)
             is_default = previous in (signal.default_int_handler, signal.SIG_DFL)
             if number == signal.SIGTERM or is_default or _run_of(previous) is not None:
                 self._install(number, self._handle)
+        return True
 
     def stop(self) -> None:
         """Stops watching, and restores the previous handlers.

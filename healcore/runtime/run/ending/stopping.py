@@ -27,10 +27,14 @@ class Stopping:
     Args:
         run: the parts of the run. The diagnosis describes all of them, also `recovery`, which is
             made later.
+
+    Attributes:
+        stopped: the exception that has stopped the run, or None.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.stopped: RunStopped | None = None
 
     def stop(
         self,
@@ -67,7 +71,8 @@ class Stopping:
         self.run.log.event(
             "stop", step=outcome.step, why=why, diagnosis=text, checkpoint=good, cause=fault or None
         )
-        raise RunStopped(text, why, good) from error
+        self.stopped = RunStopped(text, why, good)
+        raise self.stopped from error
 
     def count_last_steps(self) -> None:
         """Counts the unread steps at the end of a run, on which nothing acts. Not collective.
