@@ -8,8 +8,8 @@ it for good:
     `RunStopped`, a signal, a stop file, in its loop       is closed at once, as by a block
     `healer.close()`                                       is closed as complete
     an uncaught exception (`sys.excepthook`)               is closed as by a block
-    another `start`: for the same store, or after the      is closed as at the end of the process
-    program has dropped its Healer
+    another `start`: for the same store or objects, or     is closed as at the end of the process
+    after the program has dropped its Healer
     the end of the process, within a loop (`break`,        is closed early: the next start resumes
     `sys.exit()`)
     the end of the process, anywhere else                  is closed as complete
@@ -29,7 +29,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, Unpack
 
@@ -106,6 +106,17 @@ class ScriptHealer(Healer[State]):
         """See `Healer.steps`."""
         return self._until_end(super().steps(total, warmup=warmup))
 
+    def shares_state(self, other: Healer[Any]) -> bool:
+        """Whether a module or an optimizer of the state is in another Healer's state too."""
+        own, others = self._options.state, other._options.state
+        if not (isinstance(own, Mapping) and isinstance(others, Mapping)):
+            return False
+        return any(
+            mine is theirs and hasattr(mine, "state_dict")
+            for mine in own.values()
+            for theirs in others.values()
+        )
+
     def _until_end(self, loop: Iterator[Item]) -> Iterator[Item]:
         """Yields what a loop yields, and saves the state where the loop ends or is left.
 
@@ -173,18 +184,23 @@ def start(
     return healer
 
 
-def _is_over(started: _Started, before: Healer[Any]) -> bool:
-    """Whether a run is over before another one begins: it is closed, replaced, or dropped.
+def _is_over(started: _Started, before: ScriptHealer[Any]) -> bool:
+    """Whether a run is over before another one begins: it is closed, dropped, or replaced.
 
-    The ranks of a run may drop it at different times, and have to close it together.
+    A run is replaced by a run in the same store, and after its loop by a run that trains the same
+    objects, such as the next fold. The ranks of a run may drop it at different times, and have to
+    close it together.
     """
     healer = started.healer()
     if started.run.loop.state.run_has_ended:
         return True
     if healer is None:
         return started.run.ranks.world == 1
-    same_store = before.store is not None and before.store == healer.store
-    return same_store or hasattr(sys, "ps1")
+    if hasattr(sys, "ps1") or (before.store is not None and before.store == healer.store):
+        return True
+    state = started.run.loop.state
+    has_trained = state.was_used and not state.in_body
+    return has_trained and before.shares_state(healer)
 
 
 def _install_hooks() -> None:

@@ -233,6 +233,34 @@ def test_runs_that_nobody_closes_keep_no_threads_and_files(tmp_path):
     assert [each[0]["ending"] for each in ends] == ["completed"] * 8, "closed by the next `start`"
 
 
+def test_folds_of_one_model_and_one_optimizer(tmp_path):
+    """The next fold ends the run before it, whose state was saved at the end of its loop."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    weights = []
+    for fold in range(3):
+        model.reset_parameters()
+        state = {"m": model, "o": optimizer}
+        healer = healcore.start(state=state, store=tmp_path / str(fold))
+        for _ in healer.batches(range(20)):
+            train_step(healer, model, optimizer)
+        weights.append(model.weight.tolist())
+    healer.close()
+    for fold in range(3):
+        new_process()
+        with Healer(state=state, store=tmp_path / str(fold), resume=True) as healer:
+            assert healer.step == 20
+            assert model.weight.tolist() == weights[fold]
+
+
+def test_a_run_in_a_side_thread_says_that_it_gets_no_signals(tmp_path, capsys):
+    thread = threading.Thread(target=trained, args=(tmp_path,))
+    thread.start()
+    thread.join()
+    assert "the run was opened in a side thread" in capsys.readouterr().err
+
+
 # -- a block saves what is there at its end --------------------------------------------------------
 
 

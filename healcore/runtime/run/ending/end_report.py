@@ -107,6 +107,8 @@ class EndReport:
             self.run.stopping.count_last_steps()
             self.run.monitor.read_engines()
         why = self.run.loop.state.break_place if error is None else getattr(error, "why", "")
+        if isinstance(error, RunStopped) and ending != Ending.STOPPED:
+            why = ""  # the reason of another run
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
             exception = self._exception_text(error)
