@@ -33,6 +33,7 @@ The files, for readers of the code, in the order of a step:
     optimizer_constants  numbers with which the program makes an optimizer
     flax_nnx             helpers for Flax nnx
     flax_linen           helpers for Flax linen
+    flax_statistics      warns of a step in Flax that keeps the statistics of a skipped step
 
     driver               what a Healer needs of a run in JAX
     store                checkpoints

@@ -83,7 +83,7 @@ def last_decision(optimizer: nnx.Optimizer) -> Decision:
     Raises:
         HealStateError: the optimizer contains no healing state, or more than one.
     """
-    return opt_state.last_decision(_arrays(optimizer.opt_state))
+    return opt_state.last_decision(optimizer.opt_state)
 
 
 def metrics(optimizer: nnx.Optimizer) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def metrics(optimizer: nnx.Optimizer) -> dict[str, Any]:
     Raises:
         HealStateError: the optimizer contains no healing state, or more than one.
     """
-    return opt_state.metrics(_arrays(optimizer.opt_state))
+    return opt_state.metrics(optimizer.opt_state)
 
 
 def _arrays(tree: Any) -> Any:

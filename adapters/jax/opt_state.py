@@ -1,7 +1,9 @@
 """Reads, saves and replaces the healing state in an optimizer state.
 
 All functions accept any nesting of optax states that contains one `heal`, `heal_zclip` or
-`protect`. An argument `policy` is the policy of that transformation.
+`protect`, such as the ``opt_state`` of an `nnx.Optimizer`. `without_heal_state` and
+`with_heal_state` need optax's own states in it. The other functions accept dictionaries in their
+place, as in ``nnx.state(optimizer)``. An argument `policy` is the policy of the transformation.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from healcore.jax.heal_state import (
     engine_state,
     with_engine_state,
 )
-from healcore.jax.nested_states import find
+from healcore.jax.nested_states import find, is_healing, replace
 from healcore.jax.state_policy import HealStateError
 from healcore.jax.tree_nodes import map_nodes
 from healcore.policy import PolicyLike, engine_of
@@ -55,7 +57,8 @@ def last_decision(opt_state: optax.OptState) -> Decision:
     afterwards.
 
     Args:
-        opt_state: any nesting of optax states that contains one `heal`, `heal_zclip` or `protect`.
+        opt_state: any nesting of optax states that contains one `heal`, `heal_zclip` or `protect`,
+            such as the ``opt_state`` of a TrainState or of an `nnx.Optimizer`.
 
     Returns:
         The Decision, in 0-d arrays. Neutral before the first step.
@@ -166,7 +169,7 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
     old = find(opt_state)
     engine_state(engine, old)  # raises for another policy
     new = with_engine_state(engine, old, engine.from_dict(data))
-    return map_nodes(HealState, lambda _: new, opt_state)
+    return replace(opt_state, new)
 
 
 def expect_change(opt_state: State) -> State:
@@ -189,7 +192,7 @@ def expect_change(opt_state: State) -> State:
         HealStateError: as in `last_decision`.
     """
     new = heal_state.with_change_expected(find(opt_state))
-    return map_nodes(HealState, lambda _: new, opt_state)
+    return replace(opt_state, new)
 
 
 # -- conversion to and from plain optax ---------------------------------------------------------
@@ -209,14 +212,22 @@ def without_heal_state(state: PyTree) -> PyTree:
     Returns:
         The tree in which the state of `protect` is the state of its inner optimizer, and the state
         of a member of a chain (`heal`, `heal_zclip`, `scale_by_heal_lr`) is `optax.EmptyState`.
+
+    Raises:
+        HealStateError: the tree has dictionaries in the place of optax's states.
     """
 
     def bare(node: PyTree) -> PyTree:
         if isinstance(node, ProtectState):
             return without_heal_state(node.inner_state)
+        if isinstance(node, Mapping):
+            raise HealStateError(
+                "this state has a dictionary in the place of a HealState, as nnx.state(optimizer) "
+                "has: pass optimizer.opt_state"
+            )
         return optax.EmptyState()
 
-    return map_nodes(_HEALING, bare, state)
+    return map_nodes(lambda node: isinstance(node, _HEALING) or is_healing(node), bare, state)
 
 
 def with_heal_state(bare: PyTree, like: State) -> State:

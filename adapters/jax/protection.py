@@ -29,6 +29,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
 from healcore.jax import (
+    flax_statistics,
     gradients,
     heal_state,
     optimizer_constants,
@@ -144,6 +145,8 @@ class Protection:
         """Judges a step, and takes or skips it."""
         if not isinstance(state, ProtectState):
             raise no_heal_state_error(state)
+        if self.heals:
+            flax_statistics.warn_if_kept()
         call = self._call(updates, state, params, extra_args)
         measured = self._measure(call)
         # Called here, because its warning names the line that called `update`.

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from healcore.core.engine import Engine
-from healcore.jax import gradients, heal_state
+from healcore.jax import flax_statistics, gradients, heal_state
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.clipping import clip
 from healcore.jax.heal_state import DEFAULT_RECORDS, HealState, ScaleByHealLrState
@@ -303,6 +303,7 @@ def _transformation(
         state, decision = heal_state.step(engine, state, signals, norms)
         if engine.mode == "observe" and "externally_skipped" not in given:
             return updates, state
+        flax_statistics.warn_if_kept()
         updates = clip(engine, decision, state, updates, measured=updates, given=given, axes=axes)
         return gradients.fill_where(updates, decision.skip, 0.0), state
 

@@ -1,12 +1,14 @@
-"""Writes the table of docs/events.md and docs/events.schema.json from the schema.
+"""Writes the table and the version on docs/events.md, and docs/events.schema.json.
 
 `python -m tests.events.page_tables`
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from healcore import __version__
 from healcore.events.models import EventRecord
 from healcore.events.schema import ENVELOPE, KINDS, SCHEMA, EventKind, Trait
 
@@ -24,7 +26,8 @@ def about(kind: EventKind) -> str:
 
 
 def written(page: str) -> str:
-    """The page with the table of the present code between its two marks."""
+    """The page with the table of the present code between its two marks, and the version of now."""
+    page = re.sub(r'(?<="environment":{"healcore":")[^"]*', __version__, page)
     assert page.count(BEGIN) == page.count(END) == 1
     before, rest = page.split(BEGIN)
     rows = (f"`{name}` | {about(kind).replace(JUDGED, ' *')}" for name, kind in KINDS.items())

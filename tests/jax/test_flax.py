@@ -6,11 +6,23 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 
-from healcore.jax import HealStateError, protect
+from healcore.jax import (
+    HealStateError,
+    expect_change,
+    flax_nnx,
+    from_dict,
+    gradient_norms,
+    heal_zclip,
+    last_decision,
+    metrics,
+    protect,
+    to_dict,
+    with_heal_state,
+    without_heal_state,
+)
 from healcore.jax.flax_linen import HealTrainState
-from healcore.jax.flax_nnx import last_decision, metrics
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
 from tests.jax.driver.small_runs import State, batch, in_place, linen
@@ -82,13 +94,106 @@ def test_a_bad_batch_is_undone_whole_in_nnx():
     run = in_place()
     model, optimizer = run.state["model"], run.state["optimizer"]
     run.step(run.state, batch(0))
-    assert not bool(last_decision(optimizer).skip)
+    assert not bool(flax_nnx.last_decision(optimizer).skip)
     before = whole()
     run.step(run.state, batch(1, bad=True))
-    assert bool(last_decision(optimizer).skip)
+    assert bool(flax_nnx.last_decision(optimizer).skip)
     assert whole() == before
     assert int(optimizer.step[...]) == 1
     assert int(model.dropout.rngs.count[...]) == 2, "random streams continue over a skip"
-    assert int(metrics(optimizer)["heal/skips"]) == 1
+    assert int(flax_nnx.metrics(optimizer)["heal/skips"]) == 1
     run.step(run.state, batch(2))
     assert whole() != before
+
+
+def nnx_optimizer(tx: Any = None, steps: int = 1) -> Any:
+    """An nnx optimizer after steps that were skipped because their loss is NaN, with its model."""
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx or protect(optax.adam(0.1), policies.BOTH), wrt=nnx.Param)
+    grads = nnx.grad(lambda m: (m(jnp.ones((4, 2))) ** 2).mean())(model)
+    for _ in range(steps):
+        optimizer.update(model, grads, value=jnp.float32(jnp.nan))
+    return optimizer, model
+
+
+FORMS = {
+    "opt_state": lambda optimizer: optimizer.opt_state,
+    "the optimizer": lambda optimizer: optimizer,
+    "nnx.state": nnx.state,
+    "part of nnx.state": lambda optimizer: nnx.state(optimizer)["opt_state"],
+    "nnx.split": lambda optimizer: nnx.split(optimizer)[1],
+    "arrays": lambda optimizer: arrays(nnx.state(optimizer)),
+    "dictionaries": lambda optimizer: nnx.to_pure_dict(nnx.state(optimizer)),
+    "to_state_dict": lambda optimizer: serialization.to_state_dict(arrays(optimizer.opt_state)),
+}
+"""The forms in which a program has the state of an nnx optimizer."""
+
+
+def arrays(tree: Any) -> Any:
+    """The tree with the array of each Variable, as `nnx.pure` makes it."""
+    return jax.tree.map(lambda v: v[...], tree, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", ["outside", "in jit"])
+def test_each_form_of_an_nnx_optimizer_is_read(form: str, place: str):
+    optimizer, model = nnx_optimizer()
+    params = nnx.state(model, nnx.Param)
+
+    def read(optimizer: Any) -> Any:
+        state = FORMS[form](optimizer)
+        norms = gradient_norms(state, params)
+        return last_decision(state).skip, metrics(state), norms
+
+    if place == "in jit":
+        read = nnx.jit(read)
+    skip, numbers, norms = read(optimizer)
+    assert bool(skip)
+    assert int(numbers["heal/skips"]) == 1
+    assert len(norms) == 2
+    assert all(norm > 0 for norm in norms.values())
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        pytest.param(optax.chain(heal_zclip(), optax.adamw(1e-3)), id="chain"),
+        pytest.param(optax.chain(optax.chain(protect(optax.adam(0.1)))), id="nested chain"),
+        pytest.param(protect(optax.inject_hyperparams(optax.adam)(0.1)), id="numbers"),
+        pytest.param(protect(optax.MultiSteps(optax.adam(0.1), 2)), id="MultiSteps"),
+    ],
+)
+def test_a_chain_in_an_nnx_optimizer_is_read_in_each_form(tx: Any):
+    optimizer, _ = nnx_optimizer(tx)
+    for form in FORMS.values():
+        assert bool(last_decision(form(optimizer)).skip)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "policy", [policies.EVERYTHING, policies.ADAGC], ids=["windows", "tensors"]
+)
+def test_the_engine_of_an_nnx_optimizer_is_replaced_in_each_form(form: str, policy: Any):
+    tx = protect(optax.adam(0.1), policy)
+    given = FORMS[form](nnx_optimizer(tx, steps=0)[0])
+    saved = to_dict(FORMS[form](nnx_optimizer(tx)[0]), policy)
+    state = from_dict(given, saved, policy)
+    assert jax.tree.structure(state) == jax.tree.structure(given)
+    assert to_dict(state, policy) == saved != to_dict(given, policy)
+    announced = expect_change(given)
+    assert jax.tree.structure(announced) == jax.tree.structure(given)
+    assert bits(announced) != bits(given)
+
+
+def test_an_nnx_optimizer_continues_from_a_replaced_state():
+    optimizer, model = nnx_optimizer()
+    optimizer.opt_state = expect_change(optimizer.opt_state)
+    optimizer.update(model, nnx.state(model, nnx.Param), value=jnp.float32(1.0))
+    assert int(metrics(optimizer)["heal/steps"]) == 2
+    optimizer.opt_state = with_heal_state(
+        without_heal_state(optimizer.opt_state), like=nnx_optimizer(steps=0)[0].opt_state
+    )
+    optimizer.update(model, nnx.state(model, nnx.Param), value=jnp.float32(1.0))
+    assert int(metrics(optimizer)["heal/steps"]) == 1
+    with pytest.raises(HealStateError, match=r"pass optimizer\.opt_state"):
+        without_heal_state(nnx.state(optimizer))
