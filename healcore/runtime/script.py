@@ -106,6 +106,13 @@ class ScriptHealer(Healer[State]):
         """See `Healer.steps`."""
         return self._until_end(super().steps(total, warmup=warmup))
 
+    def after_step(self, *, last: bool = False) -> bool:
+        """See `Healer.after_step`."""
+        rolled_back = super().after_step(last=last)
+        if last and not rolled_back:
+            self._run.loop.save_at_loop_end(left=False)
+        return rolled_back
+
     def shares_state(self, other: Healer[Any]) -> bool:
         """Whether a module or an optimizer of the state is in another Healer's state too."""
         own, others = self._options.state, other._options.state

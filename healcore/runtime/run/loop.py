@@ -149,6 +149,7 @@ class Loop:
         rollback = self._between_steps(last=last) or self._rolled_back_by_update
         self._rolled_back_by_update = None
         if last and rollback is None:
+            self.state.reach_end()
             self.judge_at_end()
         return rollback
 

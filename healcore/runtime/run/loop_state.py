@@ -83,8 +83,9 @@ class LoopState:
         was_used: whether the program has called `batches`, `after_step` or `update` in this
             process. A loop that takes steps without them ends with an error, because nothing could
             be saved or rolled back between its steps.
-        reached_end: whether any loop over `epochs`, `steps` or `scan` of this process has come to
-            its end. It stays True if the program begins another loop.
+        reached_end: whether any loop over `epochs`, `steps` or `scan`, or with
+            `after_step(last=True)`, has come to its end in this process. It stays True if the
+            program begins another loop.
         run_has_ended: whether the block of the Healer has ended. A generator of the program that is
             closed later changes nothing, see `BatchLoop.batches`.
         in_body: whether the body of a loop of the program runs, or was left before its end.
@@ -215,7 +216,7 @@ class LoopState:
         self.yielded_step = None
 
     def reach_end(self) -> None:
-        """A loop over `epochs`, `steps` or `scan` has come to its end."""
+        """A loop has come to its end, as far as the Healer knows."""
         self.reached_end = True
 
     def end_run(self) -> None:

@@ -340,7 +340,7 @@ class Saver:
         if due and self.run.schedule.may_save and not self.run.driver.has_finite_weights():
             self.save(SaveReason.LAST)
 
-    def save_last(self, *, completed: bool, at_exit: bool = False) -> None:
+    def save_last(self, *, completed: bool, after_loop: bool = False) -> None:
         """Saves the state at the end of the run.
 
         The program may have changed its state since the last save of this step: best weights, the
@@ -349,8 +349,8 @@ class Saver:
 
         Args:
             completed: whether no exception has ended the loop.
-            at_exit: whether the process ends, after its loop: then a checkpoint of this step is the
-                state of the run.
+            after_loop: whether the run has ended with its loop: then a checkpoint of this step has
+                its state.
 
         Raises:
             StoreError: the changes by batches of an unfinished step cannot be undone.
@@ -358,7 +358,7 @@ class Saver:
         step, schedule = self.run.progress.step, self.run.schedule
         left_by_break = completed and self.run.loaders.place_of_break is not None
         is_saved = step == schedule.last_saved and (
-            at_exit
+            after_loop
             or not (completed or schedule.saved_in_body)
             or (left_by_break and not self.run.progress.steps_taken)
         )

@@ -369,7 +369,9 @@ class Shutdown:
             if together and completed and self.by != "exit":
                 self._collect("the saved state could not be loaded again", self._load_again)
         elif together and saved:
-            save = partial(self.run.saver.save_last, completed=completed, at_exit=self.by == "exit")
+            # A trainer may load its best weights after its loop: the run ends with the loop.
+            after_loop = self.by == "exit" or self.run.loop.has_trainer
+            save = partial(self.run.saver.save_last, completed=completed, after_loop=after_loop)
             saved = self._collect("the last state could not be saved", save) is None
         self._collect("checkpoints being written", self.run.saver.wait)
         if completed and (not together or self._is_lost_on_any_rank(saved)):
