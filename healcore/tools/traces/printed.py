@@ -169,7 +169,7 @@ def printed_lines(
     records = _collect(parse, path, problems)
     if not any(each.place.step is not None or _has_step(each.record) for each in records):
         records = _with_places_of_other_lines(records)
-    yield from _emit(records, problems)
+    yield from _emit(records)
 
 
 def _collect(
@@ -214,7 +214,7 @@ def _collect(
     return records
 
 
-def _emit(records: Sequence[_Printed], problems: list[RowProblem]) -> Records:
+def _emit(records: Sequence[_Printed]) -> Records:
     """Yields line number and record of each step and evaluation, without the means of epochs."""
     have_places = _have_places(records)
     last_place = Place(None)
@@ -222,13 +222,10 @@ def _emit(records: Sequence[_Printed], problems: list[RowProblem]) -> Records:
         place = each.place
         if _is_evaluation(each.record) and place.step is None and not _has_step(each.record):
             place = last_place  # an evaluation belongs to the step before it
-        elif have_places and place.step is None and not _is_evaluation(each.record):
-            if not each.is_summary:
-                text = "it names no step, and the other lines do: skipped"
-                problems.append(RowProblem(each.line, text, unusable=True))
-            continue
-        else:
+        elif place.step is not None or not have_places or _is_evaluation(each.record):
             last_place = place
+        elif each.is_summary:
+            continue
         yield each.line, _with_place(each.record, place)
 
 
