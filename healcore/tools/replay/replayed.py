@@ -31,7 +31,7 @@ from healcore.policy.loader import resolve
 from healcore.tools.replay.judging import judge_trace
 from healcore.tools.report.page_report import MAX_LINES, PageReport
 from healcore.tools.traces.columns import JUDGED_SIGNALS
-from healcore.tools.traces.trace import Trace
+from healcore.tools.traces.trace import Trace, missing_signals
 
 
 class ReplayError(HealcoreError, ValueError):
@@ -39,14 +39,6 @@ class ReplayError(HealcoreError, ValueError):
 
     For example, the policy judges gradient norms, and the trace logs only losses. A replay without
     a decision would look like a healthy run.
-    """
-
-
-class NotJudgedError(ReplayError):
-    """A trace ends in rows without a value, so the other rows do not show how the run ended.
-
-    Some writers log NaN as an empty cell. A run that diverged would then look like a run that was
-    healthy to its last logged value. Write "nan" in these cells, or cut the rows.
     """
 
 
@@ -133,6 +125,9 @@ class Summary(NamedTuple):
     judged_from: float | None = None
     """Step of the first row that all detectors judge, because they have learnt the rows before it.
     None if no detector learns the run first, or if the log is too short."""
+    missing: dict[str, str] = {}  # noqa: RUF012 -- never changed
+    """Signal -> a clause, for each signal that the last rows lack. The run may have diverged in
+    these rows, because some programs do not write NaN."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +230,8 @@ class Replay:
         policy_toml = ""
         if isinstance(self.policy, Policy):
             policy_toml = dumps(self.policy)
-        notes = [inactive_line(signal, parts) for signal, parts in summary.inactive.items()]
+        notes = [*summary.missing.values()]
+        notes += [inactive_line(signal, parts) for signal, parts in summary.inactive.items()]
         if len(alarms) > len(shown):
             more = f"the plot marks the first {len(shown)}"
             notes.append(f"{len(alarms):,} alarms outside of incidents: {more}")
@@ -281,7 +277,6 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
 
     Raises:
         ReplayError: the policy has nothing to judge in this trace.
-        NotJudgedError: the trace ends in many rows without a loss and a norm.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
     policy = resolve(policy)
@@ -292,7 +287,6 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         engine = policy.engine()
         name = name or policy.name
     inactive = _find_inactive(engine, trace, name)
-    _refuse_empty_end(trace)
     rows = judge_trace(engine, trace)
     incidents = _find_incidents(rows)
     steps = trace.rows.step
@@ -327,6 +321,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         unit=trace.unit,
         rounded=trace.rounded,
         judged_from=_judged_from(engine, inactive, rows),
+        missing=missing_signals(trace),
     )
     return Replay(trace, policy, engine, rows, summary, tuple(incidents))
 
@@ -387,31 +382,6 @@ def _judged_from(
     if not learnt or not later.size:
         return None
     return float(later[0])
-
-
-_MAX_EMPTY_ROWS, _MAX_EMPTY_SHARE = 10, 0.1
-"""Limits of the rows at the end without a value, as a number and as a fraction of all rows. A trace
-with more such rows is not judged."""
-
-
-def _refuse_empty_end(trace: Trace) -> None:
-    """Raises NotJudgedError if the last rows of a run log neither a loss nor a norm.
-
-    pandas and some writers of JSON write NaN as an empty cell or null. A log with fewer losses than
-    rows has them at regular distances.
-    """
-    rows = trace.rows
-    judged = [rows.logged[name] for name in JUDGED_SIGNALS if name in rows.logged]
-    logged = np.flatnonzero(np.any(judged, axis=0))
-    # Numbers of empty rows between two logged rows, and after the last logged row.
-    *gaps, last = (np.diff(logged, append=len(rows.step)) - 1).tolist()
-    allowed = max(_MAX_EMPTY_ROWS, _MAX_EMPTY_SHARE * len(rows.step), 2 * max(gaps, default=0))
-    if last > allowed:
-        raise NotJudgedError(
-            f"{trace.name}: not judged: the last {last:,} of {len(rows.step):,} rows, from "
-            f"{trace.unit} {rows.step[-last]:.15g} on, have no loss and no norm, which may be NaN "
-            "that was written as an empty cell or null. Write nan, or cut these rows"
-        )
 
 
 def inactive_line(signal: str, parts: Sequence[str]) -> str:

@@ -157,9 +157,10 @@ def first_alarms(summaries: Sequence[Summary]) -> list[str]:
     silent: list[str] = []
     for summary in summaries:
         subject = f"{summary.trace}, {summary.policy}"
+        missing = "; ".join(summary.missing.values())
         if not summary.alarms:
             judged = counted(summary.rows - summary.unjudged, "row")
-            silent.append(f"{subject}: no alarm in {judged}")
+            silent.append(f"{subject}: {missing or f'no alarm in {judged}'}")
             continue
         preposition = "at"
         if summary.rounded:
@@ -168,6 +169,8 @@ def first_alarms(summaries: Sequence[Summary]) -> list[str]:
         if summary.judged_from is not None:
             start = f"{summary.unit} {summary.judged_from:.15g}"
             line += f"; all detectors judge from {start} on"
+        if missing:
+            line += f"; {missing}"
         alarmed.append(line)
     return alarmed[:_MAX_ALARMED] + silent[:_MAX_ALARMED]
 

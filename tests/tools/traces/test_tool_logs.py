@@ -168,7 +168,10 @@ def test_a_store_is_read_from_its_metrics_and_says_if_it_has_none(tmp_path):
 
 
 SUMMARIES = {
-    "text with a norm": ("step {} | my_loss {}", "epoch {} done | mean my loss 2.0 | grad_norm 0.5"),
+    "text with a norm": (
+        "step {} | my_loss {}",
+        "epoch {} done | mean my loss 2.0 | grad_norm 0.5",
+    ),
     "text without a step": ("[{}/120] loss_G: {}", "==> train loss: 2.0, of {}"),
     "JSON with a norm": ('{{"step": {}, "my_loss": {}}}', '{{"epoch": {}, "grad_norm": 0.5}}'),
     "JSON with a loss": ('{{"step": {}, "my_loss": {}}}', '{{"epoch": {}, "loss": 0.5}}'),
