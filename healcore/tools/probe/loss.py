@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.console import counted, first_lines
+from healcore.console import counted, first_lines, first_of
 from healcore.history.curves import thin
 from healcore.tools.probe.checks import (
     FAIL,
@@ -37,6 +37,8 @@ _CURVE_POINTS = 512
 """Number of values of a curve in the JSON document."""
 _MIN_VALUES_FOR_SMOOTHNESS = 30
 """Values from which the smoothness counts. For noise, its standard deviation is 2 / sqrt(n)."""
+_MAX_NAMED = 10
+"""Limit of the instability events that a message names."""
 _LASTING_NORMS = 3
 """Number of NaN and Inf at the end of the norms from which the run does not recover."""
 _RARE_NORMS = 0.05
@@ -379,9 +381,10 @@ def _events(
     bound = inputs.max_events
     message = "none"
     if events:
+        named = [f"{unit} {each.step:.15g} for {counted(each.values, 'value')}" for each in events]
         message = (
-            f"{counted(count, 'event')} far above the level before, the first at {unit} "
-            f"{events[0].step:.15g} for {counted(events[0].values, 'value')}"
+            f"{counted(count, 'event')} far above the level before, the first at "
+            f"{first_of(named, _MAX_NAMED)}"
         )
     message += f" ({counted(jumps, 'single high value')}"
     verdict = PASS

@@ -24,7 +24,7 @@ from healcore.core.numerics import shortest_decimal
 from healcore.history import Curves, Incident, Mode
 from healcore.history.counts import count_incidents
 from healcore.history.curves import thinned
-from healcore.history.incidents import MAX_ALARMS
+from healcore.history.incidents import MAX_ALARMS, alarm_spans
 from healcore.history.run_history import RunAttempt
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
@@ -128,6 +128,9 @@ class Summary(NamedTuple):
     missing: dict[str, str] = {}  # noqa: RUF012 -- never changed
     """Signal -> a clause, for each signal that the last rows lack. The run may have diverged in
     these rows, because some programs do not write NaN."""
+    onsets: tuple[float, ...] = ()
+    """Steps at which alarms begin: the first one, and each that follows `incident.quiet_steps` rows
+    without an alarm."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,10 +293,12 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
     rows = judge_trace(engine, trace)
     incidents = _find_incidents(rows)
     steps = trace.rows.step
-    alarms = rows.step[rows.cause != 0]
+    alarmed = rows.cause != 0
+    spans = alarm_spans(alarmed, int(engine.config.incident.quiet_steps))
+    onsets = tuple(float(rows.step[first]) for first, _ in spans)
     first_alarm = None
-    if alarms.size:
-        first_alarm = float(alarms[0])
+    if onsets:
+        first_alarm = onsets[0]
     stops = rows.step[rows.action & int(Action.STOP) != 0]
     stopped_step = None
     if stops.size:
@@ -306,7 +311,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         unjudged=len(steps) - len(rows),
         first_step=float(steps[0]),
         last_step=float(steps[-1]),
-        alarms=len(alarms),
+        alarms=_count(alarmed),
         first_alarm=first_alarm,
         causes=_counts_by_flag(rows.cause, Cause),
         actions=_counts_by_flag(rows.action, Action),
@@ -322,6 +327,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         rounded=trace.rounded,
         judged_from=_judged_from(engine, inactive, rows),
         missing=missing_signals(trace),
+        onsets=onsets,
     )
     return Replay(trace, policy, engine, rows, summary, tuple(incidents))
 

@@ -154,6 +154,19 @@ def test_the_first_alarm_is_the_first_line(run, tmp_path):
     assert "no alarm in 300 rows" in healcore_replay(healthy).output.splitlines()[0]
 
 
+def test_alarms_that_begin_again_are_named_up_to_ten(tmp_path):
+    run = logs.noisy(900)
+    for step in range(100, 900, 50):
+        run["loss"][step : step + 3] = [float("nan")] * 3
+        path = logs.write(tmp_path / "run.csv", run)
+        summary = replay(logs.trace(path), "default").summary
+        assert summary.onsets == tuple(range(100, step + 1, 50))
+    first = healcore_replay(path).output
+    assert "first alarm at step 100; " in first
+    assert "alarms begin again at step 150, 200, 250," in " ".join(first.split())
+    assert "550, 600 and 5 more" in " ".join(first.split())
+
+
 def test_policies_that_say_the_same_of_a_trace_are_named(tmp_path):
     run = logs.noisy(300)
     run["loss"][200] = float("nan")
