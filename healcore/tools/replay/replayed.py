@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.console import first_lines
+from healcore.console import first_lines, first_of
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
 from healcore.core.numerics import shortest_decimal
+from healcore.events.sentences import flags_text
 from healcore.history import Curves, Incident, Mode
 from healcore.history.counts import count_incidents
 from healcore.history.curves import thinned
@@ -222,19 +223,30 @@ class Replay:
             fields, so that both have the same page.
         """
         summary, trace, rows = self.summary, self.trace, self.rows
+        unit = summary.unit
         alarms = rows[(rows.cause != 0) & ~rows.incident_open & ~rows.skip]
         shown: dict[float, tuple[str, ...]] = {}
         for row in alarms[:MAX_ALARMS]:
             shown[row.step] = tuple(names_of(Cause(int(row.cause))))
-        facts: dict[str, str] = {}  # the fields of the summary's line of JSON, by the same names
-        for field, value in summary._asdict().items():
-            if value:
-                facts[field] = str(value)
+        onsets = first_of([f"{onset:.15g}" for onset in summary.onsets], MAX_LINES)
+        judged_from = ""
+        if summary.judged_from is not None:
+            judged_from = f"{unit} {summary.judged_from:.15g}"
+        facts = {
+            "Rows": f"{summary.rows:,}",
+            "From": f"{unit} {summary.first_step:.15g} to {summary.last_step:.15g}",
+            "Rows not judged": str(summary.unjudged or ""),
+            "All detectors judge from": judged_from,
+            f"Alarms begin at {unit}": onsets,
+            "Rows by cause": _counts_text(summary.causes),
+            "Rows by order": _counts_text(summary.actions),
+            "Lowest learning rate": f"× {summary.lowest_lr:.3g}",
+        }
+        facts = {name: text for name, text in facts.items() if text}
         policy_toml = ""
         if isinstance(self.policy, Policy):
             policy_toml = dumps(self.policy)
-        notes = [*summary.missing.values()]
-        notes += [inactive_line(signal, parts) for signal, parts in summary.inactive.items()]
+        notes = [inactive_line(signal, parts) for signal, parts in summary.inactive.items()]
         if len(alarms) > len(shown):
             more = f"the plot marks the first {len(shown)}"
             notes.append(f"{len(alarms):,} alarms outside of incidents: {more}")
@@ -256,6 +268,7 @@ class Replay:
             ),
             alarms_outside=shown,
             stopped_step=summary.stopped_step,
+            missing=tuple(summary.missing.values()),
         )
 
 
@@ -426,6 +439,11 @@ def _counts_by_flag(flags: np.ndarray, kind: type[Cause] | type[Action]) -> dict
         if count:
             counts[str(flag.name)] = count
     return counts
+
+
+def _counts_text(counts: Mapping[str, int]) -> str:
+    """Counts by the name of a flag as text: "loss spike 42, nonfinite loss 3"."""
+    return ", ".join(f"{flags_text([name])} {count:,}" for name, count in counts.items())
 
 
 def _find_incidents(rows: np.recarray) -> list[Incident]:
