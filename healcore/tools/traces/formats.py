@@ -480,7 +480,8 @@ def _rows_of(
     every = zip(steps.lines, steps.engines, steps.keys, steps.values, strict=True)
     for line, own, names, values in every:
         if names not in is_row:
-            lacks_signals = not places.isdisjoint(names) and of_steps.issuperset(names)
+            has_place = not places or not places.isdisjoint(names)
+            lacks_signals = has_place and of_steps.issuperset(names)
             is_row[names] = lacks_signals or not signals.isdisjoint(names)
         if engine not in (None, own) or not is_row[names]:
             continue
