@@ -60,8 +60,9 @@ def json_lines(path: str, problems: list[RowProblem]) -> Records:
                 if not line.endswith(("\n", "\r")):
                     cut = " (the last line is truncated)"
                 message = f"not JSON{cut}: {quote_excerpt(text)}: skipped"
-                # A text without "{" is no record: programs print them between records.
-                problems.append(RowProblem(number, message, unusable=text.startswith("{")))
+                # A text without braces is no record: programs print it between records.
+                is_record = "{" in text or "}" in text
+                problems.append(RowProblem(number, message, unusable=is_record))
                 continue
             if isinstance(value, dict):
                 yield number, value

@@ -16,7 +16,6 @@ from healcore.tools.traces.columns import (
     JUDGED_SIGNALS,
     KNOWN_FORMATS,
     RawLog,
-    RowProblem,
     TraceError,
     UnjudgeableLog,
     read_head,
@@ -329,7 +328,7 @@ class Format(NamedTuple):
     """
 
     name: str
-    read: Callable[[str, list[RowProblem]], printed.Records] | None = None
+    read: Callable[..., printed.Records] | None = None
     """Yields the records of a file, and adds damage to the problems. None for tables."""
     is_step: Callable[[printed.Fields], bool] = bool
     """Whether a record is a step of the run."""

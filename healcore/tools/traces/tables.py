@@ -56,7 +56,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     if len(names) == 1 and not columns and not is_known(names[0]):
         raise TraceError(f"its first line is '{names[0][:60]}'. It is not {KNOWN_FORMATS}")
     table = _load_numbers(path, begin, len(names))
-    headers = {begin: names}  # line of each header -> the names of the columns below it
+    headers = {begin: tuple(names)}  # line of each header -> the names of the columns below it
     if table is None:
         headers |= _later_headers(path, begin)
         step = next(filter(is_step, names), None)
@@ -91,14 +91,14 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
                     logged[signal] = np.ones(len(table), bool)
             logs.append(RawLog(path, title, numbers, logged, [], notes))
         else:
-            places: dict[int, dict[str, int]] = {}  # line of a header -> places of the signals
+            places: dict[tuple[str, ...], dict[str, int]] = {}  # header -> places of the signals
             labels: dict[str, str] = {}
-            for line, own in headers.items():
+            for own in dict.fromkeys(headers.values()):
                 try:
-                    places[line], _ = _find_places(own, run, columns)
+                    places[own], _ = _find_places(own, run, columns)
                 except TraceError:
-                    places[line] = {}
-                for signal, place in places[line].items():
+                    places[own] = {}
+                for signal, place in places[own].items():
                     labels.setdefault(signal, f"column '{own[place]}'")
             problems: list[RowProblem] = []
             rows = _csv_rows(path, headers, places, [*labels], title is not None, problems)
@@ -110,7 +110,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
 
 
 def _find_places(
-    names: list[str], run: str | None, columns: Mapping[str, str]
+    names: Sequence[str], run: str | None, columns: Mapping[str, str]
 ) -> tuple[dict[str, int], list[str]]:
     """Finds the place of each signal of a run among the names of a header, and notes.
 
@@ -180,7 +180,7 @@ def _refuse_separator(path: str, header: str) -> None:
             )
 
 
-def _find_runs(names: list[str]) -> dict[str | None, list[int]]:
+def _find_runs(names: Sequence[str]) -> dict[str | None, list[int]]:
     """Finds the places of each run's columns, including shared columns.
 
     Returns one run, None, for a table that is not an exported chart.
@@ -234,12 +234,12 @@ def _csv_lines(path: str, begin: int) -> Iterator[tuple[int, list[str], str]]:
                 yield begin + rows.line_num, cells, problem
 
 
-def _later_headers(path: str, begin: int) -> dict[int, list[str]]:
+def _later_headers(path: str, begin: int) -> dict[int, tuple[str, ...]]:
     """The headers below line `begin`, by their lines: a restarted program writes one again."""
-    headers: dict[int, list[str]] = {}
+    headers: dict[int, tuple[str, ...]] = {}
     for line, cells, _ in _csv_lines(path, begin):
         if not any(map(_is_number, cells)) and any(map(is_known, cells)):
-            headers[line] = [cell.strip() for cell in cells]
+            headers[line] = tuple(map(str.strip, cells))
     return headers
 
 
@@ -263,8 +263,8 @@ _MAX_LAST = 2
 
 def _csv_rows(
     path: str,
-    headers: Mapping[int, list[str]],
-    places: Mapping[int, Mapping[str, int]],
+    headers: Mapping[int, tuple[str, ...]],
+    places: Mapping[tuple[str, ...], Mapping[str, int]],
     labels: Sequence[str],
     shared: bool,
     problems: list[RowProblem],
@@ -276,7 +276,7 @@ def _csv_rows(
     Args:
         path: the table.
         headers: the names of the columns by the line of their header, the first one first.
-        places: the place of each signal by the line of the header.
+        places: the place of each signal by the names of the header.
         labels: the signals and "step": the order of the cells.
         shared: whether the table has several runs.
         problems: gets a problem for each row that is skipped.
@@ -290,7 +290,7 @@ def _csv_rows(
             header = line
             continue
         rows += 1
-        width, used = len(headers[header]), places[header]
+        width, used = len(headers[header]), places[headers[header]]
         if not problem and not used:
             problem = f"the header in line {header} has no loss and no norm"
         elif not problem and (len(cells) < width or any(cells[width:])):

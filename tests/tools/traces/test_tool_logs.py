@@ -190,3 +190,12 @@ def test_a_summary_of_each_epoch_without_the_column_costs_no_verdict(tmp_path, k
     column = "loss=loss_G" if "loss_G" in line else "loss=my_loss"
     result = CliRunner().invoke(app, ["replay", str(path), "--column", column])
     assert (result.exit_code, "first alarm at step 91" in result.output) == (0, True)
+
+
+def test_a_text_between_records_is_no_lost_record(tmp_path):
+    lines: list[str] = []
+    for at in range(80):
+        lines.append(f'{{"step": {at}, "loss": 2.5}}')
+        if at % 5 == 4:
+            lines.append(f"epoch {at // 5} is done, mean loss 2.5")
+    assert len(open_one(write(tmp_path / "run.jsonl", "\n".join(lines))).rows.step) == 80
