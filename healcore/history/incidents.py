@@ -6,10 +6,36 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from healcore.events.models import EventRecord, EvidenceRecord, ReadingsRecord
 
 MAX_ALARMS = 100
 """Limit of alarms with an event: per incident, and in total outside of incidents."""
+
+
+QUIET_STEPS = 10
+"""Rows without an alarm that end an incident, as in the policy `default`."""
+
+
+def alarm_spans(alarm: np.ndarray, quiet_steps: int = QUIET_STEPS) -> list[tuple[int, int]]:
+    """Groups alarms that follow one another closely.
+
+    A replay and the loss probe name the onsets of the same spans.
+
+    Args:
+        alarm: whether a row has an alarm, bool (n,).
+        quiet_steps: number of rows without an alarm that separates two spans.
+
+    Returns:
+        The first row of each span, which is its onset, and the last row with an alarm.
+    """
+    rows = np.flatnonzero(alarm)
+    spans: list[tuple[int, int]] = []
+    for span in np.split(rows, 1 + np.flatnonzero(np.diff(rows) > quiet_steps)):
+        if len(span):
+            spans.append((int(span[0]), int(span[-1])))
+    return spans
 
 
 class Mode(enum.StrEnum):

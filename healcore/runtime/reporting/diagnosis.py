@@ -129,7 +129,7 @@ def _headline(outcome: RunOutcome) -> str:
         at += f": {because}"
     headline = _HEADLINES[Ending(outcome.ending)].format(at)
     if outcome.ending in (Ending.EXCEPTION, Ending.KILLED):
-        return _wrapped(headline)
+        return _wrapped(headline, then="  ")
     return headline
 
 

@@ -194,16 +194,19 @@ class _Results:
         The rows of a replay are not kept, because a command may read many long logs. So the lines
         and the report are made here, if they are wanted.
         """
-        from healcore.tools.replay import NotJudgedError, ReplayError, replay
+        from healcore.tools.replay import ReplayError, replay
 
         try:
             result = replay(trace, policy, name=name)
         except ReplayError as error:
             self.problems.append(str(error))
-            if isinstance(error, NotJudgedError):
-                self.has_unjudged = True
             return
         self.summaries.append(result.summary)
+        for clause in result.summary.missing.values():
+            self.problems.append(
+                f"{trace.name}: not judged: {clause}, which may be NaN that was not written. Write "
+                "nan, or cut these rows"
+            )
         if lines:
             self.lines += result.lines()
         if page:

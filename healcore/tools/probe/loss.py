@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.console import counted, first_lines
+from healcore.console import counted, first_lines, first_of
 from healcore.history.curves import thin
 from healcore.tools.probe.checks import (
     FAIL,
@@ -30,12 +30,15 @@ from healcore.tools.probe.loss_curve import (
     values_to_learn,
 )
 from healcore.tools.traces import Trace, lineage
-from healcore.tools.traces.trace import Rows
+from healcore.tools.traces.columns import JUDGED_SIGNALS
+from healcore.tools.traces.trace import Rows, missing_signals
 
 _CURVE_POINTS = 512
 """Number of values of a curve in the JSON document."""
 _MIN_VALUES_FOR_SMOOTHNESS = 30
 """Values from which the smoothness counts. For noise, its standard deviation is 2 / sqrt(n)."""
+_MAX_NAMED = 10
+"""Limit of the instability events that a message names."""
 _LASTING_NORMS = 3
 """Number of NaN and Inf at the end of the norms from which the run does not recover."""
 _RARE_NORMS = 0.05
@@ -113,12 +116,14 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     found = find_events(steps, finite, inputs.event_sigmas, inputs.rolling_window)
     facts = _measure(trace, curve, found)
     checks = [_finite(curve, inputs, trace.unit)]
-    missing = _missing_losses(rows)
-    if missing >= inputs.min_steps:
-        message = f"{checks[0].message}; the last {missing} rows have no loss, which may be NaN"
-        checks[0] = checks[0]._replace(verdict=worst([checks[0].verdict, WARN]), message=message)
     if len(norms.value):
         checks.append(_gradient_norm(norms))
+    missing = missing_signals(trace)
+    for at, (check, signal) in enumerate(zip(checks, JUDGED_SIGNALS, strict=False)):
+        if signal in missing:
+            message = f"{check.message}; {missing[signal]}, which may be NaN"
+            verdict = worst([check.verdict, WARN])
+            checks[at] = check._replace(verdict=verdict, message=message)
     if len(finite) < inputs.min_steps:
         number, least = len(finite), inputs.min_steps
         message = f"{counted(number, 'finite value')}; a verdict needs at least {least}"
@@ -172,19 +177,6 @@ def _measure(
         "jumps": jumps,
         "curve": {"step": curve.step[kept].tolist(), "value": curve.value[kept].tolist()},
     }
-
-
-def _missing_losses(rows: Rows) -> int:
-    """Number of rows at the end without a loss, or 0 if the log has such gaps elsewhere too.
-
-    pandas and some writers of JSON write NaN as an empty cell or null. So a run that diverged may
-    look like a run that stopped to log its loss.
-    """
-    logged = np.flatnonzero(rows.logged["loss"])
-    *gaps, last = (np.diff(logged, append=len(rows.step)) - 1).tolist()
-    if last > 2 * max(gaps, default=0):
-        return last
-    return 0
 
 
 def _notes(trace: Trace, number: int, inputs: LossInputs) -> list[str]:
@@ -389,9 +381,10 @@ def _events(
     bound = inputs.max_events
     message = "none"
     if events:
+        named = [f"{unit} {each.step:.15g} for {counted(each.values, 'value')}" for each in events]
         message = (
-            f"{counted(count, 'event')} far above the level before, the first at {unit} "
-            f"{events[0].step:.15g} for {counted(events[0].values, 'value')}"
+            f"{counted(count, 'event')} far above the level before, the first at "
+            f"{first_of(named, _MAX_NAMED)}"
         )
     message += f" ({counted(jumps, 'single high value')}"
     verdict = PASS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -12,8 +13,9 @@ from healcore.core import numerics
 from healcore.core.array_namespace import NUMPY
 from healcore.core.detectors import LossSpikeConfig
 from healcore.core.signals import CheckedSignals
-from healcore.core.tape import to_program
+from healcore.core.tape import to_loop
 from healcore.core.trees import map_leaves
+from healcore.history.incidents import alarm_spans
 from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
 BLOCKS = 1024
@@ -29,8 +31,6 @@ _MAX_VALUES = 16_384
 """Largest number of values for the detector. A longer curve is reduced to block medians."""
 _HIGH_SIGMAS, _END_FRACTION = 3.0, 0.1
 """An event ends at its last value above 3 standard deviations and above 0.1 of its maximum."""
-_MAX_LEAD = 12
-"""Number of values before the detection among which the first high value begins the event."""
 _CHANGE_TO_SIGMA = 0.886
 """Standard deviation of Gaussian noise divided by the mean absolute difference of neighbours."""
 
@@ -199,7 +199,8 @@ def find_events(
 ) -> tuple[list[InstabilityEvent], int, bool]:
     """Finds the instability events of a curve with the spike detector of the policy engine.
 
-    The detector takes about 40 us per value, so a long curve is reduced to block medians.
+    A long curve is reduced to block medians, so that noise of any kind makes no event. An event
+    begins at the first alarm of its values, as in a replay.
 
     Args:
         steps: steps of the values, float64 (n,).
@@ -215,58 +216,67 @@ def find_events(
     default = LossSpikeConfig()
     threshold = default.z_threshold * sigmas / EVENT_SIGMAS
     config = default._replace(z_threshold=threshold, window=window)
-    steps, reduced = block_medians(steps, _MAX_VALUES), block_medians(values, _MAX_VALUES)
+    config = map_leaves(_scalar, config)
+    reduced = block_medians(values, _MAX_VALUES)
     size = max(1, round(len(values) / max(1, len(reduced))))
-    heights, sustained = _run_detector(map_leaves(_scalar, config), reduced)
-    edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
-    spans: list[tuple[int, int]] = []
+    heights, alarms, sustained = _run_detector(config, reduced)
+    spans = alarm_spans(alarms)
+    spans_of_values = spans
+    if size > 1:
+        spans_of_values = alarm_spans(_run_detector(config, values)[1])
     events: list[InstabilityEvent] = []
     high_outside = heights > sigmas
-    for onset, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
-        first = max(0, onset - _MAX_LEAD)
-        rising = first + np.flatnonzero(heights[first:onset] > _HIGH_SIGMAS)
-        # A small sustained rise has no value above _HIGH_SIGMAS.
-        first = int(onset)
-        if len(rising):
-            first = int(rising[0])
-        if spans and first <= spans[-1][1]:  # the last event continues
-            first = spans.pop()[0]
-            events.pop()
+    for (first, last_alarm), following in itertools.zip_longest(spans, spans[1:]):
+        lasting = first + np.flatnonzero(sustained[first : last_alarm + 1])
+        if not len(lasting):
+            continue
+        end = last_alarm + 1
+        limit = len(reduced)
+        if following is not None:
+            limit = following[0]
+        while end < limit and sustained[end]:
+            end += 1
         height = float(heights[first:end].max())
         over = max(_HIGH_SIGMAS, _END_FRACTION * height)
         high = first + np.flatnonzero(heights[first:end] > over)
-        last = int(end) - 1
+        last = end
         if len(high):
-            last = int(high[-1])
-        back = bool(end < len(steps) and end - onset < 2 * config.window)
-        spans.append((first, last))
+            last = int(high[-1]) + 1
+        back = end < len(reduced) and end - lasting[0] < 2 * config.window
         high_outside[first:end] = False
-        length = (last + 1 - first) * size
-        events.append(
-            InstabilityEvent(float(steps[first]), length, height, back, float(steps[last]))
-        )
+        begin = first * size
+        for onset, last_of_span in spans_of_values:
+            if last_of_span >= begin and onset < end * size:
+                begin = onset
+                break
+        stop = min(last * size, len(values))
+        if last == len(reduced):
+            stop = len(values)
+        step, last_step = float(steps[begin]), float(steps[stop - 1])
+        events.append(InstabilityEvent(step, stop - begin, height, bool(back), last_step))
     unfinished = bool(events) and events[-1].last == steps[-1]
     return events, int(np.count_nonzero(high_outside)), unfinished
 
 
-def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Heights in standard deviations and sustained flags, each (n,)."""
-    state = map_leaves(_scalar, config.init())
-    rows = []
-    update = None
+def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Heights in standard deviations, alarms, and whether a rise is sustained, each (n,)."""
     true, false = np.bool_(True), np.bool_(False)
     blank = CheckedSignals._make([None] * len(CheckedSignals._fields))
     blank = blank._replace(bad_loss=false, bad=false, finite=true, restart=false)
+
+    def judge(state: Any, inputs: Any, *, xp: Any) -> Any:
+        state, reading = config.update(state, blank._replace(loss=inputs[0]), xp=xp)
+        alarm = reading.alarm | reading.sustained  # as in the engine
+        # `lasting` keeps an event open over single steps that return to the level.
+        return state, (reading.z, alarm, reading.sustained | (state.lasting > 0))
+
+    state = map_leaves(_scalar, config.init())
     with np.errstate(all="ignore"):  # as in the engine
-        for loss in numerics.sanitized(values.astype(np.float32), -np.inf, np.inf, xp=NUMPY)[0]:
-            observed = blank._replace(loss=loss)
-            update = update or to_program(config.update, state, observed)
-            state, reading = update(state, observed)
-            # `lasting` keeps an event open over single steps that return to the level.
-            sustained = reading.sustained or state.lasting > 0
-            rows.append((reading.z / _CHANGE_TO_SIGMA, sustained))
-    heights, sustained = np.array(rows, np.float64).reshape(-1, 2).T
-    return heights, sustained.astype(np.bool_)
+        losses = numerics.sanitized(values.astype(np.float32), -np.inf, np.inf, xp=NUMPY)[0]
+        loop = to_loop(judge, state, (np.float32(0),))
+        _, found = loop(state, zip(losses, strict=True))
+    heights, alarms, sustained = np.array(found, np.float64).reshape(-1, 3).T
+    return heights / _CHANGE_TO_SIGMA, alarms > 0, sustained > 0
 
 
 def _scalar(value: Any) -> Any:

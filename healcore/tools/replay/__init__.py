@@ -17,14 +17,13 @@ from typing import Any
 
 from healcore.tools.replay.replayed import (
     DecidedRow,
-    NotJudgedError,
     Replay,
     ReplayError,
     Summary,
     replay,
 )
 
-__all__ = ["DecidedRow", "NotJudgedError", "Replay", "ReplayError", "Summary", "replay"]
+__all__ = ["DecidedRow", "Replay", "ReplayError", "Summary", "replay"]
 
 
 def __getattr__(name: str) -> Any:

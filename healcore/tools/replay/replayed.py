@@ -16,22 +16,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.console import first_lines
+from healcore.console import first_lines, first_of
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
 from healcore.core.numerics import shortest_decimal
+from healcore.events.sentences import flags_text
 from healcore.history import Curves, Incident, Mode
 from healcore.history.counts import count_incidents
 from healcore.history.curves import thinned
-from healcore.history.incidents import MAX_ALARMS
+from healcore.history.incidents import MAX_ALARMS, alarm_spans
 from healcore.history.run_history import RunAttempt
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
 from healcore.tools.replay.judging import judge_trace
 from healcore.tools.report.page_report import MAX_LINES, PageReport
 from healcore.tools.traces.columns import JUDGED_SIGNALS
-from healcore.tools.traces.trace import Trace
+from healcore.tools.traces.trace import Trace, missing_signals
 
 
 class ReplayError(HealcoreError, ValueError):
@@ -39,14 +40,6 @@ class ReplayError(HealcoreError, ValueError):
 
     For example, the policy judges gradient norms, and the trace logs only losses. A replay without
     a decision would look like a healthy run.
-    """
-
-
-class NotJudgedError(ReplayError):
-    """A trace ends in rows without a value, so the other rows do not show how the run ended.
-
-    Some writers log NaN as an empty cell. A run that diverged would then look like a run that was
-    healthy to its last logged value. Write "nan" in these cells, or cut the rows.
     """
 
 
@@ -133,6 +126,12 @@ class Summary(NamedTuple):
     judged_from: float | None = None
     """Step of the first row that all detectors judge, because they have learnt the rows before it.
     None if no detector learns the run first, or if the log is too short."""
+    missing: dict[str, str] = {}  # noqa: RUF012 -- never changed
+    """Signal -> a clause, for each signal that the last rows lack. The run may have diverged in
+    these rows, because some programs do not write NaN."""
+    onsets: tuple[float, ...] = ()
+    """Steps at which alarms begin: the first one, and each that follows `incident.quiet_steps` rows
+    without an alarm."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,14 +223,26 @@ class Replay:
             fields, so that both have the same page.
         """
         summary, trace, rows = self.summary, self.trace, self.rows
+        unit = summary.unit
         alarms = rows[(rows.cause != 0) & ~rows.incident_open & ~rows.skip]
         shown: dict[float, tuple[str, ...]] = {}
         for row in alarms[:MAX_ALARMS]:
             shown[row.step] = tuple(names_of(Cause(int(row.cause))))
-        facts: dict[str, str] = {}  # the fields of the summary's line of JSON, by the same names
-        for field, value in summary._asdict().items():
-            if value:
-                facts[field] = str(value)
+        onsets = first_of([f"{onset:.15g}" for onset in summary.onsets], MAX_LINES)
+        judged_from = ""
+        if summary.judged_from is not None:
+            judged_from = f"{unit} {summary.judged_from:.15g}"
+        facts = {
+            "Rows": f"{summary.rows:,}",
+            "From": f"{unit} {summary.first_step:.15g} to {summary.last_step:.15g}",
+            "Rows not judged": str(summary.unjudged or ""),
+            "All detectors judge from": judged_from,
+            f"Alarms begin at {unit}": onsets,
+            "Rows by cause": _counts_text(summary.causes),
+            "Rows by order": _counts_text(summary.actions),
+            "Lowest learning rate": f"× {summary.lowest_lr:.3g}",
+        }
+        facts = {name: text for name, text in facts.items() if text}
         policy_toml = ""
         if isinstance(self.policy, Policy):
             policy_toml = dumps(self.policy)
@@ -257,6 +268,7 @@ class Replay:
             ),
             alarms_outside=shown,
             stopped_step=summary.stopped_step,
+            missing=tuple(summary.missing.values()),
         )
 
 
@@ -281,7 +293,6 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
 
     Raises:
         ReplayError: the policy has nothing to judge in this trace.
-        NotJudgedError: the trace ends in many rows without a loss and a norm.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
     policy = resolve(policy)
@@ -292,14 +303,15 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         engine = policy.engine()
         name = name or policy.name
     inactive = _find_inactive(engine, trace, name)
-    _refuse_empty_end(trace)
     rows = judge_trace(engine, trace)
     incidents = _find_incidents(rows)
     steps = trace.rows.step
-    alarms = rows.step[rows.cause != 0]
+    alarmed = rows.cause != 0
+    spans = alarm_spans(alarmed, int(engine.config.incident.quiet_steps))
+    onsets = tuple(float(rows.step[first]) for first, _ in spans)
     first_alarm = None
-    if alarms.size:
-        first_alarm = float(alarms[0])
+    if onsets:
+        first_alarm = onsets[0]
     stops = rows.step[rows.action & int(Action.STOP) != 0]
     stopped_step = None
     if stops.size:
@@ -312,7 +324,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         unjudged=len(steps) - len(rows),
         first_step=float(steps[0]),
         last_step=float(steps[-1]),
-        alarms=len(alarms),
+        alarms=_count(alarmed),
         first_alarm=first_alarm,
         causes=_counts_by_flag(rows.cause, Cause),
         actions=_counts_by_flag(rows.action, Action),
@@ -327,6 +339,8 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         unit=trace.unit,
         rounded=trace.rounded,
         judged_from=_judged_from(engine, inactive, rows),
+        missing=missing_signals(trace),
+        onsets=onsets,
     )
     return Replay(trace, policy, engine, rows, summary, tuple(incidents))
 
@@ -389,31 +403,6 @@ def _judged_from(
     return float(later[0])
 
 
-_MAX_EMPTY_ROWS, _MAX_EMPTY_SHARE = 10, 0.1
-"""Limits of the rows at the end without a value, as a number and as a fraction of all rows. A trace
-with more such rows is not judged."""
-
-
-def _refuse_empty_end(trace: Trace) -> None:
-    """Raises NotJudgedError if the last rows of a run log neither a loss nor a norm.
-
-    pandas and some writers of JSON write NaN as an empty cell or null. A log with fewer losses than
-    rows has them at regular distances.
-    """
-    rows = trace.rows
-    judged = [rows.logged[name] for name in JUDGED_SIGNALS if name in rows.logged]
-    logged = np.flatnonzero(np.any(judged, axis=0))
-    # Numbers of empty rows between two logged rows, and after the last logged row.
-    *gaps, last = (np.diff(logged, append=len(rows.step)) - 1).tolist()
-    allowed = max(_MAX_EMPTY_ROWS, _MAX_EMPTY_SHARE * len(rows.step), 2 * max(gaps, default=0))
-    if last > allowed:
-        raise NotJudgedError(
-            f"{trace.name}: not judged: the last {last:,} of {len(rows.step):,} rows, from "
-            f"{trace.unit} {rows.step[-last]:.15g} on, have no loss and no norm, which may be NaN "
-            "that was written as an empty cell or null. Write nan, or cut these rows"
-        )
-
-
 def inactive_line(signal: str, parts: Sequence[str]) -> str:
     """Describes the parts of a policy that are inactive without a signal.
 
@@ -450,6 +439,11 @@ def _counts_by_flag(flags: np.ndarray, kind: type[Cause] | type[Action]) -> dict
         if count:
             counts[str(flag.name)] = count
     return counts
+
+
+def _counts_text(counts: Mapping[str, int]) -> str:
+    """Counts by the name of a flag as text: "loss spike 42, nonfinite loss 3"."""
+    return ", ".join(f"{flags_text([name])} {count:,}" for name, count in counts.items())
 
 
 def _find_incidents(rows: np.recarray) -> list[Incident]:

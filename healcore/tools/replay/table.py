@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from healcore.console import counted
+from healcore.console import counted, first_of
 from healcore.core.decision import Action
 from healcore.policy import Policy
 from healcore.tools.replay.replayed import Summary, inactive_line, warmups
@@ -21,7 +21,8 @@ COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _MAX_NAMED = 4
 """With more policies, the title has their number instead of their names."""
 _MAX_ALARMED = 10
-"""Limit of summaries whose first alarm is listed; a screen has no more."""
+"""Limit of summaries whose first alarm is listed, and of the later alarms that a line names; a
+screen has no more."""
 _PARTS = 10
 """Parts of a loss curve whose medians `unalarmed_rises` compares."""
 LEGEND = (
@@ -157,9 +158,10 @@ def first_alarms(summaries: Sequence[Summary]) -> list[str]:
     silent: list[str] = []
     for summary in summaries:
         subject = f"{summary.trace}, {summary.policy}"
+        missing = "; ".join(summary.missing.values())
         if not summary.alarms:
             judged = counted(summary.rows - summary.unjudged, "row")
-            silent.append(f"{subject}: no alarm in {judged}")
+            silent.append(f"{subject}: {missing or f'no alarm in {judged}'}")
             continue
         preposition = "at"
         if summary.rounded:
@@ -168,6 +170,11 @@ def first_alarms(summaries: Sequence[Summary]) -> list[str]:
         if summary.judged_from is not None:
             start = f"{summary.unit} {summary.judged_from:.15g}"
             line += f"; all detectors judge from {start} on"
+        if len(summary.onsets) > 1:
+            others = [f"{onset:.15g}" for onset in summary.onsets[1:]]
+            line += f"; alarms begin again at {summary.unit} {first_of(others, _MAX_ALARMED)}"
+        if missing:
+            line += f"; {missing}"
         alarmed.append(line)
     return alarmed[:_MAX_ALARMED] + silent[:_MAX_ALARMED]
 

@@ -62,11 +62,13 @@ def render(reports: Sequence[PageReport]) -> str:
         "counted": counted,
         "incident_cause_text": incident_cause_text,
         "losses": _losses,
+        "paragraphs": _paragraphs,
         "rate_changes": rate_changes,
         "response_text": response_text,
         "step_range": step_range,
         "unrepaired_text": unrepaired_text,
     }
+    names = short_names(reports)
     template = resources.files("healcore.tools.report").joinpath("page.html")
     figures: list[dict[str, str]] = []  # kind of figure -> SVG, empty for a run without curves
     for report in reports[:_MAX_DRAWN]:
@@ -77,10 +79,36 @@ def render(reports: Sequence[PageReport]) -> str:
         figures.append(by_kind)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         reports=reports,
-        names=short_names(reports),
+        names=names,
+        heading=_heading(reports, names),
         version=healcore.__version__,
         figures=figures,
     )
+
+
+def _heading(reports: Sequence[PageReport], names: Sequence[str]) -> str:
+    """The title of the page. A run that is replayed with several policies is one run."""
+    if len(reports) == 1:
+        return reports[0].heading(names[0])
+    runs = list(dict.fromkeys(names))
+    policies = counted(len({report.policy_name for report in reports}), "policy", "policies")
+    if len(runs) == 1:
+        return f"Replay of {runs[0]}: {policies}"
+    heading = counted(len(runs), "run")
+    if len(reports) > len(runs):
+        heading += f", {policies}"
+    return heading
+
+
+def _paragraphs(text: str) -> list[str]:
+    """The paragraphs of a text whose lines are wrapped. A line that continues one is indented."""
+    paragraphs: list[str] = []
+    for line in text.splitlines():
+        if paragraphs and line.startswith("  ") and not line.lstrip().startswith("- "):
+            paragraphs[-1] += f" {line.strip()}"
+        else:
+            paragraphs.append(line.strip())
+    return paragraphs
 
 
 def _losses(curves: Curves) -> np.ndarray:

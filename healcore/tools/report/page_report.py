@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from healcore.console import counted
 from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.run_history import RunAttempt
@@ -25,7 +26,7 @@ class PageReport(NamedTuple):
     """
 
     title: str
-    """The last two parts of the path of the events file, or the name of the trace."""
+    """Name of the run: its folder and, if it says more, its events file; or of the trace."""
     mode: Mode
     """Whether the run healed or observed, or is a replay."""
     policy_name: str
@@ -54,6 +55,8 @@ class PageReport(NamedTuple):
     """The newest verdicts on the weights."""
     stopped_step: float | None = None
     """Step at which a replay would stop, or None."""
+    missing: tuple[str, ...] = ()
+    """Clauses about signals that the last rows of a replay lack."""
     diagnosis: str = ""
     """The diagnosis of the postmortem, or an empty string."""
     unrepaired: tuple[int, ...] = ()
@@ -68,19 +71,32 @@ class PageReport(NamedTuple):
         """
         return self.mode is not Mode.HEAL
 
+    def heading(self, name: str) -> str:
+        """Describes the run in a line: its name, its policy and its result.
+
+        Args:
+            name: the name of the run on the page.
+        """
+        result = self.ending().partition(":")[0]
+        if self.mode is Mode.REPLAY:
+            name = f"Replay of {name}"
+            result = result or counted(self.counts.alarms or 0, "alarm")
+        return f"{name}: policy {self.policy_name}, {result}"
+
     def ending(self) -> str:
         """Describes the end of the run.
 
         Returns:
             How the run ended, such as "completed", or "completed, with damage" if damage was not
-            repaired. For a replay, the step at which a live run would stop, or an empty string if
-            it would not.
+            repaired. For a replay, the step at which a live run would stop, and the signals that
+            the last rows lack, or an empty string.
         """
         if self.state is not None:
             return ending_text(self.state, self.unrepaired)
-        if self.stopped_step is None:
-            return ""
-        return f"would stop at step {self.stopped_step:.0f}"
+        clauses = [*self.missing]
+        if self.stopped_step is not None:
+            clauses.insert(0, f"would stop at step {self.stopped_step:.0f}")
+        return "; ".join(clauses)
 
 
 def ending_text(state: RunState, unrepaired: Sequence[int]) -> str:
@@ -107,7 +123,8 @@ def short_names(reports: Sequence[PageReport]) -> list[str]:
     """
     short: dict[str, str] = {}
     for report in reports:
-        short[report.title] = "/".join(report.title.split("/")[-2:])
+        parts = [part for part in report.title.split("/") if part not in (".", "..")]
+        short[report.title] = "/".join(parts[-2:])
     counts = Counter(short.values())
     names: list[str] = []
     for report in reports:

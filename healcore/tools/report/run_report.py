@@ -12,7 +12,7 @@ import numpy as np
 from healcore.console import counted, first_lines, first_of
 from healcore.core.errors import HealcoreError
 from healcore.events import read
-from healcore.events.file_names import metrics_path
+from healcore.events.file_names import metrics_path, stem
 from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.history import Curves, Mode, RunHistory, RunState, runs_of
@@ -136,7 +136,7 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
     if history.observes:
         mode = Mode.OBSERVE
     return PageReport(
-        title="/".join(path.absolute().parts[-2:]),
+        title=_name_of(path.absolute()),
         mode=mode,
         policy_name=start.policy or "unknown",
         policy_toml=start.policy_toml or "",
@@ -153,6 +153,14 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
         diagnosis=diagnosis,
         unrepaired=history.unrepaired,
     )
+
+
+def _name_of(path: Path) -> str:
+    """The name of a run: its folder, and its events file if this has a name of its own."""
+    name = stem(path)
+    if name in ("events", "healcore", "run"):
+        return path.parent.name
+    return f"{path.parent.name}/{name}"
 
 
 def _attempts(path: Path, history: RunHistory) -> tuple[RunAttempt, ...]:

@@ -220,13 +220,14 @@ def parse_rows(
     while True:
         before = len(problems)
         block = list(itertools.islice(remaining, BLOCK))
+        # The reader has added its own problems while it yielded the block. They are put between
+        # the problems of the rows, in the order of the lines.
+        of_reader = problems[before:]
+        columns.damaged[""] += [each for each in of_reader if each.unusable]
         if not block:
             break
         if columns.add_plain([cells for _, cells in block]):
             continue
-        # The reader has added its own problems while it yielded the block. They are put between
-        # the problems of the rows, in the order of the lines.
-        of_reader = problems[before:]
         del problems[before:]
         for line, cells in block:
             while of_reader and of_reader[0].line < line:
@@ -236,8 +237,6 @@ def parse_rows(
     arrays = {name: np.array(column) for name, column in columns.numbers.items()}
     masks = {name: np.array(mask, bool) for name, mask in columns.logged.items()}
     for name, found in columns.damaged.items():
-        if name == "eval_loss":
-            continue
         usable = len(arrays[min(arrays)])
         if name in masks:
             usable = int(masks[name].sum())
@@ -317,7 +316,11 @@ class Columns:
                     if number is None:
                         problem = "missing"
                 text = f"{label}: {problem}: the row is skipped"
-                self._add_damage(name, RowProblem(line, text, unusable=True))
+                # A line without a step and a loss is no step of the run, such as the mean of an
+                # epoch in another column.
+                of_row = dict(zip(labels, cells, strict=True))
+                value = of_row.get("loss", of_row.get("grad_norm"))
+                self._add_damage(name, RowProblem(line, text, unusable=value not in (None, "")))
                 return
             if problem is not None and name in SIGNALS:
                 text = f"{label}: {problem}: the row is read without {name}"
@@ -327,7 +330,8 @@ class Columns:
             values[name] = number
         if placeholders and all(values.get(name) is None for name in JUDGED_SIGNALS):
             text = f"{labels[placeholders[0]]}: N/A: the row has neither a loss nor a norm"
-            self._add_damage(placeholders[0], RowProblem(line, text, unusable=True))
+            name = placeholders[0]
+            self._add_damage(name, RowProblem(line, text, unusable=name != "eval_loss"))
         for (name, number), cell in zip(values.items(), cells, strict=True):
             if name in SIGNALS:
                 self.logged[name].append(number is not None)
@@ -340,7 +344,8 @@ class Columns:
     def _add_damage(self, name: str, problem: RowProblem) -> None:
         """Adds a problem of the column `name`."""
         self.problems.append(problem)
-        self.damaged.setdefault(name, []).append(problem)
+        if problem.unusable:
+            self.damaged.setdefault(name, []).append(problem)
 
 
 def plain_column(cells: Sequence[Any]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -429,5 +434,6 @@ def _refuse_unusable(problems: Sequence[RowProblem], usable: int) -> None:
             where = f"first in line {first.line}: "
         raise UnjudgeableLog(
             f"{count:,} of {counted(count + usable, 'line')} cannot be used, {where}{first.text}. "
-            "Write plain numbers (1234.5), or name other columns (--column loss=NAME)"
+            "Write plain numbers (1234.5) and a header above rows with other columns, or name "
+            "another column (--column loss=NAME)"
         )

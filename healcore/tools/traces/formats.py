@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import mmap
 import re
@@ -14,6 +15,7 @@ from pydantic_core import from_json
 
 from healcore import adapter_registry, regular_file
 from healcore.tools.traces.columns import (
+    EPOCH,
     EPOCH_LENGTH,
     JUDGED_SIGNALS,
     SIGNALS,
@@ -58,7 +60,9 @@ def json_lines(path: str, problems: list[RowProblem]) -> Records:
                 if not line.endswith(("\n", "\r")):
                     cut = " (the last line is truncated)"
                 message = f"not JSON{cut}: {quote_excerpt(text)}: skipped"
-                problems.append(RowProblem(number, message, unusable=True))
+                # A text without braces is no record: programs print it between records.
+                is_record = "{" in text or "}" in text
+                problems.append(RowProblem(number, message, unusable=is_record))
                 continue
             if isinstance(value, dict):
                 yield number, value
@@ -323,15 +327,17 @@ class _Steps:
 
     def __init__(self, is_kept: Callable[[str], bool]) -> None:
         self._is_kept = is_kept
-        self._kept: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self.layouts: dict[tuple[str, ...], tuple[tuple[str, ...], int]] = {}
+        """The keys of a record -> these keys, the kept ones first, and the number of the kept."""
         self.names: dict[str, None] = {}
         """The keys of all records, in the order of the file."""
         self.lines: list[int] = []
         self.engines: list[str] = []
         self.keys: list[tuple[str, ...]] = []
-        """The kept keys of each record. Most records share the tuple of another one."""
+        """The keys of each record, the kept ones first. Most records share the tuple of another
+        one."""
         self.values: list[tuple[Any, ...]] = []
-        """The values of these keys, and None at the end."""
+        """The values of the kept keys, and None at the end."""
 
     def add(self, line: int, engine: str, fields: Fields) -> None:
         """Adds a record.
@@ -342,16 +348,19 @@ class _Steps:
             fields: the record, without nesting.
         """
         layout = tuple(fields)
-        kept = self._kept.get(layout)
-        if kept is None:
+        found = self.layouts.get(layout)
+        if found is None:
             self.names.update(dict.fromkeys(fields))
             kept = tuple(filter(self._is_kept, fields))
-            if len(self._kept) < MAX_LAYOUTS:
-                self._kept[layout] = kept
+            found = kept, len(kept)
+            if len(self.layouts) < MAX_LAYOUTS:
+                found = (*kept, *itertools.filterfalse(self._is_kept, fields)), len(kept)
+                self.layouts[layout] = found
+        keys, number = found
         self.lines.append(line)
         self.engines.append(engine)
-        self.keys.append(kept)
-        self.values.append((*map(fields.__getitem__, kept), None))
+        self.keys.append(keys)
+        self.values.append((*map(fields.__getitem__, keys[:number]), None))
 
     def column(self, name: str) -> list[Any]:
         """Reads one key of all records.
@@ -448,6 +457,9 @@ def _rows_of(
 ) -> Iterator[tuple[int, list[Any]]]:
     """Yields the rows of one log: the line, and a cell for each of `keys`.
 
+    A record is a row if it has a signal, or if it is a record of a step that lacks its signals:
+    some programs leave out what is NaN. Such a record has no key that steps do not have.
+
     Args:
         steps: the records of the file.
         keys: the key of each signal and of the step, by name.
@@ -458,15 +470,21 @@ def _rows_of(
         step_at = list(keys).index(STEP)
     signals = {keys[name] for name in SIGNALS if name in keys}
     judged = {keys[name] for name in JUDGED_SIGNALS if name in keys}
+    places = {keys[name] for name in (STEP, EPOCH) if name in keys}
+    of_steps: set[str] = set()
+    for names, _ in steps.layouts.values():
+        if not judged.isdisjoint(names):
+            of_steps.update(names)
     read_cells = _Reader([*keys.values()])
     step: Any = None
-    has_signal: dict[tuple[str, ...], bool] = {}
+    is_row: dict[tuple[str, ...], bool] = {}
     every = zip(steps.lines, steps.engines, steps.keys, steps.values, strict=True)
     for line, own, names, values in every:
-        logs = has_signal.get(names)
-        if logs is None:
-            logs = has_signal[names] = not signals.isdisjoint(names)
-        if engine not in (None, own) or not logs:
+        if names not in is_row:
+            has_place = not places or not places.isdisjoint(names)
+            lacks_signals = has_place and of_steps.issuperset(names)
+            is_row[names] = lacks_signals or not signals.isdisjoint(names)
+        if engine not in (None, own) or not is_row[names]:
             continue
         cells = read_cells(names, values)
         if step_at is not None:

@@ -6,7 +6,7 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from healcore.tools.traces.columns import (
     JUDGED_SIGNALS,
     KNOWN_FORMATS,
     RawLog,
-    RowProblem,
     TraceError,
     UnjudgeableLog,
     read_head,
@@ -299,11 +298,15 @@ def _read_file(path: str, columns: Mapping[str, str]) -> _Found:
 
     Raises TraceError, or OSError if the file cannot be read.
     """
-    form = detect_format(read_head(path))
+    chosen = {*columns.values()}
+    form = detect_format(read_head(path), chosen)
     if form.read is None:
         logs = read_tables(path, columns)
     else:
-        logs = formats.read_records(path, form.read, form.is_step, columns)
+        read = form.read
+        if form in (_CONSOLE, _NAMED):
+            read = partial(read, chosen=chosen)
+        logs = formats.read_records(path, read, form.is_step, columns)
     usable: list[RawLog] = []
     for log in logs:
         if any(name in log.logged and log.logged[name].any() for name in JUDGED_SIGNALS):
@@ -325,7 +328,7 @@ class Format(NamedTuple):
     """
 
     name: str
-    read: Callable[[str, list[RowProblem]], printed.Records] | None = None
+    read: Callable[..., printed.Records] | None = None
     """Yields the records of a file, and adds damage to the problems. None for tables."""
     is_step: Callable[[printed.Fields], bool] = bool
     """Whether a record is a step of the run."""
@@ -340,16 +343,18 @@ _PLAIN = Format("JSON Lines", formats.json_lines)
 _TENSORBOARD = Format("TensorBoard events", formats.scalars, is_one_run=True)
 _DICTS = partial(printed.printed_lines, printed.printed_record)
 _CONSOLE = Format("console output", _DICTS, formats.is_no_summary)
-_NAMED = Format("lines with named numbers", partial(printed.printed_lines, printed.named_numbers))
+_NUMBERS = partial(printed.printed_lines, printed.named_numbers)
+_NAMED = Format("lines with named numbers", _NUMBERS)
 FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE, _NAMED)
 """Formats by preference. In a directory only the first format with a usable log is read."""
 
 
-def detect_format(start: bytes) -> Format:
+def detect_format(start: bytes, chosen: Container[str] = ()) -> Format:
     """Detects the format of a file by its start, whatever its name.
 
     Args:
         start: the first megabyte of the file.
+        chosen: names of signals that the user has named.
 
     Returns:
         The format. Text that is nothing else is taken for a table.
@@ -372,7 +377,11 @@ def detect_format(start: bytes) -> Format:
         raise TraceError(f"it is binary, and not {KNOWN_FORMATS}")
     header = re.split(r"[,;\t]", text.partition("\n")[0])
     is_table = len(header) > 1 and any(is_known(name.strip(' "\r')) for name in header)
-    if not is_table and any(map(printed.printed_record, text.splitlines())):
+
+    def has_signals(parse: Callable[[str], printed.Fields | None]) -> bool:
+        return any(printed.signals_of(parse(line), chosen) for line in text.splitlines())
+
+    if not is_table and has_signals(printed.printed_record):
         return _CONSOLE
     if re.match(r"\[\s*[{\]]", text) or formats.LOG_HISTORY.search(text):
         return _DOCUMENT
@@ -387,7 +396,7 @@ def detect_format(start: bytes) -> Format:
         return _PLAIN
     if text.startswith("{"):
         raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN_FORMATS}")
-    if not is_table and any(map(printed.named_numbers, text.splitlines())):
+    if not is_table and has_signals(printed.named_numbers):
         return _NAMED
     return _TABLE
 

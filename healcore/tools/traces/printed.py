@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,29 +158,45 @@ _SUMMARY = re.compile(r"\b(?:averaged?|avg|mean|summary|total|final)\b", re.IGNO
 
 
 def printed_lines(
-    parse: Callable[[str], Fields | None], path: str, problems: list[RowProblem]
+    parse: Callable[[str], Fields | None],
+    path: str,
+    problems: list[RowProblem],
+    chosen: Container[str] = (),
 ) -> Records:
-    """Yields line number and record of each line in which `parse` finds a record.
+    """Yields line number and record of each line in which `parse` finds a record with a signal.
+
+    A line with the other numbers of such a line is a record too: some programs do not print a loss
+    that is NaN. `chosen` has the names of signals that the user has named.
 
     A log whose records name no step may name it in other lines: in a header, or in a progress bar.
     Then the records have these places, if this gives each record another one. In a log whose lines
     name places, a line without a place is the mean of an epoch, and not a step.
     """
-    records = _collect(parse, path, problems)
+    records = _collect(parse, path, problems, chosen)
     if not any(each.place.step is not None or _has_step(each.record) for each in records):
         records = _with_places_of_other_lines(records)
-    yield from _emit(records, problems)
+    yield from _emit(records)
 
 
 def _collect(
-    parse: Callable[[str], Fields | None], path: str, problems: list[RowProblem]
+    parse: Callable[[str], Fields | None],
+    path: str,
+    problems: list[RowProblem],
+    chosen: Container[str],
 ) -> list[_Printed]:
     """The records of all lines, each with its place and the places of the lines around it."""
     records: list[_Printed] = []
+    others: set[frozenset[str]] = set()  # the names beside the signals of each record
     epoch: int | None = None
     between: Place | None = None
     for number, line in _split_lines(path):
-        record = parse(line)
+        record = parse(line) or {}
+        signals = set(signals_of(record, chosen))
+        names = frozenset(record).difference(signals)
+        if signals:
+            others.add(names)
+        elif names not in others or len(names) < 2:  # a line with a step only may be any text
+            record = {}
         place = find_place(line)
         if place.epoch is not None:
             epoch = place.epoch
@@ -214,7 +230,7 @@ def _collect(
     return records
 
 
-def _emit(records: Sequence[_Printed], problems: list[RowProblem]) -> Records:
+def _emit(records: Sequence[_Printed]) -> Records:
     """Yields line number and record of each step and evaluation, without the means of epochs."""
     have_places = _have_places(records)
     last_place = Place(None)
@@ -222,13 +238,10 @@ def _emit(records: Sequence[_Printed], problems: list[RowProblem]) -> Records:
         place = each.place
         if _is_evaluation(each.record) and place.step is None and not _has_step(each.record):
             place = last_place  # an evaluation belongs to the step before it
-        elif have_places and place.step is None and not _is_evaluation(each.record):
-            if not each.is_summary:
-                text = "it names no step, and the other lines do: skipped"
-                problems.append(RowProblem(each.line, text, unusable=True))
-            continue
-        else:
+        elif place.step is not None or not have_places or _is_evaluation(each.record):
             last_place = place
+        elif each.is_summary:
+            continue
         yield each.line, _with_place(each.record, place)
 
 
@@ -367,8 +380,6 @@ def _with_place(record: Fields, place: Place) -> Fields:
 def printed_record(line: str) -> Fields | None:
     """Parses the dict at the end of a printed line, after a progress bar or other text.
 
-    Programs print their settings as dicts too, so only lines with a loss or a norm are parsed.
-
     Args:
         line: a line such as `{'loss': 2.5, 'epoch': 0.1}`, or with a JSON object after other text,
             as in `2026-01-01 | INFO | train | {"loss": "2.5"}`.
@@ -377,7 +388,7 @@ def printed_record(line: str) -> Fields | None:
         The dict, or None for a line without one.
     """
     text = line.rstrip()
-    if not text.endswith("}") or not ("loss" in text or "norm" in text):
+    if not text.endswith("}"):
         return None
     _, is_python, rest = text.partition("{'")
     if is_python:
@@ -408,10 +419,22 @@ def _to_json(token: re.Match[str]) -> str:
     return _JSON_NAMES.get(name, "")
 
 
-def _may_be_signal(name: str) -> bool:
-    """Whether a printed name may be a loss or a norm, in a spelling that healcore may not know."""
-    name = name.lower()
-    return "loss" in name or "norm" in name or is_signal(name)
+def signals_of(record: Fields | None, chosen: Container[str] = ()) -> list[str]:
+    """Finds the names that may be a loss or a norm, in a spelling that healcore may not know.
+
+    Args:
+        record: a record of a printed line. Programs print other dicts and numbers too.
+        chosen: names of signals that the user has named.
+
+    Returns:
+        The names, in their order.
+    """
+    found: list[str] = []
+    for name in record or ():
+        lower = name.lower()
+        if name in chosen or "loss" in lower or "norm" in lower or is_signal(name):
+            found.append(name)
+    return found
 
 
 def named_numbers(line: str) -> Fields:
@@ -425,8 +448,7 @@ def named_numbers(line: str) -> Fields:
         line: a line such as ` iteration 7/ 900 | lm loss: 2.5E+00 |`.
 
     Returns:
-        The texts of the numbers by name, such as {"step": "7", "lm loss": "2.5E+00"}. Empty for a
-        line that names neither a loss nor a norm.
+        The texts of the numbers by name, such as {"step": "7", "lm loss": "2.5E+00"}.
     """
     line = re.sub(r"^s:(?=\d)", "step:", _CONTROL.sub("", line[:_MAX_PRINTED]))  # llm.c
     short = _STEP_TRAIN_NUMBER.match(line)
@@ -446,8 +468,6 @@ def named_numbers(line: str) -> Fields:
             if "loss" in name.lower() and not is_signal(name):
                 head += name  # "validation loss at iteration 490" is no loss of 490
         record.setdefault(name, number.replace(",", ""))
-    if not any(map(_may_be_signal, record)):
-        return {}
     if _EVALUATION.search(head or ""):
         return _evaluation_of(record)
     return record

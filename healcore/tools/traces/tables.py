@@ -11,10 +11,11 @@ import itertools
 import os
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from healcore.console import counted
 from healcore.tools.traces.columns import (
     KNOWN_FORMATS,
     SIGNALS,
@@ -22,6 +23,7 @@ from healcore.tools.traces.columns import (
     RawLog,
     RowProblem,
     TraceError,
+    UnjudgeableLog,
     open_text,
     parse_number,
     parse_rows,
@@ -54,8 +56,9 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     if len(names) == 1 and not columns and not is_known(names[0]):
         raise TraceError(f"its first line is '{names[0][:60]}'. It is not {KNOWN_FORMATS}")
     table = _load_numbers(path, begin, len(names))
-    runs = _find_runs(names)
+    headers = {begin: tuple(names)}  # line of each header -> the names of the columns below it
     if table is None:
+        headers |= _later_headers(path, begin)
         step = next(filter(is_step, names), None)
         first_rows = _first_rows(path, begin, names)
 
@@ -65,24 +68,16 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
         refuse_table_of_runs(names, first_cells, step)
     logs: list[RawLog] = []
     reasons: list[str] = []
-    for run, places in runs.items():
-        # --column may name the metric, or the whole title of one run's column.
-        prefix = f"{run} - "
-        metrics = [names[place].removeprefix(prefix) for place in places]
-        chosen: dict[str, str] = {}
-        for signal, name in columns.items():
-            chosen[signal] = name.removeprefix(prefix)
+    runs = _find_runs(names)
+    for run in runs:
         try:
-            found, notes = find_columns(metrics, chosen)
+            used, notes = _find_places(names, run, columns)
         except TraceError as error:
             reason = str(error)
             if run:
                 reason = f"run '{run}': {reason}"
             reasons.append(reason)
             continue
-        used: dict[str, int] = {}  # place of each signal in the table
-        for signal, metric in found.items():
-            used[signal] = places[metrics.index(metric)]
         notes = [f"{path}: {note}" for note in notes]
         title = None
         if len(runs) > 1:
@@ -96,16 +91,41 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
                     logged[signal] = np.ones(len(table), bool)
             logs.append(RawLog(path, title, numbers, logged, [], notes))
         else:
+            places: dict[tuple[str, ...], dict[str, int]] = {}  # header -> places of the signals
             labels: dict[str, str] = {}
-            for signal, place in used.items():
-                labels[signal] = f"column '{names[place]}'"
+            for own in dict.fromkeys(headers.values()):
+                try:
+                    places[own], _ = _find_places(own, run, columns)
+                except TraceError:
+                    places[own] = {}
+                for signal, place in places[own].items():
+                    labels.setdefault(signal, f"column '{own[place]}'")
             problems: list[RowProblem] = []
-            rows = _csv_rows(path, begin, len(names), used, title is not None, problems)
+            rows = _csv_rows(path, headers, places, [*labels], title is not None, problems)
             logs.append(parse_rows(path, title, labels, rows, problems, notes))
     if not logs:
         raise TraceError(reasons[0])
     logs[0].notes.extend(f"{path}: {reason}" for reason in reasons)
     return logs
+
+
+def _find_places(
+    names: Sequence[str], run: str | None, columns: Mapping[str, str]
+) -> tuple[dict[str, int], list[str]]:
+    """Finds the place of each signal of a run among the names of a header, and notes.
+
+    Raises TraceError if the header has neither a loss nor a norm of the run.
+    """
+    places = _find_runs(names).get(run, [])
+    # --column may name the metric, or the whole title of one run's column.
+    prefix = f"{run} - "
+    metrics = [names[place].removeprefix(prefix) for place in places]
+    chosen: dict[str, str] = {}
+    for signal, name in columns.items():
+        chosen[signal] = name.removeprefix(prefix)
+    found, notes = find_columns(metrics, chosen)
+    used = {signal: places[metrics.index(metric)] for signal, metric in found.items()}
+    return used, notes
 
 
 def _has_finite_steps(table: np.ndarray, places: Mapping[str, int]) -> bool:
@@ -160,7 +180,7 @@ def _refuse_separator(path: str, header: str) -> None:
             )
 
 
-def _find_runs(names: list[str]) -> dict[str | None, list[int]]:
+def _find_runs(names: Sequence[str]) -> dict[str | None, list[int]]:
     """Finds the places of each run's columns, including shared columns.
 
     Returns one run, None, for a table that is not an exported chart.
@@ -193,50 +213,102 @@ def _load_numbers(path: str, begin: int, width: int) -> np.ndarray | None:
     return table
 
 
-def _first_rows(path: str, begin: int, names: list[str]) -> list[dict[str, str]]:
-    """The first rows of a table by the names of their columns."""
-    with open_text(path) as file:
-        try:
-            rows = csv.reader(itertools.islice(file, begin, begin + 1000))
-            return [dict(zip(names, cells, strict=False)) for cells in rows if cells]
-        except csv.Error:
-            return []
+def _csv_lines(path: str, begin: int) -> Iterator[tuple[int, list[str], str]]:
+    """Yields the last line, the cells and the error of every row below line `begin`.
 
-
-def _csv_rows(
-    path: str,
-    begin: int,
-    width: int,
-    places: Mapping[str, int],
-    shared: bool,
-    problems: list[RowProblem],
-) -> Iterator[tuple[int, list[str]]]:
-    """Yields the last line and the cells of every row at the `places`; adds damage to the problems.
-
-    In a `shared` table, rows without a signal are skipped, because they belong to other runs. csv
-    ends a cell after 131,072 characters, so that an open quote does not join the rest of the file
-    to one row.
+    A row has cells or an error. csv ends a cell after 131,072 characters, so that an open quote
+    does not join the rest of the file to one row. A blank line is no row.
     """
-    signals = [place for name, place in places.items() if name in SIGNALS]
     with open_text(path) as file:
         rows = csv.reader(itertools.islice(file, begin, None))
         while True:
+            cells: list[str] = []
+            problem = ""
             try:
                 cells = next(rows)
             except StopIteration:
                 return
             except csv.Error as error:
-                text = f"{error}: the row is skipped"
-                problems.append(RowProblem(begin + rows.line_num, text, unusable=True))
-                continue
-            line = begin + rows.line_num
-            if not cells or (len(cells) == 1 and not cells[0].strip()):
-                continue  # a blank line is no row
-            if len(cells) < width or any(cells[width:]):
-                noun = "cell"
-                if len(cells) > 1:
-                    noun = "cells"
-                text = f"{len(cells)} {noun} where the header has {width}"
-                problems.append(RowProblem(line, f"{text}: the row is skipped", unusable=True))
-            elif not shared or any(cells[place] for place in signals):
-                yield line, [cells[place] for place in places.values()]
+                problem = str(error)
+            if problem or len(cells) > 1 or "".join(cells).strip():
+                yield begin + rows.line_num, cells, problem
+
+
+def _later_headers(path: str, begin: int) -> dict[int, tuple[str, ...]]:
+    """The headers below line `begin`, by their lines: a restarted program writes one again."""
+    headers: dict[int, tuple[str, ...]] = {}
+    for line, cells, _ in _csv_lines(path, begin):
+        if not any(map(_is_number, cells)) and any(map(is_known, cells)):
+            headers[line] = tuple(map(str.strip, cells))
+    return headers
+
+
+def _is_number(cell: str) -> bool:
+    """Whether a cell has a number."""
+    try:
+        return parse_number(cell) is not None
+    except ValueError:
+        return False
+
+
+def _first_rows(path: str, begin: int, names: list[str]) -> list[dict[str, str]]:
+    """The first rows of a table by the names of their columns."""
+    rows = itertools.islice(_csv_lines(path, begin), 1000)
+    return [dict(zip(names, cells, strict=False)) for _, cells, _ in rows]
+
+
+_MAX_LAST = 2
+"""Largest number of unusable rows at the end of a table that is judged."""
+
+
+def _csv_rows(
+    path: str,
+    headers: Mapping[int, tuple[str, ...]],
+    places: Mapping[tuple[str, ...], Mapping[str, int]],
+    labels: Sequence[str],
+    shared: bool,
+    problems: list[RowProblem],
+) -> Iterator[tuple[int, list[str | None]]]:
+    """Yields the last line and the cells of every row; adds damage to the problems.
+
+    In a `shared` table, rows without a signal are skipped, because they belong to other runs.
+
+    Args:
+        path: the table.
+        headers: the names of the columns by the line of their header, the first one first.
+        places: the place of each signal by the names of the header.
+        labels: the signals and "step": the order of the cells.
+        shared: whether the table has several runs.
+        problems: gets a problem for each row that is skipped.
+    """
+    begin = min(headers)
+    header = begin
+    rows = 0
+    last: list[RowProblem] = []  # the unusable rows since the last usable row
+    for line, cells, problem in _csv_lines(path, begin):
+        if line in headers:
+            header = line
+            continue
+        rows += 1
+        width, used = len(headers[header]), places[headers[header]]
+        if not problem and not used:
+            problem = f"the header in line {header} has no loss and no norm"
+        elif not problem and (len(cells) < width or any(cells[width:])):
+            problem = f"{counted(len(cells), 'cell')} where the header has {width}"
+        if problem:
+            # A line of text has no number.
+            unusable = not cells or any(map(_is_number, cells))
+            found = RowProblem(line, f"{problem}: the row is skipped", unusable)
+            problems.append(found)
+            if unusable:
+                last.append(found)
+            continue
+        last = []
+        row: list[str | None] = [cells[used[name]] if name in used else None for name in labels]
+        if not shared or any(cells[used[name]] for name in SIGNALS if name in used):
+            yield line, row
+    if len(last) > _MAX_LAST:
+        raise UnjudgeableLog(
+            f"the last {len(last):,} of {rows:,} rows cannot be used, first in line "
+            f"{last[0].line}: {last[0].text}. Write a header above rows with other columns"
+        )

@@ -22,6 +22,7 @@ from healcore.console import counted
 from healcore.tools.traces.columns import (
     EPOCH,
     EPOCH_LENGTH,
+    JUDGED_SIGNALS,
     ROUNDED,
     SIGNALS,
     STEP,
@@ -155,6 +156,40 @@ def lineage(trace: Trace) -> Rows:
         repeated[:-1] |= logged[1:] & logged[:-1]
     repeated[:-1] &= rows.step[1:] == rows.step[:-1]
     return rows.select(~repeated)
+
+
+_MAX_LAST = 2
+"""Number of rows without a signal with which a run may end, such as a summary."""
+
+
+def missing_signals(trace: Trace) -> dict[str, str]:
+    """Finds the signals of a step that the end of the final run lacks.
+
+    Some programs write NaN as an empty cell or null, or do not write it. So a run that diverged may
+    look like a run that stopped to log its loss. A signal that only every n-th row logs is missing
+    between these rows too.
+
+    Args:
+        trace: the trace, with the rows of all attempts.
+
+    Returns:
+        Signal -> a clause such as "the loss is missing from row 85 on (step 3385)".
+    """
+    rows = lineage(trace)
+    found: dict[str, str] = {}
+    for signal in JUDGED_SIGNALS:
+        logged = np.flatnonzero(rows.logged.get(signal, ()))
+        if not len(logged):
+            continue
+        first = int(logged[-1]) + 1
+        later = np.unique(rows.step[first:])  # a step may have several rows of evaluations
+        later = later[later > rows.step[first - 1]]
+        longest_gap = np.diff(logged, prepend=-1).max() - 1
+        if len(later) > max(_MAX_LAST, 2 * longest_gap):
+            found[signal] = f"the {signal} is missing from row {first} on"
+            if trace.unit != "row":
+                found[signal] += f" ({trace.unit} {later[0]:.15g})"
+    return found
 
 
 def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:

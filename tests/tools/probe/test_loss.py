@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.tools.probe.loss_curve import InstabilityEvent, find_events
+from healcore.tools.replay import replay
 from tests.tools.probe.curves import falling, probe, probe_values, write
 from tests.tools.probe.trained_networks import verdicts
 from tests.tools.recorded_runs import FOLDER, needed
@@ -201,6 +202,22 @@ def test_a_spike_that_lasts_is_one(noise, length):
     assert not unfinished
     assert events(values, sigmas=5000.0) == ([], 0, False)
     assert events(values[: 1200 + length])[2]
+
+
+@pytest.mark.parametrize("rows", [2000, 40_001])
+def test_each_event_begins_where_a_replay_has_its_alarm(tmp_path, rows):
+    """Also if a value shortly before it is high, and in a curve that is reduced to medians."""
+    values = 1 + 0.03 * np.random.default_rng(4).normal(size=rows)
+    onsets = [rows // 2 + 7, rows // 2 + 507]
+    for onset in onsets:
+        values[onset : onset + 30 * (rows // 2000)] += 2.5
+        values[onset - 5] = 1.11
+    path = write(tmp_path, values)
+    result = probe(path)
+    assert [event.step for event in result.facts["events"]] == onsets
+    assert list(replay(logs.trace(path), "default").summary.onsets) == onsets
+    (check,) = [each for each in result.checks if each.name == "instability_events"]
+    assert re.search(rf"at step {onsets[0]} for \d+ values, step {onsets[1]} for", check.message)
 
 
 def test_one_high_value_is_a_jump_and_high_values_again_and_again_are_an_event(tmp_path):

@@ -71,6 +71,40 @@ def test_replay_prints_the_table_and_writes_the_page(run, spiked, tmp_path):
     assert cells(twice, "./losses.csv")
 
 
+def test_the_page_of_one_run_and_several_policies_is_of_one_run(spiked, run, tmp_path):
+    page = tmp_path / "r.html"
+    policies = ["-p", "default", "-p", "pretraining", "-p", "zclip"]
+
+    def shown(*paths: Path) -> tuple[str, str]:
+        assert healcore_replay(*paths, *policies, "--report", page).exit_code == 0
+        text = page.read_text()
+        (heading,) = re.findall("<h1>(.*?)</h1>", text)
+        return heading, text
+
+    heading, text = shown(spiked)
+    assert heading == f"Replay of {tmp_path.name}/spiked.csv: 3 policies"
+    assert heading in re.findall("<title>(.*?)</title>", text)
+    parts = re.findall("<h2>(.*?)</h2>", text)
+    assert [part.rpartition(": ")[2] for part in parts][:2] == [
+        "policy pretraining, 25 alarms",
+        "policy default, 25 alarms",
+    ]
+    facts = re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", text)
+    assert ("Alarms begin at step", "150") in facts
+    assert ("Rows by cause", "loss spike 25") in facts
+    assert not [fact for _, fact in facts if re.search(r"[{}()\[\]]|\.0$", fact)]
+    assert shown(spiked, run)[0] == "2 runs, 3 policies"
+
+
+def test_the_page_of_a_log_without_a_loss_at_its_end_says_so(tmp_path):
+    run = logs.noisy(300)
+    run["loss"][200:] = [""] * 100
+    page = tmp_path / "r.html"
+    assert healcore_replay(logs.write(tmp_path / "run.csv", run), "--report", page).exit_code == 1
+    (heading,) = re.findall("<h1>(.*?)</h1>", page.read_text())
+    assert heading.endswith("the loss is missing from row 200 on (step 200)")
+
+
 def test_each_row_and_summary_is_a_line_of_json(run, tmp_path):
     out = tmp_path / "out.jsonl"
     assert healcore_replay(run, "-p", "pretraining", "-p", "zclip", "--jsonl", out).exit_code == 0
@@ -152,6 +186,19 @@ def test_the_first_alarm_is_the_first_line(run, tmp_path):
         assert ", default: first alarm at step " in first
     healthy = logs.write(tmp_path / "healthy.csv", logs.noisy(300))
     assert "no alarm in 300 rows" in healcore_replay(healthy).output.splitlines()[0]
+
+
+def test_alarms_that_begin_again_are_named_up_to_ten(tmp_path):
+    run = logs.noisy(900)
+    for step in range(100, 900, 50):
+        run["loss"][step : step + 3] = [float("nan")] * 3
+        path = logs.write(tmp_path / "run.csv", run)
+        summary = replay(logs.trace(path), "default").summary
+        assert summary.onsets == tuple(range(100, step + 1, 50))
+    first = healcore_replay(path).output
+    assert "first alarm at step 100; " in first
+    assert "alarms begin again at step 150, 200, 250," in " ".join(first.split())
+    assert "550, 600 and 5 more" in " ".join(first.split())
 
 
 def test_policies_that_say_the_same_of_a_trace_are_named(tmp_path):

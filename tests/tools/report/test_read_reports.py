@@ -195,6 +195,35 @@ def test_a_report_is_written_next_to_its_run(copy):
     assert healcore("report", copy.parent, "--out", copy.with_name("a.html")).exit_code == 0
 
 
+def heading_of(page: str) -> str:
+    """The title of a page, which is its heading too."""
+    (title,), (heading,) = (
+        re.findall("<title>(.*?)</title>", page),
+        re.findall("<h1>(.*?)</h1>", page),
+    )
+    assert title == heading
+    return heading
+
+
+def test_the_heading_has_the_name_of_the_run_its_policy_and_its_result(tmp_path):
+    for name, heading in (("healcore", "run-7"), ("events", "run-7"), ("big", "run-7/big")):
+        events = tmp_path / "run-7" / f"{name}.events.jsonl".replace("events.events", "events")
+        events.parent.mkdir(exist_ok=True)
+        log = Log(events)
+        log.write("start", step=None, policy="default", mode="heal")
+        log.write("end", step=20, ending="completed")
+        (report,) = read_reports(events)
+        assert heading_of(render([report])) == f"{heading}: policy default, completed"
+
+
+def test_a_diagnosis_is_paragraphs_without_the_line_breaks_of_a_console():
+    text = "The run is\n  complete.\nFaults found:\n  - step 3: a long\n    text.\nTried: nothing."
+    page = render([hostile()._replace(diagnosis=text)])
+    found = re.findall(r"<p[^>]*>([^<]*)</p>", page.partition("Diagnosis</h3>")[2])
+    expected = ["The run is complete.", "Faults found:", "step 3: a long text.", "Tried: nothing."]
+    assert found[: len(expected)] == expected
+
+
 def test_a_page_of_several_runs_replaces_the_page_of_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("first", "second"):
@@ -204,7 +233,7 @@ def test_a_page_of_several_runs_replaces_the_page_of_none(tmp_path, monkeypatch)
     page = Path("first/run.report.html").read_text()
     done = healcore("report", "first", "second")
     assert (done.exit_code, done.stdout.strip()) == (0, "page: healcore.reports.html")
-    assert "2 runs" in Path("healcore.reports.html").read_text()
+    assert heading_of(Path("healcore.reports.html").read_text()) == "2 runs"
     assert Path("first/run.report.html").read_text() == page
     assert healcore("report", "first", "second", "-o", "a.html").stdout.strip() == "page: a.html"
 

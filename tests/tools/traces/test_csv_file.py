@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from healcore.tools.cli import app
 from healcore.tools.traces import open_traces
 from tests.tools.traces.opened_traces import column, open_one, problems_of, refusal, write
 
@@ -76,6 +78,86 @@ def test_another_separator_is_named_with_a_command_that_a_shell_takes(separator,
 def test_a_hint_about_a_column_is_quoted_for_a_shell(tmp_path):
     message = refusal(write(tmp_path / "run.csv", "a,my; loss\n5,1\n6,3\n"))
     assert message.endswith("Name one: --column 'loss=my; loss'")
+
+
+HEADER = "epoch,acc,loss\n"
+
+
+def run_of(rows, losses=(), first=0):
+    """Rows `epoch,acc,loss`: a falling loss, or the losses that are given."""
+    values = list(losses) or [3 / (at + 1) for at in range(rows)]
+    return "".join(f"{first + at},0.5,{value}\n" for at, value in enumerate(values))
+
+
+def test_a_header_that_is_repeated_is_no_row(tmp_path):
+    text = HEADER + run_of(30) + HEADER + run_of(0, [1.0] * 17 + ["nan"] * 13, 30)
+    trace = open_one(write(tmp_path / "run.csv", text))
+    assert (trace.unit, len(trace.rows.step), trace.problems) == ("epoch", 60, ())
+    assert trace.rows.step[np.isnan(trace.rows.values["loss"])][0] == 47
+
+
+LATER = {
+    "a column more": ("epoch,acc,lr,loss\n", "{0},0.5,0.1,{1}\n"),
+    "a column less": ("epoch,loss\n", "{0},{1}\n"),
+    "the same columns in another order": ("loss,acc,epoch\n", "{1},0.5,{0}\n"),
+    "another name of the loss": ("epoch,acc,train_loss\n", "{0},0.5,{1}\n"),
+    "a norm too": ("epoch,grad_norm,loss\n", "{0},0.5,{1}\n"),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_rows_below_another_header_are_read_by_it(tmp_path, kind):
+    header, row = LATER[kind]
+    below = "".join(row.format(at, 2.0 if at < 47 else "nan") for at in range(30, 60))
+    trace = open_one(write(tmp_path / "run.csv", HEADER + run_of(30) + header + below))
+    assert (len(trace.rows.step), trace.problems) == (60, ())
+    assert trace.rows.logged["loss"].all()
+    assert trace.rows.step[np.isnan(trace.rows.values["loss"])].tolist() == [*range(47, 60)]
+    norms = trace.rows.logged.get("grad_norm", np.zeros(60, bool))
+    assert norms[30:].all() == (kind == "a norm too")
+
+
+UNREAD = {
+    "half have a column more": run_of(40) + "".join(f"{at},0.5,1,7\n" for at in range(40, 80)),
+    "a fifth have a column less": run_of(40) + "".join(f"{at},1.5\n" for at in range(40, 50)),
+    "the last few have a column more": run_of(400) + "400,0.5,1,7\n401,0.5,1,7\n402,0.5,1,7\n",
+    "a header without a loss": run_of(40) + "epoch,acc,lr\n" + run_of(40, first=40),
+    "the last few below it": run_of(400) + "epoch,acc,lr\n" + run_of(4, first=400),
+}
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_rows_of_another_form_are_not_passed_over(tmp_path, kind):
+    path = write(tmp_path / "run.csv", HEADER + UNREAD[kind])
+    message = refusal(path)
+    assert re.search("rows cannot be used, first in line (42|43|402|403): ", message)
+    if kind == "half have a column more":
+        assert (
+            "the last 40 of 80 rows cannot be used, first in line 42: 4 cells where the" in message
+        )
+    for command in (["replay"], ["probe", "loss"]):
+        result = CliRunner().invoke(app, [*command, str(path)])
+        assert result.exit_code in (1, 3)
+        assert "no alarm" not in result.output
+
+
+SUMMARIES = {
+    "text": "epoch {0}: mean loss 2.5\n",
+    "no step": ",2.5,\n",
+    "another step": "epoch {0},2.5,\n",
+}
+
+
+@pytest.mark.parametrize("kind", SUMMARIES)
+def test_a_summary_of_each_epoch_costs_no_verdict(tmp_path, kind):
+    text = "step,acc,mine\n"
+    for at in range(120):
+        text += f"{at},0.5,{'nan' if at > 90 else 2.5}\n"
+        if at % 8 == 7:
+            text += SUMMARIES[kind].format(at // 8)
+    path = write(tmp_path / "run.csv", text)
+    result = CliRunner().invoke(app, ["replay", str(path), "--column", "loss=mine"])
+    assert (result.exit_code, "first alarm at step 91" in result.output) == (0, True)
 
 
 WORDS = ("", "nan", "NaN", "inf", "-inf", "Infinity", "None", "n/a", "x", " 1.5 ", "1e400")

@@ -165,3 +165,37 @@ def test_a_store_is_read_from_its_metrics_and_says_if_it_has_none(tmp_path):
     write(tmp_path / "healcore.metrics.jsonl", step.format(0) + step.format(1))
     (tmp_path / "step-0000000020.1").mkdir()
     assert open_one(tmp_path).rows.step.tolist() == [0, 1]
+
+
+SUMMARIES = {
+    "text with a norm": (
+        "step {} | my_loss {}",
+        "epoch {} done | mean my loss 2.0 | grad_norm 0.5",
+    ),
+    "text without a step": ("[{}/120] loss_G: {}", "==> train loss: 2.0, of {}"),
+    "JSON with a norm": ('{{"step": {}, "my_loss": {}}}', '{{"epoch": {}, "grad_norm": 0.5}}'),
+    "JSON with a loss": ('{{"step": {}, "my_loss": {}}}', '{{"epoch": {}, "loss": 0.5}}'),
+}
+
+
+@pytest.mark.parametrize("kind", SUMMARIES)
+def test_a_summary_of_each_epoch_without_the_column_costs_no_verdict(tmp_path, kind):
+    line, summary = SUMMARIES[kind]
+    lines: list[str] = []
+    for at in range(120):
+        lines.append(line.format(at, "NaN" if at > 90 else 2.5))
+        if at % 8 == 7:
+            lines.append(summary.format(at // 8))
+    path = write(tmp_path / "run.log", "\n".join(lines) + "\n")
+    column = "loss=loss_G" if "loss_G" in line else "loss=my_loss"
+    result = CliRunner().invoke(app, ["replay", str(path), "--column", column])
+    assert (result.exit_code, "first alarm at step 91" in result.output) == (0, True)
+
+
+def test_a_text_between_records_is_no_lost_record(tmp_path):
+    lines: list[str] = []
+    for at in range(80):
+        lines.append(f'{{"step": {at}, "loss": 2.5}}')
+        if at % 5 == 4:
+            lines.append(f"epoch {at // 5} is done, mean loss 2.5")
+    assert len(open_one(write(tmp_path / "run.jsonl", "\n".join(lines))).rows.step) == 80
