@@ -51,10 +51,31 @@ class _Started(NamedTuple):
     """A run that `start` has opened."""
 
     run: Run
-    healer: weakref.ref[Healer[Any]]
+    healer: weakref.ref[ScriptHealer[Any]]
     """The Healer. Without it, the program cannot continue the run."""
     pid: int
     """The process of the run. A forked child must not end its parent's run."""
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the program has gone on, after the loop of this run had ended by itself."""
+        healer = self.healer()
+        return _has_ended_loop(self.run) and (healer is None or healer.is_followed)
+
+    def end(self) -> BaseException | None:
+        """The reason why the run has ended early, or None if its loop has ended by itself."""
+        requests, state = self.run.end_requests, self.run.loop.state
+        if self.run.stopping.stopped is not None:
+            return self.run.stopping.stopped
+        if self.is_followed:
+            return None
+        if requests.stop_signals.signal_number is not None:
+            return exit_for(requests.stop_signals.signal_number)
+        if not state.left_early:
+            return None
+        if requests.stop_file.found:
+            return EndRequested(requests.stop_file.why)
+        return EndRequested("a program that has left its loop early")
 
     def close(self, error: BaseException | None) -> int:
         """Closes the run unless it is closed. Returns the exit status, and prints an error of it.
@@ -85,7 +106,13 @@ _previous_hook: Callable[..., object] | None = None
 
 
 class ScriptHealer(Healer[State]):
-    """A Healer without a block: what the end of a block does, the end of a loop does."""
+    """A Healer without a block: what the end of a block does, the end of a loop does.
+
+    Attributes:
+        is_followed: whether another run was started after the newest loop of this one had ended.
+    """
+
+    is_followed = False
 
     def batches(
         self,
@@ -129,6 +156,7 @@ class ScriptHealer(Healer[State]):
 
         An exception of healcore that ends programs ends the run here.
         """
+        self.is_followed = False
         try:
             yield from loop
         except GeneratorExit:  # a `break`, or an exception in the body
@@ -183,9 +211,13 @@ def start(
     healer = ScriptHealer(policy, state=state, **options)
     for other in [*_started]:
         if _is_over(other, before=healer):
-            other.close(_end_of(other.run))
+            other.close(other.end())
             _started.remove(other)
     healer._open()
+    for other in _started:
+        earlier = other.healer()
+        if earlier is not None:
+            earlier.is_followed = _has_ended_loop(other.run)
     _install_hooks()
     _started.append(_Started(healer._run, weakref.ref(healer), os.getpid()))
     return healer
@@ -205,9 +237,13 @@ def _is_over(started: _Started, before: ScriptHealer[Any]) -> bool:
         return started.run.ranks.world == 1
     if hasattr(sys, "ps1") or (before.store is not None and before.store == healer.store):
         return True
-    state = started.run.loop.state
-    has_trained = state.was_used and not state.in_body
-    return has_trained and before.shares_state(healer)
+    return _has_ended_loop(started.run) and before.shares_state(healer)
+
+
+def _has_ended_loop(run: Run) -> bool:
+    """Whether the program has trained, and its loop has ended by itself."""
+    state = run.loop.state
+    return (run.progress.steps_taken > 0 or state.is_complete) and not state.left_early
 
 
 def _install_hooks() -> None:
@@ -228,7 +264,7 @@ def _on_uncaught(
     """Closes the runs as their blocks would do, then prints the exception as before."""
     if not hasattr(sys, "ps1"):
         for started in reversed(_started):
-            started.close(error)
+            started.close(started.end() if started.is_followed else error)
     assert _previous_hook is not None
     _previous_hook(kind, error, trace)
 
@@ -237,24 +273,10 @@ def _on_exit() -> None:
     """Closes the runs that are still open. Sets the exit status if a run is incomplete."""
     status = 0
     for started in reversed(_started):
-        status = started.close(_end_of(started.run)) or status
+        status = started.close(started.end()) or status
     if status:
         # Python has chosen the status already. The other handlers run first.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _end_of(run: Run) -> BaseException | None:
-    """The reason why an open run has ended early, or None if its loop has ended by itself."""
-    requests = run.end_requests
-    if run.stopping.stopped is not None:
-        return run.stopping.stopped
-    if requests.stop_signals.signal_number is not None:
-        return exit_for(requests.stop_signals.signal_number)
-    if not run.loop.state.left_early:
-        return None
-    if requests.stop_file.found:
-        return EndRequested(requests.stop_file.why)
-    return EndRequested("a program that has left its loop early")

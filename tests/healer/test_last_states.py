@@ -152,6 +152,28 @@ def test_a_run_that_stops_ends_no_other_run(order, caught, tmp_path):
     assert "checkpoint 150 is on disk" in lines
 
 
+@pytest.mark.parametrize(
+    ("end", "ending"),
+    [
+        ("raise ValueError('wrong')", "exception"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "signal"),
+        ("raise KeyboardInterrupt", "interrupted"),
+        pytest.param("sys.exit(3)", "requested", marks=pytest.mark.slow),
+    ],
+)
+def test_what_ends_one_run_does_not_end_the_run_before_it(end, ending, tmp_path):
+    program = PROGRAM.replace("LOOP", LOOPS["one pass"])
+    in_the_body = (
+        f"        if name == 'later' and healer.step == 40: {end}\n        loss.backward()"
+    )
+    program = program.replace("        loss.backward()", in_the_body)
+    keeps = "kept = run('earlier')\nrun('later')\n"
+    done = forked_programs.run("-c", program + keeps, tmp_path, "")
+    assert done.returncode != 0
+    assert [each["ending"] for each in events(tmp_path / "earlier", "end")] == ["completed"]
+    assert [each["ending"] for each in events(tmp_path / "later", "end")] == [ending]
+
+
 def test_a_stop_that_leaves_the_block_of_another_run_does_not_stop_it(tmp_path):
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
