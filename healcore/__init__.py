@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from healcore import errors, jax, policy, torch
     from healcore.api import *
 
-__version__ = "0.4.0"
+__version__ = "0.5.0.dev0"
 __all__ = [
     "Action",
     "Cause",
