@@ -295,10 +295,10 @@ class HealingCallback(TrainerCallback, ExportableState):
         changes = self._changes
         self._changes = ExitStack()
         self._open_healer = self._feed = None
-        kind = None
-        if error is not None:
-            kind = type(error)
-        changes.__exit__(kind, error, None)  # the Healer in the stack ends with this error
+        if error is None:
+            changes.close()
+        else:  # the Healer in the stack ends with this error
+            changes.__exit__(type(error), error, error.__traceback__)
 
     def _begin(self, trainer: HfTrainer, state: TrainerState) -> None:
         """Opens the Healer, and replaces methods of the Trainer until `close`."""

@@ -27,7 +27,6 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, load
 from healcore.runtime.data.random_states import isolated
-from healcore.runtime.faults.array_errors import INDICES
 from healcore.runtime.faults.classification import classify
 from healcore.runtime.run_options import Logging
 from healcore.torch.attachment import unwrapped
@@ -108,8 +107,6 @@ def _add_hint(error: Exception) -> None:
     hint = ""
     if fault.cause is not Cause.UNKNOWN:
         hint = fault.advice
-    elif isinstance(error, IndexError):
-        hint = INDICES
     elif isinstance(error, KeyError):
         hint = "The batch lacks this key: compare the dataset's columns with the model's arguments."
     if hint:
