@@ -220,7 +220,7 @@ class OutOfMemory:
     def _find_obstacle(self) -> str:
         """Reason why this window cannot be repeated in smaller parts, or an empty string."""
         if self.run.policy.observes:
-            return "the policy only observes"
+            return 'this run only observes; in mode "heal" the rule of its policy for oom applies'
         if "shrink_microbatch" not in self._answers:
             return (
                 f"policy {self.run.policy.name} has no rule for out of memory: add "

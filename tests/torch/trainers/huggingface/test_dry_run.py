@@ -55,6 +55,7 @@ def test_an_error_in_a_dry_run_has_a_note_about_what_to_look_at(
     with pytest.raises(error) as raised:
         heal_trainer(trainer).dry_run(steps=1)
     assert note in raised.value.__notes__[-1]
+    assert "policy only observes" not in "".join(raised.value.__notes__), "the policy heals"
 
 
 OFTEN = {"save_every": 5, "rollback": {"probation": 10}}
