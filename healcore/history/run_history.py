@@ -85,7 +85,7 @@ class RunProcess:
             self.end = event
         elif event.kind == "resume":
             self.resumed_at = event.checkpoint
-        if event.kind in ("rollback", "over"):  # the alert before is answered
+        if event.kind in ("rollback", "over", "retried"):  # the alert before is answered
             self.diagnosis = ""
         if event.kind != "alarm":
             self.diagnosis = event.diagnosis or self.diagnosis

@@ -167,7 +167,7 @@ FAILURES: dict[Cause, Failure] = {
     Cause.NETWORK: Failure(
         "api_error",
         Severity.ERROR,
-        "A network call failed permanently. Check the service, its quota and the credentials.",
+        "A network call failed. Check the service, its quota and the credentials.",
         (_TABLE, "RFC 9110, 10.2.3 (Retry-After)"),
     ),
     # Published: stop all ranks with their stacks, and start again. Here the stacks are written, and

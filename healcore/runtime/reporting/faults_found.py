@@ -56,9 +56,9 @@ def faults_found(history: RunHistory) -> list[FaultFound]:
             remedy = _undone_text(alarms.undone_by)
         text = f"{_steps_text(alarms.first, alarms.last)}: {flags_text(alarms.causes)}. {remedy}."
         faults.append(FaultFound(alarms.first, False, text))
-    for event in history.newest["fault"]:
-        if event.answer in (None, "save"):  # the exception ended the run, as the headline says
-            continue
+    for event in (*history.newest["fault"], *history.newest["retried"]):
+        if event.kind == "fault" and event.answer in (None, "save"):
+            continue  # the exception ended the run, as the headline says
         step = float(event.step or 0)
         text = f"{_steps_text(step, step)}: {sentence(event).removeprefix('fault: ')}."
         faults.append(FaultFound(step, True, text))

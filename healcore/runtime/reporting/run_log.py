@@ -14,6 +14,7 @@ from healcore.events.metrics import MetricsLog
 from healcore.events.models import EventRecord
 from healcore.history import RunHistory
 from healcore.runtime.faults.classification import Fault
+from healcore.runtime.faults.failures import Severity
 from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run_options import Hooks
 
@@ -116,19 +117,23 @@ class RunLog:
             **fields: further fields of the event.
         """
         line = f"step {step}: {line or problem}"
+        ends_run = answer in (None, "save")
+        severity = Severity.WARNING
+        if ends_run:
+            severity = fault.failure.severity
         self.event(
             "fault",
             step=step,
             cause=names_of(fault.cause),
             sign=fault.sign,
             problem=problem,
-            severity=fault.failure.severity,
+            severity=severity,
             diagnosis=fault.advice,
             references=list(fault.failure.references),
             answer=answer,
             **fields,
         )
-        if answer in (None, "save"):  # the exception ends the run
+        if ends_run:
             # The advice about an unknown exception would be to read it.
             has_advice = fault.cause != Cause.UNKNOWN or fault.hint
             if has_advice and fault.advice not in self._advised:

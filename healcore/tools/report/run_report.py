@@ -260,7 +260,8 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
     if state in (RunState.GONE, RunState.KILLED) and written.get("step") is not None:
         step_at_end = f"{written['step']} or later"
     faults: list[str] = []
-    for event in history.newest["fault"]:
+    events = (*history.newest["fault"], *history.newest["retried"])
+    for event in sorted(events, key=lambda event: event.step or 0):
         faults.append(f"step {event.step}: {sentence(event).removeprefix('fault: ')}")
     framework = (start.framework, versions.get(start.framework or ""))
     last_good = history.last_good
