@@ -19,6 +19,9 @@ from healcore.events.json_lines import (
 from healcore.events.process import current_process, environment
 from healcore.events.schema import SCHEMA, Trait, has
 
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
+"""Format of the field `time`: ISO 8601 in UTC, with microseconds."""
+
 
 class Log:
     """Appends events to a file, to which other processes may write too.
@@ -123,4 +126,4 @@ class Log:
 
 def now() -> str:
     """The wall time in UTC, as ISO 8601 with microseconds."""
-    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
+    return f"{datetime.now(UTC):{TIME_FORMAT}}"

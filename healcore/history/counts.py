@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from healcore.history.incidents import Incident
+
+_Count = TypeVar("_Count", int, int | None)
 
 
 class Counts(NamedTuple):
     """Counts of a run or a replay, for reports and the postmortem.
 
     None means unknown, which is not 0: clips, for example, are not events, so only the postmortem
-    of a run has their number.
+    and the metrics of a run have their number.
     """
 
     incidents: int = 0
@@ -31,20 +33,20 @@ class Counts(NamedTuple):
     """Steps that a GradScaler has not taken, which only a live run counts."""
 
 
-def name_changes(*, observes: bool, **counts: int) -> dict[str, int]:
+def name_changes(*, observes: bool, **counts: _Count) -> dict[str, _Count | int]:
     """Renames counts of changes, if a policy that only observes has not made these changes.
 
     Args:
         observes: whether the policy only observes, so that nothing was changed.
-        **counts: name of a change, such as `skips` -> its number.
+        **counts: name of a change, such as `skips` -> its number, or None if unknown.
 
     Returns:
         Name -> number. With `observes`, "skips" is 0, and "observed_skips" is the number of skips
         that the policy would have made.
     """
     if not observes:
-        return counts
-    named = dict.fromkeys(counts, 0)
+        return {**counts}
+    named: dict[str, _Count | int] = dict.fromkeys(counts, 0)
     for name, number in counts.items():
         named[f"observed_{name}"] = number
     return named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,6 +206,38 @@ def read_last_rows(path: Path, process: str) -> dict[str, dict[str, Any]]:
         if row["run"] == process:
             rows[str(row.get("engine", ""))] = row
     return rows
+
+
+def count_changes(path: Path, processes: Sequence[str]) -> Counter[str]:
+    """Counts the changes of a run that its metrics file shows.
+
+    Args:
+        path: the metrics file.
+        processes: ids of the processes of the run.
+
+    Returns:
+        "skips" and "clips" -> number of steps, also of steps that a rollback has undone. Steps that
+        a restart repeats count once. A thinned file does not show each clipped step.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    changes: list[tuple[int, int, str]] = []  # number of the attempt, step, name
+    attempt, last_process, last_step = 0, "", 0
+    for _, row in read_lines(path, parse_metrics):
+        if isinstance(row, str) or row["run"] not in processes:
+            continue
+        step = row["step"]
+        if row["run"] != last_process:
+            changes = [each for each in changes if each[0] < attempt or each[1] < step]
+        elif step < last_step:  # after a rollback
+            attempt += 1
+        last_process, last_step = row["run"], step
+        if row.get("skip") is True:
+            changes.append((attempt, step, "skips"))
+        elif row.get("grad_scale", 1) != 1:
+            changes.append((attempt, step, "clips"))
+    return Counter(name for _, _, name in changes)
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | str:

@@ -6,9 +6,11 @@ import enum
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from healcore.events.json_lines import Event
+from healcore.events.log import TIME_FORMAT
 from healcore.events.models import Ending, EventRecord, validate
 from healcore.events.process import Process
 from healcore.events.schema import KINDS, Trait, has
@@ -61,7 +63,7 @@ class RunProcess:
     end: EventRecord | None = None
     """The event of the end, or None for a process that was killed or still runs."""
     last: EventRecord | None = None
-    """Its newest event of any kind, or None without an event."""
+    """Its newest event of any kind, or None without an event. See also `add_row`."""
     diagnosis: str = ""
     """Newest diagnosis in the events, or empty after a rollback or the end of the incident."""
     resumed_at: int | None = None
@@ -91,6 +93,22 @@ class RunProcess:
             self.diagnosis = event.diagnosis or self.diagnosis
         if self.began is None:
             self.began = event.mono
+
+    def add_row(self, time: float) -> None:
+        """Takes a line of the metrics file for the newest record, if it is later than the events.
+
+        A healthy process writes few events. If it was killed, its metrics show how long it ran.
+
+        Args:
+            time: time of the line, in seconds since 1970.
+        """
+        last = self.last
+        if last is None or last.time is None or last.mono is None:
+            return
+        later = time - datetime.fromisoformat(last.time).timestamp()
+        if later > 0:
+            text = f"{datetime.fromtimestamp(time, UTC):{TIME_FORMAT}}"
+            self.last = last.model_copy(update={"time": text, "mono": last.mono + later})
 
     @property
     def seconds(self) -> float | None:

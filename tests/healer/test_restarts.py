@@ -1,5 +1,6 @@
 """What a start after a crash must know and do. All at once and with SIGKILL: test_killed.py."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 from healcore import Healer
 from healcore import policy as policies
 from healcore.errors import IncompleteRun
-from tests.healer.run_directory import events
+from tests import forked_programs
+from tests.healer.run_directory import events, postmortems
 from tests.healer.simulated_kills import Crash
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
@@ -163,3 +165,56 @@ def test_a_restart_fills_a_dictionary_of_the_state(tmp_path):
     train_with_best(tmp_path, last=30)
     lengths = train_with_best(tmp_path)
     assert lengths[0] == 1
+
+
+CLIPPING = """
+import json, os, sys, torch
+from healcore import Healer, Logging
+
+store, clip, metrics, killed_at = sys.argv[1], *map(json.loads, sys.argv[2:])
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 1e-3)}
+batches = [torch.randn(8, 2) + 9 for _ in range(40)]
+batches[7] = batches[7] * float("nan")
+with Healer(state=state, store=store, clip=clip, logging=Logging(metrics=metrics)) as healer:
+    for batch in healer.batches(batches):
+        loss = model(batch).square().mean()
+        healer.observe(loss)
+        loss.backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        if healer.step == killed_at:
+            os.kill(os.getpid(), 9)
+        if healer.step == killed_at - 5:
+            healer.save()  # the lines of the metrics reach the disk
+"""
+FIXED = {"max_norm": 0.01}
+PER_TENSOR = {"kind": "adagc", "max_norm": 0.01}
+
+
+def clipping_run(store: Path, clip: dict[str, Any], metrics: str | None, *kills: int) -> list[Any]:
+    """The postmortems of a run that is killed at some steps, then completed."""
+    for killed_at in (*kills, 0):
+        given = map(json.dumps, (clip, metrics, killed_at))
+        forked_programs.run("-c", CLIPPING, store, *given)
+    return postmortems(store)
+
+
+def test_the_postmortems_of_a_killed_run_count_its_clips(tmp_path):
+    """As far as the metrics have reached the disk; a step that is repeated counts once."""
+    first, second, completed = clipping_run(tmp_path, FIXED, "auto", 30, 35)
+    endings = [each["ending"] for each in (first, second, completed)]
+    assert endings == ["killed", "killed", "completed"]
+    assert 20 <= first["clips"] <= 29
+    assert first["clips"] < second["clips"] <= 34
+    assert completed["clips"] == 39, "all but the step with NaN"
+    assert [each["skips"] for each in (first, second, completed)] == [1, 1, 1]
+    assert f"clipped {first['clips']} steps (at least" in " ".join(first["diagnosis"].split())
+
+
+@pytest.mark.parametrize(("clip", "metrics"), [(FIXED, None), (PER_TENSOR, "auto")])
+def test_clips_that_no_file_shows_are_unknown_and_not_0(clip, metrics, tmp_path):
+    killed, completed = clipping_run(tmp_path, clip, metrics, 30)
+    assert killed["clips"] is None
+    assert completed["clips"] > 20

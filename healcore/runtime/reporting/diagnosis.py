@@ -367,7 +367,10 @@ def _tried(outcome: RunOutcome) -> Iterator[str]:
     if outcome.steps_lost:
         phrases.append(lost_steps_text(outcome))
     if phrases:
-        yield f"{'; '.join(phrases)}."
+        text = "; ".join(phrases)
+        if outcome.ending == Ending.KILLED:
+            text += " (at least: the last steps may not have reached the files)"
+        yield f"{text}."
 
 
 def _list_faults(outcome: RunOutcome) -> list[str]:

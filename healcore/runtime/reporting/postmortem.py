@@ -6,12 +6,14 @@ import json
 import os
 import re
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from healcore import console, regular_file
+from healcore.core.clipping import RULES
 from healcore.core.decision import LASTING, Cause
 from healcore.events import events_file, log
 from healcore.events.file_names import process_path, stem
@@ -19,8 +21,8 @@ from healcore.events.json_lines import to_json
 from healcore.events.metrics import COMPARED
 from healcore.events.models import Ending, EventRecord
 from healcore.history import RunHistory, RunState, runs_of
-from healcore.history.counts import name_changes
-from healcore.history.curves import read_last_rows
+from healcore.history.counts import Counts, name_changes
+from healcore.history.curves import count_changes, read_last_rows
 from healcore.runtime.faults.failures import causes_of
 from healcore.runtime.reporting.diagnosis import explain
 from healcore.runtime.reporting.run_outcome import RunOutcome
@@ -112,7 +114,7 @@ def _fields(
         "step": outcome.step,
         "cause": outcome.cause | outcome.lasting | outcome.fault & Cause.HANG,
         "incidents": counts.incidents,
-        **name_changes(observes=history.observes, clips=counts.clips or 0, skips=counts.skips),
+        **name_changes(observes=history.observes, clips=counts.clips, skips=counts.skips),
         "metrics": outcome.metrics,
         "rollbacks": [_rollback_fields(event) for event in history.rollbacks],
         "steps_lost": outcome.steps_lost,
@@ -268,7 +270,16 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
     process = history.processes[-1].identity()
     if history.state is RunState.UNKNOWN and process is not None:
         why = f"it ran on {process.host}, whose processes this host cannot see"
-    rows = _last_rows(metrics, history)
+    rows: dict[str, dict[str, Any]] = {}
+    counts = history.counts()
+    try:
+        if metrics is not None and metrics.is_file():
+            rows = _last_rows(metrics, history)
+            counts = _with_changes(counts, metrics, history)
+            for row in rows.values():
+                history.processes[-1].add_row(float(row["time"]))
+    except Exception as error:  # the file may be of another program
+        console.warning(f"the last metrics in {metrics} cannot be read: {error!r}")
     step = history.step or 0
     for row in rows.values():
         step = max(step, row["step"] + 1)
@@ -279,7 +290,7 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
         history,
         Ending.KILLED,
         step,
-        history.counts(),
+        counts,
         why=why,
         lr_scale=lr_scale,
         last_good=history.last_good,
@@ -291,23 +302,28 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
     )
 
 
-def _last_rows(metrics: Path | None, history: RunHistory) -> dict[str, dict[str, Any]]:
-    """Engine -> the last row of a killed run, unless a rollback has undone it. Never raises."""
-    try:
-        if metrics is None or not metrics.is_file():
-            return {}
-        rows = read_last_rows(metrics, history.processes[-1].id)
-        last_rollback = 0.0
-        for event in history.rollbacks:
-            last_rollback = max(last_rollback, _seconds(event.time))
-        standing: dict[str, dict[str, Any]] = {}
-        for engine, row in rows.items():
-            if float(row.get("time", 0.0)) > last_rollback:
-                standing[engine] = row
-        return standing
-    except Exception as error:  # the file may be of another program
-        console.warning(f"the last metrics in {metrics} cannot be read: {error!r}")
-        return {}
+def _last_rows(metrics: Path, history: RunHistory) -> dict[str, dict[str, Any]]:
+    """Engine -> the last row of a killed run, unless a rollback has undone it."""
+    last_rollback = 0.0
+    for event in history.rollbacks:
+        last_rollback = max(last_rollback, _seconds(event.time))
+    standing: dict[str, dict[str, Any]] = {}
+    for engine, row in read_last_rows(metrics, history.processes[-1].id).items():
+        if float(row.get("time", 0.0)) > last_rollback:
+            standing[engine] = row
+    return standing
+
+
+def _with_changes(counts: Counts, metrics: Path, history: RunHistory) -> Counts:
+    """The counts with the skipped and clipped steps in the metrics: few of them are events."""
+    changes = count_changes(metrics, [process.id for process in history.processes])
+    counts = counts._replace(skips=max(counts.skips, changes["skips"]))
+    start = history.start or EventRecord()
+    clip = tomllib.loads(start.policy_toml or "").get("clip", {})
+    rule = RULES.get(clip.get("kind"))
+    if rule is not None and rule.per_tensor:
+        return counts  # no line shows these clips
+    return counts._replace(clips=changes["clips"])
 
 
 def _seconds(time: str | None) -> float:

@@ -115,7 +115,6 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
     """Builds the report on one run of the events file `path`."""
     process = history.last_trained or history.processes[-1]
     written, obstacle = _read_postmortem(path, process.id)
-    history.add_postmortem(written)
     metrics = metrics_path(path)
     curves, curve_notes = _read_curves(metrics, history)
     start = history.start or EventRecord()
@@ -131,7 +130,12 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
         if state is RunState.GONE:  # the next start will write the postmortem
             outcome = outcome_of_killed(history, metrics)
             diagnosis = explain(outcome)
-            written = {"step": outcome.step}
+            written = {
+                "step": outcome.step,
+                "clips": outcome.counts.clips,
+                "skips": outcome.counts.skips,
+            }
+    history.add_postmortem(written)
     mode = Mode.HEAL
     if history.observes:
         mode = Mode.OBSERVE
@@ -144,7 +148,7 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
         curves=curves,
         incidents=tuple(history.incidents),
         counts=history.counts()._replace(incidents=count_incidents(history.incidents).incidents),
-        facts=_facts(history, state, written),
+        facts=_facts(path, history, state, written),
         state=state,
         notes=tuple(notes),
         attempts=_attempts(path, history),
@@ -243,7 +247,9 @@ def _state_of(history: RunHistory, written: dict[str, Any]) -> RunState:
     return RunState.ENDED
 
 
-def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dict[str, str]:
+def _facts(
+    path: Path, history: RunHistory, state: RunState, written: dict[str, Any]
+) -> dict[str, str]:
     """Lists the facts of a run for its page, without unknown values.
 
     The postmortem `written` has the facts that a killed process could not write as events.
@@ -286,7 +292,7 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
         "Mode": start.mode,
         "Started": _time_of(first),
         "Last event": _time_of(history.processes[-1].last),
-        "Duration": _duration(history),
+        "Duration": _duration(path, history),
         "Faults": "; ".join(faults),
         "Step at the end": step_at_end,
         "Steps not repeated": history.steps_lost or None,
@@ -306,12 +312,16 @@ def _facts(history: RunHistory, state: RunState, written: dict[str, Any]) -> dic
     return known
 
 
-def _duration(history: RunHistory) -> timedelta | None:
+def _duration(path: Path, history: RunHistory) -> timedelta | None:
     """The sum of the durations of the processes, or None if none is known."""
     seconds: list[float] = []
     for process in history.processes:
-        if process.seconds is not None:
-            seconds.append(process.seconds)
+        written, _ = _read_postmortem(path, process.id)
+        duration = process.seconds
+        if process.end is None and type(written.get("seconds")) is float:
+            duration = written["seconds"]  # a killed process has few events
+        if duration is not None:
+            seconds.append(duration)
     if not seconds:
         return None
     # A damaged event may have any number of seconds.

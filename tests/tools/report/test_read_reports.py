@@ -279,11 +279,14 @@ def test_a_killed_run_is_explained_before_its_restart(tmp_path):
         "since then (0.003)."
     ) in text
     assert "The loss rose" not in text, "the spike is healed"
+    assert report.facts["Last event"].startswith("2096-10-02"), "the time of the last row"
+    assert report.counts.clips == 0
     history = postmortem.read_last_run(events)
     assert history is not None
     assert postmortem.write_for_killed(events, history, events.with_name("run.metrics.jsonl"))
     (after,) = read_reports(events)
     assert after.diagnosis == report.diagnosis
+    assert after.facts["Duration"] == report.facts["Duration"]
 
 
 @pytest.mark.parametrize(("last", "shown"), [(25, True), (29, False)])
