@@ -93,6 +93,7 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
             store=roots[place],
             loss_fn=loss_fn,
             checkpoints=Checkpoints(every=2, keep=Keep(good=2, candidates=3)),
+            rollback={"probation": 4},
         ) as healer,
     ):
         need = run_of(healer).saver.storage_need()
@@ -123,17 +124,32 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
     # The line, and the files that the run has left.
     assert f": {need.text()}" in caplog.text
     if place == "disk":
-        total = 0
+        total, largest = 0, 0
         for folder in tmp_path.glob("step-*"):
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             assert size < need.size_on_disk + RECORD_BYTES + need.batches
             total += size
+            largest = max(largest, size)
         found = re.search(r"up to ([\d.]+) MB on disk and ([\d.]+) MB in host memory", caplog.text)
         assert found is not None
         assert total < float(found[1]) * 1e6
+        assert largest > 0.8 * float(found[1]) * 1e6 / need.on_disk, "not much more than needed"
         assert arrays * most < float(found[2]) * 1e6
     assert ("in each directory" in caplog.text) == (place == "list")
     assert ("on disk and" in caplog.text) == (place == "disk")
+
+
+def test_frequent_saves_stay_until_the_first_checkpoint_is_known_good(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with Healer(state=state, store=tmp_path, checkpoints=Checkpoints(every=2)) as healer:
+        need = run_of(healer).saver.storage_need()
+        for _ in healer.batches(range(60)):
+            loss = model(torch.ones(1, 2)).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            state["optimizer"].step()
+    assert 29 < len(list(tmp_path.glob("step-*"))) <= need.on_disk
 
 
 def test_in_jax_the_state_has_its_moments(tmp_path):
@@ -171,8 +187,8 @@ NEED = StorageNeed(84e9, 10.5e9, 6, 4, older=True)
         ),
         pytest.param(
             NEED._replace(size_on_disk=1e6, size_in_memory=1e6, batches=16 << 20),
-            "up to 108 MB on disk and 71.9 MB in host memory; "
-            "each doubling of the steps adds 18 MB on disk",
+            "up to 7.2 MB on disk and 4.8 MB in host memory, plus up to 16.8 MB of batches in each "
+            "checkpoint; each doubling of the steps adds 1.2 MB on disk",
             id="batches in each checkpoint",
         ),
     ],

@@ -119,10 +119,12 @@ class Saver:
         if missing is not None:
             more_whole, more_local = missing
         keep, compares = self._deleter.keep, self.run.comparisons.is_enabled
+        # Nothing is deleted before the first checkpoint is known-good.
+        before = self.run.policy.rollback.probation // self.run.schedule.every + 2
         return StorageNeed(
             whole + more_whole,
             local + more_local,
-            checkpoints_on_disk(keep, compares=compares),
+            max(checkpoints_on_disk(keep, compares=compares), before),
             copies_in_memory(self.run.store.ring.keep, compares=compares),
             older=keep.older,
             at_least=missing is None,

@@ -3,8 +3,8 @@
     need = StorageNeed(size_on_disk=84e9, size_in_memory=84e9, on_disk=6, in_memory=4)
     need.text()  # "up to 504 GB on disk and 336 GB in host memory"
 
-The text adds to the arrays what each checkpoint also holds: the random states, the record of the
-run, and with a `loss_fn` the batches on which weights are compared.
+The text adds to the arrays what each checkpoint also holds: the random states and the record of the
+run. With a `loss_fn` it also names the batches on which weights are compared.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import NamedTuple
 from healcore.runtime.run.compare.anchor_choice import MAX_ANCHORS
 from healcore.runtime.store.checkpoints import Keep
 
-RECORD_BYTES = 200_000
-"""Bytes that random states, loader positions and the run's record need at most in a checkpoint."""
+RECORD_BYTES = 60_000
+"""Bytes of the structure, random states, positions and record in a checkpoint, as measured in torch
+(25,000 in JAX)."""
+COMPARED_BYTES = 140_000
+"""The further bytes with a `loss_fn`, without the batches themselves."""
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -46,20 +49,23 @@ class StorageNeed(NamedTuple):
     def text(self) -> str:
         """The need in words, for the first line of a run.
 
-        All that each checkpoint holds is included: one number for the disk, one for the memory. The
-        size of the program's batches is not known yet, so their largest size is counted.
+        The size of the program's batches is not known yet. So the numbers do not include them, and
+        the clause names their largest size.
 
         Returns:
             A clause such as "up to 420 GB on disk and 252 GB in host memory".
         """
         bound = "at least" if self.at_least else "up to"
-        more = RECORD_BYTES + self.batches
+        more, batches = RECORD_BYTES, ""
+        if self.batches:
+            more += COMPARED_BYTES
+            batches = f", plus up to {size_text(self.batches)} of batches in each checkpoint"
         in_memory = size_text(self.in_memory * (self.size_in_memory + more))
         if not self.directories:
-            return f"{bound} {in_memory}"
+            return f"{bound} {in_memory}{batches}"
         where = "on disk" if self.directories == 1 else "in each directory"
         on_disk = size_text(self.on_disk * (self.size_on_disk + more))
-        text = f"{bound} {on_disk} {where} and {in_memory} in host memory"
+        text = f"{bound} {on_disk} {where} and {in_memory} in host memory{batches}"
         if self.older:
             one = size_text(self.size_on_disk + more)
             text += f"; each doubling of the steps adds {one} {where}"
