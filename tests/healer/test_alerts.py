@@ -104,6 +104,18 @@ def steps_of(store: Path, kind: str) -> list[int]:
 # -- what an alert says ----------------------------------------------------------------------------
 
 
+def test_a_warning_that_has_ended_has_advice_on_the_console_and_in_the_postmortem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    train_on(of_one(falling(90, {30: 40.0, 60: 40.0})), store=tmp_path)
+    advice = FAILURES[Cause.LOSS_SPIKE].diagnosis
+    first, second = [line for line in capsys.readouterr().err.splitlines() if "loss spike" in line]
+    assert first.endswith(f"nothing is changed. {advice}")
+    assert second.endswith("nothing is changed"), "the advice is the same"
+    (postmortem,) = postmortems(tmp_path)
+    assert f"Look at: - {advice}" in " ".join(postmortem["diagnosis"].split())
+
+
 @pytest.mark.parametrize("cause", ["PLATEAU", "OVERFIT", "NONFINITE_LOSS", "LOSS_SPIKE"])
 def test_an_alert_names_severity_diagnosis_action_and_reference(
     cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

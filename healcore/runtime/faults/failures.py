@@ -81,9 +81,10 @@ FAILURES: dict[Cause, Failure] = {
     Cause.LOSS_SPIKE: Failure(
         "loss_spike",
         Severity.WARNING,
-        "The loss rose far above its level and stayed high. Look at the learning rate first if it "
-        "has just risen. Otherwise look at the data of those steps, then at the learning rate and "
-        "at the second-moment decay (a lower beta2 forgets sooner).",
+        "The loss rose far above its level. If it fell back by itself, the batch was unusual: look "
+        "at its data. If it stayed high, look at the learning rate first if it has just risen, "
+        "then at the data of those steps, then at the second-moment decay (a lower beta2 forgets "
+        "sooner).",
         (_PALM, _ZCLIP),
     ),
     # Published: half the learning rate with each rollback. A change of the data can also raise the

@@ -10,7 +10,7 @@ from healcore.core.decision import Cause, names_of
 from healcore.events.models import Ending
 from healcore.events.sentences import batch_names, flags_text, readings_text
 from healcore.history import RunState
-from healcore.runtime.faults.failures import FAILURES
+from healcore.runtime.faults.failures import FAILURES, causes_of
 from healcore.runtime.reporting.faults_found import faults_found, joined
 from healcore.runtime.reporting.run_outcome import RunOutcome
 
@@ -77,7 +77,7 @@ def explain(outcome: RunOutcome) -> str:
           - steps 398 to 411: loss spike. Skipped 1 step.
         Tried: skipped 2 steps.
         Look at:
-          - The loss rose far above its level and stayed high: ...
+          - The loss rose far above its level. ...
         Last known-good: the checkpoint of step 300, in runs/7/step-300.
 
     Args:
@@ -96,7 +96,9 @@ def explain(outcome: RunOutcome) -> str:
     parts += _paragraph("Tried", _tried(outcome))
     is_healthy = outcome.ending == Ending.COMPLETED and not outcome.open and not outcome.unrepaired
     if not is_healthy or outcome.nonfinite_saves or outcome.fault:
-        parts += _list_hints(outcome)
+        parts += _list_hints(_hints(outcome))
+    else:
+        parts += _list_hints(advice(_alarms_alone(outcome)))
     parts.append(_last_good(outcome))
     return "\n".join(parts)
 
@@ -109,9 +111,8 @@ def _paragraph(label: str, sentences: Iterable[str]) -> list[str]:
     return [_wrapped(text, first=f"{label}: ", then="  ")]
 
 
-def _list_hints(outcome: RunOutcome) -> list[str]:
+def _list_hints(hints: Sequence[str]) -> list[str]:
     """The paragraph about what to look at: its lines, or nothing without a hint."""
-    hints = _hints(outcome)
     if not hints:
         return []
     lines = ["Look at:"]
@@ -150,10 +151,20 @@ def _hints(outcome: RunOutcome) -> list[str]:
     if last is not None and last.diagnosis:
         hints.append(last.diagnosis)
         cause &= ~Cause.NONFINITE_GRAD  # the gradients were finite
-    cause |= outcome.lasting
+    cause |= outcome.lasting | _alarms_alone(outcome)
     if not outcome.hint:  # a hint is about this exception, the advice about all of the same cause
         cause |= outcome.fault
     return hints + advice(cause, rollbacks=len(outcome.history.rollbacks))
+
+
+def _alarms_alone(outcome: RunOutcome) -> Cause:
+    """Causes of the alarms about which nothing was done: only a person can act on them."""
+    history = outcome.history
+    causes = Cause(0)
+    for step, names in history.alarms_outside.items():
+        if step not in history.alarms_undone_by:
+            causes |= causes_of(names)
+    return causes
 
 
 def _extreme_rate(outcome: RunOutcome) -> str:

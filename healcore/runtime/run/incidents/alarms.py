@@ -172,20 +172,20 @@ class AlarmLog:
         Args:
             judged: the record of the alarm.
             text: the sentence about its event.
-            explanation: the diagnosis, which the first line about an error has too.
+            explanation: the diagnosis, which the first line with it has too.
         """
         result, record, incident = judged.result, judged.record, judged.incident
         which = ""
         if incident is not None:
             which = f"incident {incident.number}: "
         line = f"step {result.index}: {which}{text}"
-        if failures_of(record.cause)[0].severity is not Severity.ERROR:
-            self._log.warning(line)
-            return
         if explanation not in self._explained:
             self._explained.add(explanation)
             line += f". {explanation}"
-        self._log.error(line)
+        if failures_of(record.cause)[0].severity is Severity.ERROR:
+            self._log.error(line)
+        else:
+            self._log.warning(line)
 
     def _rate_of(self, record: StepRecord) -> float | None:
         """The learning rate of a step, or None if it is unknown.
