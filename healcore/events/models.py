@@ -186,7 +186,8 @@ class EventRecord(_EventsModel):
     problem: Text = _maybe("What went wrong, as text.")
     verdict: Literal["damage", "worse", "recovered", "accepted", "unknown"] = _maybe(
         "Whether the model is worse. worse: earlier weights are better, and the run has time to "
-        "recover; accepted: the run keeps the damage; unknown: the losses "
+        "recover; recovered: the run is as good again, or the mean loss at the end is no "
+        "higher than before accepted damage; accepted: the run keeps the damage; unknown: losses "
         "fit both damage and different data, or do not show that the current weights are worse."
     )
     by: Literal[
@@ -203,6 +204,9 @@ class EventRecord(_EventsModel):
     )
     rise_remembered: NullableNumber = _maybe(
         "As `rise`, for a batch on which the run has trained since the earlier weights."
+    )
+    loss_before: NullableNumber = _maybe(
+        "Mean loss when the earlier weights of accepted damage were saved."
     )
     sign: Text = _maybe("How an exception was recognized: its type, an HTTP status, an errno.")
     answer: Text = _maybe("Response to a fault: a value of `do` in the policy.")

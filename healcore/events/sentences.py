@@ -360,7 +360,7 @@ def assessment_sentence(event: EventRecord) -> str:
             text += f", since step {event.onset}"
     if event.verdict == "worse":
         text += "; the run has time to recover"
-    if event.verdict == "accepted" and event.why:
+    if event.verdict in ("accepted", "recovered") and event.why:
         text += f"; {event.why}"
     return text
 

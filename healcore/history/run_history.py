@@ -225,6 +225,8 @@ class RunHistory:
     """Steps with clipped gradients, or None without a postmortem."""
     lost: int = 0
     """Events that could not be written."""
+    losses_before: dict[int, float] = field(default_factory=dict)
+    """Onset of accepted damage -> mean loss before it, where known."""
 
     def __post_init__(self) -> None:
         self._good_steps: set[int] = set()  # steps of the known-good checkpoints in the store
@@ -548,6 +550,11 @@ class RunHistory:
             if event.by == "nothing":
                 damage = self._not_restored
             damage.setdefault(event.onset, step + 1)
+            if event.loss_before is not None:
+                self.losses_before[event.onset] = event.loss_before
+        if event.verdict == "recovered" and event.onset is not None:
+            for damage in (self._unrepaired, self._not_restored):
+                damage.pop(event.onset, None)
         if event.verdict != "unknown":
             return
         self.declined += 1

@@ -90,6 +90,7 @@ def explain(outcome: RunOutcome) -> str:
     parts = [_headline(outcome)]
     parts += _paragraph("Not healed", _not_healed(outcome))
     parts += _paragraph("Rolled back", _rolled_back(outcome))
+    parts += _paragraph("Recovered", _recovered(outcome))
     parts += _paragraph("Seen", _seen(outcome))
     parts += _paragraph("State", _state(outcome))
     parts += _list_faults(outcome)
@@ -282,6 +283,30 @@ def _not_healed(outcome: RunOutcome) -> Iterator[str]:
             return
 
 
+def _recovered(outcome: RunOutcome) -> Iterator[str]:
+    """From which accepted damage the run has recovered at its end."""
+    onsets: list[int] = []
+    why = ""
+    for event in outcome.history.newest["assessment"]:
+        if event.verdict == "recovered" and event.why:
+            onsets.append(event.onset or 0)
+            why = event.why
+    if onsets:
+        yield f"{recovered_text(onsets)}: {why}."
+
+
+def recovered_text(onsets: Sequence[int]) -> str:
+    """Describes accepted damage from which the run has recovered.
+
+    Args:
+        onsets: the steps at which the damage began, at least one.
+
+    Returns:
+        A clause, for example "nothing is left of the damage since step 267".
+    """
+    return f"nothing is left of the damage since {_steps_of(onsets)}"
+
+
 def unrepaired_text(onsets: Sequence[int]) -> str:
     """Describes damage that was not repaired.
 
@@ -291,10 +316,14 @@ def unrepaired_text(onsets: Sequence[int]) -> str:
     Returns:
         A clause, for example "damage since step 267 was not repaired".
     """
-    steps = f"step {onsets[0]}"
-    if len(onsets) > 1:
-        steps = f"steps {first_of([str(onset) for onset in onsets], _SHOWN)}"
-    return f"damage since {steps} was not repaired"
+    return f"damage since {_steps_of(onsets)} was not repaired"
+
+
+def _steps_of(onsets: Sequence[int]) -> str:
+    """Names some steps, for example "step 7" or "steps 7, 19"."""
+    if len(onsets) == 1:
+        return f"step {onsets[0]}"
+    return f"steps {first_of([str(onset) for onset in onsets], _SHOWN)}"
 
 
 UNREPAIRED = (

@@ -7,8 +7,9 @@ import pytest
 from healcore import Healer
 from healcore.tools.report.page import render
 from healcore.tools.report.run_report import read_reports
+from tests.healer.run_directory import new_process, postmortems
 from tests.torch.driver.compared_run import STEPS, ComparedRun, at_change, events
-from tests.torch.driver.test_damage_or_data import times
+from tests.torch.driver.test_damage_or_data import noise, times
 
 
 def test_damage_that_comes_back_is_named_wherever_the_run_is_summed_up(tmp_path, capsys):
@@ -41,6 +42,34 @@ def test_damage_that_comes_back_is_named_wherever_the_run_is_summed_up(tmp_path,
     page = render(reports)
     assert '<span class="badge open">completed, with damage</span>' in page
     assert said in page
+
+
+def test_a_change_of_the_program_is_no_damage_if_the_loss_is_lower_at_the_end(tmp_path, capsys):
+    """It comes back in the repeat, and the rest of the training makes up for it."""
+
+    def train() -> Healer:
+        run = ComparedRun()
+        run.optimizer.param_groups[0]["lr"] = 1e-3  # so the loss still falls at the change
+        reset = at_change(lambda: noise(run, 1.0), again=True)
+        return run.train(tmp_path, at=reset, steps=640, store=tmp_path / "store")
+
+    healer = train()
+    accepted, recovered = events(tmp_path, "assessment")[-2:]
+    assert (accepted["verdict"], recovered["verdict"]) == ("accepted", "recovered")
+    assert recovered["onset"] == accepted["onset"]
+    said = f"nothing is left of the damage since step {accepted['onset']}: the mean loss is "
+    said_line, last_line = capsys.readouterr().err.splitlines()[-2:]
+    assert said in said_line
+    assert "probably your program made the change itself" in said_line
+    assert "completed after step 640: rolled back once; " in last_line
+    assert (healer.report().unrepaired, healer.report().converged) == ((), True)
+    (written,) = postmortems(tmp_path)
+    assert written["unrepaired"] == []
+    assert said in " ".join(written["diagnosis"].split())
+    page = render(read_reports(tmp_path / "e.jsonl"))
+    assert '<span class="badge good">completed</span>' in page
+    new_process()
+    assert train().report().unrepaired == (), "the record of the run knows it too"
 
 
 @pytest.mark.slow

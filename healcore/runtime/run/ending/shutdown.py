@@ -156,6 +156,8 @@ class Shutdown:
             together: whether all ranks end after this step, so that they can save together.
         """
         saver = self.run.saver
+        recoveries = self.run.better_weights.report_recoveries
+        self._collect("the damage could not be assessed", recoveries)
         state = self._last_state()
         if self.fault is not None and isinstance(self.raised, Exception):
             action = partial(self._save_and_log_fault, self.fault, self.raised)

@@ -236,6 +236,16 @@ class Ledger:
         """
         self.not_restored = sorted({*self.not_restored, onset})[:_MAX_UNREPAIRED]
 
+    def recover(self, onset: int) -> None:
+        """Records that nothing is left of damage that the run had kept.
+
+        Args:
+            onset: step at which the damage began.
+        """
+        for onsets in (self.unrepaired, self.not_restored):
+            if onset in onsets:
+                onsets.remove(onset)
+
     @property
     def damage_left(self) -> tuple[int, ...]:
         """Onsets of the damage that the current weights have, ascending."""

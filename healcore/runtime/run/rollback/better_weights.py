@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
+from healcore.runtime.reporting.diagnosis import recovered_text
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.verdict import Verdict
@@ -141,8 +142,41 @@ class BetterWeights:
             checkpoint=verdict.anchor_step,
             rise=verdict.rise,
             rise_remembered=verdict.rise_remembered,
+            loss_before=self._loss_before(name, verdict.anchor_step),
             why=why,
         )
+
+    def _loss_before(self, verdict: str, anchor_step: int) -> float | None:
+        """The mean loss when earlier weights were saved, for accepted damage, or None."""
+        anchor = self.run.comparisons.state.anchor_of(anchor_step)
+        if verdict != "accepted" or anchor is None:
+            return None
+        return anchor.level
+
+    def report_recoveries(self) -> None:
+        """Reports, at the end of a run, accepted damage of which nothing is left.
+
+        A program that makes its loss worse on purpose, for example by a restart of its rate, does
+        so in each repeat. If the mean loss is no higher at the end than before, nothing is damaged.
+        """
+        run = self.run
+        loss = run.comparisons.history.mean()
+        before: dict[int, float] = {}
+        for onset in run.ledger.damage_left:
+            level = run.log.history.losses_before.get(onset)
+            if loss is not None and level is not None and loss <= level:
+                before[onset] = level
+        if not before:
+            return
+        why = (
+            f"the mean loss is {loss:.4g} at the end, and was {min(before.values()):.4g} or more "
+            "before; probably your program made the change itself, for example by a restart of its "
+            "rate"
+        )
+        for onset in before:
+            run.ledger.recover(onset)
+            run.log.assessment(run.progress.step - 1, onset, "recovered", why=why)
+        run.log.info(f"{recovered_text([*before])}: {why}")
 
     def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
