@@ -726,14 +726,18 @@ class Healer(Generic[State]):
         """
         return self._run.monitor.metrics.values()
 
-    def report(self) -> HealingReport:
+    def report(self, *, memory: bool = False) -> HealingReport:
         """Returns a summary of the run so far, or of the whole run after the block.
 
             print(healer.report())
 
         It waits for the device, so call it at the end, and `metrics` at each step.
+
+        Args:
+            memory: whether to write a memory profile next to the events, as after an out-of-memory
+                error, and to say what holds most of the memory now.
         """
-        return HealingReport.of(self._run, self._ending, self._error)
+        return HealingReport.of(self._run, self._ending, self._error, memory=memory)
 
     def _retries(self, name: str) -> Retries:
         """The attempts at one call, for `healcore.retrying`."""

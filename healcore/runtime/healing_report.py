@@ -22,6 +22,7 @@ from healcore.runtime.reporting.diagnosis import (
 from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.outcome import outcome_of
+from healcore.runtime.run.memory_profile import memory_text
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.record.ledger import IncidentRecord
 from healcore.runtime.run.run import Run
@@ -75,15 +76,21 @@ class HealingReport:
     """Steps at which damage began that the weights still have, because it has come back after each
     rollback, or no checkpoint could be restored; or empty. A change that the program makes on
     purpose looks the same."""
+    memory: str = ""
+    """What holds most of the memory, and the files of the memory profile; or an empty string if the
+    profile was not requested."""
 
     @classmethod
-    def of(cls, run: Run, ending: Ending | None, error: BaseException | None) -> HealingReport:
+    def of(
+        cls, run: Run, ending: Ending | None, error: BaseException | None, *, memory: bool = False
+    ) -> HealingReport:
         """The report of a run.
 
         Args:
             run: the run, open or ended.
             ending: how the run has ended, or None before its end.
             error: the exception that has ended the run, or None.
+            memory: whether to write a memory profile.
         """
         outcome = outcome_of(run, ending or Ending.COMPLETED)
         ledger = run.ledger
@@ -140,6 +147,7 @@ class HealingReport:
             diagnosis=diagnosis,
             advice=hints,
             unrepaired=outcome.unrepaired,
+            memory=memory_text(run.driver, run.log) if memory else "",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,6 +183,8 @@ class HealingReport:
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]
+        if self.memory:
+            lines.append(f"memory      {self.memory}")
         if self.diagnosis:  # the diagnosis has advice of its own
             return "\n".join([*lines, self.diagnosis])
         return "\n".join([*lines, *(f"advice      {hint}" for hint in self.advice)])

@@ -42,3 +42,23 @@ def test_the_report_is_plain_json_during_the_run_and_after_it(framework, tmp_pat
     assert "rollbacks   0; learning rate" in str(untouched)
     twice = replace(report, attempts=2, rollbacks=report.rollbacks * 2)
     assert f"2, the last to step {rollback['checkpoint']}, {2 * repeated} steps" in str(twice)
+
+
+@BOTH_FRAMEWORKS
+def test_a_report_writes_a_memory_profile_on_request(framework, tmp_path):
+    """The files that an out-of-memory error leaves, of a run that has memory."""
+    reports: list[str] = []
+
+    def before(healer: Healer, number: int) -> None:
+        if number == 3:
+            reports.extend([str(healer.report()), str(healer.report(memory=True))])
+
+    train(loop_of(framework), rules(), range(5), store=tmp_path, before=before)
+    without, requested = reports
+    assert "memory" not in without
+    (line,) = [line for line in requested.splitlines() if line.startswith("memory ")]
+    assert "Largest owner of memory: " in line
+    profiles = {each.suffix: each for each in tmp_path.glob("healcore.memory.*")}
+    assert set(profiles) == ({".txt"} if framework == "torch" else {".txt", ".prof"})
+    assert "parameters" in profiles[".txt"].read_text()
+    assert all(each.name in line for each in profiles.values())

@@ -1,4 +1,4 @@
-"""Measures what holds how much memory, for the report after a run has run out of memory."""
+"""Measures what holds how much memory, after a run has run out of memory or on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says what holds the memory after an out-of-memory error, and writes memory profiles."""
+"""Says what holds the memory, and writes memory profiles: out of memory, or on request."""
 
 from __future__ import annotations
 
