@@ -17,7 +17,7 @@ from tests.torch.trainers.lightning import fits
 
 
 def multiply_unequal_shapes(*_: Any, **__: Any) -> None:
-    torch.zeros(3, 4) @ torch.zeros(3, 4)
+    torch.mm(torch.zeros(3, 4), torch.zeros(3, 4))
 
 
 def read_a_missing_row(*_: Any, **__: Any) -> None:
