@@ -120,6 +120,19 @@ def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
     assert caplog.text.count("Checkpoints(every=N) saves every N steps") == 1
 
 
+def test_a_shard_of_nan_costs_no_checkpoint(tmp_path):
+    """Whatever the comparisons of weights have learnt of its losses is in each record."""
+    loop = loop_of("torch", Faults(always=range(120, 320)))
+
+    def loss_fn(number: Any) -> torch.Tensor:
+        inputs, targets = map(torch.from_numpy, loop.faults.batch(int(number)))
+        return (loop.model(inputs) - targets).square().mean()
+
+    train(loop, "default", range(450), store=tmp_path, loss_fn=loss_fn, save_every=50)
+    assert events(tmp_path, "save_failed") == []
+    assert DCPStore(tmp_path).steps_on_disk()[-1] == 450
+
+
 def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_path):
     loop = loop_of("torch")
     extra = []
