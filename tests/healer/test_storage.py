@@ -214,6 +214,67 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(killed,
     assert line.count("damaged") == 2
 
 
+def starts_with_lines(caplog: pytest.LogCaptureFixture, folder: Path) -> tuple[int, list[str]]:
+    """The first batch of a start, and the lines of the start about missing checkpoints."""
+    caplog.clear()
+    new_process()
+    loop = loop_of("torch")
+    with caplog.at_level(logging.INFO, "healcore"):
+        train(loop, rules(), range(40), store=folder)
+    lines = [line for line in caplog.messages if "missing" in line]
+    return (loop.faults.order or [40])[0], lines
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_newest_checkpoint_that_was_deleted_by_hand_is_named(more, killed, tmp_path, caplog):
+    *_, before, newest = copy_of(killed, tmp_path)
+    shutil.rmtree(newest)
+    if more:
+        shutil.rmtree(before)
+    resumed = 15 - 5 * more
+    first, (line,) = starts_with_lines(caplog, tmp_path)
+    assert first == resumed
+    assert line.startswith("checkpoint 20, the newest of the run, is missing")
+    assert f"This start begins at step {resumed}: {20 - resumed} steps are lost" in line
+    assert starts_with_lines(caplog, tmp_path) == (40, []), "the run has passed it"
+
+
+def test_a_deleted_end_of_a_completed_run_is_named(tmp_path, caplog):
+    train(loop_of("torch"), rules(), range(40), store=tmp_path)
+    assert starts_with_lines(caplog, tmp_path) == (40, [])
+    shutil.rmtree(sorted(tmp_path.glob("step-*"))[-1])
+    first, (line,) = starts_with_lines(caplog, tmp_path)
+    assert first == 35
+    assert "checkpoint 40" in line
+    assert "begins at step 35: 5 steps are lost" in line
+
+
+def test_a_run_whose_checkpoints_were_all_deleted_says_that_it_begins_again(
+    killed, tmp_path, caplog
+):
+    for each in copy_of(killed, tmp_path):
+        shutil.rmtree(each)
+    first, (line,) = starts_with_lines(caplog, tmp_path)
+    assert first == 0
+    assert "checkpoint 20" in line
+    assert "begins at step 0: 20 steps are lost" in line
+    assert starts_with_lines(caplog, tmp_path) == (40, [])
+
+
+def test_checkpoints_that_a_rollback_has_abandoned_are_not_missed(tmp_path, caplog):
+    """The rollback of step 37 goes back to 30, and the run breaks off before the next save."""
+    loop = loop_of("torch", Faults(always=[37]))
+
+    def end(healer: Any, number: int) -> None:
+        if healer.rollbacks and healer.step == 33:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop, rules(), range(60), store=tmp_path, before=end)
+    assert events(tmp_path, "rollback")
+    assert starts_with_lines(caplog, tmp_path)[1] == []
+
+
 def test_no_checkpoint_is_deleted_that_is_newer_than_the_resumed(tmp_path: Path):
     run = {"store": tmp_path, "keep": Keep(good=2, candidates=9, older=True)}
     breaks_off(loop_of("torch"), rules(), range(60), at=45, **run)
