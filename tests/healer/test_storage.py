@@ -1,6 +1,7 @@
 """What a run finds in its directory at a start, and disk faults while it runs."""
 
 import logging
+import os
 import re
 import shutil
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from healcore.runtime.run.start_plan import StoreNotEmpty
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from healcore.runtime.store.manifest import step_of
 from healcore.torch.store import DCPStore
+from tests import forked_programs
 from tests.healer.run_directory import (
     events,
     events_of,
@@ -181,6 +183,39 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy_of(killed: Path, folder: Path) -> list[Path]:
     shutil.copytree(killed, folder, dirs_exist_ok=True)
     return sorted(folder.glob("step-*"))
+
+
+RESTART = """
+import sys
+import healcore
+from tests.healer.training_loops import loop_of
+state = loop_of("torch").state
+if sys.argv[1] == "block":
+    with healcore.Healer(state=state, store=sys.argv[2]):
+        print("trains")
+else:
+    healcore.start(state=state, store=sys.argv[2])
+    print("trains")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["block", "start"])
+def test_a_start_without_an_intact_checkpoint_ends_with_a_message(form, killed, tmp_path):
+    copy_of(killed, tmp_path)
+    kept = {}
+    for path in tmp_path.glob("step-*/**/*"):
+        if path.is_file():
+            os.truncate(path, path.stat().st_size // 2)
+            kept[path] = path.read_bytes()
+    done = forked_programs.run("-c", RESTART, form, tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"healcore: {tmp_path} holds an earlier run, and none of its")
+    assert "step 20 (damaged: " in line
+    assert "No checkpoint was changed or deleted. Restore an intact copy; or begin a new" in line
+    assert {path: path.read_bytes() for path in kept} == kept
 
 
 @pytest.mark.parametrize("listed", [True, False])

@@ -450,6 +450,6 @@ def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoin
     lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
     return NoGoodCheckpoint(
         f"{where} holds an earlier run, and none of its checkpoints can be used: "
-        f"{first_of(lines)}. Restore an intact copy, or pass an empty directory to "
-        "begin a new run"
+        f"{first_of(lines)}. No checkpoint was changed or deleted. Restore an intact copy; or "
+        "begin a new run: move the directory away, or pass an empty one"
     )
