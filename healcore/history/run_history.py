@@ -230,6 +230,7 @@ class RunHistory:
 
     def __post_init__(self) -> None:
         self._good_steps: set[int] = set()  # steps of the known-good checkpoints in the store
+        self._saved_steps: set[int] = set()  # steps of the checkpoints, without abandoned ones
         self._store: str | None = None
         self._new_skips: list[float] = []  # skipped steps since the last rollback or restart
         # Onset of accepted damage -> first step of the checkpoints that know of it.
@@ -276,6 +277,11 @@ class RunHistory:
     def last_good(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
         return max(self._good_steps, default=None)
+
+    @property
+    def last_saved(self) -> int | None:
+        """Step of the newest checkpoint that no rollback and no restart has abandoned, or None."""
+        return max(self._saved_steps, default=None)
 
     @property
     def unrepaired(self) -> tuple[int, ...]:
@@ -336,7 +342,7 @@ class RunHistory:
         if not self.processes or record.run != self.processes[-1].id:
             self._begin_process(record.run, step)
         self.processes[-1].add(record)
-        self._track_good(record)
+        self._track_checkpoints(record)
         if kind in KINDS:
             self.newest[kind].append(record)
         if record.step is not None and not has(kind, Trait.CHECKPOINT):
@@ -395,18 +401,24 @@ class RunHistory:
             self._unrepaired = dict.fromkeys(onsets, 0.0)
             self._not_restored.clear()
 
-    def _track_good(self, event: EventRecord) -> None:
-        """Updates the steps of the known-good checkpoints. A rollback abandons the later ones."""
+    def _track_checkpoints(self, event: EventRecord) -> None:
+        """Updates the steps of the checkpoints, all and known-good. A rollback abandons some."""
         step = event.checkpoint
         if step is None:
             step = event.step
         if event.kind == "start" and event.store != self._store:
             self._store = event.store
             self._good_steps.clear()
+            self._saved_steps.clear()
+        elif event.kind == "save" and step is not None:
+            self._saved_steps.add(step)
+        elif event.kind == "save_failed" and step is not None:
+            self._saved_steps.discard(step)
         elif event.kind == "good" and step is not None:
             self._good_steps.add(step)
         elif event.kind in ("rollback", "resume") and step is not None:
             self._good_steps = {good for good in self._good_steps if good <= step}
+            self._saved_steps = {saved for saved in self._saved_steps if saved <= step}
         elif event.kind == "damaged" and step is not None and not event.other_copy:
             self._good_steps.discard(step)
         if event.last_good is not None:

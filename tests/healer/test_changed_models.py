@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from healcore import Checkpoints, Healer
+from healcore import Checkpoints, Healer, RunStopped
 from healcore.errors import StateMismatch
 from healcore.torch import DCPStore
 from tests.healer.run_directory import events, new_process
@@ -208,6 +208,8 @@ def test_trouble_right_after_the_change_restores_what_both_sides_have(kind, tmp_
     assert healer.step > CHANGE + BATCHES
     if kind == "points":  # they have no names, and other shapes
         assert healer.rollbacks == 0
+        why = [each["problem"] for each in events(tmp_path, "problem")]
+        assert "the checkpoint of step 10 does not fit" in why[0], "the newest, not the oldest"
     else:
         [back] = events(tmp_path, "rollback")
         assert back["checkpoint"] <= CHANGE
@@ -332,6 +334,24 @@ def test_a_loop_over_steps_does_not_come_to_the_change_again(kind, bad, tmp_path
             program.step(healer, step)
     shapes = [len(each) for each in plain_run(kind).weights()]
     assert [len(each) for each in program.weights()] == shapes
+
+
+@all_kinds
+def test_damage_that_comes_back_never_ends_at_a_checkpoint_that_does_not_fit(kind, tmp_path):
+    """The oldest one that fits is restored again, until the budget of rollbacks ends the run."""
+    program = Program(kind)
+
+    def spoilt_run() -> None:
+        saves = Checkpoints(every=5)
+        with Healer(POLICY, state=program.state, store=tmp_path, checkpoints=saves) as healer:
+            for step in Changing(program).run(healer):
+                if step == CHANGE + 9:  # also if the step comes again
+                    poison(program)
+                program.step(healer, step)
+
+    with pytest.raises(RunStopped, match="budget of recoveries"):
+        spoilt_run()
+    assert [each["checkpoint"] for each in events(tmp_path, "rollback")] == [20, 15, 15]
 
 
 def test_code_after_a_pass_may_change_the_model_too(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from healcore import Checkpoints, Healer
+from healcore import Checkpoints, Healer, RunStopped
 from healcore.errors import StateMismatch
 from healcore.jax import protect
 from tests.healer.run_directory import events, new_process
@@ -86,6 +86,25 @@ def test_a_bad_batch_after_the_change_ends_no_run(late, tmp_path):
     assert healer.state["params"]["w"].shape == (4, 5)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
     assert all(each["checkpoint"] > CHANGE for each in events(tmp_path, "rollback"))
+
+
+def test_damage_that_comes_back_never_ends_at_a_checkpoint_that_does_not_fit(tmp_path):
+    """The oldest one that fits is restored again, until the budget of rollbacks ends the run."""
+
+    def spoilt_run() -> None:
+        saves = Checkpoints(every=4)
+        with Healer(POLICY, state=wider(3), store=tmp_path, checkpoints=saves) as healer:
+            for number in healer.steps(EPOCHS * BATCHES):
+                state = healer.state
+                if state["params"]["w"].shape[1] == 3 and number == CHANGE:
+                    state = wider(5, state["params"])
+                if number == CHANGE + 9:  # also if the number comes again
+                    state = {**state, "params": jax.tree.map(lambda x: x * np.nan, state["params"])}
+                healer.update(step(state, batch(number, -1)))
+
+    with pytest.raises(RunStopped, match="budget of recoveries"):
+        spoilt_run()
+    assert [each["checkpoint"] for each in events(tmp_path, "rollback")] == [12, 7, 8]
 
 
 def test_a_restart_needs_the_state_in_its_later_form(tmp_path):

@@ -292,6 +292,12 @@ def test_the_judgement_of_the_run_comes_before_the_code_after_its_loop(kind, ste
     with pytest.raises(RunStopped, match="has not trained on most of them"):
         loop_and_export(tmp_path, kind, steps, exported)
     assert exported == []
+    newest = max(each.name for each in tmp_path.glob("step-*"))
+    assert newest.startswith(f"step-{steps:010d}."), "the last state, as the page promises"
+    new_process()
+    with pytest.raises(RunStopped):  # begins before the skipped steps, and not at the last state
+        loop_and_export(tmp_path, kind, steps, exported)
+    assert events(tmp_path, "resume")[-1]["step"] < 40
 
 
 def test_an_evaluation_and_a_first_epoch_are_not_the_end_of_the_data(tmp_path):

@@ -12,6 +12,7 @@ import optax
 import pytest
 import torch
 
+from healcore import Checkpoints
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
@@ -426,3 +427,38 @@ def test_the_last_rollback_limits_the_rate_to_one_of_the_run(tmp_path):
             train_step(batch)
         assert healer.rollbacks == 3
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RunStopped,
+    reason="issue 77: numbers of the optimizer are not held for weights with NaN",
+)
+@pytest.mark.parametrize("read_from", [165, 400], ids=["rows are read", "rows are never read"])
+def test_an_optimizer_that_makes_nan_in_a_few_rows_is_held_in_its_healthy_numbers(
+    read_from, tmp_path
+):
+    """Adam with eps 0 computes 0/0 in the rows of an embedding that have had no gradient yet."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    targets = torch.randn(50)
+
+    def loss_fn(number: Any) -> torch.Tensor:
+        words = 50 if int(number) >= read_from else 40
+        random = torch.Generator().manual_seed(int(number))
+        ids = torch.randint(0, words, (16,), generator=random)
+        return (model(ids)[:, 0] - targets[ids]).square().mean()
+
+    state = {"model": model, "optimizer": optimizer}
+    saves = Checkpoints(every=10)
+    with Healer(
+        "default", state=state, store=tmp_path, checkpoints=saves, loss_fn=loss_fn
+    ) as healer:
+        for number in healer.batches(range(200)):
+            optimizer.param_groups[0]["eps"] = 0.0 if 150 <= healer.step < 170 else 1e-8
+            healer.loss(number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(each.isfinite().all() for each in model.parameters())
+    assert "eps" in str([each.get("held") for each in events(tmp_path, "rollback")])

@@ -1,6 +1,7 @@
 """What a run finds in its directory at a start, and disk faults while it runs."""
 
 import logging
+import os
 import re
 import shutil
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from healcore.runtime.run.start_plan import StoreNotEmpty
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from healcore.runtime.store.manifest import step_of
 from healcore.torch.store import DCPStore
+from tests import forked_programs
 from tests.healer.run_directory import (
     events,
     events_of,
@@ -120,6 +122,19 @@ def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
     assert caplog.text.count("Checkpoints(every=N) saves every N steps") == 1
 
 
+def test_a_shard_of_nan_costs_no_checkpoint(tmp_path):
+    """Whatever the comparisons of weights have learnt of its losses is in each record."""
+    loop = loop_of("torch", Faults(always=range(120, 320)))
+
+    def loss_fn(number: Any) -> torch.Tensor:
+        inputs, targets = map(torch.from_numpy, loop.faults.batch(int(number)))
+        return (loop.model(inputs) - targets).square().mean()
+
+    train(loop, "default", range(450), store=tmp_path, loss_fn=loss_fn, save_every=50)
+    assert events(tmp_path, "save_failed") == []
+    assert DCPStore(tmp_path).steps_on_disk()[-1] == 450
+
+
 def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_path):
     loop = loop_of("torch")
     extra = []
@@ -170,6 +185,39 @@ def copy_of(killed: Path, folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
+RESTART = """
+import sys
+import healcore
+from tests.healer.training_loops import loop_of
+state = loop_of("torch").state
+if sys.argv[1] == "block":
+    with healcore.Healer(state=state, store=sys.argv[2]):
+        print("trains")
+else:
+    healcore.start(state=state, store=sys.argv[2])
+    print("trains")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["block", "start"])
+def test_a_start_without_an_intact_checkpoint_ends_with_a_message(form, killed, tmp_path):
+    copy_of(killed, tmp_path)
+    kept = {}
+    for path in tmp_path.glob("step-*/**/*"):
+        if path.is_file():
+            os.truncate(path, path.stat().st_size // 2)
+            kept[path] = path.read_bytes()
+    done = forked_programs.run("-c", RESTART, form, tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"healcore: {tmp_path} holds an earlier run, and none of its")
+    assert "step 20 (damaged: " in line
+    assert "No checkpoint was changed or deleted. Restore an intact copy; or begin a new" in line
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
 @pytest.mark.parametrize("listed", [True, False])
 def test_every_checkpoint_damaged_is_refused(listed, killed, tmp_path):
     before = copy_of(killed, tmp_path)
@@ -199,6 +247,67 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(killed,
     (line,) = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
     assert "resumes at step 10: 10 steps are lost up to checkpoint 20" in line
     assert line.count("damaged") == 2
+
+
+def starts_with_lines(caplog: pytest.LogCaptureFixture, folder: Path) -> tuple[int, list[str]]:
+    """The first batch of a start, and the lines of the start about missing checkpoints."""
+    caplog.clear()
+    new_process()
+    loop = loop_of("torch")
+    with caplog.at_level(logging.INFO, "healcore"):
+        train(loop, rules(), range(40), store=folder)
+    lines = [line for line in caplog.messages if "missing" in line]
+    return (loop.faults.order or [40])[0], lines
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_newest_checkpoint_that_was_deleted_by_hand_is_named(more, killed, tmp_path, caplog):
+    *_, before, newest = copy_of(killed, tmp_path)
+    shutil.rmtree(newest)
+    if more:
+        shutil.rmtree(before)
+    resumed = 15 - 5 * more
+    first, (line,) = starts_with_lines(caplog, tmp_path)
+    assert first == resumed
+    assert line.startswith("checkpoint 20, the newest of the run, is missing")
+    assert f"This start begins at step {resumed}: {20 - resumed} steps are lost" in line
+    assert starts_with_lines(caplog, tmp_path) == (40, []), "the run has passed it"
+
+
+def test_a_deleted_end_of_a_completed_run_is_named(tmp_path, caplog):
+    train(loop_of("torch"), rules(), range(40), store=tmp_path)
+    assert starts_with_lines(caplog, tmp_path) == (40, [])
+    shutil.rmtree(sorted(tmp_path.glob("step-*"))[-1])
+    first, (line,) = starts_with_lines(caplog, tmp_path)
+    assert first == 35
+    assert "checkpoint 40" in line
+    assert "begins at step 35: 5 steps are lost" in line
+
+
+def test_a_run_whose_checkpoints_were_all_deleted_says_that_it_begins_again(
+    killed, tmp_path, caplog
+):
+    for each in copy_of(killed, tmp_path):
+        shutil.rmtree(each)
+    first, (line,) = starts_with_lines(caplog, tmp_path)
+    assert first == 0
+    assert "checkpoint 20" in line
+    assert "begins at step 0: 20 steps are lost" in line
+    assert starts_with_lines(caplog, tmp_path) == (40, [])
+
+
+def test_checkpoints_that_a_rollback_has_abandoned_are_not_missed(tmp_path, caplog):
+    """The rollback of step 37 goes back to 30, and the run breaks off before the next save."""
+    loop = loop_of("torch", Faults(always=[37]))
+
+    def end(healer: Any, number: int) -> None:
+        if healer.rollbacks and healer.step == 33:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop, rules(), range(60), store=tmp_path, before=end)
+    assert events(tmp_path, "rollback")
+    assert starts_with_lines(caplog, tmp_path)[1] == []
 
 
 def test_no_checkpoint_is_deleted_that_is_newer_than_the_resumed(tmp_path: Path):

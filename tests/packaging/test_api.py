@@ -50,7 +50,7 @@ OF_COMMANDS = ("healcore.tools.", "healcore.demo_runs", "healcore.checkpoint_con
 HOMES = ("healcore", "healcore.errors", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {
     "RunStopped", "AlreadyCompleted", "EndRequested", "IncompleteRun", "LastStateNotSaved",
-    "Terminated", "Interrupted",
+    "Terminated", "Interrupted", "NoGoodCheckpoint",
 }  # fmt: skip
 
 

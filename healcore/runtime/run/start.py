@@ -216,7 +216,7 @@ def _carry_out(
         warnings: problems of the claims of directories, for the log.
         has_loss_fn: whether the program has passed a `loss_fn`.
     """
-    newest = found.newest
+    newest, last_saved = found.newest, _last_saved(run, previous.history)
     if plan is StartPlan.NEW_FROM_LOADED_WEIGHTS:
         run.store.delete(found.saves[0].step)  # the only checkpoint
         newest = None
@@ -236,6 +236,14 @@ def _carry_out(
     except BaseException as error:
         start_log.log_failed_start(run, error)
         raise
+    known = {each.step for each in (*found.saves, *run.known_checkpoints.damage)}
+    if last_saved > run.progress.step and last_saved not in known:
+        steps = counted(last_saved - run.progress.step, "step is", "steps are")
+        run.loop.warn(
+            f"checkpoint {last_saved}, the newest of the run, is missing: it was deleted, or the "
+            f"run was killed before it was complete. This start begins at step "
+            f"{run.progress.step}: {steps} lost and trained again"
+        )
     _set_loop_state(run, plan)
     start_log.log_first_lines(run, found.settings, found.changes, resumed=plan.resumes)
     if plan.resumes and not run.loop.has_trainer:
@@ -245,6 +253,24 @@ def _carry_out(
     run.driver.on_step = run.loop.on_step
     if run.store.root is not None:
         remember_run(run.store.root, run.record)
+
+
+def _last_saved(run: Run, history: RunHistory | None) -> int:
+    """Step of the newest checkpoint that the last run has saved into this store, by its events.
+
+    Args:
+        run: the parts of the run.
+        history: the last run in the events file, or None. It may have had another store.
+
+    Returns:
+        The step, or 0 if no such checkpoint is known.
+    """
+    root, events = run.store.root, run.log.events.path
+    if history is None or history.start is None or root is None or events is None:
+        return 0
+    if root not in (events.parent, Path(history.start.store or "")):
+        return 0
+    return history.last_saved or 0
 
 
 def _set_loop_state(run: Run, plan: StartPlan) -> None:
@@ -424,6 +450,6 @@ def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoin
     lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
     return NoGoodCheckpoint(
         f"{where} holds an earlier run, and none of its checkpoints can be used: "
-        f"{first_of(lines)}. Restore an intact copy, or pass an empty directory to "
-        "begin a new run"
+        f"{first_of(lines)}. No checkpoint was changed or deleted. Restore an intact copy; or "
+        "begin a new run: move the directory away, or pass an empty one"
     )

@@ -26,11 +26,18 @@ class StoreError(HealcoreError, RuntimeError):
 
 
 @exported_by("healcore.errors")
-class NoGoodCheckpoint(StoreError):
-    """There is no checkpoint to roll back to.
+class NoGoodCheckpoint(StoreError, SystemExit):
+    """There is no checkpoint to roll back to, or to resume from.
 
-    The run stops then: to continue with weights that are known to be bad would waste the time.
+    The run stops then: to continue with weights that are known to be bad would waste the time. At a
+    start nothing is changed, so that a damaged directory can be repaired. Uncaught, Python prints
+    the message and the process ends with status 1: the cause is on the disk, and not in a line of
+    the program that a traceback could show.
     """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = f"healcore: {self}"
 
 
 @exported_by("healcore.errors")

@@ -58,14 +58,15 @@ def seal(content: Mapping[str, Any]) -> bytes:
     """Writes JSON with a digest of itself, so that a reader notices any changed bit.
 
     Args:
-        content: JSON-safe values, without a key "digest".
+        content: JSON-safe values, without a key "digest". NaN and Inf are allowed: a run in
+            trouble may have them in its record, and its checkpoint is needed then.
 
     Returns:
         Canonical JSON and a line break.
 
     Raises:
-        ValueError: a number is NaN or Inf.
         TypeError: a value is not JSON-safe.
+        ValueError: a value contains itself.
     """
     return _sealed(json.loads(_canonical(content)))
 
@@ -114,4 +115,4 @@ def _sealed(body: Mapping[str, Any]) -> bytes:
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
     """The only form in which a content is written: sorted keys, no spaces."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

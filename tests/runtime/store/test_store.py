@@ -25,7 +25,16 @@ from healcore.runtime.store.checkpoints import (
     superfluous,
 )
 from tests.runtime.store.disk_faults import read_only
-from tests.runtime.store.store_cases import ALL, TIERS, Cursor, StoreCase, over, same, same_states
+from tests.runtime.store.store_cases import (
+    ALL,
+    TIERS,
+    Cursor,
+    StoreCase,
+    forget,
+    over,
+    same,
+    same_states,
+)
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
@@ -72,6 +81,19 @@ def test_optional_names_that_a_checkpoint_lacks_are_left_out(case, tmp_path):
 
 
 @over(*ALL)
+def test_nan_and_inf_in_a_record_cost_no_checkpoint_and_come_back(case, tmp_path):
+    record = {"attempts": [0], "level": math.nan, "deep": [{"at": math.inf}, [-math.inf, 0.1]]}
+    store = case.filled(tmp_path, 7, record=record)
+    assert same(store.restore(7, case.state(1)).record, record)
+    assert same(store.records(), {7: record})
+    store.replace_record(7, {"level": math.nan})
+    store.verify(7)
+    if store.durable:
+        forget(store)
+    assert same(store.records(), {7: {"level": math.nan}})
+
+
+@over(*ALL)
 def test_a_commit_replaces_the_record_alone_and_what_fails_changes_nothing(case, tmp_path):
     store = case.filled(tmp_path, 7, record=HEALING)
     like = case.state(1)
@@ -92,7 +114,7 @@ def test_a_commit_replaces_the_record_alone_and_what_fails_changes_nothing(case,
     with pytest.raises(CheckpointNotFound):
         store.replace_record(8, {})
     with pytest.raises(StoreError, match="JSON-safe"):
-        store.replace_record(7, {"lr": float("nan")})
+        store.replace_record(7, {"lr": object()})
 
     class Broken:
         def state_dict(self):

@@ -131,9 +131,11 @@ class LossLevel:
         """Makes the last losses the usual losses, if most of them are high.
 
         Called where a comparison of weights has shown no damage. Otherwise a change of the data
-        that raises the loss would make every later step a sign of trouble.
+        that raises the loss would make every later step a sign of trouble. Losses that are all NaN
+        or Inf are no level: every later loss would exceed it.
         """
-        if 2 * sum(self._were_high) > REGULAR_INTERVAL:
+        is_new = 2 * sum(self._were_high) > REGULAR_INTERVAL
+        if is_new and self.last.largest > -math.inf:
             self.usual = copy.deepcopy(self.last)
             self._were_high.clear()
 

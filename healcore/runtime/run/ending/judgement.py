@@ -16,7 +16,8 @@ def stop_if_not_trained(run: Run) -> None:
 
     A program that ends with status 0 is taken for trained, and the code after its loop may export
     the weights. So the judgement comes when a loop of one rank ends (`Loop`), and for every run at
-    the end of the block.
+    the end of the block. A run that was not trained on most of its data has its last state on disk:
+    nothing but the skips is wrong with its weights.
 
     Args:
         run: the run. All its steps are read.
@@ -38,6 +39,8 @@ def stop_if_not_trained(run: Run) -> None:
     undone = ""
     if skipped:
         undone = f", and {skipped} were undone and their batches skipped"
+    # Before the stop, which marks the newest record: the next start begins before the skips.
+    run.saver.save_last(completed=True, after_loop=True)
     run.stopping.stop(
         "the data have ended, and the run has not trained on most of them: of "
         f"{total} steps, {untrained} were skipped{undone}"

@@ -31,7 +31,8 @@ def steps_after_change(run: Run, order: Order, change: int) -> list[int]:
     """Steps of the finite checkpoints from after a change of the model, the best first.
 
     The newest one up to the onset; then, as a last resort, the oldest one after the onset, whose
-    arrays are finite at least. Checkpoints that were tried for the same trouble are not among them.
+    arrays are finite at least. Checkpoints that were tried for the same trouble come last, oldest
+    first: nothing older fits, and the budget of rollbacks ends the trials.
 
     Args:
         run: the parts of the run.
@@ -39,18 +40,18 @@ def steps_after_change(run: Run, order: Order, change: int) -> list[int]:
         change: step of a checkpoint from before the change. Only newer ones are returned.
     """
     past = run.ledger.same_trouble(order.onset, run.policy.rollback.region)
-    tried = {each.checkpoint for each in past}
-    before, after = [], []
+    past_targets = {each.checkpoint for each in past}
+    before, after, tried = [], [], []
     for each in run.stored_checkpoints.listed():
-        if not each.is_usable:
+        if not each.is_usable or each.step <= change:
             continue
-        if each.step <= change or each.step in tried:
-            continue
-        if each.step <= order.onset:
+        if each.step in past_targets:
+            tried.append(each.step)
+        elif each.step <= order.onset:
             before.append(each.step)
         else:
             after.append(each.step)
-    return [*sorted(before, reverse=True), *sorted(after)]
+    return [*sorted(before, reverse=True), *sorted(after), *sorted(tried)]
 
 
 def restore_common(
@@ -79,19 +80,19 @@ def restore_common(
     if run.ranks.world > 1:
         raise mismatch
     live = driver.engines()
-    found = None
+    found, misfit = None, None
     for each in steps:
         try:
             driver.load_common(run.store.restore_common(each, saver.items()))
         except StateMismatch as error:
-            mismatch = replace(error, step=each)
+            misfit = misfit or replace(error, step=each)  # the reason of the best one is reported
         except (CheckpointNotFound, CheckpointDamaged):
             continue
         else:
             found = each
             break
     if found is None:
-        raise mismatch
+        raise misfit or mismatch
     driver.load(None, engines_after_rollback(run.policy.engine, live, {}))
     done = RollbackRecord(
         order=order,

@@ -72,6 +72,17 @@ def test_a_few_high_losses_are_not_a_new_level():
     assert add(history, [5.0], first=180)[0].high
 
 
+def test_losses_that_are_not_finite_are_never_the_usual_level():
+    """A shard of bad data, after which the healthy losses would all be high."""
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    add(history, [math.nan] * 150, first=150, alarm=True)
+    history.accept_level()
+    assert history.largest_usual_loss() == 1.0
+    signs = add(history, [1.0] * 50, first=300)
+    assert [each.high for each in signs] == [True] + [False] * 49  # the first ends the stretch
+
+
 def test_the_norms_of_the_bad_steps_before_the_first_sign_are_not_healthy():
     """A gradient x 4096 shows in the loss only some steps later."""
     history = StepHistory()
