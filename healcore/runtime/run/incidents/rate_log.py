@@ -151,8 +151,8 @@ class RateLog:
             return ""
         rates[index] = rate
         rates.pop(index - _REMEMBERED, None)
-        undone = self._undone.get(name, rate)
-        if index == self._target and not math.isclose(rate, undone, rel_tol=_SAME):
+        undone = self._undone.get(name)
+        if undone and index == self._target and not math.isclose(rate, undone, rel_tol=_SAME):
             return f"is {rate:.4g}, and was {undone:.4g} at this step before the rollback"
         before = rates.get(index - 1, rate)
         if rate == before or index <= self._target:
