@@ -84,7 +84,6 @@ class Resumption:
         # Drops the changes that the restart has made: they are not the program's.
         self.run.driver.structure_changes()
         self.run.saver.begin_attempt(own.step)
-        self.run.rate_log.resume(own.step)
         record.is_in_body = own.is_in_body
         if own.last_regular is not None:
             self.run.schedule.last_regular = own.last_regular
