@@ -167,6 +167,18 @@ class Enforcer:
         self._replaced.append(_Replaced(values, name, value, values.get(name, _ABSENT)))
         values[name] = value
 
+    def value_of_program(self, values: dict[str, Any], name: str) -> Any:
+        """The value to which `restore` returns, or None without one.
+
+        Args:
+            values: a parameter group.
+            name: the key.
+        """
+        for each in self._replaced:
+            if each.values is values and each.name == name:
+                return each.before
+        return values.get(name)
+
     def restore(self) -> None:
         """Restores everything that was changed for the step, the newest change first.
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from healcore.runtime.data.random_states import generator_state, set_generator_state
 from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StoreError
 
@@ -66,7 +67,7 @@ def node_of(value: Any) -> dict[str, Any] | None:
     kind = kind_of(value)
     if not kind:
         return None
-    content = {"generator": kind, "state": values.dumps(_state_of(value), _PATH)}
+    content = {"generator": kind, "state": values.dumps(generator_state(value), _PATH)}
     if type(value) is torch.Generator:
         content["place"] = str(value.device)
     return content
@@ -101,7 +102,7 @@ def value_of(content: Mapping[str, Any]) -> Any:
         generator = np.random.Generator(_BIT_GENERATORS[name]())
     else:
         generator = random.Random()
-    _set_state(generator, values.loads(content["state"], _PATH))
+    set_generator_state(generator, values.loads(content["state"], _PATH))
     return generator
 
 
@@ -118,31 +119,10 @@ def copy_state(live: Any, saved: Any) -> bool:
     kind = kind_of(live)
     if not kind or kind != kind_of(saved):
         return False
-    _set_state(live, _state_of(saved))
+    set_generator_state(live, generator_state(saved))
     return True
 
 
 def _has_twister(state: np.random.RandomState) -> bool:
     """Whether a RandomState has the algorithm that NumPy gives it."""
     return state.get_state(legacy=False)["bit_generator"] == "MT19937"
-
-
-def _state_of(generator: Any) -> Any:
-    """The state of a generator, as its own method returns it."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.getstate()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    """Sets what `_state_of` has returned."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, torch.Generator | np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.setstate(state)

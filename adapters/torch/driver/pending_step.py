@@ -48,7 +48,7 @@ class PendingEntry(NamedTuple):
     marks: AsyncCopy | None
     """The `StepMarks` of the ranks, on their way to the host. None for one rank alone."""
     lr: float | None
-    """Largest rate of the groups, or None without a rate, or if all rates are tensors."""
+    """Largest rate of the program's groups, or None without a rate, or if all are tensors."""
     engine_reads_rate: bool
     """Whether the engine has read the rate of this step, tensors included."""
 
@@ -157,7 +157,7 @@ class Recorder:
         step = self._healing.healed_step
         rates: list[float] = []
         for group in step.optimizer.param_groups:
-            rate = group.get("lr")
+            rate = step.enforcer.value_of_program(group, "lr")
             if isinstance(rate, int | float):  # reading a tensor could wait for a device
                 rates.append(rate)
         entry = PendingEntry(

@@ -24,6 +24,7 @@ from healcore.runtime.data.loader_parts import (
     has_methods,
     has_shuffle_buffer,
     is_type,
+    random_generators_of,
     samplers_of,
 )
 from healcore.runtime.data.loader_protocols import GET_STATE, STATE_DICT, AnyLoader
@@ -113,8 +114,10 @@ def _exactness_obstacle(loader: AnyLoader, name: str) -> RewindObstacle | None:
         reason = f"{name} with in_order=False has no fixed order"
         return RewindObstacle(reason, "use in_order=True")
     for sampler in samplers_of(loader):
-        unrecorded = is_type(sampler, "torch.utils.data", *_UNRECORDED)
-        if unrecorded and not hasattr(sampler, "state_dict"):
+        draws = is_type(sampler, "torch.utils.data", *_UNRECORDED)
+        if random_generators_of([sampler]) and not is_type(sampler, "torchdata", "RandomSampler"):
+            draws = True
+        if draws and not hasattr(sampler, "state_dict"):
             return RewindObstacle(
                 f"{name} does not record the order of {class_name(sampler)}",
                 "use shuffle=True, or a sampler that records the order in its state_dict",

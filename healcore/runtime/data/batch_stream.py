@@ -83,6 +83,8 @@ class BatchStream:
         self.put_back_random_states: PutBack | None = None
         self._range = EpochRange()
         self._history = PositionHistory()
+        self._first_rows: dict[int, list[int] | None] = {}
+        """Epoch -> rows of its first batch, which a repeated epoch has to have again."""
         self._error: Exception | None = None
         """The exception of the last read, or None if it has succeeded."""
         self._retries = retries
@@ -141,6 +143,12 @@ class BatchStream:
             raise
         which.rows = epoch.adapter.rows()
         self.next_id = following
+        if which.index == 0 and self._first_rows.setdefault(which.epoch, which.rows) != which.rows:
+            self._first_rows[which.epoch] = which.rows
+            self.inform(
+                f"{epoch.name}: epoch {which.epoch} has other rows than before. Its samplers have "
+                "to draw from a global generator, or from one that is an attribute of theirs"
+            )
         return batch
 
     def _end_at_limit(self) -> None:

@@ -361,9 +361,8 @@ class Cursor(BatchStream):
             return f"epoch {goal.epoch} has fewer than {goal.index} batches: continues after it"
         batches = counted(goal.index - first, "batch", "batches")
         order = "a loader that shuffles by itself may give different batches"
-        sampler = self._epoch.sampler_epochs.sampler_name
-        if sampler:
-            order = f"its {sampler} gives the same batches again"
+        if self._rewind_error is not None:
+            order = f"the batches may differ from before: {self._rewind_error}"
         return (
             f"read {batches} and dropped them, up to batch {goal.index} of epoch {goal.epoch}; "
             f"{order}"

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import inspect
 import io
+import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from healcore.runtime.data.loader_protocols import (
-    GET_STATE,
     AnyBatch,
     AnyLoader,
-    RandomGenerator,
     SamplesInOrder,
 )
 from healcore.runtime.store import values
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""Types of random generators, without subclasses, which may have a state of their own."""
 
 
 def class_name(thing: object) -> str:
@@ -66,23 +70,24 @@ def samplers_of(loader: AnyLoader) -> list[SamplesInOrder]:
     return parts[1:]
 
 
-def random_generators_of(parts: Iterable[Any]) -> list[RandomGenerator]:
-    """The random generators of loaders and samplers.
+def random_generators_of(parts: Iterable[Any]) -> list[Any]:
+    """The random generators that are attributes of loaders, samplers and datasets.
 
     A DataLoader and its sampler often share one generator. Setting its state twice would be
-    harmless, but a position would hold it twice.
+    harmless, but a position would hold it twice. No property is evaluated.
 
     Args:
-        parts: loaders and samplers. A part without `generator` adds nothing.
+        parts: loaders, samplers and datasets.
 
     Returns:
         Each generator once, in the order of the parts.
     """
-    found: dict[int, RandomGenerator] = {}
+    found: dict[int, Any] = {}
     for part in parts:
-        generator = getattr(part, "generator", None)
-        if generator is not None and has_methods(generator, GET_STATE):
-            found[id(generator)] = generator
+        for owner in (part, *type(part).__mro__):
+            for value in getattr(owner, "__dict__", {}).values():
+                if type(value) in _GENERATORS or is_type(value, "torch", "Generator"):
+                    found[id(value)] = value
     return list(found.values())
 
 

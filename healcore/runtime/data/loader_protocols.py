@@ -149,33 +149,14 @@ class SetsEpoch(Protocol):
         ...
 
 
-class RandomGenerator(Protocol):
-    """The attribute `generator` of a loader or a sampler, such as a `torch.Generator`.
-
-    The states of all generators are part of a position, because the order of an epoch is drawn from
-    them. A sampler that draws from elsewhere gives another order after a rewind: healcore notices
-    this by a digest of the indices, and then does not rewind the loader.
-    """
-
-    def get_state(self) -> Any:
-        """The state of the generator, which is not changed by the call.
-
-        Returns:
-            A tensor of torch, an array of NumPy, or containers of these.
-        """
-        ...
-
-    def set_state(self, state: Any, /) -> None:
-        """Sets a state, so that the generator continues with the draws that followed the state.
-
-        Args:
-            state: what `get_state` has returned, in this or in an earlier process.
-        """
-        ...
-
-
 class SamplesInOrder(Protocol):
     """A sampler of a torch loader. healcore follows `sampler` and `batch_sampler` inwards.
+
+    A sampler draws the order of an epoch from random generators. The states of the global ones and
+    of those that are attributes of the loader, its samplers or its dataset are part of a position:
+    `torch.Generator`, NumPy's `Generator` and `RandomState`, and `random.Random`. A sampler that
+    draws from elsewhere gives another order after a rewind. healcore notices this by a digest of
+    the indices, and then does not rewind the loader.
 
     Only a loader of several ranks has `num_replicas`. With `batch_size` it says how many rows a
     global batch has. A restart with another number of ranks continues only if this number stays
@@ -186,8 +167,6 @@ class SamplesInOrder(Protocol):
     """Rows in a batch of one rank."""
     num_replicas: int
     """Number of ranks among which the sampler divides the data."""
-    generator: RandomGenerator | None
-    """The source of the random order, or None for torch's global generator."""
     sampler: Any
     """A sampler inside this sampler."""
     batch_sampler: Any
@@ -217,4 +196,4 @@ class LoadsWithWorkers(Protocol):
 STATE_DICT = ("state_dict", "load_state_dict")
 """The methods of a `StatefulLoader`."""
 GET_STATE = ("get_state", "set_state")
-"""The methods of a `StatefulIterator` and of a `RandomGenerator`."""
+"""The methods of a `StatefulIterator`."""

@@ -1,4 +1,4 @@
-"""The states of the global random generators of Python, NumPy and torch: read, set, restored.
+"""The states of random generators: of the global ones of Python, NumPy and torch, and of others.
 
 After a restart, and when a batch is read again, the program has to draw the same numbers as before.
 """
@@ -163,6 +163,32 @@ def set_torch_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(torch.as_tensor(states["cpu"]))
     for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
         torch.cuda.set_rng_state(torch.as_tensor(state), device)
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator of the program, which is not changed by the call.
+
+    Args:
+        generator: a generator of `random`, NumPy or torch.
+
+    Returns:
+        A state for `set_generator_state`, in this or in a later process.
+    """
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Sets what `generator_state` has returned for a generator of the same kind."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 @contextmanager

@@ -35,13 +35,6 @@ class SamplerEpochs:
         self._numbers: dict[int, int] = {}
         """Epoch of the cursor -> argument of `set_epoch`."""
 
-    @property
-    def sampler_name(self) -> str:
-        """Type of an object with `set_epoch`, or an empty string for a loader without one."""
-        if not self._owners:
-            return ""
-        return type(self._owners[-1]).__name__
-
     def begin(self, epoch: int, *, by_user: bool) -> None:
         """Sets the epoch's number, or reads it if the user's loop began the epoch.
 

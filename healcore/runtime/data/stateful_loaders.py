@@ -16,6 +16,7 @@ from healcore.runtime.data.loader_protocols import (
     LoaderState,
     StatefulLoader,
 )
+from healcore.runtime.data.random_states import generator_state, set_generator_state
 
 
 class StatefulLoaderAdapter(LoaderAdapter):
@@ -40,20 +41,23 @@ class StatefulLoaderAdapter(LoaderAdapter):
 
     def start(self, epoch: int) -> BatchIterator:
         """Begins an epoch, and keeps the states that the generators have before it."""
-        self._at_start = [generator.get_state() for generator in self._random_generators]
+        self._at_start = self._generator_states()
         return super().start(epoch)
 
     def start_again(self, epoch: int) -> BatchIterator:
         """Begins an epoch from the states of its first begin, so that its order is the same."""
         for generator, state in zip(self._random_generators, self._at_start, strict=True):
-            generator.set_state(state)
+            set_generator_state(generator, state)
         return self.start(epoch)
+
+    def _generator_states(self) -> list[Any]:
+        return [generator_state(each) for each in self._random_generators]
 
     def state(self, *, ended: bool) -> LoaderState:
         """The states of the loader and of its generators, and whether the epoch has ended."""
         return {
             "loader": self._loader.state_dict(),
-            "generators": [generator.get_state() for generator in self._random_generators],
+            "generators": self._generator_states(),
             "ended": ended,
         }
 
@@ -67,7 +71,7 @@ class StatefulLoaderAdapter(LoaderAdapter):
         loader.load_state_dict(state["loader"])
         batches = iter(loader)
         for generator, saved in zip(self._random_generators, state["generators"], strict=True):
-            generator.set_state(saved)
+            set_generator_state(generator, saved)
         if self._random_generators and state["ended"]:
             # `iter` has drawn the order of the next epoch before the random generators were
             # set.

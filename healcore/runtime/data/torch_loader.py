@@ -8,11 +8,13 @@ reading the data. This includes loaders that Accelerate, Fabric and trainers mak
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -26,9 +28,9 @@ from healcore.runtime.data.loader_protocols import (
     AnyLoader,
     LoaderState,
     LoadsWithWorkers,
-    RandomGenerator,
 )
 from healcore.runtime.data.positions import DataError
+from healcore.runtime.data.random_states import generator_state, set_generator_state
 from healcore.runtime.data.unreadable_batch import catch_unreadable
 
 EPOCH_BEGUN = "_healcore_begun"
@@ -97,7 +99,7 @@ def _recorded(loader: AnyLoader) -> AnyLoader:
     # Accelerate reads one batch ahead.
     ahead = base.num_workers * (base.prefetch_factor or 0) + 1
     reads_ahead = base is not loader and not base.num_workers
-    generators = random_generators_of((loader, *samplers_of(loader)))
+    generators = random_generators_of((loader, base, base.dataset, *samplers_of(loader)))
     order = _RecordedSampler(getattr(base, name), generators, ahead, reads_ahead)
     copied = _with(base, **{name: order}, **_UNBEGUN_ATTRIBUTES)
     if base is loader:
@@ -129,7 +131,8 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         before the first batch   the states of the loader's own random generators. The order is not
                                  drawn yet.
         within an epoch          all random states before the order was drawn, the number of batches
-                                 read since, and a digest of their indices
+                                 read since, and a digest of their indices; if nothing is read
+                                 ahead, also the own generators' states of now
 
     `resume` of the second kind sets the random states and draws the order again. It then compares
     the digest: a sampler that draws from an unknown source is noticed before a wrong batch is read.
@@ -178,12 +181,16 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         the batches since. Between two epochs: the states of the loader's own random generators.
         """
         order = self._order
+        own = order.states()[_GLOBAL_GENERATORS:]
         if order.start_states is not None:
-            return self._state_before(self._index)
+            state = self._state_before(self._index)
+            if self.draws and not order.reads_ahead:
+                state["generators"] = own  # the program may have drawn from them, too
+            return state
         # A new iterator draws a seed for its workers, and running workers do not.
         has_workers = self._base.persistent_workers and self._base._iterator is not None
         return {
-            "generators": order.states()[_GLOBAL_GENERATORS:],
+            "generators": own,
             "begun": has_workers or self._draws_first,
         }
 
@@ -210,10 +217,14 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
     def rows(self) -> list[int] | None:
         """The first indices of the batch that was read last, or None if they are no numbers."""
         item = self._order.item(self._index)
-        if not isinstance(item, (list, tuple)):
-            item = [item]
-        rows = [each for each in item[:MAX_ROWS] if isinstance(each, int)]
-        return rows or None
+        try:
+            items = item[:MAX_ROWS]
+        except (TypeError, LookupError):
+            items = [item]
+        try:
+            return [operator.index(each) for each in items] or None
+        except TypeError:
+            return None
 
     def resume(self, state: LoaderState, skip: int) -> tuple[BatchIterator, int]:
         """Restores a state. The order of the earlier batches is drawn again.
@@ -248,7 +259,10 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
                     order.planned = list(state.get("ahead", ()))
             else:
                 self._reading = self._begin()
-            current[_GLOBAL_GENERATORS:] = after[_GLOBAL_GENERATORS:]
+            own = after[_GLOBAL_GENERATORS:]
+            if not skip:
+                own = state.get("generators", own)
+            current[_GLOBAL_GENERATORS:] = own
         finally:
             order.set_states(current)
         self._index = index + skip
@@ -351,7 +365,7 @@ class _RecordedSampler:
 
     Args:
         sampler: the sampler or batch sampler.
-        generators: random generators of the loader and its samplers, besides the global ones.
+        generators: random generators of the loader and its parts, besides the global ones.
         ahead: largest number of items that the loader reads ahead.
         reads_ahead: whether this process reads them, so that their examples may draw random
             numbers between the numbers of the steps.
@@ -360,7 +374,7 @@ class _RecordedSampler:
     def __init__(
         self,
         sampler: Iterable[Item],
-        generators: list[RandomGenerator],
+        generators: list[Any],
         ahead: int,
         reads_ahead: bool,
     ) -> None:
@@ -373,7 +387,9 @@ class _RecordedSampler:
         ]
         """How to read and to set the state of each random generator."""
         for each in generators:
-            self._sources.append((each.get_state, each.set_state))
+            self._sources.append(
+                (partial(generator_state, each), partial(set_generator_state, each))
+            )
         self._ahead = ahead
         self.reads_ahead = reads_ahead
         self.begin()
@@ -458,7 +474,7 @@ class _RecordedSampler:
         if not matches:
             raise DataError(
                 "the samplers do not give the same order again: they draw from a generator that is "
-                "neither a global one nor their attribute `generator`, or the dataset has changed"
+                "neither a global one nor an attribute of theirs, or the dataset has changed"
             )
         self.start_states = states
         self._count = skip

@@ -193,7 +193,9 @@ def _add_observing_parts(run: Run, options: Options, loss_fn: LossFn | None) -> 
         ledger=run.ledger,
         progress=run.progress,
     )
-    run.rate_log = RateLog(run.driver, run.log, observes=run.policy.observes)
+    run.rate_log = RateLog(
+        run.driver, run.log, state=run.record.monitor, observes=run.policy.observes
+    )
     run.monitor = IncidentMonitor(
         policy=run.policy,
         driver=run.driver,

@@ -110,6 +110,8 @@ class MonitorState:
         rates: engine -> the highest learning rate in force at a trained step since the last start
             or rollback, where it is known.
         dropped: number of steps that a GradScaler has not taken.
+        first_change: engine -> the two rates of the program between which its rate has changed
+            first since the start of the run or the last rollback; empty for a cyclic rate.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -123,6 +125,7 @@ class MonitorState:
     rule_fired: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     dropped: int = 0
+    first_change: dict[str, list[float]] = field(default_factory=dict)
 
     def add_batches(self, step: int, ids: Sequence[BatchId], *, kept: int) -> None:
         """Adds the batches of a step, and drops the batches of `kept` or more steps ago.
@@ -206,3 +209,4 @@ class MonitorState:
         self.rule_hits.clear()
         self.rule_fired.clear()
         self.rates.clear()
+        self.first_change.clear()

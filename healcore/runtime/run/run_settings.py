@@ -12,7 +12,7 @@ from typing import Any
 from healcore.console import first_of
 from healcore.policy import diff, load, loads
 from healcore.policy.loader import preset_names, recipe_names
-from healcore.runtime.driver import Driver
+from healcore.runtime.driver import Driver, Rates
 from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.values import attribute
@@ -88,6 +88,29 @@ def changes_text(changes: Mapping[str, str]) -> str:
         The line, or an empty string without a change.
     """
     return first_of([f"{name}: {each}" for name, each in changes.items() if name != WEIGHTS], 6)
+
+
+def text_about_rate(changes: Mapping[str, str], rates: Rates) -> str:
+    """Says that the rate of the checkpoint replaces the rate that the program was started with.
+
+    Args:
+        changes: the result of `changes_since`.
+        rates: the rates after the restore.
+
+    Returns:
+        Two sentences, or an empty string if no rate was edited, or if a schedule has changed the
+        saved rate since: then the program's rate at this step is unknown.
+    """
+    in_force = {repr(float(f"{rate:.6g}")) for rate in rates.values() if rate is not None}
+    for name, each in changes.items():
+        saved, _, given = each.partition(" -> ")
+        if name.endswith(("lr", "learning_rate")) and saved in in_force:
+            return (
+                f"The rate of the checkpoint, {saved}, replaces the program's {given}. To train on "
+                f"with {given}, set it in the optimizer, in JAX in its state, after the Healer has "
+                "resumed, and call healer.expect_change(). "
+            )
+    return ""
 
 
 def why_other_run(changes: Mapping[str, str]) -> str:

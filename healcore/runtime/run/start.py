@@ -337,6 +337,7 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], *, resu
     if resume:
         _resume(run, newest)
         run.monitor.continue_incidents()
+        run.rate_log.resume(progress.step)
     else:
         if run.known_checkpoints.damage:
             raise _no_usable_checkpoint(run, {})

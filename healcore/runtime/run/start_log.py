@@ -126,11 +126,12 @@ def log_first_lines(
         run.log.info(line)
     text = run_settings.changes_text(changes)
     if text:
+        about_rate = run_settings.text_about_rate(changes, run.driver.learning_rates())
         run.loop.warn(
             f"other settings than at the start of this run (saved -> given): {text}. "
-            "Numbers in the state, such as the rate of a torch optimizer, stay as saved. What the "
-            "program computes, such as a schedule of optax, is as given. To train with new "
-            "settings from the start, pass an empty directory"
+            f"{about_rate}Numbers in the state, such as the rate of a torch optimizer, stay as "
+            "saved. What the program computes, such as a schedule of optax, is as given. To train "
+            "with new settings from the start, pass an empty directory"
         )
 
 

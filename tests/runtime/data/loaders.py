@@ -1,5 +1,6 @@
 """Real loaders of every kind. A second loader of a factory is the loader of the next process."""
 
+import random
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -74,9 +75,67 @@ class Shuffled:
         return self.Pass(self.passes)
 
 
+class OwnOrder:
+    """A sampler that shuffles with a generator of its own, and has a `set_epoch` without effect."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __len__(self) -> int:
+        return len(EXAMPLES)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(len(EXAMPLES), generator=self.rng))
+        order = np.array(EXAMPLES)
+        self.rng.shuffle(order)
+        return iter(order)
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+class HiddenOrder(OwnOrder):
+    """The same with a generator that is not an attribute of the sampler."""
+
+    def __init__(self) -> None:
+        super().__init__(self)
+        self.shuffle = random.Random(5).shuffle
+
+
+class OwnBatches(OwnOrder):
+    """A batch sampler whose class has the generator."""
+
+    rng = None
+
+    def __init__(self) -> None:
+        type(self).rng = np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(np.array_split([*super().__iter__()], BATCHES))
+
+
+class NoisySquares(Squares):
+    """Draws at each example from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = np.random.default_rng(7)
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) + self.noise.integers(100)
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         return iter(EXAMPLES)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
 
 
 def plain(**options: Any) -> DataLoader:
@@ -84,7 +143,7 @@ def plain(**options: Any) -> DataLoader:
 
 
 def shuffled(**options: Any) -> DataLoader:
-    return plain(shuffle=True, generator=torch.Generator().manual_seed(5), **options)
+    return plain(shuffle=True, generator=seeded(), **options)
 
 
 def weighted() -> WeightedRandomSampler:
@@ -98,7 +157,7 @@ def stateful(**options: Any) -> Any:
 
 
 def generator() -> Any:
-    return stateful(shuffle=True, generator=torch.Generator().manual_seed(5))
+    return stateful(shuffle=True, generator=seeded())
 
 
 def accelerated(data: Any = None, *, shuffle: bool = False, **config: Any) -> Any:
@@ -159,12 +218,18 @@ REWINDING = [
     Kind("DataLoader workers", lambda: shuffled(num_workers=2), 2),
     Kind("DataLoader kept workers", lambda: shuffled(num_workers=1, persistent_workers=True), 2),
     Kind("DataLoader weighted", lambda: plain(sampler=weighted())),
+    Kind("DataLoader own random.Random", lambda: plain(sampler=OwnOrder(random.Random(5)))),
+    Kind("DataLoader own Generator", lambda: plain(sampler=OwnOrder(np.random.default_rng(5)))),
+    Kind("DataLoader own RandomState", lambda: plain(sampler=OwnOrder(np.random.RandomState(5)))),
+    Kind("DataLoader own torch.Generator", lambda: plain(sampler=OwnOrder(seeded()))),
+    Kind("DataLoader own batches", lambda: DataLoader(Squares(), batch_sampler=OwnBatches())),
+    Kind("DataLoader own noise", lambda: DataLoader(NoisySquares(), SIZE)),
     Kind("stateful shuffled", lambda: stateful(shuffle=True)),
     Kind("stateful generator", generator),
     Kind("stateful worker", lambda: stateful(shuffle=True, num_workers=1), 2),
     Kind("accelerate shuffled", lambda: accelerated(**SEEDED)),
     Kind("accelerate stateful", lambda: accelerated(**SEEDED, use_stateful_dataloader=True)),
-    Kind("fabric", lambda: fabric(shuffle=True, generator=torch.Generator().manual_seed(5))),
+    Kind("fabric", lambda: fabric(shuffle=True, generator=seeded())),
     Kind("fabric distributed", lambda: fabric(sampler=DistributedSampler(Squares(), 1, 0))),
     Kind("grain map", grain_map),
     Kind("grain iter", lambda: grain_map().to_iter_dataset()),

@@ -1,24 +1,28 @@
 """Loaders that cannot be rewound, that raise, or that report wrong positions."""
 
-from typing import Any
+import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from healcore.console import counted
 from healcore.runtime.data import BatchId, Cursor, DataError
 from tests.runtime.data.loaders import (
     BATCHES,
+    EXAMPLES,
     FORWARD,
     REWINDING,
     SIZE,
+    HiddenOrder,
+    OwnOrder,
     Shuffled,
     Squares,
     Stream,
     accelerated,
     over,
     plain,
+    seeded,
     stateful,
     take,
 )
@@ -71,6 +75,11 @@ def test_a_limited_iterator_continues_in_the_next_epoch(length):
             id="sampler without its order",
         ),
         pytest.param(
+            lambda: stateful(sampler=OwnOrder(seeded())),
+            "does not record the order of tests.runtime.data.loaders.OwnOrder",
+            id="sampler with a generator",
+        ),
+        pytest.param(
             lambda: stateful(num_workers=2, in_order=False),
             "no fixed order",
             id="workers out of order",
@@ -97,16 +106,54 @@ def test_fast_forward_reads_to_the_position_of_another_loader(kind):
     assert cursor.take_skipped() == [last]
 
 
-def test_fast_forward_names_the_sampler_that_the_loader_has():
-    earlier = Cursor(range(4))
-    take(earlier, 2)
-    rows: Any = range(8)
-    sampler = DistributedSampler(rows, 2, 0)
-    with_sampler = Cursor(DataLoader(rows, sampler=sampler)).fast_forward(earlier.position())
-    assert "its DistributedSampler gives the same batches again" in with_sampler
-    without = Cursor(DataLoader(rows)).fast_forward(earlier.position())
-    assert "DistributedSampler" not in without
-    assert "a loader that shuffles by itself may give different batches" in without
+class OwnStream(Stream):
+    """Shuffles with a generator of its own, whatever `set_epoch` gets."""
+
+    rng = random.Random(1)
+
+    def __iter__(self):
+        return iter(self.rng.sample(EXAMPLES, len(EXAMPLES)))
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: DataLoader(OwnStream()), "a loader that shuffles by itself may give different"),
+        (lambda: plain(sampler=HiddenOrder()), "the samplers do not give the same order again"),
+    ],
+)
+def test_fast_forward_promises_no_order_that_is_not_checked(make, says):
+    earlier = Cursor(make(), epochs=2)
+    take(earlier, BATCHES + 2)
+    cursor = Cursor(make(), epochs=2)
+    cursor.rewind(earlier.position())
+    assert says in cursor.fast_forward(earlier.position())
+
+
+def test_another_order_of_an_epoch_that_begins_again_is_reported():
+    """No digest is known before the first batch, so the rewind itself cannot notice it."""
+    lines: list[str] = []
+    cursor = Cursor(plain(sampler=HiddenOrder()))
+    cursor.inform = lines.append
+    start = cursor.position()
+    take(cursor)
+    assert cursor.rewind(start)
+    assert not lines
+    take(cursor)
+    assert "epoch 0 has other rows than before" in lines[0]
+    assert len(lines) == 1
+    for kind in REWINDING:
+        if kind.name.startswith("DataLoader own"):
+            cursor = Cursor(kind.make())
+            cursor.inform = lines.append
+            start = cursor.position()
+            take(cursor, 2)
+            cursor.rewind(start)
+            take(cursor)
+    assert len(lines) == 1
 
 
 def test_fast_forward_stays_at_an_earlier_position_and_says_what_is_missing():

@@ -1,6 +1,7 @@
 """Rewinding from any place to any other gives the same batches under the same names."""
 
 import pickle
+import random
 from typing import Any
 
 import pytest
@@ -14,7 +15,17 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from healcore.runtime.data import BatchId, Cursor, EmptyLoader, UnusableLoader
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.data.positions import DataError
-from tests.runtime.data.loaders import BATCHES, EXAMPLES, REWINDING, SIZE, Kind, over, take
+from tests.runtime.data.loaders import (
+    BATCHES,
+    EXAMPLES,
+    REWINDING,
+    SIZE,
+    Kind,
+    OwnOrder,
+    over,
+    plain,
+    take,
+)
 
 
 @pytest.mark.slow
@@ -56,6 +67,18 @@ def test_a_rewind_to_a_position_between_two_epochs_repeats_the_second(kind):
     assert [which.epoch for which, _ in second] == [1] * 4
     assert cursor.rewind(between)
     assert take(cursor) == second
+
+
+def test_a_generator_that_the_program_draws_from_too_continues_at_its_last_draw():
+    rng, later = random.Random(5), random.Random(5)
+    cursor = Cursor(plain(sampler=OwnOrder(rng)), epochs=2)
+    take(cursor, 2)
+    rng.random()
+    position = cursor.position()
+    resumed = Cursor(plain(sampler=OwnOrder(later)), epochs=2)
+    assert resumed.rewind(position)
+    assert later.random() == rng.random()
+    assert take(resumed) == take(cursor)
 
 
 EPOCHS = 3

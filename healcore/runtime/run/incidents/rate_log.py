@@ -1,28 +1,55 @@
-"""`RateLog`: the multipliers of the learning rates, and the event of each change."""
+"""`RateLog`: the multipliers and the rates of the steps, and a rate that does not go back."""
 
 from __future__ import annotations
+
+import math
+from collections import defaultdict
 
 from healcore.core.decision import Action
 from healcore.core.step_record import StepRecord
 from healcore.runtime.driver import Driver, Engines, Rates
 from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.run.monitor_state import MonitorState
+from healcore.runtime.run.orders import RollbackRecord
+
+_REMEMBERED = 10_000
+"""Steps whose rates are remembered. A rollback hardly ever goes back further."""
+_SAME = 1e-3
+"""Relative difference of two rates that does no harm."""
 
 
 class RateLog:
     """Knows the learning-rate multiplier of each engine, and logs its changes.
 
+    It also warns, once, if the program's own rate does not go back with the run: the program
+    computes it from a counter that neither a rollback nor a restart restores.
+
+        rollback   the first repeated step has another rate than at its first time
+        restart    the first change of the rate is the first change of the run once more
+
     Args:
         driver: has the learning rates.
         log: the log, for the event of a change.
+        state: keeps the first change of the rate for later processes.
         observes: whether the policy only observes. The event then says so.
     """
 
-    def __init__(self, driver: Driver, log: RunLog, *, observes: bool) -> None:
+    def __init__(self, driver: Driver, log: RunLog, *, state: MonitorState, observes: bool) -> None:
         self._driver = driver
         self._log = log
+        self._state = state
         self._observes = observes
         self._lr_scales: dict[str, float] = {}
         """Engine name -> its learning-rate multiplier, where it is known."""
+        self._rates: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        """Engine name -> step -> the program's rate."""
+        self._undone: dict[str, float] = {}
+        """Engine name -> rate that the step of `_target` had before the last rollback."""
+        self._target = -1
+        """Step at which the run has continued by the last rollback or the start."""
+        self._have_changed: set[str] = set()
+        """The engines whose rate has changed in this process."""
+        self._has_warned = False
 
     def read(self, engines: Engines) -> None:
         """Takes the multipliers from the engines' states, without an event.
@@ -64,6 +91,14 @@ class RateLog:
             index: index of the step.
             record: the record of one optimizer at this step.
         """
+        differs = self._how_it_differs(index, record)
+        if differs and not self._has_warned:
+            self._has_warned = True
+            self._log.problem(
+                index,
+                f"step {index}: the learning rate does not follow healer.step: it {differs}. Write "
+                "it as a function of healer.step, or put the scheduler into `state`",
+            )
         now = record.lr_scale
         before = self._lr_scales.get(record.engine, 1.0)
         if now == before and not record.action:
@@ -90,3 +125,45 @@ class RateLog:
             why=why,
             observed=self._observes,
         )
+
+    def resume(self, step: int) -> None:
+        """Continues at a step, at the start of a process. Steps before it may still be added."""
+        self._target = step
+
+    def on_rollback(self, done: RollbackRecord) -> None:
+        """Keeps the rates of the step that is repeated first, and forgets all later ones.
+
+        Args:
+            done: the rollback. If the trouble begins at this step, its rate may be wrong.
+        """
+        self._target = done.continues_at
+        self._undone.clear()
+        for name, rates in self._rates.items():
+            if self._target in rates and self._target < done.order.onset:
+                self._undone[name] = rates[self._target]
+            self._rates[name] = {step: rates[step] for step in rates if step < self._target}
+
+    def _how_it_differs(self, index: int, record: StepRecord) -> str:
+        """How the program's rate shows that it does not go back, as a predicate; or empty."""
+        name, rate = record.engine, record.lr
+        rates = self._rates[name]
+        if rate is None or record.trained_rate is None or index in rates:
+            return ""
+        rates[index] = rate
+        rates.pop(index - _REMEMBERED, None)
+        undone = self._undone.get(name)
+        if undone and index == self._target and not math.isclose(rate, undone, rel_tol=_SAME):
+            return f"is {rate:.4g}, and was {undone:.4g} at this step before the rollback"
+        before = rates.get(index - 1, rate)
+        if rate == before or index <= self._target:
+            return ""
+        change = [before, rate]
+        first = self._state.first_change.setdefault(name, change)
+        has_changed = name in self._have_changed
+        self._have_changed.add(name)
+        if first != change or first is change:
+            return ""
+        if has_changed:
+            first.clear()  # the rate is cyclic
+            return ""
+        return f"goes from {before:.4g} to {rate:.4g} once more, as at the start of the run"

@@ -353,6 +353,7 @@ class Recovery:
         self.run.batches.on_rollback(done.continues_at)
         self.run.dispatch_queue.forget_accumulation()
         self.run.nonfinite_recovery.on_rollback()
+        self.run.rate_log.on_rollback(done)
         self.run.monitor.read_engines()
         return done
 

@@ -12,6 +12,7 @@ from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.construction import add_comparing_parts
 from healcore.runtime.run.incidents.rate_log import RateLog
+from healcore.runtime.run.monitor_state import MonitorState
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
@@ -74,7 +75,7 @@ class ToyRun:
         run = bare_run(log, self.driver)
         self.record = run.record
         run.schedule = schedule_of(run, interval)
-        run.rate_log = RateLog(self.driver, log, observes=False)
+        run.rate_log = RateLog(self.driver, log, state=MonitorState(), observes=False)
         add_comparing_parts(run, loss_fn, **options)
         self.comparisons, self.holding = run.comparisons, run.holding
         self.step = 0

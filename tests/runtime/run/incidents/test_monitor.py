@@ -11,6 +11,7 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
 from healcore.runtime.run.incidents.rate_log import RateLog
+from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.record.ledger import Ledger
 from healcore.runtime.run.run import Run
 from healcore.runtime.run_options import Hooks
@@ -34,7 +35,7 @@ def monitor(run: Run) -> IncidentMonitor:
     return IncidentMonitor(
         policy=run.policy,
         driver=run.driver,
-        rate_log=RateLog(run.driver, run.log, observes=run.policy.observes),
+        rate_log=RateLog(run.driver, run.log, state=MonitorState(), observes=run.policy.observes),
         ranks=run.ranks,
         log=run.log,
         ledger=run.ledger,

@@ -8,6 +8,7 @@ from healcore.core.decision import Action
 from healcore.events import Log
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.incidents.rate_log import RateLog
+from healcore.runtime.run.monitor_state import MonitorState
 from tests.healer.run_directory import events_of
 from tests.healer.step_records import record
 from tests.runtime.run.bare_driver import BareDriver
@@ -25,7 +26,9 @@ def path(tmp_path):
 
 @pytest.fixture
 def rate_log(path) -> RateLog:
-    return RateLog(DriverWithRate(), RunLog(Log(path), silent=True), observes=False)
+    return RateLog(
+        DriverWithRate(), RunLog(Log(path), silent=True), state=MonitorState(), observes=False
+    )
 
 
 def changes(path: Path) -> list[tuple[int, float, float]]:
