@@ -30,6 +30,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, Unpack
 
@@ -41,6 +43,7 @@ from healcore.runtime.healer import Healer, State
 from healcore.runtime.healer_options import HealerOptions
 from healcore.runtime.run.ending.exits import EndRequested, exit_for
 from healcore.runtime.run.ending.shutdown import Shutdown
+from healcore.runtime.run.process_runs import opened_runs
 from healcore.runtime.run.run import Run
 
 Item = TypeVar("Item")
@@ -55,6 +58,8 @@ class _Started(NamedTuple):
     """The Healer. Without it, the program cannot continue the run."""
     pid: int
     """The process of the run. A forked child must not end its parent's run."""
+    thread: threading.Thread
+    """The thread that has opened the run, and trains it."""
 
     @property
     def is_followed(self) -> bool:
@@ -106,13 +111,16 @@ _previous_hook: Callable[..., object] | None = None
 
 
 class ScriptHealer(Healer[State]):
-    """A Healer without a block: what the end of a block does, the end of a loop does.
+    """A Healer without a block: what the end of a block does, the end of a loop does."""
 
-    Attributes:
-        is_followed: whether another run was started after the newest loop of this one had ended.
-    """
+    _opened_at_end: int | None = None
+    """Number of runs of this process when the newest loop of this run had ended by itself, or
+    None."""
 
-    is_followed = False
+    @property
+    def is_followed(self) -> bool:
+        """Whether another run was opened after the newest loop of this run had ended by itself."""
+        return self._opened_at_end is not None and opened_runs() > self._opened_at_end
 
     def batches(
         self,
@@ -137,7 +145,7 @@ class ScriptHealer(Healer[State]):
         """See `Healer.after_step`."""
         rolled_back = super().after_step(last=last)
         if last and not rolled_back:
-            self._run.loop.save_at_loop_end(left=False)
+            self._end_loop()
         return rolled_back
 
     def shares_state(self, other: Healer[Any]) -> bool:
@@ -156,7 +164,7 @@ class ScriptHealer(Healer[State]):
 
         An exception of healcore that ends programs ends the run here.
         """
-        self.is_followed = False
+        self._opened_at_end = None
         try:
             yield from loop
         except GeneratorExit:  # a `break`, or an exception in the body
@@ -167,8 +175,13 @@ class ScriptHealer(Healer[State]):
             if isinstance(error, HealcoreError) and not hasattr(sys, "ps1"):
                 self.close(error)
             raise
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        """A loop has ended by itself. Unless it runs in the body of another loop, the run ends."""
         if self.is_open:
             self._run.loop.save_at_loop_end(left=False)
+            self._opened_at_end = opened_runs()
 
 
 def start(
@@ -214,12 +227,10 @@ def start(
             other.close(other.end())
             _started.remove(other)
     healer._open()
-    for other in _started:
-        earlier = other.healer()
-        if earlier is not None:
-            earlier.is_followed = _has_ended_loop(other.run)
     _install_hooks()
-    _started.append(_Started(healer._run, weakref.ref(healer), os.getpid()))
+    _started.append(
+        _Started(healer._run, weakref.ref(healer), os.getpid(), threading.current_thread())
+    )
     return healer
 
 
@@ -236,6 +247,10 @@ def _is_over(started: _Started, before: ScriptHealer[Any]) -> bool:
     if healer is None:
         return started.run.ranks.world == 1
     if hasattr(sys, "ps1") or (before.store is not None and before.store == healer.store):
+        return True
+    root = started.run.store.root
+    is_path = isinstance(before.store, str | os.PathLike)
+    if root is not None and is_path and Path(before.store).resolve() == root.resolve():
         return True
     return _has_ended_loop(started.run) and before.shares_state(healer)
 
@@ -255,7 +270,8 @@ def _install_hooks() -> None:
     sys.excepthook = _on_uncaught
     # Before the thread pools end, which a save needs: the handlers of `atexit` come too late.
     register = getattr(threading, "_register_atexit", atexit.register)
-    register(_on_exit)
+    with suppress(RuntimeError):  # the main thread has ended already, and waits for this one
+        register(_on_exit)
 
 
 def _on_uncaught(
@@ -264,7 +280,8 @@ def _on_uncaught(
     """Closes the runs as their blocks would do, then prints the exception as before."""
     if not hasattr(sys, "ps1"):
         for started in reversed(_started):
-            started.close(started.end() if started.is_followed else error)
+            if started.thread is threading.current_thread():
+                started.close(started.end() if started.is_followed else error)
     assert _previous_hook is not None
     _previous_hook(kind, error, trace)
 
@@ -273,6 +290,8 @@ def _on_exit() -> None:
     """Closes the runs that are still open. Sets the exit status if a run is incomplete."""
     status = 0
     for started in reversed(_started):
+        if started.thread is not threading.current_thread() and not started.thread.daemon:
+            started.thread.join()  # Python waits for it in any case, but only later
         status = started.close(started.end()) or status
     if status:
         # Python has chosen the status already. The other handlers run first.

@@ -84,6 +84,43 @@ def test_what_a_script_changes_after_its_loop_is_not_saved(loop, tmp_path):
     assert "this run has completed at step 150" in lines
 
 
+AFTERWARDS = {
+    "steps of its own": """
+optimizer = healer.state["optimizer"]
+for _ in range(3):
+    model(torch.ones(8, 4)).square().mean().backward()
+    optimizer.step()
+""",
+    "weights that are not finite": "model.bias.data.fill_(float('inf'))\n",
+    "an evaluation of other weights": """
+model.weight.data.zero_()
+for batch in healer.batches([torch.ones(8, 4)] * 3):
+    model(batch)
+""",
+    "an empty optimizer": "healer.state['optimizer'].param_groups.clear()\n",
+}
+
+
+@pytest.mark.parametrize("afterwards", AFTERWARDS)
+def test_what_a_script_does_after_its_loop_does_not_belong_to_the_run(afterwards, tmp_path):
+    for _ in range(2):  # also where the run is completed already
+        end = TRAINED_AGAIN + AFTERWARDS[afterwards]
+        status, trained, lines = run(tmp_path, end)
+        assert status == 0, lines
+    assert [each["ending"] for each in events(tmp_path / "a", "end")] == ["completed"] * 2
+    assert [each["step"] for each in events(tmp_path / "a", "end")] == [150] * 2
+    assert run(tmp_path, TRAINED_AGAIN)[1] == trained
+
+
+def test_close_saves_steps_after_the_loop(tmp_path):
+    end = (
+        TRAINED_AGAIN + AFTERWARDS["steps of its own"] + "healer.close()\nprint(model.bias.item())"
+    )
+    _, first, lines = run(tmp_path, end)
+    status, second, lines = run(tmp_path, end)
+    assert (status, second.split()[-1]) == (0, first.split()[-1]), lines
+
+
 def test_what_a_script_changes_after_a_break_is_not_saved(tmp_path):
     _, whole, _ = run(tmp_path / "whole", TRAINED_AGAIN)
     status, _, lines = run(tmp_path / "broken", CHANGED, "break")
@@ -174,6 +211,50 @@ def test_what_ends_one_run_does_not_end_the_run_before_it(end, ending, tmp_path)
     assert [each["ending"] for each in events(tmp_path / "later", "end")] == [ending]
 
 
+@pytest.mark.parametrize("ended", ["raise ValueError", "os.kill(os.getpid(), 15)"])
+def test_the_end_of_a_block_does_not_end_the_run_of_a_script_before_it(ended, tmp_path):
+    end = f"""
+import os
+kept = run("earlier")
+model = torch.nn.Linear(4, 1)
+state = {{"m": model, "o": torch.optim.SGD(model.parameters(), 0.1)}}
+with healcore.Healer(state=state, store=f"{{folder}}/later") as healer:
+    for step in healer.steps(20):
+        if step == 10:
+            {ended}
+        model(torch.ones(8, 4)).square().mean().backward()
+        state["o"].step()
+"""
+    assert run(tmp_path, end)[0] != 0
+    assert [each["ending"] for each in events(tmp_path / "earlier", "end")] == ["completed"]
+
+
+def test_the_program_waits_for_a_run_in_another_thread(tmp_path):
+    end = """
+import pathlib, threading, time
+threading.Thread(target=run, args=("side",)).start()
+while not any(pathlib.Path(folder).glob("side/step*")):
+    time.sleep(0.01)
+raise ValueError("in the main thread")
+"""
+    assert run(tmp_path, end)[0] == 1
+    (ended,) = events(tmp_path / "side", "end")
+    assert (ended["ending"], ended["step"]) == ("completed", 150)
+
+
+def test_a_retry_with_another_name_of_the_same_directory(tmp_path):
+    end = """
+import pathlib
+kept = []
+try: run("a", bad=True)
+except healcore.RunStopped as error: kept.append(error)
+folder = folder + "/../" + pathlib.Path(folder).name
+run("a")
+"""
+    status, _, lines = run(tmp_path, end)
+    assert status == 0, lines
+
+
 def test_a_stop_that_leaves_the_block_of_another_run_does_not_stop_it(tmp_path):
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -245,11 +326,9 @@ def test_runs_that_nobody_closes_keep_no_threads_and_files(tmp_path):
     for number in range(3, 9):
         trained(tmp_path / str(number))
     gc.collect()
-    ours = [each for each in threading.enumerate() if each.name.startswith("healcore")]
-    for each in ours:
+    for each in {*threading.enumerate()} - threads:
         each.join(10)
         assert not each.is_alive(), each
-    assert {each for each in threading.enumerate() if each.is_alive()} <= threads
     assert open_files() <= files
     ends = [events(tmp_path / str(number), "end") for number in range(8)]
     assert [each[0]["ending"] for each in ends] == ["completed"] * 8, "closed by the next `start`"

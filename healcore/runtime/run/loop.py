@@ -345,9 +345,9 @@ class Loop:
     def save_at_loop_end(self, *, left: bool) -> None:
         """Saves the state at the end of the program's outermost loop, in a run without a block.
 
-        What the program does with its state after the loop does not belong to the run. Another pass
-        of the program's own loop over epochs may follow, so the time of these saves is limited as
-        the time of regular saves is.
+        What the program does with its state after the loop does not belong to the run. If the
+        program counts its epochs itself, each pass may be the last one, so from the second pass on
+        the time of these saves is limited as the time of regular saves is.
 
         Args:
             left: whether the loop was left within its body, by a `break` or an exception. Several
@@ -357,14 +357,17 @@ class Loop:
         run.hang_guard.rest()
         in_outer_loop = run.loaders.epoch_loop.can_return or state.yielded_step is not None
         has_trained = run.progress.steps_taken > 0 and not state.is_complete
-        if in_outer_loop or not has_trained or not run.store.durable:
+        if in_outer_loop or state.at_rest or not has_trained or not run.store.durable:
             return
         if not left:
-            if not state.in_body and not run.schedule.saves_are_slow:
+            is_one_of_several = run.pass_states.passes > 1 and not state.reached_end
+            if not (state.in_body or (is_one_of_several and run.schedule.saves_are_slow)):
                 run.saver.save_last(completed=True)
+                state.rest()
         elif run.ranks.world == 1 and self.count_last_step():
             try:
-                run.saver.save_emergency("")
+                if not run.saver.save_emergency(""):
+                    state.rest()
             except Exception as problem:  # the exception of the body is the one to be seen
                 self.warn(f"no checkpoint was saved at the end of the loop: {problem}")
 

@@ -53,6 +53,8 @@ class LoopState:
                                                                           the outer loop
         in a body             a `break`, which calls nothing              in the body, `left_early`
         outside of a body     yield_step                                  in the body of this step
+        any body              rest: the loop has ended, its state saved   the same, and `at_rest`
+        `at_rest`             count_step                                  not `at_rest`
         body of a step        end_yielded_step                            outside of a body
 
         no evaluation         begin_evaluation                            in an evaluation, and
@@ -100,6 +102,8 @@ class LoopState:
             read its last batch. A restart would not repeat the rest of it.
         body_continues: whether the body has continued after its step was counted, with a save or an
             evaluation. The rest of the body may draw random numbers.
+        at_rest: whether the outermost loop has ended or was left, and its state was saved. What the
+            program does until a loop takes its next step does not belong to the run.
         has_random_states: whether the random states of the checkpoint were restored for the loop
             that runs.
         own_count_obstacle: reason why a loop that counts its steps itself cannot continue, because
@@ -122,6 +126,7 @@ class LoopState:
         self.searches_batch_size = False
         self.in_evaluation = False
         self.body_continues = False
+        self.at_rest = False
         self.has_random_states = False
         self.own_count_obstacle = ""
 
@@ -139,6 +144,7 @@ class LoopState:
         """The program has taken a step, so an evaluation before the step is over."""
         self.phase = LoopPhase.AFTER_STEP
         self.in_evaluation = False
+        self.at_rest = False
 
     def end_step(self) -> None:
         """The body of the loop has ended, and what it has changed is kept: the step is over.
@@ -218,6 +224,10 @@ class LoopState:
     def reach_end(self) -> None:
         """A loop has come to its end, as far as the Healer knows."""
         self.reached_end = True
+
+    def rest(self) -> None:
+        """The outermost loop has ended or was left, and its state was saved."""
+        self.at_rest = True
 
     def end_run(self) -> None:
         """The block of the Healer has ended."""

@@ -12,6 +12,19 @@ from healcore.runtime.run.record.run_record import RunRecord
 
 _records: dict[Path, RunRecord] = {}
 """The record of the last run of this process in each directory."""
+_opened = 0
+"""Number of runs that this process has opened."""
+
+
+def count_run() -> None:
+    """Counts a run that is opened."""
+    global _opened
+    _opened += 1
+
+
+def opened_runs() -> int:
+    """Number of runs that this process has opened, with and without a directory."""
+    return _opened
 
 
 def remember_run(root: Path, record: RunRecord) -> None:

@@ -31,7 +31,7 @@ from healcore.runtime.run import run_settings, start_log
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.construction import construct
 from healcore.runtime.run.ending.exits import EndRequested
-from healcore.runtime.run.process_runs import has_completed_run, remember_run
+from healcore.runtime.run.process_runs import count_run, has_completed_run, remember_run
 from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.trials import failed_trials
 from healcore.runtime.run.rollback.report import report_before_kill
@@ -75,6 +75,7 @@ def open_run(options: Options) -> Run:
                 warnings.append(warning)
         run = construct(options, driver, ranks, claims)
         _start(run, options, warnings)
+        count_run()
     except BaseException:
         for each in claims:
             each.release()

@@ -211,8 +211,11 @@ class Saver:
         Args:
             why: becomes `why` of the event `save`. FIRST and REGULAR also add an anchor.
         """
-        regular, in_body = why is SaveReason.REGULAR, why is SaveReason.REQUESTED
-        with self.run.schedule.saving(regular=regular, in_body=in_body):
+        with self.run.schedule.saving(
+            regular=why is SaveReason.REGULAR,
+            in_body=why is SaveReason.REQUESTED,
+            counts=why in (SaveReason.REGULAR, SaveReason.LAST),
+        ):
             step = self.run.progress.step
             if why.adds_anchor and self.run.store.trainer_save is None:
                 # Before the save: a restart from it has to know what is learnt here.
@@ -364,10 +367,10 @@ class Saver:
             or not (completed or schedule.saved_in_body)
             or (left_by_break and not self.run.progress.steps_taken)
         )
-        if is_saved:
-            self.wait()
-            if step not in self.unsaved:
-                return
+        if step == schedule.last_saved:
+            self.wait()  # a failure of that save is reported before this one
+        if is_saved and step not in self.unsaved:
+            return
         repeats_batches = self.resumes_exactly and (left_by_break or not completed)
         if not (schedule.may_save or repeats_batches):
             lost = f"a restart resumes from step {schedule.last_saved}"

@@ -163,12 +163,16 @@ class SaveSchedule:
         return any(step >= first for step in self._ledger.unhealthy[-1:])
 
     @contextmanager
-    def saving(self, *, regular: bool, in_body: bool = False) -> Iterator[None]:
+    def saving(
+        self, *, regular: bool, in_body: bool = False, counts: bool = True
+    ) -> Iterator[None]:
         """A context for the save of the current step.
 
         Args:
             regular: whether the schedule has asked for the save.
             in_body: whether the program has asked for the save.
+            counts: whether the time of the save is limited. A save after a rollback has to be done
+                however long it takes.
         """
         began = time.monotonic()
         self.last_saved = self._progress.step
@@ -178,7 +182,7 @@ class SaveSchedule:
         self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield
-        if not in_body:
+        if counts:
             self._time.total_s += time.monotonic() - began
 
 

@@ -18,7 +18,7 @@ _RECOMMENDED_LOOPS = {
 """Framework -> recommended loop."""
 
 
-def incomplete_run_error(run: Run) -> BaseException | None:
+def incomplete_run_error(run: Run, *, judges_weights: bool = True) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None.
 
     A program that ends with status 0 is taken for trained. So a loop that has trained nothing, or
@@ -26,6 +26,8 @@ def incomplete_run_error(run: Run) -> BaseException | None:
 
     Args:
         run: the parts of the run. Its last steps have been read.
+        judges_weights: whether the weights are the weights of the run, and not what the program has
+            made of them after its loop.
 
     Returns:
         The first of these exceptions that applies, or None for a complete run:
@@ -61,7 +63,7 @@ def incomplete_run_error(run: Run) -> BaseException | None:
             "the Healer has seen no step",
         )
     try:
-        stop_if_not_trained(run)
+        stop_if_not_trained(run, judges_weights=judges_weights)
     except RunStopped as stop:
         return stop
     is_at_end = state.reached_end or progress.had_completed or run.pass_states.repeated_all_passes

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 
-def stop_if_not_trained(run: Run) -> None:
+def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
     """Stops a run that has trained nothing, or not most of its data, or ends with NaN weights.
 
     A program that ends with status 0 is taken for trained, and the code after its loop may export
@@ -21,6 +21,7 @@ def stop_if_not_trained(run: Run) -> None:
 
     Args:
         run: the run. All its steps are read.
+        judges_weights: whether the weights are the weights of the run.
 
     Raises:
         RunStopped: the run has not trained.
@@ -30,7 +31,7 @@ def stop_if_not_trained(run: Run) -> None:
     total = run.progress.step + skipped
     run.nonfinite_recovery.stop_if_never_finite(at_end=True)
     judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
-    if judges and not run.nonfinite_recovery.weights_are_finite():
+    if judges_weights and judges and not run.nonfinite_recovery.weights_are_finite():
         found = run.saver.nonfinite_in_state()
         if found:
             run.stopping.stop(f"{first_of(found)} became NaN or Inf at the end")

@@ -125,6 +125,11 @@ class Shutdown:
             An exception for the block to raise instead of its own, or None.
         """
         given = self.error
+        ends_after_loop = self.by == "exit" and self.run.loop.state.at_rest
+        if ends_after_loop or (self.completed and self.run.loop.state.is_complete):
+            self._collect(
+                "the steps after the loop were not dropped", self.run.driver.take_dispatch
+            )
         self.run.hang_guard.pause()
         self.run.driver.on_end()
         together = self._all_ranks_end()
@@ -381,7 +386,8 @@ class Shutdown:
             self.error = LastStateNotSaved(self._unsaved_state_text())
             self.ending = Ending.EXCEPTION
         elif completed:
-            self.error = incomplete_run_error(self.run)
+            after_loop = self.by == "exit" and self.run.loop.state.at_rest
+            self.error = incomplete_run_error(self.run, judges_weights=not after_loop)
             self.ending = ending_of(self.run, self.error)
             if self.error is None and self.run.loop.state.break_place and self.by != "close":
                 self.ending = Ending.REQUESTED
