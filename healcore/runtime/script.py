@@ -248,9 +248,12 @@ def _is_over(started: _Started, before: ScriptHealer[Any]) -> bool:
         return started.run.ranks.world == 1
     if hasattr(sys, "ps1") or (before.store is not None and before.store == healer.store):
         return True
-    root = started.run.store.root
-    is_path = isinstance(before.store, str | os.PathLike)
-    if root is not None and is_path and Path(before.store).resolve() == root.resolve():
+    root, place = started.run.store.root, before.store
+    if (
+        root is not None
+        and isinstance(place, (str, Path))
+        and Path(place).resolve() == root.resolve()
+    ):
         return True
     return _has_ended_loop(started.run) and before.shares_state(healer)
 

@@ -422,6 +422,42 @@ def test_what_follows_a_save_in_the_body_is_saved(leaves, tmp_path):
     assert taken == 0
 
 
+LEFT_EPOCHS = """
+import os, signal, sys, torch, healcore
+folder, kill = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.DataLoader(torch.randn(160, 3), batch_size=8, shuffle=True)
+with healcore.Healer(state={"m": model, "o": optimizer}, store=folder) as healer:
+    for epoch in healer.epochs(3):
+        for batch in healer.batches(data, epoch=epoch):
+            loss = model(batch).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if healer.batch_index == 11:
+                break
+        healer.save()
+        if epoch == kill:
+            while not any(f"{healer.step:010}" in each for each in os.listdir(folder)):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+print(healer.step, model.weight.tolist())
+"""
+
+
+@pytest.mark.parametrize("kill", [0, 1])
+def test_a_kill_after_an_epoch_that_a_break_has_left(kill, tmp_path):
+    """The program has saved after the `break`: the epoch is over."""
+    whole = forked_programs.run("-c", LEFT_EPOCHS, tmp_path / "whole", -1)
+    assert forked_programs.run("-c", LEFT_EPOCHS, tmp_path / "killed", kill).returncode == -9
+    again = forked_programs.run("-c", LEFT_EPOCHS, tmp_path / "killed", -1)
+    assert whole.stdout.startswith("36 "), whole.stderr
+    assert again.stdout == whole.stdout, again.stderr
+
+
 # -- a `break` within an accumulation -------------------------------------------------------------
 
 

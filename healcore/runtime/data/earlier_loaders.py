@@ -9,6 +9,7 @@ from healcore.runtime.data.positions import (
     BEGUN,
     COUNT,
     EPOCH,
+    LEFT,
     TRAINED,
     BatchId,
     SavedPosition,
@@ -29,6 +30,7 @@ class EarlierLoaders:
         positions: number of a loader, as text -> its position.
         count: number of loaders that earlier processes have used.
         begun: epoch -> numbers of the loaders that the program's loop has begun there, in order.
+        left: numbers of the loaders whose epoch was left by a `break`, see `LEFT`.
         trained: number of the loader of the last step before the checkpoint, or None if unknown.
         last_begun: number of the loader that the loop read at the checkpoint, or None if unknown.
     """
@@ -37,6 +39,7 @@ class EarlierLoaders:
         self.positions: dict[str, SavedPosition] = {}
         self.count = 0
         self.begun: dict[int, list[int]] = {}
+        self.left: list[int] = []
         self.trained: int | None = None
         self.last_begun: int | None = None
 
@@ -53,6 +56,8 @@ class EarlierLoaders:
         self.count = int(self.positions.pop(COUNT, 0))  # type: ignore[arg-type]
         epoch = int(self.positions.pop(EPOCH, 0))  # type: ignore[arg-type]
         begun: Any = self.positions.pop(BEGUN, [])
+        left: Any = self.positions.pop(LEFT, [])
+        self.left = left
         self.trained = self.positions.pop(TRAINED, None)  # type: ignore[assignment]
         self.note_begun(epoch, begun)
         self.last_begun = None

@@ -19,6 +19,7 @@ from healcore.runtime.data.positions import (
     BEGUN,
     COUNT,
     EPOCH,
+    LEFT,
     TRAINED,
     BatchId,
     Positions,
@@ -265,6 +266,8 @@ class LoaderRegistry:
         if saved is not None:
             del self._earlier.positions[str(begun.number)]
             self._continue_at(begun, saved)
+            if begun.number in self._earlier.left:
+                begun.abandon()
             if self.epoch_loop.returned and begun.trains:
                 self.last_trained = begun  # `place` is of the loader that continues
         if epoch is not None:
@@ -454,8 +457,12 @@ class LoaderRegistry:
         positions[COUNT] = count
         positions[EPOCH] = epoch
         begun = self._numbers.begun_in(epoch)
+        left = [each.number for each in self if each.trains and each.in_loop and each.left_by_break]
         if self.awaits_training_data:
             begun = self._earlier.begun.get(epoch, begun)
+            left = self._earlier.left
+        if left and self.epoch_loop.can_return and self.epoch_loop.names_epochs:
+            positions[LEFT] = left
         if begun is not None:
             positions[BEGUN] = begun
         if trained is not None:

@@ -44,6 +44,9 @@ COUNT = "count"
 BEGUN = "begun"
 """Key next to the positions of loaders: the numbers of the loaders that the loop has begun in this
 epoch, in order. Checkpoints of 0.3.0 do not have it."""
+LEFT = "left"
+"""Key next to the positions of loaders: the numbers of the loaders whose epoch a `break` has left,
+while the body of `Healer.epochs` runs on. A restart reads no further batch of this epoch."""
 TRAINED = "trained"
 """Key next to the positions of loaders: the number of the loader of the last step."""
 Division = list[Any]
@@ -246,7 +249,7 @@ def check_positions(position: Mapping[str, Any]) -> None:
         DataError: a part of them cannot be read.
     """
     for key, value in position.items():
-        if key == BEGUN:
+        if key in (BEGUN, LEFT):
             if not isinstance(value, list):
                 raise DataError(f"the numbers of loaders are a list, not {value!r:.80}")
             for number in value:
