@@ -87,7 +87,7 @@ def test_a_signal_that_ends_before_the_run_is_told(tmp_path, form, ends, with_no
 def test_the_alarms_before_the_end_of_a_signal_are_named(tmp_path):
     text = log_of("CSV", {"loss"}, last=110).replace("\n70,2.3,", "\n70,nan,")
     path = write(tmp_path / "run.csv", text)
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["replay", str(path)])
+    result = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["replay", str(path)])
     first = result.output.splitlines()[0]
     assert "first alarm at step 70; " in first
     assert first.endswith("; the loss is missing from row 110 on (step 110)")
