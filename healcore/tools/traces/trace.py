@@ -179,6 +179,8 @@ def missing_signals(trace: Trace) -> dict[str, str]:
     found: dict[str, str] = {}
     for signal in JUDGED_SIGNALS:
         logged = np.flatnonzero(rows.logged.get(signal, ()))
+        # A summary at the end may have the signal once more.
+        logged = logged[logged < len(rows.step) - _MAX_LAST]
         if not len(logged):
             continue
         first = int(logged[-1]) + 1

@@ -84,6 +84,15 @@ def test_a_signal_that_ends_before_the_run_is_told(tmp_path, form, ends, with_no
     assert list(replay(trace, "default").summary.missing) == sorted(ends, reverse=True)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_in_the_last_row_does_not_hide_the_rows_without_a_loss(tmp_path, form):
+    text = log_of(form, {"loss"}) + FORMS[form][1](ROWS, "1.5", "0.5") + "\n"
+    path = write(tmp_path / "run.log", text)
+    result = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["replay", str(path)])
+    assert result.exit_code == 1
+    assert f"the loss is missing from row {LAST} on (step {LAST})" in result.output.splitlines()[0]
+
+
 def test_the_alarms_before_the_end_of_a_signal_are_named(tmp_path):
     text = log_of("CSV", {"loss"}, last=110).replace("\n70,2.3,", "\n70,nan,")
     path = write(tmp_path / "run.csv", text)
