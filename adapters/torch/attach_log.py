@@ -77,7 +77,7 @@ class AttachLog:
         self._missing_loss = MissingLoss(self._engine)
         self._program_clip = ProgramClip("torch")
         self._nonfinite_streak = NonfiniteStreak()
-        self._has_told_buffers = False
+        self._has_named_buffers = False
         """Whether a line has said that NaN is in buffers."""
         self._unread = UnreadRecords(live_engine)
         self.restart()
@@ -156,16 +156,16 @@ class AttachLog:
         self._incident = record.incident
         if is_new and record.cause and is_logged(record.incident):
             self._write(self._incident_line(record))
-            if record.skip and record.cause & NONFINITE and not self._has_told_buffers:
-                self._tell_nan_buffers()
+            if record.skip and record.cause & NONFINITE and not self._has_named_buffers:
+                self._name_nan_buffers()
         if record.action and self._engine.mode != "observe":
             self._log_action(record)
 
-    def _tell_nan_buffers(self) -> None:
+    def _name_nan_buffers(self) -> None:
         """Logs which buffers have taken in the NaN of a batch whose step was skipped, if any."""
         names = _nan_buffers(self._optimizer)
         if names:
-            self._has_told_buffers = True
+            self._has_named_buffers = True
             self._write(
                 f"there is NaN in {first_of(names)}. The forward pass of a skipped step has "
                 "written it, and attach() restores no buffers, so an evaluation can be NaN. Reset "

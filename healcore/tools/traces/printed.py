@@ -186,7 +186,7 @@ def _collect(
 ) -> list[_Printed]:
     """The records of all lines, each with its place and the places of the lines around it."""
     records: list[_Printed] = []
-    others: set[frozenset[str]] = set()  # the names beside the signals of each record
+    others: set[frozenset[str]] = set()  # the other names of each record
     epoch: int | None = None
     between: Place | None = None
     for number, line in _split_lines(path):

@@ -69,7 +69,7 @@ def log_of(form: str, ends: set[str], last: int = LAST, with_norm: bool = True) 
     [({"loss"}, True), ({"grad_norm"}, True), ({"loss", "grad_norm"}, True), ({"loss"}, False)],
     ids=["loss", "norm", "both", "the only one"],
 )
-def test_a_signal_that_ends_before_the_run_is_told(tmp_path, form, ends, with_norm):
+def test_a_signal_that_ends_before_the_run_is_named(tmp_path, form, ends, with_norm):
     path = write(tmp_path / "run.log", log_of(form, ends, with_norm=with_norm))
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["replay", str(path)])
     assert (result.exit_code, "no alarm" in result.output) == (1, False)

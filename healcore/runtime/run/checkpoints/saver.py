@@ -362,15 +362,12 @@ class Saver:
         """
         step, schedule = self.run.progress.step, self.run.schedule
         left_by_break = completed and self.run.loaders.place_of_break is not None
-        is_saved = step == schedule.last_saved and (
-            after_loop
-            or not (completed or schedule.saved_in_body)
-            or (left_by_break and not self.run.progress.steps_taken)
-        )
         if step == schedule.last_saved:
             self.wait()  # a failure of that save is reported before this one
-        if is_saved and step not in self.unsaved:
-            return
+            between_steps = not completed and not schedule.saved_in_body
+            as_resumed = left_by_break and not self.run.progress.steps_taken
+            if step not in self.unsaved and (after_loop or between_steps or as_resumed):
+                return
         repeats_batches = self.resumes_exactly and (left_by_break or not completed)
         if not (schedule.may_save or repeats_batches):
             lost = f"a restart resumes from step {schedule.last_saved}"
