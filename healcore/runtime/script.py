@@ -226,8 +226,8 @@ def start(
         if _is_over(other, before=healer):
             other.close(other.end())
             _started.remove(other)
+    _install_hooks()  # first: the main thread may end while a side thread opens its run
     healer._open()
-    _install_hooks()
     _started.append(
         _Started(healer._run, weakref.ref(healer), os.getpid(), threading.current_thread())
     )

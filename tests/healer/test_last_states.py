@@ -232,14 +232,14 @@ with healcore.Healer(state=state, store=f"{{folder}}/later") as healer:
 def test_the_program_waits_for_a_run_in_another_thread(tmp_path):
     end = """
 import pathlib, threading, time
-threading.Thread(target=run, args=("side",)).start()
-while not any(pathlib.Path(folder).glob("side/step*")):
+threading.Thread(target=run, args=("side", 400)).start()
+while not any(pathlib.Path(folder).glob("side/step-0000000100*")):
     time.sleep(0.01)
 raise ValueError("in the main thread")
 """
     assert run(tmp_path, end)[0] == 1
     (ended,) = events(tmp_path / "side", "end")
-    assert (ended["ending"], ended["step"]) == ("completed", 150)
+    assert (ended["ending"], ended["step"]) == ("completed", 400)
 
 
 def test_a_retry_with_another_name_of_the_same_directory(tmp_path):
