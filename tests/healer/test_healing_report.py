@@ -53,7 +53,7 @@ def test_a_report_writes_a_memory_profile_on_request(framework, tmp_path):
         if number == 3:
             reports.extend([str(healer.report()), str(healer.report(memory=True))])
 
-    train(loop_of(framework), rules(), range(5), store=tmp_path, before=before)
+    train(loop_of(framework, policy=rules()), rules(), range(5), store=tmp_path, before=before)
     without, requested = reports
     assert "memory" not in without
     (line,) = [line for line in requested.splitlines() if line.startswith("memory ")]
