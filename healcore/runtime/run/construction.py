@@ -40,7 +40,6 @@ from healcore.runtime.run.compare.anchor_losses import AnchorLosses
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.credit import FORWARD_PASS, Credit
-from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.compare.loss_function import LossFunction
 from healcore.runtime.run.compare.step_history import StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
@@ -54,13 +53,13 @@ from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.program_watch import StructureChanges
 from healcore.runtime.run.record.run_record import RunRecord
-from healcore.runtime.run.restore.next_start import NextStart
+from healcore.runtime.run.restore.next_start import NextStarts
 from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
-from healcore.runtime.run.rollback.dead_run import DeadRun
+from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
@@ -256,7 +255,6 @@ def add_comparing_parts(
         history=history,
         credit=credit,
         anchor_losses=anchor_losses,
-        holding=run.holding,
     )
     run.comparisons = Comparisons(
         driver=run.driver,
@@ -267,8 +265,11 @@ def add_comparing_parts(
         anchor_losses=anchor_losses,
         suspicion=suspicion,
         holding=run.holding,
+        record=run.record,
         save_every=run.schedule.every,
     )
+    if run.policy.rolls_back:
+        run.driver.watch_numbers()
 
 
 def _add_checkpoint_parts(run: Run, options: Options) -> None:
@@ -282,6 +283,7 @@ def _add_checkpoint_parts(run: Run, options: Options) -> None:
         store=run.store,
         ranks=run.ranks,
         log=run.log,
+        record=run.record,
         known_checkpoints=run.known_checkpoints,
         loaders=run.loaders,
         items=run.saver.items,
@@ -295,13 +297,12 @@ def _add_checkpoint_parts(run: Run, options: Options) -> None:
     )
     run.rollback_restore = RollbackRestore(run)
     run.resumption = Resumption(run)
-    run.next_start = NextStart(run)
+    run.next_starts = NextStarts(run)
 
 
 def _add_deciding_parts(run: Run, options: Options) -> None:
     """Adds what decides about rollbacks, the end and memory, and the loop that asks for it."""
     run.better_weights = BetterWeights(run)
-    run.dead_run = DeadRun(run)
     run.nonfinite_recovery = NonfiniteRecovery(run)
     of_trainer = run_settings.trainer_settings(options.state)
     run.stopping = Stopping(run)

@@ -38,13 +38,13 @@ from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
 from healcore.runtime.run.ending.judgement import stop_if_not_trained
 from healcore.runtime.run.loop_state import LoopPhase, LoopState
-from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.program_watch import (
     MAX_ITERATIONS,
     MAX_WITHOUT_STEP,
     StructureChanges,
     warn_of_unseen_steps,
 )
+from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -292,13 +292,13 @@ class Loop:
             the rollback of such an order.
         """
         nonfinite = self.run.nonfinite_recovery
-        arrays = nonfinite.came_back()
-        if not arrays:
+        trouble = nonfinite.batch_of_nonfinite_state()
+        if trouble is None:
             return None
         rollback = self.read_and_act(every=True)
         if rollback is not None:
             return rollback
-        rollback = nonfinite.skip_last_batch(arrays)
+        rollback = self.run.recovery.go_back(trouble, trouble.found_at)
         if rollback is not None:
             self._on_rollback()
         return rollback
@@ -414,12 +414,13 @@ class Loop:
         rollback = self.read_and_act(every=True)
         if rollback is not None:
             return rollback
-        verdict = None
         if of_training and not self.run.loaders.epoch_loop.has_more_epochs:
-            newest = self.run.progress.step - 1
+            newest, recovery = self.run.progress.step - 1, self.run.recovery
             verdict = self.run.comparisons.suspicion.decide_at_end(newest)
-        if verdict is not None:
-            rollback = self.run.better_weights.carry_out_verdict(verdict)
+            if verdict is not None:
+                rollback = recovery.follow(verdict)
+            else:
+                rollback = recovery.accept_intended(newest, at_end=True)
         if rollback is None and alone:
             rollback = self.run.nonfinite_recovery.roll_back_if_saved(at_end=of_training)
         if rollback is not None:
@@ -463,7 +464,7 @@ class Loop:
                 self.run.saver.save(SaveReason.ORDERED)
         return None
 
-    def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Order | None]]:
+    def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Trouble | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
         run = self.run
         while run.dispatch_queue.has_due(every=every):

@@ -136,7 +136,7 @@ class Deleter:
         past = ledger.same_trouble(ledger.next_step, self._policy.rollback.region)
         if not past:
             return None
-        return past[-1].continues_at
+        return past[-1].checkpoint
 
     def collect_results(self) -> None:
         """Reads the results of the deletions that have ended in the background. Does not wait.

@@ -19,9 +19,9 @@ limits of the comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.driver import Driver
 from healcore.runtime.run.compare.anchor_choice import (
@@ -34,12 +34,9 @@ from healcore.runtime.run.compare.anchor_losses import AnchorLosses
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import RECENT, Anchor
-from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.compare.mean_pause import MeanPause
 from healcore.runtime.run.compare.rises import ROUNDING, Rises, joined, rise_of
 from healcore.runtime.run.compare.saved_form import (
-    numbers_from_text,
-    numbers_to_text,
     pack_batches,
     unpack_batches,
 )
@@ -49,7 +46,12 @@ from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.dispatch_queue import DispatchQueue
 from healcore.runtime.run.monitor_state import take_fields
+from healcore.runtime.run.rollback.holding import Holding
+from healcore.runtime.run.rollback.trouble import Trouble
 from healcore.runtime.store.packed_values import PackedValues
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.record.run_record import RunRecord
 
 MEDIAN_OF = 3
 """Past batches of a comparison while there is evidence. The median of their rises is steadier than
@@ -73,6 +75,7 @@ class Comparisons:
         credit: bounds what the comparisons cost.
         suspicion: concludes from the evidence.
         holding: learns the healthy ranges where the weights are not suspect.
+        record: has these ranges, and what is held in them.
         save_every: steps between two saves.
 
     Attributes:
@@ -97,6 +100,7 @@ class Comparisons:
         anchor_losses: AnchorLosses,
         suspicion: Suspicion,
         holding: Holding,
+        record: RunRecord,
         save_every: int,
     ) -> None:
         self.state = state
@@ -109,14 +113,13 @@ class Comparisons:
         self._driver = driver
         self._dispatch_queue = dispatch_queue
         self._holding = holding
+        self._record = record
         self._save_every = save_every
         self._mean_pause = MeanPause()
         self._has_reason = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
-        if self.is_enabled:
-            driver.watch_numbers()
 
     @property
     def is_enabled(self) -> bool:
@@ -133,12 +136,13 @@ class Comparisons:
         """Steps of the checkpoints that a rollback may need.
 
         These are the checkpoints of the anchors. While a number of an optimizer is held, the
-        checkpoint from before the program set the number is needed too, see
-        `HeldNumber.last_step_before`. `Saver` and `Deleter` keep these checkpoints.
+        restored checkpoint is needed too, in case that the number is intended. `Saver` and
+        `Deleter` keep these checkpoints.
         """
         steps = [anchor.step for anchor in self.anchors]
-        for number in self._holding.held.numbers.values():
-            steps.append(number.last_step_before)
+        if self._record.envelope.numbers:
+            in_force = self._record.ledger.in_force
+            steps += [each.checkpoint for each in in_force if each.after.numbers]
         return frozenset(steps)
 
     @property
@@ -171,12 +175,10 @@ class Comparisons:
         """
         if self._dispatch_losses and self.loss_function.drop_if_unchecked(step):
             self.anchors.clear()
-        if not self.is_enabled:
-            self._holding.release_all(step)
-            return
         if self.has_evidence or step < self.state.silent_until:
             return
-        if self._holding.learn(step):
+        self._holding.learn(step)
+        if not self.is_enabled:
             return
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
         if step not in restorable or self.state.anchor_of(step) is not None:
@@ -185,7 +187,7 @@ class Comparisons:
         spread = 0.0
         if level is not None:
             spread = self.history.spread()
-        new = Anchor(step, level=level, spread=spread, healthy=self.state.ranges.values)
+        new = Anchor(step, level=level, spread=spread)
         new.weights = self._driver.copy_weights()
         self.state.anchors = with_new(self.anchors, new)
 
@@ -225,9 +227,6 @@ class Comparisons:
         self._dispatch_losses = []
         if not self.loss_function.is_checked:
             self._learn_first_step(trained, losses)
-        recurred = self.suspicion.recurred(index)
-        if recurred is not None:
-            return recurred
         verdict = self._compare_if_due(trained, sum(losses) / len(losses), best)
         if has_trained:
             is_usual = not signs.high and not self.has_evidence
@@ -247,7 +246,7 @@ class Comparisons:
             loss,
             alarm=alarm,
             healthy=not self.has_evidence,
-            norm_limits=self._holding.held.norm_limits,
+            norm_limits=self._record.envelope.norm_limits,
         )
         if signs.high:
             self.suspicion.add_high_step(trained.index)
@@ -319,13 +318,11 @@ class Comparisons:
         Args:
             target: the step at which the run continues.
         """
-        self.suspicion.begin_repeat()
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
         for anchor in self.anchors:
             anchor.rewind(target)
-        self._holding.on_rollback(target)
         self._forget_trouble()
-        healthy = self.state.ranges.values
+        healthy = self._record.healthy
         self.history.forget(healthy.norms, healthy.loss)
 
     def pause_until(self, step: int) -> None:
@@ -339,7 +336,6 @@ class Comparisons:
                 stays.
         """
         self.state.silent_until = max(self.state.silent_until, step)
-        self.suspicion.end_repeat()
         self.anchors.clear()
         self._forget_trouble()
         self.history.forget()
@@ -352,26 +348,26 @@ class Comparisons:
         so that damage soon after the change is a reason to compare. The healthy ranges of the
         optimizers' numbers and rates stay too, because a new group has new names.
         """
-        self.suspicion.end_repeat()
         self.anchors.clear()
         self._forget_trouble()
 
-    def about_older_weights(self, verdict: Verdict) -> Iterator[Verdict]:
-        """The same verdict about each older anchor that is better too, newest first.
+    def better_steps(self, trouble: Trouble) -> list[int]:
+        """Steps of the weights that are better at a trouble, newest first; empty if none was found.
 
         The newest better weights may already have a part of the trouble, such as a number that the
         program has set before their checkpoint and that shows its effect after it.
 
         Args:
-            verdict: the verdict about the newest better weights.
-
-        Yields:
-            The verdict with the step of an older anchor, and otherwise unchanged.
+            trouble: the trouble.
         """
+        newest = trouble.better_step
+        if newest is None:
+            return []
+        steps = [newest]
         for anchor in reversed(self.anchors):
-            is_strong = anchor.evidence >= self.suspicion.strong_evidence
-            if anchor.step < verdict.anchor_step and is_strong:
-                yield verdict._replace(anchor_step=anchor.step)
+            if anchor.step < newest and anchor.evidence >= self.suspicion.strong_evidence:
+                steps.append(anchor.step)
+        return steps
 
     # -- checkpoints and restarts ---------------------------------------------------------------
 
@@ -393,7 +389,6 @@ class Comparisons:
             mean_quiet_until=self._mean_pause.until,
             pause=self._mean_pause.length,
             history=self.history.to_text(),
-            numbers=numbers_to_text(self._holding.numbers()),
         )
 
     def batches_to_save(self) -> PackedValues | None:
@@ -439,7 +434,7 @@ class Comparisons:
         self._mean_pause = MeanPause(saved.mean_quiet_until, saved.pause)
 
         # The last steps, and the sampled steps of the anchors, as far as their batches were saved.
-        self.history.forget(self.state.ranges.values.norms)
+        self.history.forget(self._record.healthy.norms)
         observed: dict[int, tuple[ObservedBatch, ...]] = {}
         if self.is_enabled and batches is not None:
             observed = unpack_batches(batches)
@@ -450,12 +445,6 @@ class Comparisons:
         for anchor in anchors:
             anchor.weights = weights[anchor.step]
             anchor.restore_samples(steps)
-
-        holding = self._holding
-        if self.is_enabled:  # without a `loss_fn` nothing is held or released
-            holding.hold(holding.held, step)
-        if saved.numbers and self._driver.state_is_in_place:
-            holding.continue_numbers(numbers_from_text(saved.numbers))
 
     def _forget_trouble(self) -> None:
         """Forgets the suspicion and its verdict, and the losses of the current dispatch."""
@@ -514,7 +503,6 @@ class Comparisons:
         if verdict is not None and not self.suspicion.has_waited(verdict):
             self.suspicion.postpone(verdict)
             verdict = None
-        self.suspicion.note_rates(has_evidence=self.has_evidence)
         self.credit.charge(evaluations)
         return verdict
 

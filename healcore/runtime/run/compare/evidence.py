@@ -20,7 +20,6 @@ from typing import Any
 from pydantic import ConfigDict
 
 from healcore.runtime.run.compare.trained_step import TrainedStep
-from healcore.runtime.run.healthy_ranges import HealthyValues
 
 STAKE = 0.6
 """Lambda of the e-detector, in (0, 1), for any value of which the bound above holds. With 0.6 the
@@ -60,8 +59,6 @@ class Anchor:
     """Finite rises of the last comparisons since the evidence began."""
     leads: list[float] = field(default_factory=list)
     """How much better the current weights were at the last comparisons without evidence."""
-    healthy: HealthyValues = field(default_factory=HealthyValues)
-    """What was known as healthy when the copy was made."""
     trained: int = 0
     """Number of steps trained since the copy was made."""
     usual_seen: int = 0

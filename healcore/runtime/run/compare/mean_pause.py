@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import RECENT
 
 FIRST_PAUSE = RECENT // 2
 """Steps of the first pause. By then, half of the losses of the mean are other losses."""
+
+LONGEST_PAUSE = RECENT
+"""Steps of the longest pause: a longer one would miss trouble that ends by itself."""
 
 
 @dataclass
@@ -17,7 +19,7 @@ class MeanPause:
 
     A mean loss stays high for long where the data has become harder. Without the pauses, such a run
     would compare weights at every step, until its credit is used up. Each comparison without
-    evidence doubles the next pause, up to `REGULAR_INTERVAL` steps.
+    evidence doubles the next pause, up to `LONGEST_PAUSE` steps.
     """
 
     until: int = 0
@@ -40,7 +42,7 @@ class MeanPause:
             index: number of the step.
         """
         self.until = index + self.length
-        self.length = min(REGULAR_INTERVAL, 2 * self.length)
+        self.length = min(LONGEST_PAUSE, 2 * self.length)
 
     def reset(self, index: int) -> None:
         """Makes the next pause short again, because the mean loss of a step is not high.

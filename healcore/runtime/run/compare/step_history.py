@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-import struct
 from collections import deque
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import SAMPLE_SIZE
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel, NormHistory
@@ -38,7 +35,7 @@ _TEXT = ("the last steps",)
 WINDOWS = 4
 """Signs of trouble, and bursts of high steps, that are remembered to date its onset."""
 _SAVED = (
-    *("steps", "norms", "rates", "losses", "usual", "newest", "were_high", "recent", "last"),
+    *("steps", "norms", "rates", "losses", "usual", "were_high", "recent", "last"),
     *("windows", "high", "young", "doubtful", "signs", "last_norms"),
 )
 """The entries of the text of a history, in order: equal histories have equal texts."""
@@ -146,8 +143,6 @@ class StepHistory:
         """
         self._norms.forget(norms or {})
         self._level = LossLevel(usual_loss)
-        self._newest: deque[tuple[int, float, float]] = deque(maxlen=REGULAR_INTERVAL)
-        """Step, loss and largest gradient norm of the last steps, for `digest`."""
         self._last: deque[TrainedStep] = deque(maxlen=STEPS_BEFORE_SIGN)
         """The last steps, with their batches."""
         self._windows: deque[_Window] = deque(maxlen=WINDOWS)
@@ -192,7 +187,6 @@ class StepHistory:
             windows.append((window.start, [each.index for each in window.steps]))
         found = {
             "steps": steps,
-            "newest": self._newest,
             "last": [each.index for each in self._last],
             "windows": windows,
             "high": [each.index for each in self._high],
@@ -218,7 +212,6 @@ class StepHistory:
             steps[index] = TrainedStep(index, contents.get(index, ()), norms, rates)
         self._level.restore(found)
         self._norms.restore(found, steps)
-        self._newest.extend(found["newest"])
         self._last.extend(steps[index] for index in found["last"])
         for index in found["high"]:
             self._high.append(steps[index])
@@ -260,7 +253,6 @@ class StepHistory:
         first_alarm = alarm and trained.index - self._last_alarm > STEPS_AFTER_SIGN
         if alarm:
             self._last_alarm = trained.index
-        self._newest.append((trained.index, loss, max(trained.norms.values(), default=math.nan)))
         self._level.add(loss, high=is_bad)
         if sign:
             if since_sign > STEPS_AFTER_SIGN:  # the first sign of a trouble
@@ -370,27 +362,9 @@ class StepHistory:
     @property
     def newest(self) -> int:
         """Index of the newest step, or -1 before the first."""
-        if not self._newest:
+        if not self._last:
             return -1
-        return self._newest[-1][0]
-
-    def digest(self, first: int) -> str:
-        """A digest of the last `REGULAR_INTERVAL` losses and norms.
-
-        Two passes over the same steps have the same digest if their losses and gradient norms are
-        equal bit for bit. Norms count because a loop need not report its losses.
-
-        Args:
-            first: index of the first step that counts.
-
-        Returns:
-            Hexadecimal digest of 8 bytes.
-        """
-        kept: list[float] = []
-        for entry in self._newest:
-            if entry[0] >= first:
-                kept += entry
-        return hashlib.blake2b(struct.pack(f"<{len(kept)}d", *kept), digest_size=8).hexdigest()
+        return self._last[-1].index
 
     def suspect_steps(self, onset: int, found: int) -> SuspectSteps | None:
         """The steps that may have caused some trouble.

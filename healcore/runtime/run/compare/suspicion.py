@@ -13,13 +13,7 @@
         |---> no evidence is left: the run has recovered         Suspicion.report_recovery
         | the evidence reaches the threshold again
         v
-    trial: the steps are repeated with one thing changed         BetterWeights.carry_out_verdict
-        |---> no evidence: the trial has healed the run
-        |---> the same losses: the verdict comes back at once    Suspicion.recurred
-        |---> evidence as above: the next trial
-        | all trials have failed
-        v
-    accepted: no weights are compared for a while                Comparisons.pause_until
+    the run goes back, or accepts the damage                     Recovery.follow
 
 A restart continues wherever the run was: `ComparisonState` holds the facts.
 """
@@ -39,7 +33,6 @@ if TYPE_CHECKING:
     from healcore.runtime.run.compare.anchor_losses import AnchorLosses
     from healcore.runtime.run.compare.comparison_state import ComparisonState
     from healcore.runtime.run.compare.credit import Credit
-    from healcore.runtime.run.compare.holding import Holding
     from healcore.runtime.run.record.ledger import Ledger
     from healcore.runtime.run.record.run_record import RunRecord
 
@@ -50,7 +43,7 @@ RESTART_POWER = 0.5
 class Suspicion:
     """The suspicion that earlier weights are better: its onset, and the verdict that waits.
 
-    It owns `rates`, `bursts`, `verdict` and `repeated` of the `ComparisonState`. A checkpoint holds
+    It owns `bursts` and `verdict` of the `ComparisonState`. A checkpoint holds
     this state, so a restart continues the suspicion.
 
     Args:
@@ -61,7 +54,6 @@ class Suspicion:
         history: the last steps.
         credit: refilled when the suspicion ends.
         anchor_losses: evaluates the weights at the end of the run.
-        holding: the learning rates, now and while the run was healthy.
 
     Attributes:
         threshold: evidence for a verdict, see `[rollback] evidence` of the policy.
@@ -79,7 +71,6 @@ class Suspicion:
         history: StepHistory,
         credit: Credit,
         anchor_losses: AnchorLosses,
-        holding: Holding,
     ) -> None:
         self.threshold = threshold
         self.strong_evidence = threshold**RESTART_POWER
@@ -90,9 +81,6 @@ class Suspicion:
         self._history = history
         self._credit = credit
         self._anchor_losses = anchor_losses
-        self._holding = holding
-        self._expected: Verdict | None = None
-        """The verdict whose rollback is about to begin, or None."""
 
     # -- before a verdict -----------------------------------------------------------------------
 
@@ -110,22 +98,6 @@ class Suspicion:
         else:
             bursts.append((index, index))
             del bursts[:-WINDOWS]
-
-    def note_rates(self, *, has_evidence: bool) -> None:
-        """Notes the learning rates in force at a comparison.
-
-        The rates are suspects of a later verdict.
-
-        Args:
-            has_evidence: whether there is evidence of damage. Without evidence, the rates so far
-                are forgotten.
-        """
-        if not has_evidence:
-            self._state.rates.clear()
-            return
-        rates = self._holding.known_rates()
-        if rates:
-            self._state.rates.append(rates)
 
     # -- the verdict ----------------------------------------------------------------------------
 
@@ -147,9 +119,6 @@ class Suspicion:
                 evidence=1.0,
                 rise=None,
                 rise_remembered=None,
-                healthy_rates=self._holding.highest_rates(anchor.step),
-                rates=tuple(self._state.rates),
-                losses=self._history.digest(anchor.step),
             )
         return verdict._replace(
             roll_back_at=index,
@@ -308,51 +277,6 @@ class Suspicion:
         if anchor.step > self._record.first_step or mean is None or not first:
             return False
         return mean < sum(first) / len(first)
-
-    # -- the repeat after a rollback ------------------------------------------------------------
-
-    def expect_again(self, verdict: Verdict) -> None:
-        """Keeps a verdict, to recognise its trouble in the repeat. Called before its rollback.
-
-        If the repeated steps have the same losses bit for bit, the program itself causes the
-        trouble. The verdict is then found at once, without comparing weights until the evidence is
-        strong again.
-
-        Args:
-            verdict: the verdict whose rollback is about to begin.
-        """
-        self._expected = verdict._replace(recurred=False)
-
-    def begin_repeat(self) -> None:
-        """Looks for the expected verdict from now on. Called at every rollback."""
-        self._state.repeated = self._expected
-        self._expected = None
-
-    def end_repeat(self) -> None:
-        """Stops looking for an earlier verdict. Called where its anchor is dropped."""
-        self._state.repeated = None
-        self._expected = None
-
-    def recurred(self, index: int) -> Verdict | None:
-        """The verdict of the last rollback, if the losses of its repeat are the same up to it.
-
-        Args:
-            index: index of the newest step.
-
-        Returns:
-            The verdict with `recurred`, at its step `found_at` only; else None.
-        """
-        repeated = self._state.repeated
-        if repeated is None or index < repeated.found_at:
-            return None
-        self._state.repeated = None
-        if index > repeated.found_at:
-            return None
-        if self._history.digest(repeated.anchor_step) != repeated.losses:
-            return None
-        if self._state.anchor_of(repeated.anchor_step) is None:
-            return None
-        return repeated._replace(roll_back_at=index, recurred=True)
 
 
 def _finite_or_none(rise: float) -> float | None:

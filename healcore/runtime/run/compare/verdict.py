@@ -23,15 +23,6 @@ class Verdict(NamedTuple):
     """Loss of the step's batch, current minus earlier weights, or None if it is not finite."""
     rise_remembered: float | None
     """The same difference for a batch trained on since the anchor, or None if it is not finite."""
-    healthy_rates: dict[str, float]
-    """Engine name -> highest learning rate at which the run was healthy, if known."""
-    rates: tuple[dict[str, float], ...]
-    """Learning rates in force at the comparisons that found the trouble; empty if unknown."""
-    losses: str = ""
-    """Digest of the losses up to step `found_at`, see `StepHistory.digest`."""
-    recurred: bool = False
-    """Whether a repeat of the steps had the same losses up to `found_at`, bit for bit. Then the
-    program causes the trouble, and what the repeat has changed had no effect."""
 
     @property
     def due(self) -> int:

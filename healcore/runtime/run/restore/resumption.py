@@ -14,12 +14,11 @@ from healcore.runtime.run.checkpoints.unread_steps import unread_from_text, with
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import SavedDataState
 from healcore.runtime.run.dispatch_queue import UnreadDispatch
-from healcore.runtime.run.engine_states import limit_norms
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.changed_model import advice_for, forget_changes
+from healcore.runtime.run.restore.next_start import content_at_start
 from healcore.runtime.run.restore.stored import SavedCheckpoint, loader_positions
-from healcore.runtime.run.restore.trials import failed_trials, without_failed_trials
 from healcore.runtime.run.rollback.rate_limits import limit_rates
 from healcore.runtime.store.checkpoints import StateMismatch
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Resumption:
-    """Resumes a run in a new process, and leaves out what failed trials have changed.
+    """Resumes a run in a new process, and leaves out what tries before a stop have changed.
 
         parameter groups   added to the optimizer, as the run had done in its loop
         weights            loaded with the engines; copies of older weights for the comparisons
@@ -62,9 +61,9 @@ class Resumption:
             StateMismatch: the newest intact one is of another state. An older checkpoint that fits
                 would lose the steps since then.
         """
-        trials = failed_trials(newest)
-        if trials is not None and trials.oldest in steps:
-            steps = [each for each in steps if each <= trials.oldest]
+        start = None if newest is None else newest.next_start
+        if start is not None and start.step in steps:
+            steps = [each for each in steps if each <= start.step]
         self._add_param_groups(steps)
         load = partial(self._load_resumed, newest=newest)
         try:
@@ -72,12 +71,11 @@ class Resumption:
         except StateMismatch as error:
             where = self.run.store.place
             raise replace(error, where=where, advice=advice_for(newest)) from None
-        own, _ = without_failed_trials(saved, newest)
+        own, _ = content_at_start(self.run, saved, newest)
         self._continue_from(own, saved, weights)
         record = self.run.record
         record.continue_from(newest or own)
-        if trials is not None:
-            record.trials = None
+        self.run.holding.hold(own.envelope, own.step)
         record.part_growth.on_rollback(own.step)
         record.evaluation_growth.on_rollback(own.step)
         forget_changes(self.run, since=own.step)
@@ -106,14 +104,12 @@ class Resumption:
         Returns:
             Step -> weights of that step, which a comparison needs.
         """
-        own, engines = without_failed_trials(saved, newest)
+        own, engines = content_at_start(self.run, saved, newest)
         weights = self._copies(own.comparisons, saved.step)
         repeats = own.repeats_undone_steps(saved.step)
         reset = repeats and self.run.policy.rollback.reset_moments
-        if not self.run.comparisons.is_enabled:
-            engines = limit_norms(self.run.policy.engine, engines, {})
         self.run.program_loader.load(saved.state, engines, reset=reset)
-        if failed_trials(newest) is not None:
+        if newest is not None and newest.next_start is not None:
             self._apply_rates(engines, saved)
         needed: list[int] = []
         if own.comparisons is not None and self.run.comparisons.is_enabled:
@@ -157,10 +153,11 @@ class Resumption:
         """Continues comparisons, ledger, monitor and loaders from a checkpoint that was loaded.
 
         Args:
-            own: the record of the checkpoint, see `without_failed_trials`.
+            own: the record of the checkpoint, see `content_at_start`.
             saved: the checkpoint.
             weights: result of `_load_resumed`.
         """
+        self.run.record.healthy = own.healthy
         batches = None
         if saved.data_state is not None:
             batches = saved.data_state.batches

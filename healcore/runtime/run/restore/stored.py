@@ -20,6 +20,7 @@ from healcore.runtime.faults.classification import classify
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
 from healcore.runtime.run.engine_states import compatible_states
+from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
@@ -85,6 +86,7 @@ class StoredCheckpoints:
         store: the store with the checkpoints.
         ranks: the ranks, which load the same checkpoint.
         log: the log, for parts of a checkpoint that are not used.
+        record: the facts of the run.
         known_checkpoints: knows damaged checkpoints, and hears of damage.
         loaders: check the positions in a checkpoint.
         items: returns name -> item of the live state, see `Saver.items`.
@@ -97,6 +99,7 @@ class StoredCheckpoints:
         store: CheckpointStore,
         ranks: Ranks,
         log: RunLog,
+        record: RunRecord,
         known_checkpoints: KnownCheckpoints,
         loaders: LoaderRegistry,
         items: Callable[[], dict[str, Any]],
@@ -105,6 +108,7 @@ class StoredCheckpoints:
         self._store = store
         self._ranks = ranks
         self._log = log
+        self._record = record
         self._known_checkpoints = known_checkpoints
         self._loaders = loaders
         self._items = items
@@ -114,6 +118,25 @@ class StoredCheckpoints:
         of_ranks = self._ranks.gather(self._known_checkpoints.listed())
         common = set.intersection(*({saved.step for saved in saves} for saves in of_ranks))
         return [saved for saved in of_ranks[0] if saved.step in common]
+
+    def healthy_values(self, steps: Sequence[int]) -> dict[int, HealthyValues]:
+        """What was known as healthy at some checkpoints. Collective.
+
+        Names that were unknown there are taken from later knowledge.
+
+        Args:
+            steps: steps of the checkpoints.
+
+        Returns:
+            Step -> healthy values, without checkpoints that have no readable record.
+        """
+        stored = self._store.records() if self._ranks.rank == 0 else {}
+        found = {}
+        for step, each in broadcast(self._ranks, stored).items():
+            if step in steps:
+                with suppress(Exception):  # a restore reports it
+                    found[step] = self._record.healthy.with_better(RunRecord.of(each).healthy)
+        return found
 
     def newest_record(self) -> RunRecord | None:
         """The newest record in the store, or None. Reads no arrays. Collective.
