@@ -15,7 +15,7 @@ from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import Driver, Engines, NumberRange
 from healcore.runtime.engine_names import check_engines
 from healcore.runtime.program_settings import STEPPED, WEIGHTS
-from healcore.runtime.store.checkpoints import BUFFERS_ITEM, IN_MEMORY, CommonState
+from healcore.runtime.store.checkpoints import BUFFERS_ITEM, IN_MEMORY
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
@@ -42,7 +42,6 @@ from healcore.torch.moments import moments_obstacle
 from healcore.torch.moments import reset_moments as reset_moments_of
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
-from healcore.torch.store.partial_restore import load_common
 
 
 class TorchDriver(Driver):
@@ -316,20 +315,6 @@ class TorchDriver(Driver):
                 followed.accumulation.on_new_structure()
             self._find_buffers()
         return changes
-
-    def load_common(self, saved: CommonState) -> None:
-        """See `Driver.load_common`. Drops gradients and losses since the last step.
-
-        Args:
-            saved: the state of a checkpoint with another structure.
-
-        Raises:
-            StateMismatch: nothing fits, or a parameter that would stay is not finite.
-        """
-        load_common(self._state, saved)
-        if BUFFERS_ITEM in saved.state:
-            self._unsaved.load_common(saved.state[BUFFERS_ITEM])
-        self._after_load()
 
     def param_groups(self) -> dict[str, list[list[str]]]:
         """See `Driver.param_groups`."""

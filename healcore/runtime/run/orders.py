@@ -170,8 +170,7 @@ class RollbackRecord:
     step: int = 0
     """Steps done when the rollback began."""
     continues_at: NonNegativeInt = 0
-    """Steps done where the run continues: the step of the restored checkpoint, unless
-    `weights_from` is set."""
+    """Steps done where the run continues: the step of the restored checkpoint."""
     skipped: int = 0
     """Number of skipped batches."""
     repeated: int = 0
@@ -183,8 +182,6 @@ class RollbackRecord:
     rewind_obstacle: str = ""
     """Why the data continues forward, with what to write instead, or an empty string if it was
     rewound."""
-    weights_from: NonNegativeInt | None = None
-    """Step of the checkpoint whose weights were restored without its place in the run, or None."""
     engine: str = ""
     """Optimizer of the next three fields: the optimizer with the lowest multiplier, preferably with
     a limit."""
@@ -214,17 +211,6 @@ class RollbackRecord:
     def batches(self) -> tuple[BatchId, ...]:
         """Batches that the rollback has skipped. Empty in the outline of an older rollback."""
         return self.order.batches
-
-    @property
-    def checkpoint(self) -> int:
-        """Step of the restored checkpoint, whose weights the run continues with.
-
-        It differs from `continues_at` if only the weights were restored, and not the checkpoint's
-        place in the run (`weights_from`).
-        """
-        if self.weights_from is not None:
-            return self.weights_from
-        return self.continues_at
 
     def outline(self) -> RollbackRecord:
         """A copy without what only the newest rollback needs.
@@ -265,7 +251,6 @@ _SAVED_AS = {
     "anchor_step": "better_step",
     "revival": "attempt",
     "continues_at": "target",
-    "weights_from": "weights_of",
     "rewind_obstacle": "why_forward",
 }
 """Name of a field -> its key in a checkpoint, where the two differ."""

@@ -17,7 +17,6 @@ from healcore.runtime.run.dispatch_queue import UnreadDispatch
 from healcore.runtime.run.engine_states import limit_norms
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.record.run_record import RunRecord
-from healcore.runtime.run.restore.changed_model import advice_for, forget_changes
 from healcore.runtime.run.restore.stored import SavedCheckpoint, loader_positions
 from healcore.runtime.run.restore.trials import failed_trials, without_failed_trials
 from healcore.runtime.run.rollback.rate_limits import limit_rates
@@ -71,7 +70,7 @@ class Resumption:
             weights, saved = self.run.stored_checkpoints.load_first_intact(steps, load)
         except StateMismatch as error:
             where = self.run.store.place
-            raise replace(error, where=where, advice=advice_for(newest)) from None
+            raise replace(error, where=where, advice=_advice_for(newest)) from None
         own, _ = without_failed_trials(saved, newest)
         self._continue_from(own, saved, weights)
         record = self.run.record
@@ -80,7 +79,10 @@ class Resumption:
             record.trials = None
         record.part_growth.on_rollback(own.step)
         record.evaluation_growth.on_rollback(own.step)
-        forget_changes(self.run, since=own.step)
+        # The program will make a change in undone steps once more.
+        record.changes = [each for each in record.changes if each.step < own.step]
+        epochs = [each.epoch for each in record.changes]
+        self.run.loaders.epoch_loop.changed_in = max(epochs, default=None)
         # Drops the changes that the restart has made: they are not the program's.
         self.run.driver.structure_changes()
         self.run.saver.begin_attempt(own.step)
@@ -216,3 +218,22 @@ def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:
     for name, position in own.forward.items():
         moved[name] = position_of_other_ranks(position, saved_by)
     return moved
+
+
+def _advice_for(newest: RunRecord | None) -> str:
+    """What to do about a checkpoint that does not fit, if the program has changed its model.
+
+    Args:
+        newest: the newest record in the store, or None.
+
+    Returns:
+        Sentences for the error message, or an empty string without a change.
+    """
+    if newest is None or not newest.changes:
+        return ""
+    which = ", ".join(f"at step {each.step} (epoch {each.epoch})" for each in newest.changes[-3:])
+    return (
+        f"The program has changed the structure of its model while it trained, {which}. Make the "
+        "same changes before `with Healer(...)`, and not again in the loop; "
+        'docs/data-and-resume.md shows it under "A model that changes while it trains"'
+    )

@@ -23,17 +23,13 @@ from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.engine_states import engines_after_rollback, limit_norms, with_lr_states
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
-from healcore.runtime.run.restore.changed_model import (
-    forget_changes,
-    restore_common,
-    steps_after_change,
-)
 from healcore.runtime.run.restore.stored import SavedCheckpoint
 from healcore.runtime.run.restore.trials import trials_with
 from healcore.runtime.run.rollback.dead_run import Revival, revivals_at
 from healcore.runtime.run.rollback.next_trial import Trial
 from healcore.runtime.run.rollback.rate_limits import RatesAfterRollback, limit_rates
 from healcore.runtime.store.checkpoints import (
+    CheckpointInfo,
     NoGoodCheckpoint,
     StateMismatch,
     StoreError,
@@ -97,14 +93,9 @@ class RollbackRestore:
         # Load.
         live, rates = self.run.driver.engines(), self.run.driver.learning_rates()
         order = order.with_changes(lr_at_fault=self._fault_rates(order, live, rates))
-        try:
-            engines, saved = self._load_first_fitting(
-                order, steps, partial(self._load_target, order, live)
-            )
-        except StateMismatch as mismatch:
-            if order.reason.is_optional:
-                raise  # the weights are finite: what fits only in part is no remedy
-            return restore_common(self.run, order, steps, mismatch, lr_scale)
+        engines, saved = self.run.stored_checkpoints.load_first_intact(
+            steps, partial(self._load_target, order, live), self.run.progress.step
+        )
 
         # Limit.
         after = self._limit_rates(order, saved, engines)
@@ -132,9 +123,34 @@ class RollbackRestore:
         return done
 
     def _choose(self, order: Order) -> tuple[int, ...]:
-        """Steps of the checkpoints to try, the best first."""
+        """Steps of the checkpoints to try, the best first.
+
+        A checkpoint from before the newest change of the model's structure does not fit. The first
+        one after the change is an initial one: the run with the new structure begins with it.
+
+        Raises:
+            StateMismatch: all checkpoints that could be restored are from before the change.
+            NoGoodCheckpoint: no checkpoint could be restored.
+        """
+        saves = self.run.stored_checkpoints.listed()
+        changes = self.run.record.changes
+        if not changes:
+            return self._choose_among(saves, order)
+        changed = changes[-1].step
+        fitting = [each for each in saves if each.step > changed and each.is_usable]
+        try:
+            return self._choose_among(fitting, order, [each.step for each in fitting[:1]])
+        except NoGoodCheckpoint:
+            newest = self._choose_among(saves, order)[0]
+            difference = f"the program has changed the structure of its model at step {changed}"
+            advice = "No rollback crosses such a change"
+            raise StateMismatch(newest, [difference], advice=advice) from None
+
+    def _choose_among(
+        self, saves: Sequence[CheckpointInfo], order: Order, initial: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """`choose_checkpoints` with the arguments for an order."""
         if order.anchor_step is not None:
-            saves = self.run.stored_checkpoints.listed()
             return choose_checkpoints(saves, onset=order.anchor_step, sound_until_onset=True)
         ledger = self.run.ledger
         past = ledger.same_trouble(order.onset, self.run.policy.rollback.region)
@@ -142,14 +158,14 @@ class RollbackRestore:
             past = revivals_at(order.onset, ledger.in_force)
         if order.reason is OrderReason.BATCH:
             past = []  # the steps since the last rollback have shown that its checkpoint is sound
-        initial = [self.run.record.first_step]
+        initial = [self.run.record.first_step, *initial]
         if self.run.known_checkpoints.started_from is not None:
             initial.append(self.run.known_checkpoints.started_from)
         return choose_checkpoints(
-            self.run.stored_checkpoints.listed(),
+            saves,
             onset=order.onset,
             depth=order.depth,
-            tried=[each.checkpoint for each in past],
+            tried=[each.continues_at for each in past],
             initial=initial,
             sound_until_onset=order.sound_until_onset,
         )
@@ -165,39 +181,6 @@ class RollbackRestore:
             rate = rates.get(name)
             completed[name] = (1.0 if rate is None else rate) * scale
         return completed | {**at_fault}
-
-    def _load_first_fitting(
-        self,
-        order: Order,
-        steps: Sequence[int],
-        load: Callable[[SavedCheckpoint], Engines],
-    ) -> tuple[Engines, SavedCheckpoint]:
-        """Calls `load` with the first intact checkpoint of `steps` that fits the live state.
-
-        If the best checkpoint is from before a change of the model's structure, checkpoints from
-        after the change are tried before older ones. Raises StateMismatch of the best one if none
-        fits.
-        """
-        mismatch: StateMismatch | None = None
-        remaining = [*steps]
-        while remaining:
-            try:
-                return self.run.stored_checkpoints.load_first_intact(
-                    remaining, load, self.run.progress.step
-                )
-            except StateMismatch as error:
-                if error.step is None or error.step not in remaining:
-                    raise
-                remaining = remaining[remaining.index(error.step) + 1 :]
-                if mismatch is None:
-                    mismatch = error
-                    remaining = [*steps_after_change(self.run, order, error.step), *remaining]
-            except NoGoodCheckpoint:
-                if mismatch is None:
-                    raise
-                break
-        assert mismatch is not None
-        raise mismatch
 
     def _load_target(self, order: Order, live: Engines, saved: SavedCheckpoint) -> Engines:
         """Loads the target of a rollback. Returns the engine states that are loaded with it."""
@@ -298,7 +281,6 @@ class RollbackRestore:
         run.monitor.state.on_rollback(target)
         run.record.part_growth.on_rollback(target)
         run.record.evaluation_growth.on_rollback(target)
-        forget_changes(run, since=target)
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""

@@ -343,7 +343,7 @@ class Recovery:
             lr_scale = self.run.rate_log.lr_scale
             done = self.run.rollback_restore.restore(order, self._lost_steps, lr_scale)
         except StoreError as error:
-            if not _may_continue(order, error):
+            if not self._may_continue(order, error):
                 self.run.stopping.stop(str(error), onset=order.onset)
             self._report_impossible(order, error)
             self.run.ledger.skips -= skips
@@ -384,13 +384,15 @@ class Recovery:
             end = self.run.monitor.state.loader_start
         return max(end - target, 0)
 
+    def _may_continue(self, order: Order, error: StoreError) -> bool:
+        """Whether the run can continue although an order could not be carried out. Collective.
 
-def _may_continue(order: Order, error: StoreError) -> bool:
-    """Whether the run can continue although an order could not be carried out.
-
-    Checkpoints that do not fit the model's structure never will, and other damage is not known. A
-    rollback to better weights, of a dead run, or for one batch is optional: the weights are finite.
-    """
-    if isinstance(error, StateMismatch):
-        return True
-    return order.reason.is_optional and isinstance(error, NoGoodCheckpoint)
+        A rollback to better weights, of a dead run, or for one batch is optional. If no checkpoint
+        fits the structure of the model, the run continues as long as its weights are finite. After
+        any other error the live state may have changed in part.
+        """
+        if order.reason.is_optional:
+            return isinstance(error, NoGoodCheckpoint | StateMismatch)
+        if not isinstance(error, StateMismatch):
+            return False
+        return order.is_harmless or self.run.nonfinite_recovery.weights_are_finite()

@@ -63,7 +63,7 @@ def _write_event(run: Run, done: RollbackRecord) -> EventRecord:
         number=done.number,
         onset=done.onset,
         cause=Cause(done.cause),
-        checkpoint=done.checkpoint,
+        checkpoint=done.continues_at,
         by=_decided_by(order),
         problem=problem,
         outcome="done",
