@@ -249,10 +249,9 @@ def killed_at(step: int, kind: str, store: Path) -> None:
     new_process()
 
 
-@pytest.mark.parametrize("kind", [each for each in KINDS if each != "unfreeze"])
+@all_kinds
 @killed_late
 def test_a_restart_in_the_first_form_says_what_to_do(kind, late, tmp_path):
-    """Groups of "unfreeze" are added by healcore, see the last test."""
     killed_at(CHANGE + late, kind, tmp_path)
     with pytest.raises(StateMismatch, match="changed the structure of its model") as error:
         healed_run(Program(kind), tmp_path)
@@ -270,20 +269,6 @@ def test_a_restart_of_a_program_that_makes_the_change_is_exact(kind, late, tmp_p
     program.change()
     healed_run(program, tmp_path, is_changed=True)
     assert program.weights() == plain_run(kind).weights()
-
-
-@pytest.mark.parametrize("late", [2, BATCHES + 2], ids=["same epoch", "next epoch"])
-def test_a_restart_adds_the_groups_that_the_program_had_added(late, tmp_path, capsys):
-    """In the same epoch the program adds its group once more; in the next epoch it does not."""
-    killed_at(CHANGE + late, "unfreeze", tmp_path)
-    program = Program("unfreeze")
-    healed_run(program, tmp_path)
-    assert program.weights() == plain_run("unfreeze").weights()
-    assert len(program.optimizer.param_groups) == 2
-    assert "2.weight, 2.bias" in capsys.readouterr().err
-    assert "add_param_group" not in vars(program.optimizer)  # nothing is left behind
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        program.change()
 
 
 class Changing:

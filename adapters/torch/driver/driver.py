@@ -23,7 +23,6 @@ from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver import optimizer_steps
 from healcore.torch.driver.accumulation import Accumulation
-from healcore.torch.driver.added_groups import AddedGroups, group_names
 from healcore.torch.driver.attaching import attach_all
 from healcore.torch.driver.followed_optimizer import FollowedOptimizer
 from healcore.torch.driver.gradient_window import GradientWindow
@@ -118,7 +117,6 @@ class TorchDriver(Driver):
         self.window = GradientWindow(self._followed, live_state.scaler(self._state), modules)
         optimizers = self._optimizers()
         self._structure = StructureWatch(self._state, optimizers)
-        self._added_groups = AddedGroups(self._state, optimizers)
         self._ranks: Ranks | None = None
         for followed in self._followed:
             followed.healing.healed_step.set_listener(followed)
@@ -316,14 +314,6 @@ class TorchDriver(Driver):
             self._find_buffers()
         return changes
 
-    def param_groups(self) -> dict[str, list[list[str]]]:
-        """See `Driver.param_groups`."""
-        return group_names(self._state, self._optimizers())
-
-    def add_param_groups(self, groups: Mapping[str, list[list[str]]]) -> list[str]:
-        """See `Driver.add_param_groups`."""
-        return self._added_groups.add(groups)
-
     def moments_obstacle(self) -> str:
         """See `Driver.moments_obstacle`."""
         for optimizer in self._optimizers().values():
@@ -514,7 +504,6 @@ class TorchDriver(Driver):
         the user, and continues to heal its optimizer.
         """
         self._structure.close()
-        self._added_groups.close()
         self.window.close()
         for followed in self._followed:
             followed.accumulation.close()

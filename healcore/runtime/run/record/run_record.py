@@ -71,7 +71,7 @@ class StructureChange(NamedTuple):
     """Epoch of this step."""
 
 
-SCHEMA = 6
+SCHEMA = 7
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 _BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
@@ -115,8 +115,6 @@ class RunRecord:
     """Largest number of calls of `batches` in a process of the run."""
     changes: list[StructureChange] = field(default_factory=list)
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
-    param_groups: dict[str, list[list[str]]] = field(default_factory=dict)
-    """Optimizer -> names of the parameters of each group, after a change; else empty."""
     trials: Trials | None = None
     """What the rollbacks for the newest trouble have changed, or None without a rollback."""
 

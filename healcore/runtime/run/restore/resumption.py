@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from healcore.console import counted, first_of
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines
 from healcore.runtime.run.checkpoints.unread_steps import unread_from_text, with_orders_of
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 class Resumption:
     """Resumes a run in a new process, and leaves out what failed trials have changed.
 
-        parameter groups   added to the optimizer, as the run had done in its loop
         weights            loaded with the engines; copies of older weights for the comparisons
         facts of the run   comparisons, ledger, monitor and loaders continue from the checkpoint;
                            attempts and settings from the newest record
@@ -64,7 +62,6 @@ class Resumption:
         trials = failed_trials(newest)
         if trials is not None and trials.oldest in steps:
             steps = [each for each in steps if each <= trials.oldest]
-        self._add_param_groups(steps)
         load = partial(self._load_resumed, newest=newest)
         try:
             weights, saved = self.run.stored_checkpoints.load_first_intact(steps, load)
@@ -90,17 +87,6 @@ class Resumption:
         if own.last_regular is not None:
             self.run.schedule.last_regular = own.last_regular
         return own.step, saved.data_state
-
-    def _add_param_groups(self, steps: Sequence[int]) -> None:
-        """Adds the parameter groups of the newest checkpoint that the program has not added yet."""
-        groups = self.run.stored_checkpoints.param_groups(steps)
-        added = self.run.driver.add_param_groups(groups) if groups else []
-        if added:
-            self.run.log.info(
-                f"the optimizer has received {counted(len(added), 'parameter')} that the run had "
-                f"added with add_param_group: {first_of(added)}. A call for the same parameters "
-                "finds the group there"
-            )
 
     def _load_resumed(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> dict[int, Any]:
         """Loads the state of a checkpoint of an earlier process.
