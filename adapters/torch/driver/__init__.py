@@ -15,7 +15,6 @@ ddp_gradients       the same with DistributedDataParallel, where all ranks have 
 weights             copies, replaces and evaluates the weights
 weight_sample       notices other weights in the model, as in an evaluation
 structure           notices new, removed and resized parameters
-added_groups        parameter groups that a restart adds
 memory              the report after a failure for lack of memory
 """
 

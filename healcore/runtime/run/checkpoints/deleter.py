@@ -111,9 +111,9 @@ class Deleter:
             return
         self._known_good_up_to = record.known_good_up_to
         stay = store.ring.protected | self._known_checkpoints.newer_than_start
-        trials = record.trials_for(self._ledger.next_step, self._policy.rollback.probation)
-        if trials is not None:  # a start after a stop resumes from it
-            stay = {*stay, trials.oldest}
+        probation = self._policy.rollback.probation
+        for each in self._ledger.same_trouble(self._ledger.next_step, probation):
+            stay = {*stay, each.checkpoint}  # a start after a stop resumes from the oldest one
         choose = partial(_choose, store, record.attempt_history, step, self._last_target())
 
         def delete() -> None:

@@ -96,8 +96,6 @@ class RunRecord:
     """Largest number of calls of `batches` in a process of the run."""
     changes: list[StructureChange] = field(default_factory=list)
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
-    param_groups: dict[str, list[list[str]]] = field(default_factory=dict)
-    """Optimizer -> names of the parameters of each group, after a change; else empty."""
     next_start: NextStart | None = None
     """Set if the next start resumes from an earlier checkpoint than the newest one."""
     healthy: HealthyValues = field(default_factory=HealthyValues)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from healcore.console import counted, first_of
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines
 from healcore.runtime.run.checkpoints.unread_steps import unread_from_text, with_orders_of
@@ -16,7 +15,6 @@ from healcore.runtime.run.data_state import SavedDataState
 from healcore.runtime.run.dispatch_queue import UnreadDispatch
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.record.run_record import RunRecord
-from healcore.runtime.run.restore.changed_model import advice_for, forget_changes
 from healcore.runtime.run.restore.next_start import content_at_start
 from healcore.runtime.run.restore.stored import SavedCheckpoint, loader_positions
 from healcore.runtime.run.rollback.rate_limits import limit_rates
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 class Resumption:
     """Resumes a run in a new process, and leaves out what tries before a stop have changed.
 
-        parameter groups   added to the optimizer, as the run had done in its loop
         weights            loaded with the engines; copies of older weights for the comparisons
         facts of the run   comparisons, ledger, monitor and loaders continue from the checkpoint;
                            attempts and settings from the newest record
@@ -64,13 +61,12 @@ class Resumption:
         start = None if newest is None else newest.next_start
         if start is not None and start.step in steps:
             steps = [each for each in steps if each <= start.step]
-        self._add_param_groups(steps)
         load = partial(self._load_resumed, newest=newest)
         try:
             weights, saved = self.run.stored_checkpoints.load_first_intact(steps, load)
         except StateMismatch as error:
             where = self.run.store.place
-            raise replace(error, where=where, advice=advice_for(newest)) from None
+            raise replace(error, where=where, advice=_advice_for(newest)) from None
         own, _ = content_at_start(self.run, saved, newest)
         self._continue_from(own, saved, weights)
         record = self.run.record
@@ -78,7 +74,10 @@ class Resumption:
         self.run.holding.hold(own.envelope, own.step)
         record.part_growth.on_rollback(own.step)
         record.evaluation_growth.on_rollback(own.step)
-        forget_changes(self.run, since=own.step)
+        # The program will make a change in undone steps once more.
+        record.changes = [each for each in record.changes if each.step < own.step]
+        epochs = [each.epoch for each in record.changes]
+        self.run.loaders.epoch_loop.changed_in = max(epochs, default=None)
         # Drops the changes that the restart has made: they are not the program's.
         self.run.driver.structure_changes()
         self.run.saver.begin_attempt(own.step)
@@ -86,17 +85,6 @@ class Resumption:
         if own.last_regular is not None:
             self.run.schedule.last_regular = own.last_regular
         return own.step, saved.data_state
-
-    def _add_param_groups(self, steps: Sequence[int]) -> None:
-        """Adds the parameter groups of the newest checkpoint that the program has not added yet."""
-        groups = self.run.stored_checkpoints.param_groups(steps)
-        added = self.run.driver.add_param_groups(groups) if groups else []
-        if added:
-            self.run.log.info(
-                f"the optimizer has received {counted(len(added), 'parameter')} that the run had "
-                f"added with add_param_group: {first_of(added)}. A call for the same parameters "
-                "finds the group there"
-            )
 
     def _load_resumed(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> dict[int, Any]:
         """Loads the state of a checkpoint of an earlier process.
@@ -213,3 +201,22 @@ def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:
     for name, position in own.forward.items():
         moved[name] = position_of_other_ranks(position, saved_by)
     return moved
+
+
+def _advice_for(newest: RunRecord | None) -> str:
+    """What to do about a checkpoint that does not fit, if the program has changed its model.
+
+    Args:
+        newest: the newest record in the store, or None.
+
+    Returns:
+        Sentences for the error message, or an empty string without a change.
+    """
+    if newest is None or not newest.changes:
+        return ""
+    which = ", ".join(f"at step {each.step} (epoch {each.epoch})" for each in newest.changes[-3:])
+    return (
+        f"The program has changed the structure of its model while it trained, {which}. Make the "
+        "same changes before `with Healer(...)`, and not again in the loop; "
+        'docs/data-and-resume.md shows it under "A model that changes while it trains"'
+    )

@@ -22,13 +22,17 @@ from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.engine_states import engines_after_rollback, rates_of, with_rates
-from healcore.runtime.run.restore.changed_model import forget_changes
 from healcore.runtime.run.restore.stored import SavedCheckpoint
 from healcore.runtime.run.rollback.envelope import SavedRate
 from healcore.runtime.run.rollback.rate_limits import limit_rates
 from healcore.runtime.run.rollback.remedy import Outcome, Remedy
 from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble
-from healcore.runtime.store.checkpoints import StateMismatch, StoreError, choose_checkpoints
+from healcore.runtime.store.checkpoints import (
+    NoGoodCheckpoint,
+    StateMismatch,
+    StoreError,
+    choose_checkpoints,
+)
 from healcore.runtime.store.ranks import broadcast, run_on_first
 
 if TYPE_CHECKING:
@@ -65,6 +69,8 @@ class RollbackRestore:
 
         Raises:
             NoGoodCheckpoint: there is none.
+            StateMismatch: all are from before the newest change of the model's structure, and do
+                not fit.
             StoreError: the store cannot be read.
         """
         known, onset = self.run.known_checkpoints, trouble.onset
@@ -76,15 +82,28 @@ class RollbackRestore:
         initial = [self.run.record.first_step]
         if known.started_from is not None:
             initial.append(known.started_from)
-        steps = choose_checkpoints(
-            self.run.stored_checkpoints.listed(),
+        saves, changes = self.run.stored_checkpoints.listed(), self.run.record.changes
+        fitting = saves
+        if changes:  # the run with the new structure begins with the first save after the change
+            fitting = [each for each in saves if each.step > changes[-1].step and each.is_usable]
+            initial += [each.step for each in fitting[:1]]
+        among = partial(
+            choose_checkpoints,
             onset=onset,
             depth=depth,
             tried=tried,
             initial=initial,
             sound_until_onset=trouble.sound_before,
         )
-        return [*steps]
+        try:
+            return [*among(fitting)]
+        except NoGoodCheckpoint:
+            if not changes:
+                raise
+            at = changes[-1].step
+            difference = f"the program has changed the structure of its model at step {at}"
+            advice = "No rollback crosses such a change"
+            raise StateMismatch(among(saves)[0], [difference], advice=advice) from None
 
     def restore(
         self,
@@ -235,7 +254,6 @@ class RollbackRestore:
         run.monitor.state.on_rollback(target)
         run.record.part_growth.on_rollback(target)
         run.record.evaluation_growth.on_rollback(target)
-        forget_changes(run, since=target)
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""

@@ -153,21 +153,6 @@ class StoredCheckpoints:
                     newest = record
         return newest
 
-    def param_groups(self, steps: Sequence[int]) -> dict[str, list[list[str]]]:
-        """The parameter groups that the run had added by the newest of `steps`. Collective.
-
-        Returns:
-            Optimizer -> names of the parameters of each group; empty without any, or if the record
-            is malformed, which the resume reports.
-        """
-        stored: Mapping[str, Any] = {}
-        if self._ranks.rank == 0 and steps:
-            stored = self._store.records().get(max(steps), {})
-        stored = broadcast(self._ranks, stored)
-        with suppress(Exception):
-            return RunRecord.of(stored).param_groups
-        return {}
-
     def find_damage(self) -> None:
         """Reports checkpoints that are too damaged for a listing. Collective.
 

@@ -491,12 +491,14 @@ class Recovery:
     def _without_snapshot(self, trouble: Trouble, error: StoreError) -> None:
         """Continues where no snapshot can be restored and the weights can be kept, or stops.
 
-        Snapshots that do not fit the model's structure never will, and other damage is not known.
-        Where every step finds the trouble, only the 1st, 10th, 100th, ... has a line.
+        After an error other than these two, the live state may have changed in part. Where every
+        step finds the trouble, only the 1st, 10th, 100th, ... has a line.
         """
         run = self.run
-        may_continue = trouble.finite and isinstance(error, NoGoodCheckpoint)
-        if not (may_continue or isinstance(error, StateMismatch)):
+        may_continue = trouble.finite and isinstance(error, NoGoodCheckpoint | StateMismatch)
+        if isinstance(error, StateMismatch) and not may_continue:
+            may_continue = run.nonfinite_recovery.weights_are_finite()
+        if not may_continue:
             run.stopping.stop(str(error), onset=trouble.onset)
         why = report.reason_of(trouble)
         if self._times_to_log(why):
