@@ -197,7 +197,7 @@ class HealingReport:
         text += ", "
         if self.attempts > 1:
             text += "the last "
-        text += f"to step {self.rollbacks[-1].continues_at}"
+        text += f"to step {self.rollbacks[-1].checkpoint}"
         repeated = sum(each.repeated for each in self.rollbacks)
         if repeated:
             text += f", {counted(repeated, 'step')} repeated"

@@ -136,6 +136,8 @@ class Holding:
         rates: dict[str, float] = {}
         if step > self._record.first_step:  # no step was trained before the first checkpoint
             rates = self.known_rates()
+            if not self._anchor_losses.is_enabled:  # the history has no steps
+                rates = {**rates, **self._record.monitor.rates}
         free = {name: each for name, each in seen.items() if name not in envelope.numbers}
         self._record.healthy = self._record.healthy.with_checkpoint(
             history.healthy_rates(rates),
@@ -220,12 +222,19 @@ class Holding:
                 known[name] = rate
         return known
 
-    def rate_fact(self, healthy: HealthyValues) -> RateFact:
+    def rate_fact(self, trouble: Trouble, step: int, healthy: HealthyValues) -> RateFact:
         """What is known of the rates since the last rollback or start.
 
+        Where earlier weights are better, a rate has no room above its range, even if the program
+        raises it steadily: then the rise itself is a suspect. NaN has other causes, so a schedule
+        may continue.
+
         Args:
-            healthy: what was known as healthy before the trouble.
+            trouble: the trouble.
+            step: step of the snapshot.
+            healthy: what was known as healthy there.
         """
+        is_suspect = trouble.cause is TroubleCause.BETTER_WEIGHTS
         rates = self._record.monitor.rates
         fact = RateFact.HEALTHY
         if not rates:
@@ -233,7 +242,11 @@ class Holding:
         for name, rate in rates.items():
             if name not in healthy.rates:
                 fact = RateFact.UNKNOWN
-            elif rate > healthy.rates[name].high * RATE_TOLERANCE:
+                continue
+            highest = healthy.rates[name].high
+            if not is_suspect:
+                highest = healthy.rates[name].bounds(self._intervals(trouble, step)).high
+            if rate > highest * RATE_TOLERANCE:
                 fact = RateFact.HIGHER
                 break
         return broadcast(self._ranks, fact)  # rates may differ by rank
@@ -257,14 +270,17 @@ class Holding:
         if suspects is not None:
             norms = suspects.largest_norms()
         seen = broadcast(self._ranks, dict(self._driver.numbers()))
-        intervals = (trouble.onset - step) / self._save_every
-        found = healthy.outside(seen, norms, intervals)
+        found = healthy.outside(seen, norms, self._intervals(trouble, step))
         left_out = trouble.batches
         anchor = self._state.anchor_of(step)
         if suspects is not None and anchor is not None:
             unusual = broadcast(self._ranks, self._unusual_steps(suspects, anchor, healthy))
             left_out += tuple(self._record.monitor.batches_of(unusual))
         return replace(found, left_out=left_out)
+
+    def _intervals(self, trouble: Trouble, step: int) -> float:
+        """Checkpoint intervals from a snapshot to the onset of a trouble; may be a fraction."""
+        return (trouble.onset - step) / self._save_every
 
     def _unusual_steps(
         self, suspects: SuspectSteps, anchor: Anchor, healthy: HealthyValues

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from healcore.console import first_of
 from healcore.core.decision import NONFINITE, Action
 from healcore.core.step_record import StepRecord
+from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Rates
 from healcore.runtime.reporting.nonfinite_steps import (
     FROM_START,
@@ -68,30 +69,42 @@ class NonfiniteRecovery:
         """
         return all(self.run.ranks.gather(self.run.driver.has_finite_weights()))
 
-    def is_damaged(self, trouble: Trouble) -> bool:
-        """Whether the live state shows that a rule of the policy is right. Collective.
+    def damage_of(self, trouble: Trouble) -> Trouble | None:
+        """What the live state shows of a trouble that a rule has found. Collective.
+
+        Skipped steps change no weights, so the last step before them has done the damage, and the
+        batches of the skipped steps are not bad: every loss of damaged weights is NaN. With an
+        accumulation around the optimizer, NaN in the accumulator comes from the batches of the bad
+        update itself.
 
         Args:
             trouble: what the policy's rules have ordered.
 
         Returns:
-            True if the weights have NaN or Inf; or, if the policy rolls back for a state with NaN,
-            if any array of the state has NaN that is not allowed. Arrays that an earlier rollback
-            has named do not count if the run has trained on with NaN or Inf in them.
+            The trouble of weights with NaN or Inf; or, if the policy rolls back for a state with
+            NaN, of arrays with NaN that is not allowed. Arrays that an earlier rollback has named
+            do not count if the run has trained on with NaN or Inf in them. None without damage.
         """
+        run, state = self.run, self.run.monitor.state
         if trouble.arrays or not trouble.action & SERIOUS:
-            return False
-        if not self.weights_are_finite():
-            return True
-        if self.run.policy.rollback.nonfinite_state != "rollback":
-            return False
-        if self.run.monitor.state.has_micro_steps:
-            return False  # NaN in an accumulator is of a window that has not ended
-        harmless: set[str] = set()
-        for past in self.run.ledger.in_force:
-            if past.trouble.trains_on:
-                harmless.update(past.trouble.arrays)
-        return not harmless.issuperset(self.run.saver.nonfinite_in_state())
+            return None
+        cause, arrays = TroubleCause.WEIGHTS, list[str]()
+        if self.weights_are_finite():
+            if run.policy.rollback.nonfinite_state != "rollback" or state.has_micro_steps:
+                return None  # NaN in an accumulator is of a window that has not ended
+            cause, arrays = TroubleCause.STATE, run.saver.nonfinite_in_state()
+            harmless: set[str] = set()
+            for past in run.ledger.in_force:
+                if past.trouble.trains_on:
+                    harmless.update(past.trouble.arrays)
+            if harmless.issuperset(arrays):
+                return None
+        first = state.last_trained
+        if not state.has_micro_steps and first is not None and first < trouble.since:
+            onset = min(trouble.onset, first)
+            trouble = replace(trouble, onset=onset, sound_before=True, batches=())
+        is_finite = cause is TroubleCause.STATE
+        return replace(trouble, cause=cause, arrays=tuple(arrays), finite=is_finite)
 
     def in_weights(self, result: StepResult) -> Trouble | None:
         """Weights with NaN or Inf under a policy without a rule for them. Collective.
@@ -271,6 +284,10 @@ class NonfiniteRecovery:
         for each in self.run.known_checkpoints.restorable:
             if each < first:
                 sound = max(sound, each)
+        batches: list[BatchId] = []  # a skipped step does not undo changes by its forward pass
+        if finite:
+            unhealthy = ledger.unhealthy_between(sound, first)
+            batches = self.run.monitor.state.batches_of(unhealthy)
         trouble = Trouble(
             cause=TroubleCause.STATE if finite else TroubleCause.WEIGHTS,
             onset=max(first - 1, 0),  # the state after that step is bad
@@ -279,6 +296,7 @@ class NonfiniteRecovery:
             action=int(action),
             finite=finite,
             sound_before=True,  # an earlier save has found no NaN or Inf
+            batches=tuple(batches),
             arrays=tuple(nonfinite[first]),
             trains_on=finite and ledger.healthy_steps(first, ledger.next_step) > 0,
         )
@@ -313,15 +331,18 @@ class NonfiniteRecovery:
         if not rollbacks or run.policy.observes:
             return None  # most steps end here
         last = rollbacks[-1]
-        arrays = last.trouble.arrays
-        if not arrays or last.trouble.exact or last.accepts or last.rewind_obstacle:
+        of_state = last.trouble.cause in (TroubleCause.WEIGHTS, TroubleCause.STATE)
+        if not of_state or last.trouble.exact or last.rewind_obstacle:
             return None
-        if not last.checkpoint < run.progress.step <= last.onset + 1:
+        if not last.checkpoint < run.progress.step <= last.step:
             return None
         loader, batches = run.step_batches.last_read, tuple(run.step_batches.last_ids)
         if not batches or (loader is not None and loader.is_scan):
             return None
-        if not run.saver.nonfinite_in_state(arrays):
+        arrays = last.trouble.arrays
+        if arrays and not run.saver.nonfinite_in_state(arrays):
+            return None
+        if not arrays and self.weights_are_finite():
             return None
         index = run.progress.step - 1
         return replace(

@@ -14,6 +14,7 @@ Where no rollback can help, the run stops (`ending/stopping.py`).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -214,43 +215,26 @@ class Recovery:
             RunStopped: the trouble stops the run, or its budget of rollbacks is exhausted.
         """
         run = self.run
-        is_damaged = run.nonfinite_recovery.is_damaged(trouble)
-        if is_damaged:
-            trouble = self._from_damaging_step(trouble)
+        damage = run.nonfinite_recovery.damage_of(trouble)
         if self._needs_evidence(trouble):
-            if not is_damaged:
+            if damage is None:
                 return self._decline(trouble, "nothing", self._missing_evidence(trouble))
-            finite = run.nonfinite_recovery.weights_are_finite()
-            by = "state" if finite else "weights"
             cause = Cause(trouble.flags)
-            run.log.assessment(trouble.found_at, trouble.onset, "damage", by, cause=cause)
-            causes = (TroubleCause.WEIGHTS, TroubleCause.STATE)
-            trouble = replace(trouble, cause=causes[finite], finite=finite)
+            run.log.assessment(
+                damage.found_at, damage.onset, "damage", damage.cause.value, cause=cause
+            )
+        if damage is not None:
+            trouble = damage
         if trouble.action & Action.STOP:
             run.stopping.stop(self._stop_reason(trouble), onset=trouble.onset)
         if not trouble.action & Action.ROLLBACK:
             return None
-        if is_damaged:
+        if damage is not None:
             verdict = run.comparisons.suspicion.pending(trouble.found_at)
             if verdict is not None:
                 better = run.better_weights.trouble_of(verdict, finite=False)
                 return self.go_back(better, trouble.found_at)
         return self.go_back(trouble, trouble.found_at)
-
-    def _from_damaging_step(self, trouble: Trouble) -> Trouble:
-        """A trouble for damage, from the step that has done it: the last one that was trained.
-
-        Skipped steps change no weights, so the last step before them has done the damage, and the
-        batches of the skipped steps are not bad: every loss of damaged weights is NaN. With an
-        accumulation around the optimizer, NaN in the accumulator comes from the batches of the bad
-        update itself, and the trouble stays as it is.
-        """
-        state = self.run.monitor.state
-        first = state.last_trained
-        if state.has_micro_steps or first is None or first >= trouble.since:
-            return trouble
-        onset = min(trouble.onset, first)
-        return replace(trouble, onset=onset, sound_before=True, batches=())
 
     def _needs_evidence(self, trouble: Trouble) -> bool:
         """Whether an order needs evidence. Only rules need it, and not a rule that stops."""
@@ -361,13 +345,20 @@ class Recovery:
         return self._restore(trouble, chosen, steps, index)
 
     def _tries(self, trouble: Trouble) -> list[RollbackRecord]:
-        """The rollbacks for a trouble so far, oldest first."""
-        region = 0
-        if trouble.is_asked_for or trouble.arrays or not trouble.finite:
-            region = self.run.policy.rollback.region
+        """The rollbacks for a trouble so far, oldest first.
+
+        Where alarms explain NaN in an array, and where a batch that makes NaN was left out, later
+        NaN is another trouble.
+        """
+        region = self.run.policy.rollback.region if trouble.is_in_budget else 0
         past = self.run.ledger.same_trouble(trouble.onset, region)
         if trouble.cause is TroubleCause.STATE:
-            past = [each for each in past if {*trouble.arrays} <= {*each.trouble.arrays}]
+            if trouble.batches and not trouble.exact:
+                return []
+            return [each for each in past if {*trouble.arrays} <= {*each.trouble.arrays}]
+        for place, each in reversed([*enumerate(past)]):
+            if each.trouble.exact and trouble.onset > each.step:
+                return past[place + 1 :]
         return past
 
     def _snapshots(self, trouble: Trouble, tries: Sequence[RollbackRecord]) -> list[int]:
@@ -415,14 +406,17 @@ class Recovery:
         limits = run.policy.engine.scales_lr
         if trouble.is_asked_for or not trouble.finite:
             limits = run.policy.may_limit_lr
+        left = math.inf
+        if trouble.is_in_budget:
+            left = max(run.policy.budget.recoveries, 1) - self._spent(trouble)
         return Facts(
             now=run.holding.envelope,
             outside=outside,
             snapshot=step,
             from_start=step <= run.record.first_step,
-            rate=run.holding.rate_fact(healthy.get(step, run.record.healthy)),
+            rate=run.holding.rate_fact(trouble, step, healthy.get(step, run.record.healthy)),
             lr_cuts=run.policy.engine.config.budget.lr_cuts if limits else 0,
-            rollbacks_left=max(run.policy.budget.recoveries, 1) - self._spent(trouble),
+            rollbacks_left=left,
             repeats_batches=run.loaders.can_rewind,
             accepted=run.ledger.accepted,
         )
@@ -437,10 +431,15 @@ class Recovery:
         return max(self.run.policy.budget.refund_after, 1)
 
     def _spent(self, trouble: Trouble) -> int:
-        """Number of rollbacks within reach that were made because the weights could not be kept."""
-        ledger = self.run.ledger
-        past = ledger.same_trouble(trouble.onset, self._reach)
-        count = sum(not each.trouble.finite for each in past)
+        """Number of rollbacks within reach that count for a trouble, without those for the loss.
+
+        A rollback for arrays that no loss reads says nothing about a later trouble.
+        """
+        ledger, count = self.run.ledger, 0
+        for each in ledger.same_trouble(trouble.onset, self._reach):
+            counts = each.trouble.is_in_budget and not each.trouble.exact
+            if counts and (trouble.finite or not each.trouble.finite):
+                count += 1
         if trouble.onset <= self.run.record.first_step + self._reach:
             count += ledger.spent  # by a run in another framework, whose engine was ported
         return count
@@ -532,10 +531,8 @@ class Recovery:
         if any(each.accepts for each in tries):
             return None  # it was accepted before
         if trouble.cause is TroubleCause.STATE:
-            if trouble.arrays:
-                run.nonfinite_recovery.allow(trouble, tries)
-                return None
-            return self._decline(trouble, "nothing", "it came back after a rollback")
+            run.nonfinite_recovery.allow(trouble, tries)
+            return None
         until = run.progress.step + 1
         why = report.why_accepted(trouble, len(tries))
         if trouble.cause is TroubleCause.BETTER_WEIGHTS:

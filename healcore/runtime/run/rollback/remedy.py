@@ -63,7 +63,7 @@ class Facts(NamedTuple):
     """The learning rates at the trouble."""
     lr_cuts: int
     """Ceilings of the rate that the policy allows for one trouble."""
-    rollbacks_left: int
+    rollbacks_left: float
     """Rollbacks that the policy's budget allows for this trouble."""
     repeats_batches: bool
     """Whether a repeat reads the same batches. On other batches, damage that comes back says less
@@ -95,8 +95,9 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
         The remedy. Each further try comes closer to `ACCEPT` or `STOP`, so a trouble has a bounded
         number of rollbacks: `lr_cuts` and two for weights that can be kept, the budget for others.
     """
-    if not (trouble.finite or facts.rollbacks_left > 0):
-        return Remedy(Outcome.STOP, facts.now)
+    if facts.rollbacks_left <= 0:
+        outcome = Outcome.ACCEPT if trouble.finite else Outcome.STOP
+        return Remedy(outcome, facts.now)
     untouched = facts.now
     if tries:
         untouched = tries[0].before
@@ -127,7 +128,7 @@ def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts
     A rate above every healthy rate gets one at once. A rate of which no healthy value is known is a
     suspect after the first try, and at the start of the run if earlier weights are better.
     """
-    if sum(each.limits_rate for each in tries) >= facts.lr_cuts:
+    if sum(each.limits_rate for each in tries) >= facts.lr_cuts or trouble.arrays:
         return False
     if trouble.is_asked_for:
         return bool(tries)
@@ -135,7 +136,7 @@ def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts
         return True
     if facts.from_start and trouble.cause is TroubleCause.BETTER_WEIGHTS:
         return True
-    return bool(tries) and not trouble.exact and facts.rate is RateFact.UNKNOWN
+    return bool(tries) and facts.rate is RateFact.UNKNOWN
 
 
 def _is_of_program(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> bool:

@@ -36,6 +36,13 @@ class TroubleCause(StrEnum):
     """The program keeps a number that is held outside of its healthy range: it is intended."""
 
 
+_ABOUT_LOSSES = (
+    TroubleCause.NO_FINITE_STEP,
+    TroubleCause.BETTER_WEIGHTS,
+    TroubleCause.INTENDED,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
     """Why the run goes back. The same value for every cause.
@@ -81,6 +88,11 @@ class Trouble:
     None where it is unknown or not finite."""
     intended: str = ""
     """The held numbers that are intended, and their values; or empty."""
+
+    @property
+    def is_in_budget(self) -> bool:
+        """Whether the policy's budget limits the rollbacks: for rules, hooks, NaN and Inf."""
+        return self.cause not in _ABOUT_LOSSES
 
     @property
     def is_asked_for(self) -> bool:
