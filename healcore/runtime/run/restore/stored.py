@@ -130,11 +130,15 @@ class StoredCheckpoints:
         Returns:
             Step -> healthy values, without checkpoints that have no readable record.
         """
-        stored = self._store.records() if self._ranks.rank == 0 else {}
-        found = {}
+        stored: Mapping[int, Mapping[str, Any]] = {}
+        if self._ranks.rank == 0:
+            stored = self._store.ring.records()
+            with suppress(StoreError):  # a restore reports it
+                stored = self._store.records()
+        found: dict[int, HealthyValues] = {}
         for step, each in broadcast(self._ranks, stored).items():
             if step in steps:
-                with suppress(Exception):  # a restore reports it
+                with suppress(Exception):  # the same
                     found[step] = self._record.healthy.with_better(RunRecord.of(each).healthy)
         return found
 

@@ -290,13 +290,13 @@ class Recovery:
         """Why an order stops the run, as a clause."""
         if trouble.arrays:
             return report.nonfinite_save(trouble)
-        if trouble.cause is TroubleCause.WEIGHTS:
-            return "the weights have NaN or Inf"
         if trouble.cause is TroubleCause.HOOK:
             return "an on_incident hook stopped it"
         engines = self.run.driver.engines().values()
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is exhausted, and the trouble continues"
+        if trouble.cause is TroubleCause.WEIGHTS:
+            return "the weights have NaN or Inf"
         return "a rule of the policy stops it"
 
     # -- the one way back -----------------------------------------------------------------------
