@@ -136,7 +136,7 @@ def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts
         return True
     if facts.from_start and trouble.cause is TroubleCause.BETTER_WEIGHTS:
         return True
-    return bool(tries) and facts.rate is RateFact.UNKNOWN
+    return len(tries) > 1 and facts.rate is RateFact.UNKNOWN
 
 
 def _is_of_program(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> bool:
