@@ -3,7 +3,8 @@
     try at this place   what is repeated
     -----------------   --------------------------------------------------------------------------
     1                   from the newest sound snapshot, inside of the envelope of its healthy time
-    2                   the same from an older snapshot, and the suspect steps are frozen
+    2                   the same from an older snapshot, and the suspect steps are frozen; once more
+                        with more frozen steps if the damage came after them
     3                   weights finite: the program's own way is accepted, and the tries are undone;
                         not finite: an older snapshot, the rates at a quarter; then the run stops
 
@@ -93,7 +94,8 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
 
     Returns:
         The remedy. Each further try comes closer to `ACCEPT` or `STOP`, so a trouble has a bounded
-        number of rollbacks: `lr_cuts` and two for weights that can be kept, the budget for others.
+        number of rollbacks: `lr_cuts` and three for weights that can be kept, the budget for
+        others.
     """
     if facts.rollbacks_left <= 0:
         outcome = Outcome.ACCEPT if trouble.finite else Outcome.STOP
@@ -113,7 +115,7 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
         envelope = replace(envelope, is_guess=True)
     if trouble.is_asked_for or not tries:
         return Remedy(Outcome.REPEAT, envelope, limits)
-    if limits or (len(tries) == 1 and not _is_of_program(trouble, tries, facts)):
+    if limits or _may_help(trouble, tries, facts):
         if not trouble.exact:
             envelope = replace(envelope, frozen=_suspect_steps(trouble, tries, facts.snapshot))
         return Remedy(Outcome.REPEAT, envelope, limits)
@@ -139,18 +141,20 @@ def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts
     return len(tries) > 1 and facts.rate is RateFact.UNKNOWN
 
 
-def _is_of_program(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> bool:
-    """Whether the damage that came back is the program's own, so that a second try is in vain.
+def _may_help(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> bool:
+    """Whether the steps are repeated once more, with the suspect steps frozen.
 
-    It is if the repeat has changed nothing and nothing unusual is left. Without a finite step the
-    restored snapshot may have been damaged, so an older one is tried in any case.
+    After one try they are, unless the damage is the program's own: the repeat has changed nothing,
+    it came back, and nothing unusual is left. (Without a finite step the restored snapshot may have
+    been damaged, so an older one is tried in any case.) After two tries they are if the damage came
+    after the frozen steps: the fault lasts longer.
     """
-    if not trouble.finite or trouble.cause is TroubleCause.NO_FINITE_STEP:
-        return False
-    has_held = any(each.holds for each in tries)
-    if has_held:
-        return not facts.repeats_batches and not facts.outside
-    return not facts.outside
+    if len(tries) > 1:
+        frozen = tries[-1].after.frozen
+        return len(tries) == 2 and frozen is not None and trouble.found_at > frozen[1]
+    if not trouble.finite or trouble.cause is TroubleCause.NO_FINITE_STEP or facts.outside:
+        return True
+    return tries[0].holds and facts.repeats_batches
 
 
 def _suspect_steps(

@@ -156,7 +156,7 @@ troubles = st.builds(
 @given(troubles, facts)
 def test_every_trouble_has_a_bounded_number_of_tries(trouble, facts):
     found = until_the_end(trouble, facts)
-    assert len(found) <= max(facts.lr_cuts + 2, facts.rollbacks_left) + 1
+    assert len(found) <= max(facts.lr_cuts + 3, facts.rollbacks_left) + 1
     assert found[-1].outcome is (Outcome.ACCEPT if trouble.finite else Outcome.STOP) or (
         trouble.cause is TroubleCause.INTENDED
     )
