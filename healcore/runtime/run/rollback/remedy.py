@@ -127,8 +127,8 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
 def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> bool:
     """Whether the rates get a ceiling.
 
-    A rate above every healthy rate gets one at once. A rate of which no healthy value is known is a
-    suspect after the first try, and at the start of the run if earlier weights are better.
+    A rate above every healthy rate gets one at once. A rate of which no healthy value is known is
+    the last suspect, and at the start of the run, if earlier weights are better, the first one.
     """
     if sum(each.limits_rate for each in tries) >= facts.lr_cuts or trouble.arrays:
         return False
@@ -138,7 +138,9 @@ def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts
         return True
     if facts.from_start and trouble.cause is TroubleCause.BETTER_WEIGHTS:
         return True
-    return len(tries) > 1 and facts.rate is RateFact.UNKNOWN
+    if not tries or facts.rate is not RateFact.UNKNOWN:
+        return False
+    return not _may_help(trouble, tries, facts)
 
 
 def _may_help(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> bool:

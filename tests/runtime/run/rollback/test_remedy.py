@@ -1,4 +1,4 @@
-"""The table of remedies, as a pure function: each row, and what holds for every sequence of tries."""
+"""The table of remedies, as a pure function: each row, and what holds for every sequence."""
 
 from dataclasses import replace
 from typing import Any
