@@ -391,8 +391,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         run.loop.state.resume_in_body()  # before a record is written, which has to say so too
     trials = failed_trials(newest)
     if trials is None:
-        first_unread = run.dispatch_queue.first_index
-        run.log.event("resume", step=step, checkpoint=step, first_unread=first_unread)
+        run.log.event("resume", step=step, checkpoint=step)
     else:
         _report_undone(run, len(run.ledger.rollbacks) - trials.first, step)
     report_before_kill(run, step)
@@ -427,8 +426,7 @@ def _report_undone(run: Run, count: int, step: int) -> None:
     else:
         why = "the steps since then were skipped or taken without the Healer, so they are trained "
         why += "again"
-    first_unread = run.dispatch_queue.first_index
-    run.log.event("resume", step=step, checkpoint=step, first_unread=first_unread, why=why)
+    run.log.event("resume", step=step, checkpoint=step, why=why)
     run.log.info(f"step {step}: {why}")
     try:
         run.saver.replace_record(step)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ConfigDict
 
+from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.mean_pause import FIRST_PAUSE
@@ -64,10 +65,14 @@ class ComparisonState:
     """`LossFunction.gives_loss`, in a record."""
     credit: float | None = None
     """`Credit.left`, in a record."""
-    history: str = ""
-    """Text of `StepHistory.to_text`, in a record."""
-    numbers: str = ""
-    """Text of the ranges of the optimizers' numbers since something was last held, in a record."""
+    usual: list[float] = field(default_factory=list)
+    """`LossLevel.usual`, in a record."""
+    recent: list[float] = field(default_factory=list)
+    """`LossLevel.recent`, in a record."""
+    norms: dict[str, float] = field(default_factory=dict)
+    """`StepHistory.largest_norms`, in a record."""
+    numbers: dict[str, NumberRange] = field(default_factory=dict)
+    """Ranges of the optimizers' numbers since something was last held, in a record."""
 
     @property
     def has_evidence(self) -> bool:
