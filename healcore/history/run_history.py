@@ -461,15 +461,11 @@ class RunHistory:
         if event.checkpoint is not None:
             first = float(event.checkpoint)
         self._undo(first)
-        acted = first
-        if event.first_unread is not None:
-            # The restart acts on these steps again, although the checkpoint has their updates.
-            acted = min(first, float(event.first_unread))
-        self._lose(acted)
+        self._lose(first)
         # The restart decides again about damage that its checkpoint does not know.
         for damage in (self._unrepaired, self._not_restored):
             for onset, known in [*damage.items()]:
-                if known > acted:
+                if known > first:
                     del damage[onset]
         self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
 

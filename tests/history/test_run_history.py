@@ -160,23 +160,6 @@ def test_what_a_kill_has_lost_counts_once():
     assert run.skips == 3
 
 
-@pytest.mark.parametrize(
-    ("first_unread", "counted"),
-    [pytest.param(5, 1, id="unread"), pytest.param(None, 2, id="an older version")],
-)
-def test_an_unread_step_counts_once_after_a_kill(first_unread, counted):
-    """The checkpoint of step 6 was saved before the run had acted on step 5."""
-    found = ("incident", 5, {"incident": 1, "onset": 5, "cause": ["NONFINITE_LOSS"]})
-    fields: dict[str, Any] = {"checkpoint": 6}
-    if first_unread is not None:
-        fields["first_unread"] = first_unread
-    first = [("save", 6, {}), found, ("alarm", 5, NAN)]
-    run = run_of_processes(first, [("resume", 6, fields), found, ("alarm", 5, NAN)])
-    assert run.malformed == []
-    assert (run.incident_count, run.skips) == (counted, counted)
-    assert run.attempts[1].first_step == 6
-
-
 def test_the_diagnosis_of_an_alert_ends_with_its_rollback():
     alert = ("alert", 5, {"cause": ["LOSS_SPIKE"], "diagnosis": "look at the data"})
     assert run_of(alert).processes[-1].diagnosis == "look at the data"

@@ -258,7 +258,6 @@ def add_comparing_parts(
     )
     run.comparisons = Comparisons(
         driver=run.driver,
-        dispatch_queue=run.dispatch_queue,
         state=state,
         history=history,
         credit=credit,

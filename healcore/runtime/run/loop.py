@@ -27,6 +27,7 @@ The host reads a record a fixed number of steps later, so that it does not wait 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,8 @@ class Loop:
         self._rolled_back_by_update: RollbackRecord | None = None
         """The newest rollback by an `update` since the last `after_step`, or None without one."""
         self._structure = structure
+        self._noted: deque[tuple[StepResult, Trouble | None]] = deque()
+        """Steps that were read before a save in the body of the loop, with their orders."""
 
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
@@ -312,8 +315,8 @@ class Loop:
                 ends = each.trains and each.in_loop and each.at_end
                 if ends and each.next_id.index > 1:
                     return None  # a restart would run the code after the epoch without its batches
-        # Unread steps may lead to an order, which a restart from this save would never see. Reading
-        # them costs no extra time, because the save waits for the device anyway.
+        # A restart from this save would never see the orders of steps that are not read. Reading
+        # costs no extra time, because the save waits for the device anyway.
         rollback = self.read_and_act(every=True)
         if rollback is not None or self.run.schedule.delayed:
             return rollback
@@ -444,12 +447,13 @@ class Loop:
 
     # -- reading records, and carrying out orders -----------------------------------------------
 
-    def read_and_act(self, *, every: bool = False) -> RollbackRecord | None:
+    def read_and_act(self, *, every: bool = False, saves: bool = False) -> RollbackRecord | None:
         """Reads the steps that are due, and carries out their orders.
 
         Args:
             every: whether to read all queued steps, which waits for the device. Otherwise the
                 newest steps stay queued until their records have arrived.
+            saves: whether an order asks for a save after these steps.
 
         Returns:
             The rollback, or None without one. It undoes the steps after the order, so they are not
@@ -461,27 +465,44 @@ class Loop:
                 self._on_rollback()
                 return rollback
             if order is not None and order.action & Action.SAVE:
-                self.run.saver.save(SaveReason.ORDERED)
+                return self.read_and_act(every=True, saves=True)
+        if saves:
+            self.run.saver.save(SaveReason.ORDERED)
         return None
+
+    def note_steps(self) -> None:
+        """Reads all queued steps before a save in the body of the loop, and notes their orders.
+
+        The program's own code follows, so nothing can be rolled back here. The next work between
+        two steps acts on the steps.
+        """
+        while self.run.dispatch_queue.has_due(every=True):
+            self._note_next()
 
     def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Trouble | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
+        guard = self.run.hang_guard
+        while self._noted or self.run.dispatch_queue.has_due(every=every):
+            if not self._noted:
+                guard.watch()  # reading waits for the device
+                self._note_next()
+                guard.pause()
+            yield self._noted.popleft()
+
+    def _note_next(self) -> None:
+        """Reads the oldest queued step, and finds its order."""
         run = self.run
-        while run.dispatch_queue.has_due(every=every):
-            run.hang_guard.watch()  # reading waits for the device
-            try:
-                result = run.dispatch_queue.read_next()
-            except HealcoreError as error:
-                self.run.progress.reading_error = error
-                raise
-            run.hang_guard.pause()
-            order = run.recovery.find_order(result)
-            run.end_requests.note_mark(result)
-            yield result, order
-        run.hang_guard.pause()
+        try:
+            result = run.dispatch_queue.read_next()
+        except HealcoreError as error:
+            run.progress.reading_error = error
+            raise
+        self._noted.append((result, run.recovery.find_order(result)))
+        run.end_requests.note_mark(result)
 
     def _on_rollback(self) -> None:
         """Does what a rollback asks of the loop, however it came about."""
+        self._noted.clear()
         self.run.end_requests.on_rollback()
         self._explain_epochs()
 
@@ -504,30 +525,6 @@ class Loop:
         if self.run.driver.is_interrupted():
             return False
         self.queue_dispatch()
-        return True
-
-    def keep_last_steps(self) -> bool:
-        """Reads the unread steps at the end of a run, and leaves them for the next start.
-
-        The last checkpoint holds them, so the next start acts on them where this run would have.
-
-        Returns:
-            Whether none of them has an alarm, as the ledger counts alarms.
-        """
-        self.queue_dispatch()
-        self.log_warnings()
-        self.run.hang_guard.watch()
-        try:
-            unread = self.run.dispatch_queue.read_ahead()
-        except HealcoreError as error:
-            self.run.progress.reading_error = error
-            raise
-        finally:
-            self.run.hang_guard.pause()
-        for each in unread:
-            for records in each.dispatch.steps:
-                if self.run.monitor.has_alarm(records):
-                    return False
         return True
 
     def report_last_steps(self) -> None:

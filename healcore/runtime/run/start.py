@@ -390,8 +390,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         run.loop.state.resume_in_body()  # before a record is written, which has to say so too
     start = None if newest is None else newest.next_start
     if start is None:
-        first_unread = run.dispatch_queue.first_index
-        run.log.event("resume", step=step, checkpoint=step, first_unread=first_unread)
+        run.log.event("resume", step=step, checkpoint=step)
     else:
         _report_undone(run, start.tries, step)
     report_before_kill(run, step)
@@ -426,8 +425,7 @@ def _report_undone(run: Run, count: int, step: int) -> None:
     else:
         why = "the steps since then were skipped or taken without the Healer, so they are trained "
         why += "again"
-    first_unread = run.dispatch_queue.first_index
-    run.log.event("resume", step=step, checkpoint=step, first_unread=first_unread, why=why)
+    run.log.event("resume", step=step, checkpoint=step, why=why)
     run.log.info(f"step {step}: {why}")
     try:
         run.saver.replace_record(step)

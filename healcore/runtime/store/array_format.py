@@ -87,8 +87,6 @@ class ArrayFormat(ABC):
 
     name: str
     """Format of the files, for the manifest."""
-    arrays_by_rank: bool = True
-    """Whether each rank may save arrays of its own, from objects with `per_rank = True`."""
     single_file_bytes: int = single_file.MAX_BYTES
     """Largest size of a state that one process saves as one file; 0 for never."""
     _spare: FlatState | None = None

@@ -130,11 +130,6 @@ class CheckpointStore(Writer):
         return int(self.durable)
 
     @property
-    def arrays_by_rank(self) -> bool:
-        """Whether each rank may save arrays of its own."""
-        return self.format.arrays_by_rank
-
-    @property
     def place(self) -> str:
         """Place of the checkpoints, for messages, or an empty string without a directory."""
         return str(self.root or "")

@@ -55,7 +55,6 @@ class Listed(CheckpointStore):
     """A CheckpointStore that remembers what was saved and holds no arrays."""
 
     durable = property(lambda self: True)  # type: ignore[assignment]
-    arrays_by_rank = property(lambda self: False)  # type: ignore[assignment]
 
     def __init__(self) -> None:
         copier: Any = None
@@ -142,7 +141,7 @@ class Process:
         self.run.data_state = DataState(self.loaders.position)
         self.run.schedule = schedule_of(self.run, EVERY)
         loop_state = LoopState(self.loaders, self.run.progress, has_trainer=False)
-        self.run.loop = SimpleNamespace(state=loop_state)  # type: ignore[assignment]
+        self.run.loop = SimpleNamespace(state=loop_state, note_steps=lambda: None)  # type: ignore[assignment]
         self.run.known_checkpoints = KnownCheckpoints(
             policy=POLICY,
             store=store,
@@ -154,7 +153,6 @@ class Process:
             is_enabled=False,
             state=ComparisonState(),
             on_rollback=lambda target: None,
-            batches_to_save=lambda: None,
         )
         self.run.comparisons = no_comparisons
         self.run.monitor = SimpleNamespace(state=self.run.record.monitor)  # type: ignore[assignment]

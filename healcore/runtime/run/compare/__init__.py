@@ -12,8 +12,7 @@
         evidence       the evidence of all comparisons with the same earlier weights (`Anchor`)
         suspicion      what follows from the evidence, up to the `verdict`
     holding            learns the healthy ranges, and holds what has left them
-    comparison_state   what these parts share, and a checkpoint holds; batches and numbers have the
-                       `saved_form` there
+    comparison_state   what these parts share, and a checkpoint holds
 
 Begin with `Comparisons.observe`, which runs after each step.
 """

@@ -54,8 +54,10 @@ class ComparisonState:
     """`LossFunction.gives_loss`, in a record."""
     credit: float | None = None
     """`Credit.left`, in a record."""
-    history: str = ""
-    """Text of `StepHistory.to_text`, in a record."""
+    usual: list[float] = field(default_factory=list)
+    """`LossLevel.usual`, in a record."""
+    recent: list[float] = field(default_factory=list)
+    """`LossLevel.recent`, in a record."""
 
     @property
     def has_evidence(self) -> bool:

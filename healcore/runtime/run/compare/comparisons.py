@@ -36,19 +36,14 @@ from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import RECENT, Anchor
 from healcore.runtime.run.compare.mean_pause import MeanPause
 from healcore.runtime.run.compare.rises import ROUNDING, Rises, joined, rise_of
-from healcore.runtime.run.compare.saved_form import (
-    pack_batches,
-    unpack_batches,
-)
 from healcore.runtime.run.compare.step_history import Signs, StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
-from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
+from healcore.runtime.run.compare.trained_step import TrainedStep
+from healcore.runtime.run.compare.usual_values import LossLevel
 from healcore.runtime.run.compare.verdict import Verdict
-from healcore.runtime.run.dispatch_queue import DispatchQueue
 from healcore.runtime.run.monitor_state import take_fields
 from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.trouble import Trouble
-from healcore.runtime.store.packed_values import PackedValues
 
 if TYPE_CHECKING:
     from healcore.runtime.run.record.run_record import RunRecord
@@ -69,7 +64,6 @@ class Comparisons:
 
     Args:
         driver: copies the weights, and knows whether they have changed since the last step.
-        dispatch_queue: the steps that are not read yet, whose batches a checkpoint needs.
         state: the state of the comparisons.
         history: the last steps.
         credit: bounds what the comparisons cost.
@@ -93,7 +87,6 @@ class Comparisons:
         self,
         *,
         driver: Driver,
-        dispatch_queue: DispatchQueue,
         state: ComparisonState,
         history: StepHistory,
         credit: Credit,
@@ -111,7 +104,6 @@ class Comparisons:
         self.loss_function = anchor_losses.loss_function
         self.steps_are_windows = False
         self._driver = driver
-        self._dispatch_queue = dispatch_queue
         self._holding = holding
         self._record = record
         self._save_every = save_every
@@ -374,77 +366,43 @@ class Comparisons:
     def to_save(self) -> ComparisonState:
         """The state of the comparisons for a checkpoint's record.
 
-        A restart without this state would compare with other weights than a run that was not
-        killed, and would answer known trouble as new.
+        A restart without this state would answer known trouble as new.
 
         Returns:
-            A copy of `state` with the facts "in a record". It has no batches, see
-            `batches_to_save`. The anchors have the indices of the sampled steps, and not the steps.
+            A copy of `state` with the facts "in a record".
         """
+        level = self.history.level
         return replace(
             self.state,
-            anchors=[anchor.to_save() for anchor in self.anchors],
             gives_loss=self.loss_function.gives_loss,
             credit=self.credit.left,
             mean_quiet_until=self._mean_pause.until,
             pause=self._mean_pause.length,
-            history=self.history.to_text(),
+            usual=[*level.usual.values],
+            recent=[*level.recent],
         )
 
-    def batches_to_save(self) -> PackedValues | None:
-        """The batches of the steps that a later comparison may evaluate, by step.
-
-        Returns:
-            The batches; `pack_batches` says which batches are missing. None without comparisons.
-        """
-        if not self.is_enabled:
-            return None
-        steps: list[TrainedStep] = []
-        for index, contents in self._dispatch_queue.unread_contents().items():
-            steps.append(TrainedStep(index, contents))
-        for anchor in self.anchors:
-            steps += [*anchor.sample, *anchor.usual]
-        return pack_batches([*steps, *self.history.steps_with_batches()])
-
-    def continue_from(
-        self,
-        saved: ComparisonState,
-        weights: Mapping[int, Any],
-        *,
-        step: int,
-        batches: Mapping[int, Any] | None = None,
-    ) -> None:
-        """Continues an earlier process at a checkpoint, and holds what that process held.
+    def continue_from(self, saved: ComparisonState, weights: Mapping[int, Any]) -> None:
+        """Continues an earlier process at a checkpoint.
 
         Args:
             saved: what the checkpoint holds.
             weights: step of a checkpoint -> a copy of its weights. An anchor without weights is
                 dropped, and so is a verdict about it.
-            step: step of the checkpoint.
-            batches: the values that `batches_to_save` has packed for this checkpoint, or None.
         """
         verdict = saved.verdict
         if verdict is not None and verdict.anchor_step not in weights:
             verdict = None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
+        for anchor in anchors:
+            anchor.weights = weights[anchor.step]
         take_fields(self.state, replace(saved, anchors=anchors, verdict=verdict))
         self.loss_function.gives_loss |= saved.gives_loss
         if saved.credit is not None:
             self.credit.left = saved.credit
         self._mean_pause = MeanPause(saved.mean_quiet_until, saved.pause)
-
-        # The last steps, and the sampled steps of the anchors, as far as their batches were saved.
         self.history.forget(self._record.healthy.norms)
-        observed: dict[int, tuple[ObservedBatch, ...]] = {}
-        if self.is_enabled and batches is not None:
-            observed = unpack_batches(batches)
-        steps = {index: TrainedStep(index, parts) for index, parts in observed.items()}
-        if saved.history:
-            steps |= self.history.restore(saved.history, observed)
-        steps = {index: known for index, known in steps.items() if known.batches}
-        for anchor in anchors:
-            anchor.weights = weights[anchor.step]
-            anchor.restore_samples(steps)
+        self.history.level = LossLevel(saved.usual, saved.recent)
 
     def _forget_trouble(self) -> None:
         """Forgets the suspicion and its verdict, and the losses of the current dispatch."""

@@ -6,14 +6,14 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Container, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from healcore.runtime.driver import NumberRange
+from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import SAMPLE_SIZE
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel, NormHistory
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.store import values
 
 STEPS_BEFORE_SIGN = 8
 """Steps before the first sign of trouble that may have caused it."""
@@ -30,15 +30,8 @@ MAX_BYTES = 256 << 20
 must not be the reason why memory runs out."""
 _UNTIL_HEALTHY = STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN
 """Steps without an alarm or a high loss after which the norm of a step counts as healthy."""
-_TEXT = ("the last steps",)
-"""Place of the text of a history, for error messages."""
 WINDOWS = 4
 """Signs of trouble, and bursts of high steps, that are remembered to date its onset."""
-_SAVED = (
-    *("steps", "norms", "rates", "losses", "usual", "were_high", "recent", "last"),
-    *("windows", "high", "young", "doubtful", "signs", "last_norms"),
-)
-"""The entries of the text of a history, in order: equal histories have equal texts."""
 
 
 class Signs(NamedTuple):
@@ -123,6 +116,9 @@ class StepHistory:
 
     Which losses are usual is explained by `LossLevel`, and which gradient norms and learning rates
     are healthy by `NormHistory`.
+
+    Attributes:
+        level: the usual losses.
     """
 
     def __init__(self) -> None:
@@ -142,7 +138,9 @@ class StepHistory:
                 would not be found.
         """
         self._norms.forget(norms or {})
-        self._level = LossLevel(usual_loss)
+        self.level = LossLevel()
+        if usual_loss is not None:
+            self.level = LossLevel([usual_loss] * REGULAR_INTERVAL)
         self._last: deque[TrainedStep] = deque(maxlen=STEPS_BEFORE_SIGN)
         """The last steps, with their batches."""
         self._windows: deque[_Window] = deque(maxlen=WINDOWS)
@@ -157,71 +155,6 @@ class StepHistory:
         """First and last step of the newest burst of high steps."""
         self._last_sign = long_ago
         self._last_alarm = long_ago
-
-    def steps_with_batches(self) -> list[TrainedStep]:
-        """The steps whose batches may be compared.
-
-        A checkpoint holds the batches of these steps, so that a restart can name the batches that
-        caused some trouble. A step that is in several windows occurs several times.
-        """
-        found = [*self._last]
-        for window in self._windows:
-            found += window.steps
-        found += self._high
-        return found
-
-    def to_text(self) -> str:
-        """Everything but the batches of the steps, as text.
-
-        The record of a checkpoint holds the text. The batches are saved with the arrays, see
-        `Comparisons.batches_to_save`.
-
-        Returns:
-            A text for `restore`, in which NaN and Inf keep their value.
-        """
-        steps: dict[int, tuple[dict[str, float], dict[str, float]]] = {}
-        for step in (*self.steps_with_batches(), *self._norms.young, *self._norms.doubtful):
-            steps[step.index] = dict(step.norms), dict(step.rates)
-        windows: list[tuple[int, list[int]]] = []
-        for window in self._windows:
-            windows.append((window.start, [each.index for each in window.steps]))
-        found = {
-            "steps": steps,
-            "last": [each.index for each in self._last],
-            "windows": windows,
-            "high": [each.index for each in self._high],
-            "signs": (self._last_sign, self._last_alarm, *self._burst),
-            **self._level.to_values(),
-            **self._norms.to_values(),
-        }
-        return values.dumps({name: found[name] for name in _SAVED}, _TEXT)
-
-    def restore(self, text: str, contents: Mapping[int, Any]) -> dict[int, TrainedStep]:
-        """Restores what `to_text` has returned, in a history without a step.
-
-        Args:
-            text: the text.
-            contents: index of a step -> its batches, as far as they are known.
-
-        Returns:
-            The steps by their index.
-        """
-        found = values.loads(text, _TEXT)
-        steps: dict[int, TrainedStep] = {}
-        for index, (norms, rates) in found["steps"].items():
-            steps[index] = TrainedStep(index, contents.get(index, ()), norms, rates)
-        self._level.restore(found)
-        self._norms.restore(found, steps)
-        self._last.extend(steps[index] for index in found["last"])
-        for index in found["high"]:
-            self._high.append(steps[index])
-            self._high_sizes.append(steps[index].nbytes)
-        for start, indices in found["windows"]:
-            self._windows.append(_Window(start, [steps[index] for index in indices]))
-        self._last_sign, self._last_alarm, *burst = found["signs"]
-        if burst:  # records of earlier versions have no burst
-            self._burst = (burst[0], burst[1])
-        return steps
 
     def add(
         self,
@@ -245,15 +178,15 @@ class StepHistory:
         Returns:
             What the loss and the norms of the step say.
         """
-        is_record = self._level.last.is_exceeded_by(loss)
-        is_bad = alarm or is_record or self._level.usual.is_exceeded_by(loss)
+        is_record = self.level.last.is_exceeded_by(loss)
+        is_bad = alarm or is_record or self.level.usual.is_exceeded_by(loss)
         sign = alarm or is_record or self._norms.is_unusual(trained)
         high = is_bad or sign
         since_sign = trained.index - self._last_sign
         first_alarm = alarm and trained.index - self._last_alarm > STEPS_AFTER_SIGN
         if alarm:
             self._last_alarm = trained.index
-        self._level.add(loss, high=is_bad)
+        self.level.add(loss, high=is_bad)
         if sign:
             if since_sign > STEPS_AFTER_SIGN:  # the first sign of a trouble
                 self._windows.append(_Window(trained.index, [*self._last]))
@@ -303,7 +236,7 @@ class StepHistory:
         Call this where the weights were compared without evidence of damage. Then other data, or
         another scale of the loss, have raised the losses.
         """
-        self._level.accept()
+        self.level.accept()
 
     def learn_doubtful_norms(self, step: int, norm_limits: Mapping[str, float]) -> None:
         """Learns the norms near signs of trouble, at a healthy checkpoint of `step`.
@@ -340,7 +273,7 @@ class StepHistory:
         Returns:
             The loss, or None before `REGULAR_INTERVAL` usual losses are known.
         """
-        return self._level.largest_usual()
+        return self.level.largest_usual()
 
     def typical_norms(self) -> dict[str, float]:
         """The median gradient norm of each engine, see `NormHistory.typical`.
@@ -353,11 +286,11 @@ class StepHistory:
 
     def mean(self) -> float | None:
         """The mean of the last `RECENT` finite losses, or None before so many are known."""
-        return self._level.mean()
+        return self.level.mean()
 
     def spread(self) -> float:
         """The standard deviation of the losses of `mean`. It is too slow for every step."""
-        return self._level.spread()
+        return self.level.spread()
 
     @property
     def newest(self) -> int:

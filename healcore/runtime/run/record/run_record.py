@@ -120,9 +120,6 @@ class RunRecord:
     """Number of a loader that cannot be rewound -> its position, which a rollback keeps."""
     comparisons: ComparisonState | None = None
     """Evidence of the comparisons of weights, or None without a `loss_fn`."""
-    unread: str = ""
-    """The steps before `step` that the run had not acted on, see
-    `checkpoints/unread_steps.py`; or empty."""
     is_in_body: bool = False
     """Whether the program saved in the body of its loop. The work between two steps that follows
     `step` was not done then."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines
-from healcore.runtime.run.checkpoints.unread_steps import unread_from_text, with_orders_of
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import SavedDataState
-from healcore.runtime.run.dispatch_queue import UnreadDispatch
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.next_start import content_at_start
@@ -146,42 +144,14 @@ class Resumption:
             weights: result of `_load_resumed`.
         """
         self.run.record.healthy = own.healthy
-        batches = None
-        if saved.data_state is not None:
-            batches = saved.data_state.batches
-        if own.unread:
-            unread = unread_from_text(own.unread, batches or {})
-            if self._has_other_policy(own):
-                unread = with_orders_of(unread, self.run.policy.engine.config.rules)
-            self.run.dispatch_queue.resume(self._comparable_on_all_ranks(unread))
         if own.comparisons is not None:
-            self.run.comparisons.continue_from(
-                own.comparisons, weights, step=saved.step, batches=batches
-            )
+            self.run.comparisons.continue_from(own.comparisons, weights)
         self.run.ledger.continue_from(own.ledger, saved.step)
         self.run.monitor.state.continue_from(own.monitor)
         positions = {**(saved.position or {})}
         if own.repeats_undone_steps(saved.step):
             positions |= _kept_positions(own, saved)
         self.run.loaders.resume(positions, own.skipped)
-
-    def _has_other_policy(self, own: RunRecord) -> bool:
-        """Whether another policy than the given one has judged the steps of a checkpoint."""
-        given = self.run.policy.engine.fingerprint
-        return any(saved.get("policy") != given for saved in own.engines.values())
-
-    def _comparable_on_all_ranks(self, unread: Sequence[UnreadDispatch]) -> list[UnreadDispatch]:
-        """Marks the steps whose batches any rank has lost, because comparing is collective.
-
-        Each rank saves its own batches, up to a limit in bytes.
-        """
-        lost = self.run.ranks.gather([each.first.has_lost_contents for each in unread])
-        agreed: list[UnreadDispatch] = []
-        for number, each in enumerate(unread):
-            is_lost = any(flags[number] for flags in lost)
-            first = each.first._replace(has_lost_contents=is_lost)
-            agreed.append(each._replace(first=first))
-        return agreed
 
 
 def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:

@@ -312,7 +312,7 @@ class StoredCheckpoints:
         moved = dict(parts[0])
         for name, position in loader_positions(parts[0]).items():
             moved[name] = position_of_other_ranks(position, saved_by)
-        return saved._replace(data_state=SavedDataState(None, None, None, {}, moved, {}))
+        return saved._replace(data_state=SavedDataState(None, None, None, {}, moved))
 
 
 def _age(record: RunRecord) -> tuple[int, int]:

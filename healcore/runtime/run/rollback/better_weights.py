@@ -42,7 +42,7 @@ class BetterWeights:
         """
         records, taken = result.records, result.records[0].taken
         comparisons = self.run.comparisons
-        if not comparisons.is_enabled or result.has_lost_contents:
+        if not comparisons.is_enabled:
             return None
         if taken and not any(each.judged for each in records):
             return None  # the step is a micro-step of an accumulation
