@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.mean_pause import FIRST_PAUSE
-from healcore.runtime.run.compare.verdict import Verdict
+from healcore.runtime.run.rollback.trouble import Trouble
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ComparisonState:
     losses. The gaps within a burst have at most `STEPS_AFTER_SIGN` steps."""
     first_losses: list[float] = field(default_factory=list)
     """The first `RECENT` finite losses of the run."""
-    verdict: Verdict | None = None
+    verdict: Trouble | None = None
     """The pending verdict, until the run rolls back or recovers, or None."""
     silent_until: int = 0
     """Step before which weights are neither compared nor copied."""
@@ -64,7 +64,7 @@ class ComparisonState:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
 
-    def anchor_of(self, step: int) -> Anchor | None:
+    def anchor_of(self, step: int | None) -> Anchor | None:
         """The anchor of a step, or None if its weights are not kept.
 
         Args:

@@ -40,7 +40,6 @@ from healcore.runtime.run.compare.step_history import Signs, StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel
-from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.monitor_state import take_fields
 from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.trouble import Trouble
@@ -185,7 +184,7 @@ class Comparisons:
 
     def observe(
         self, trained: TrainedStep, loss: float, *, alarm: bool, has_trained: bool
-    ) -> Verdict | None:
+    ) -> Trouble | None:
         """Compares weights after a step if there is a reason.
 
         The reasons are:
@@ -254,7 +253,7 @@ class Comparisons:
 
     def _compare_if_due(
         self, trained: TrainedStep, loss: float, best: Anchor | None
-    ) -> Verdict | None:
+    ) -> Trouble | None:
         """Compares weights at the last step of a dispatch, if this is due.
 
         Args:
@@ -286,7 +285,7 @@ class Comparisons:
         self._has_reason = False
         verdict = self.state.verdict
         if verdict is not None:  # the run may recover until then
-            return index >= verdict.due
+            return index >= verdict.recovers_until
         return index >= self.state.silent_until and (has_reason or self.has_evidence)
 
     def _learn_first_step(self, trained: TrainedStep, losses: Sequence[float]) -> None:
@@ -391,7 +390,7 @@ class Comparisons:
                 dropped, and so is a verdict about it.
         """
         verdict = saved.verdict
-        if verdict is not None and verdict.anchor_step not in weights:
+        if verdict is not None and verdict.better_step not in weights:
             verdict = None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
         for anchor in anchors:
@@ -422,10 +421,10 @@ class Comparisons:
         """`anchor_choice.to_compare`, or only the anchor of a pending verdict."""
         verdict = self.state.verdict
         if verdict is not None:
-            return [anchor for anchor in self.anchors if anchor.step == verdict.anchor_step]
+            return [anchor for anchor in self.anchors if anchor.step == verdict.better_step]
         return to_compare(self.anchors, index, every=self._save_every, best=best)
 
-    def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
+    def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Trouble | None:
         """Compares with each eligible anchor.
 
         Args:
@@ -456,10 +455,10 @@ class Comparisons:
                 found = self._weigh(trained.index, anchor, compared)
                 if found is not None:
                     verdict = found
-        if verdict is not None and self.state.anchor_of(verdict.anchor_step) is None:
+        if verdict is not None and self.state.anchor_of(verdict.better_step) is None:
             verdict = None  # its anchor was dropped after it was found
-        if verdict is not None and not self.suspicion.has_waited(verdict):
-            self.suspicion.postpone(verdict)
+        if verdict is not None and not self.suspicion.has_waited(verdict, trained.index):
+            self.suspicion.postpone(verdict, trained.index)
             verdict = None
         self.credit.charge(evaluations)
         return verdict
@@ -504,7 +503,7 @@ class Comparisons:
         self.loss_function.note_comparison(same_losses=same_losses)
         return joined(evaluations + 2 * len(past), (now, then), pairs)
 
-    def _weigh(self, index: int, anchor: Anchor, compared: Rises) -> Verdict | None:
+    def _weigh(self, index: int, anchor: Anchor, compared: Rises) -> Trouble | None:
         """Updates the evidence of an anchor, and concludes.
 
         Returns:

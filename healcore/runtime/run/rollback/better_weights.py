@@ -1,4 +1,4 @@
-"""`BetterWeights`: compares weights after a step, and makes a trouble of a verdict."""
+"""`BetterWeights`: compares weights after a step, and says what became of accepted damage."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from healcore.core.decision import Cause
 from healcore.runtime.reporting.diagnosis import recovered_text
 from healcore.runtime.run.compare.trained_step import TrainedStep
-from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.rollback.trouble import Trouble, TroubleCause
+from healcore.runtime.run.rollback.trouble import Trouble
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -29,7 +28,7 @@ class BetterWeights:
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def compare(self, result: StepResult) -> Verdict | None:
+    def compare(self, result: StepResult) -> Trouble | None:
         """Compares the current weights with earlier weights, if there is a reason to.
 
         Args:
@@ -64,24 +63,6 @@ class BetterWeights:
             loss,
             alarm=not taken or any(each.cause & ~_NOT_ABOUT_WEIGHTS for each in records),
             has_trained=taken and not all(each.skip for each in records),
-        )
-
-    def trouble_of(self, verdict: Verdict, *, finite: bool = True) -> Trouble:
-        """The trouble that a verdict has found.
-
-        Args:
-            verdict: which earlier weights are better, and since when.
-            finite: whether the current weights are finite.
-        """
-        return Trouble(
-            cause=TroubleCause.BETTER_WEIGHTS,
-            onset=verdict.onset,
-            found_at=verdict.found_at,
-            since=verdict.onset,
-            finite=finite,
-            sound_before=True,
-            better_step=verdict.anchor_step,
-            rises=(verdict.rise, verdict.rise_remembered),
         )
 
     def report_recoveries(self) -> None:

@@ -274,7 +274,7 @@ class Holding:
         left_out = trouble.batches
         anchor = self._state.anchor_of(step)
         if suspects is not None and anchor is not None:
-            unusual = broadcast(self._ranks, self._unusual_steps(suspects, anchor, healthy))
+            unusual = broadcast(self._ranks, self._unusual_steps(suspects, anchor))
             left_out += tuple(self._record.monitor.batches_of(unusual))
         return replace(found, left_out=left_out)
 
@@ -282,24 +282,12 @@ class Holding:
         """Checkpoint intervals from a snapshot to the onset of a trouble; may be a fraction."""
         return (trouble.onset - step) / self._save_every
 
-    def _unusual_steps(
-        self, suspects: SuspectSteps, anchor: Anchor, healthy: HealthyValues
-    ) -> list[int]:
-        """Suspect steps whose batches are unusual under the better weights. Collective.
+    def _unusual_steps(self, suspects: SuspectSteps, anchor: Anchor) -> list[int]:
+        """Suspect steps whose batches are unusual under the better weights, ascending. Collective.
 
         A batch is unusual if its loss under the better weights exceeds the largest loss of the
-        usual batches of all anchors from before the onset by more than their range. Where a limit
-        of the gradient norm has not helped, the batches of the steps with an unusual norm are
-        unusual too: the cause may be the batch, and its norm only a symptom.
+        usual batches of all anchors from before the onset by more than their range.
         """
-        unusual = set()
-        for index in suspects.with_unusual_norm(self.envelope.norms, healthy):
-            if index >= anchor.step:
-                unusual.add(index)
-        return sorted(unusual | self._with_high_loss(suspects, anchor))
-
-    def _with_high_loss(self, suspects: SuspectSteps, anchor: Anchor) -> set[int]:
-        """Suspect steps whose loss under an anchor's weights is not ordinary."""
         before = suspects.start - STEPS_BEFORE_SIGN
         usual_by_index = {}
         for each in self._state.anchors:
@@ -309,16 +297,16 @@ class Holding:
         usual = [*usual_by_index.values()]
         steps = [step for step in suspects.steps if step.batches and step.index >= anchor.step]
         if not usual or not steps:
-            return set()
+            return []
         both = [*usual, *steps]
         losses = self._anchor_losses.losses_of(both, anchor, [math.nan] * len(both))
         if losses is None:
-            return set()
+            return []
         _, under_better = losses
         ordinary, rest = under_better[: len(usual)], under_better[len(usual) :]
         limit = max(ordinary) + (max(ordinary) - min(ordinary))
-        high = set()
+        high = []
         for step, loss in zip(steps, rest, strict=True):
             if not loss <= limit:  # written with `not`, so that a loss of NaN counts as high
-                high.add(step.index)
+                high.append(step.index)
         return high

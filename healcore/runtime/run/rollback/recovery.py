@@ -25,7 +25,6 @@ from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.events.sentences import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.data.rewind_obstacle import RewindObstacle
-from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.missing_rate import MissingRate
@@ -136,19 +135,8 @@ class Recovery:
         if trouble is not None:
             return self.answer(trouble)
         if verdict is not None:
-            return self.follow(verdict)
+            return self.go_back(verdict, result.index)
         return self.accept_intended(result.index)
-
-    def follow(self, verdict: Verdict) -> RollbackRecord | None:
-        """Goes back because earlier weights are better, or accepts that they are.
-
-        Args:
-            verdict: which earlier weights are better, and since when.
-
-        Returns:
-            The rollback, or None without one.
-        """
-        return self.go_back(self.run.better_weights.trouble_of(verdict), verdict.roll_back_at)
 
     def accept_intended(self, index: int, *, at_end: bool = False) -> RollbackRecord | None:
         """Accepts the numbers that are held although the program keeps its own value for long.
@@ -230,10 +218,9 @@ class Recovery:
         if not trouble.action & Action.ROLLBACK:
             return None
         if damage is not None:
-            verdict = run.comparisons.suspicion.pending(trouble.found_at)
+            verdict = run.comparisons.state.verdict
             if verdict is not None:
-                better = run.better_weights.trouble_of(verdict, finite=False)
-                return self.go_back(better, trouble.found_at)
+                return self.go_back(replace(verdict, finite=False), trouble.found_at)
         return self.go_back(trouble, trouble.found_at)
 
     def _needs_evidence(self, trouble: Trouble) -> bool:
@@ -562,18 +549,14 @@ class Recovery:
         why: str | None = None,
     ) -> None:
         """Writes the event of a verdict about the weights."""
-        anchor = None
-        if trouble.better_step is not None:
-            anchor = self.run.comparisons.state.anchor_of(trouble.better_step)
-        rise, rise_remembered = trouble.rises
+        anchor = self.run.comparisons.state.anchor_of(trouble.better_step)
         self.run.log.assessment(
             index,
             trouble.onset,
             name,
             by or "",
             checkpoint=trouble.better_step,
-            rise=rise,
-            rise_remembered=rise_remembered,
+            rise=trouble.rise,
             loss_before=anchor.level if anchor is not None and name == "accepted" else None,
             why=why,
         )
