@@ -10,8 +10,7 @@
         loss_function  the user's `loss_fn` on the batches of a `trained_step`
         rises          what one comparison shows
         evidence       the evidence of all comparisons with the same earlier weights (`Anchor`)
-        suspicion      what follows from the evidence, up to the `verdict`
-    holding            learns the healthy ranges, and holds what has left them
+        suspicion      what follows from the evidence, up to a verdict
     comparison_state   what these parts share, and a checkpoint holds
 
 Begin with `Comparisons.observe`, which runs after each step.

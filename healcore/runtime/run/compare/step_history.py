@@ -54,7 +54,8 @@ class Signs(NamedTuple):
 class SuspectSteps(NamedTuple):
     """The steps that may have caused some trouble.
 
-    A rollback holds the norms of these steps below the healthy norms, and leaves out their batches. A step that is missing here would do the same damage again.
+    A rollback holds the norms of these steps below the healthy norms, and leaves out their
+    batches. A step that is missing here would do the same damage again.
     """
 
     start: int

@@ -168,7 +168,7 @@ def why_accepted(trouble: Trouble, tries: int) -> str:
         return f"{trouble.intended}: {INTENDED}"
     if not tries:
         return (
-            f"the last {MAX_ACCEPTED} changes came back after all trials: healcore cannot "
+            f"the last {MAX_ACCEPTED} changes came back after all tries: healcore cannot "
             "repair this one either, or the program intends it"
         )
     times = "the rollback" if tries == 1 else f"each of the {tries} rollbacks"
@@ -196,5 +196,5 @@ def accepted_line(
         line += f"{reason_of(trouble)}, since step {trouble.onset}; "
     line += why
     if undone:
-        line += "; the trials are undone"
+        line += "; what was held is undone"
     return f"{line}; the run continues, without another rollback for this change"
