@@ -8,7 +8,6 @@ from pydantic import ConfigDict
 
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import Anchor
-from healcore.runtime.run.compare.mean_pause import FIRST_PAUSE
 from healcore.runtime.run.rollback.trouble import Trouble
 
 
@@ -25,7 +24,8 @@ class ComparisonState:
         anchors                             `Comparisons`, which adds and compares them.
                                             `AnchorLosses` drops those that cannot be compared.
                                             `Suspicion` lowers the evidence of a verdict that waits.
-        first_losses, silent_until          `Comparisons`
+        first_losses, silent_until,         `Comparisons`
+        mean_quiet_until
         bursts, verdict                     `Suspicion`
         the fields "in a record"            nobody: `Comparisons.to_save` sets them in a copy
 
@@ -47,9 +47,7 @@ class ComparisonState:
     silent_until: int = 0
     """Step before which weights are neither compared nor copied."""
     mean_quiet_until: int = 0
-    """`MeanPause.until`, in a record."""
-    pause: int = FIRST_PAUSE
-    """`MeanPause.length`, in a record."""
+    """Step before which a high mean loss is no reason to compare."""
     gives_loss: bool = False
     """`LossFunction.gives_loss`, in a record."""
     credit: float | None = None

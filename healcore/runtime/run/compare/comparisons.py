@@ -34,7 +34,6 @@ from healcore.runtime.run.compare.anchor_losses import AnchorLosses
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import RECENT, Anchor
-from healcore.runtime.run.compare.mean_pause import MeanPause
 from healcore.runtime.run.compare.rises import ROUNDING, Rises, joined, rise_of
 from healcore.runtime.run.compare.step_history import Signs, StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
@@ -50,6 +49,10 @@ if TYPE_CHECKING:
 MEDIAN_OF = 3
 """Past batches of a comparison while there is evidence. The median of their rises is steadier than
 a single rise, and bad batches in the sample do not dominate the median as they dominate a mean."""
+MEAN_PAUSE = RECENT
+"""Steps for which a high mean loss is no reason to compare again, after a comparison because of it
+has found no evidence. By then all losses of the mean are other losses. A mean loss stays high for
+long where the data have become harder: without pauses such a run would compare at every step."""
 
 
 class Comparisons:
@@ -106,7 +109,6 @@ class Comparisons:
         self._holding = holding
         self._record = record
         self._save_every = save_every
-        self._mean_pause = MeanPause()
         self._has_reason = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
@@ -273,10 +275,8 @@ class Comparisons:
             verdict = self._compare(trained, loss, best)
             if self.credit.is_regular(index) and not self.has_evidence:
                 self.history.accept_level()
-        if best is None:
-            self._mean_pause.reset(index)
-        elif is_due and best.evidence <= 1:
-            self._mean_pause.begin(index)
+            if best is not None and best.evidence <= 1:
+                self.state.mean_quiet_until = index + MEAN_PAUSE
         return verdict
 
     def _is_due(self, index: int) -> bool:
@@ -375,8 +375,6 @@ class Comparisons:
             self.state,
             gives_loss=self.loss_function.gives_loss,
             credit=self.credit.left,
-            mean_quiet_until=self._mean_pause.until,
-            pause=self._mean_pause.length,
             usual=[*level.usual.values],
             recent=[*level.recent],
         )
@@ -399,7 +397,6 @@ class Comparisons:
         self.loss_function.gives_loss |= saved.gives_loss
         if saved.credit is not None:
             self.credit.left = saved.credit
-        self._mean_pause = MeanPause(saved.mean_quiet_until, saved.pause)
         self.history.forget(self._record.healthy.norms)
         self.history.level = LossLevel(saved.usual, saved.recent)
 
@@ -409,11 +406,9 @@ class Comparisons:
         self._dispatch_losses.clear()
 
     def _best_on_average(self, index: int) -> Anchor | None:
-        """`anchor_choice.best_on_average`, or None during a pause of `MeanPause`."""
-        if self._mean_pause.blocks(index):
-            return None
+        """`anchor_choice.best_on_average`, or None during a pause, see `MEAN_PAUSE`."""
         mean = self.history.mean()
-        if mean is None:
+        if mean is None or index < self.state.mean_quiet_until:
             return None
         return best_on_average(self.anchors, mean, index)
 

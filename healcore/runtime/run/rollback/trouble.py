@@ -103,7 +103,7 @@ class Trouble:
     @property
     def is_in_budget(self) -> bool:
         """Whether the policy's budget limits the rollbacks: for rules, hooks, NaN and Inf."""
-        return self.cause not in _ABOUT_LOSSES
+        return self.cause not in _ABOUT_LOSSES or not self.finite
 
     @property
     def is_asked_for(self) -> bool:
