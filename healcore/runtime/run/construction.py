@@ -58,7 +58,6 @@ from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
-from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
@@ -234,18 +233,7 @@ def add_comparing_parts(
         batch_parts=run.batch_parts,
     )
     anchor_losses = AnchorLosses(loss_function=loss_function, state=state, credit=credit)
-    run.holding = Holding(
-        engine=run.policy.engine,
-        driver=run.driver,
-        ranks=run.ranks,
-        log=run.log,
-        record=run.record,
-        rate_log=run.rate_log,
-        state=state,
-        history=history,
-        anchor_losses=anchor_losses,
-        save_every=run.schedule.every,
-    )
+    run.holding = Holding(run)
     suspicion = Suspicion(
         threshold=run.policy.rollback.evidence,
         log=run.log,
@@ -301,7 +289,6 @@ def _add_checkpoint_parts(run: Run, options: Options) -> None:
 
 def _add_deciding_parts(run: Run, options: Options) -> None:
     """Adds what decides about rollbacks, the end and memory, and the loop that asks for it."""
-    run.better_weights = BetterWeights(run)
     run.nonfinite_recovery = NonfiniteRecovery(run)
     of_trainer = run_settings.trainer_settings(options.state)
     run.stopping = Stopping(run)

@@ -23,6 +23,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from healcore.core.decision import Cause
 from healcore.runtime.driver import Driver
 from healcore.runtime.run.compare.anchor_choice import (
     best_on_average,
@@ -39,6 +40,7 @@ from healcore.runtime.run.compare.step_history import Signs, StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.monitor_state import take_fields
 from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.trouble import Trouble
@@ -46,6 +48,8 @@ from healcore.runtime.run.rollback.trouble import Trouble
 if TYPE_CHECKING:
     from healcore.runtime.run.record.run_record import RunRecord
 
+_NOT_ABOUT_WEIGHTS = Cause.PLATEAU | Cause.OVERFIT
+"""Causes that say nothing about damaged weights. Their alarms are no reason to compare weights."""
 MEDIAN_OF = 3
 """Past batches of a comparison while there is evidence. The median of their rises is steadier than
 a single rise, and bad batches in the sample do not dominate the median as they dominate a mean."""
@@ -81,8 +85,6 @@ class Comparisons:
         credit: number of evaluations that the run may make.
         anchor_losses: evaluates the `loss_fn` with current and earlier weights.
         loss_function: evaluates `loss_fn`.
-        steps_are_windows: whether each step ends an accumulation. The next accumulation may have
-            begun then, and the weights can be compared all the same.
     """
 
     def __init__(
@@ -104,7 +106,6 @@ class Comparisons:
         self.credit = credit
         self.anchor_losses = anchor_losses
         self.loss_function = anchor_losses.loss_function
-        self.steps_are_windows = False
         self._driver = driver
         self._holding = holding
         self._record = record
@@ -183,6 +184,37 @@ class Comparisons:
         new = Anchor(step, level=level, spread=spread)
         new.weights = self._driver.copy_weights()
         self.state.anchors = with_new(self.anchors, new)
+
+    def observe_result(self, result: StepResult) -> Trouble | None:
+        """`observe` for a step as the host reads it. Its records are joined into one step.
+
+        Args:
+            result: the newest step that was read. A step that was not taken, or whose loss was not
+                finite, counts as a loss of NaN.
+
+        Returns:
+            A verdict if the run has to roll back, or None.
+        """
+        records, taken = result.records, result.records[0].taken
+        if taken and not any(each.judged for each in records):
+            return None  # the step is a micro-step of an accumulation
+        loss = math.nan
+        if taken and not any(each.cause & Cause.NONFINITE_LOSS for each in records):
+            loss = sum(each.loss for each in records) / len(records)
+        norms: dict[str, float] = {}
+        rates: dict[str, float] = {}
+        for each in records:
+            if each.judged:
+                norms[each.engine] = max(each.grad_norm, norms.get(each.engine, 0.0))
+            rate = each.trained_rate
+            if rate is not None:
+                rates[each.engine] = max(rate, rates.get(each.engine, 0.0))
+        return self.observe(
+            TrainedStep(result.index, result.contents, norms, rates),
+            loss,
+            alarm=not taken or any(each.cause & ~_NOT_ABOUT_WEIGHTS for each in records),
+            has_trained=taken and not all(each.skip for each in records),
+        )
 
     def observe(
         self, trained: TrainedStep, loss: float, *, alarm: bool, has_trained: bool
@@ -431,8 +463,10 @@ class Comparisons:
         Returns:
             A verdict if the run has to roll back now, or None.
         """
-        if not (self.steps_are_windows or self._driver.may_save(self._save_every)):
-            return None  # within an accumulation: the weights have not changed since the last step
+        # If each step ends an accumulation, the next one may have begun, and the weights can be
+        # compared all the same. Within one the weights have not changed since the last step.
+        if not (self._record.monitor.has_micro_steps or self._driver.may_save(self._save_every)):
+            return None
         evaluations = 0
         verdict = None
         loss_fn = self.loss_function

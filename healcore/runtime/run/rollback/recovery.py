@@ -131,7 +131,7 @@ class Recovery:
             if rollback is not None:
                 return rollback
         run.nonfinite_recovery.stop_if_never_finite(trouble)
-        verdict = run.better_weights.compare(result)
+        verdict = run.comparisons.observe_result(result)
         if trouble is not None:
             return self.answer(trouble)
         if verdict is not None:
