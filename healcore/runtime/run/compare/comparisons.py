@@ -24,7 +24,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Cause
-from healcore.runtime.driver import Driver
 from healcore.runtime.run.compare.anchor_choice import (
     best_on_average,
     newest_better,
@@ -35,6 +34,7 @@ from healcore.runtime.run.compare.anchor_losses import AnchorLosses
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import RECENT, Anchor
+from healcore.runtime.run.compare.loss_function import LossFn, LossFunction
 from healcore.runtime.run.compare.rises import ROUNDING, Rises, joined, rise_of
 from healcore.runtime.run.compare.step_history import Signs, StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
@@ -42,11 +42,10 @@ from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.monitor_state import take_fields
-from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.trouble import Trouble
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.run import Run
 
 _NOT_ABOUT_WEIGHTS = Cause.PLATEAU | Cause.OVERFIT
 """Causes that say nothing about damaged weights. Their alarms are no reason to compare weights."""
@@ -69,14 +68,9 @@ class Comparisons:
     It owns `anchors`, `first_losses` and `silent_until` of the `ComparisonState`.
 
     Args:
-        driver: copies the weights, and knows whether they have changed since the last step.
-        state: the state of the comparisons.
-        history: the last steps.
-        credit: bounds what the comparisons cost.
-        suspicion: concludes from the evidence.
-        holding: learns the healthy ranges where the weights are not suspect.
-        record: has these ranges, and what is held in them.
-        save_every: steps between two saves.
+        run: the parts of the run. This class uses more than eight of them.
+        loss_fn: the program's `loss_fn`, or None to compare nothing.
+        loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
 
     Attributes:
         state: what a checkpoint holds. It lacks the facts "in a record", which `to_save` adds.
@@ -87,29 +81,30 @@ class Comparisons:
         loss_function: evaluates `loss_fn`.
     """
 
-    def __init__(
-        self,
-        *,
-        driver: Driver,
-        state: ComparisonState,
-        history: StepHistory,
-        credit: Credit,
-        anchor_losses: AnchorLosses,
-        suspicion: Suspicion,
-        holding: Holding,
-        record: RunRecord,
-        save_every: int,
-    ) -> None:
-        self.state = state
-        self.history = history
-        self.suspicion = suspicion
-        self.credit = credit
-        self.anchor_losses = anchor_losses
-        self.loss_function = anchor_losses.loss_function
-        self._driver = driver
-        self._holding = holding
-        self._record = record
-        self._save_every = save_every
+    def __init__(self, run: Run, loss_fn: LossFn | None, loss_fn_cost: float) -> None:
+        self.run = run
+        self.state = ComparisonState()
+        self.history = StepHistory()
+        self.credit = Credit(loss_fn_cost)
+        self.loss_function = LossFunction(
+            loss_fn,
+            driver=run.driver,
+            ranks=run.ranks,
+            log=run.log,
+            record=run.record,
+            progress=run.progress,
+            batch_parts=run.batch_parts,
+        )
+        self.anchor_losses = AnchorLosses(
+            loss_function=self.loss_function, state=self.state, credit=self.credit
+        )
+        self.suspicion = Suspicion(
+            run,
+            state=self.state,
+            history=self.history,
+            credit=self.credit,
+            anchor_losses=self.anchor_losses,
+        )
         self._has_reason = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
@@ -134,8 +129,8 @@ class Comparisons:
         `Deleter` keep these checkpoints.
         """
         steps = [anchor.step for anchor in self.anchors]
-        if self._record.envelope.numbers:
-            in_force = self._record.ledger.in_force
+        if self.run.record.envelope.numbers:
+            in_force = self.run.record.ledger.in_force
             steps += [each.checkpoint for each in in_force if each.after.numbers]
         return frozenset(steps)
 
@@ -171,7 +166,7 @@ class Comparisons:
             self.anchors.clear()
         if self.has_evidence or step < self.state.silent_until:
             return
-        self._holding.learn(step)
+        self.run.holding.learn(step)
         if not self.is_enabled:
             return
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
@@ -182,7 +177,7 @@ class Comparisons:
         if level is not None:
             spread = self.history.spread()
         new = Anchor(step, level=level, spread=spread)
-        new.weights = self._driver.copy_weights()
+        new.weights = self.run.driver.copy_weights()
         self.state.anchors = with_new(self.anchors, new)
 
     def observe_result(self, result: StepResult) -> Trouble | None:
@@ -271,7 +266,7 @@ class Comparisons:
             loss,
             alarm=alarm,
             healthy=not self.has_evidence,
-            norm_limits=self._record.envelope.norm_limits,
+            norm_limits=self.run.record.envelope.norm_limits,
         )
         if signs.high:
             self.suspicion.add_high_step(trained.index)
@@ -345,7 +340,7 @@ class Comparisons:
         for anchor in self.anchors:
             anchor.rewind(target)
         self._forget_trouble()
-        healthy = self._record.healthy
+        healthy = self.run.record.healthy
         self.history.forget(healthy.norms, healthy.loss)
 
     def pause_until(self, step: int) -> None:
@@ -429,7 +424,7 @@ class Comparisons:
         self.loss_function.gives_loss |= saved.gives_loss
         if saved.credit is not None:
             self.credit.left = saved.credit
-        self.history.forget(self._record.healthy.norms)
+        self.history.forget(self.run.record.healthy.norms)
         self.history.level = LossLevel(saved.usual, saved.recent)
 
     def _forget_trouble(self) -> None:
@@ -449,7 +444,7 @@ class Comparisons:
         verdict = self.state.verdict
         if verdict is not None:
             return [anchor for anchor in self.anchors if anchor.step == verdict.better_step]
-        return to_compare(self.anchors, index, every=self._save_every, best=best)
+        return to_compare(self.anchors, index, every=self.run.schedule.every, best=best)
 
     def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Trouble | None:
         """Compares with each eligible anchor.
@@ -465,7 +460,10 @@ class Comparisons:
         """
         # If each step ends an accumulation, the next one may have begun, and the weights can be
         # compared all the same. Within one the weights have not changed since the last step.
-        if not (self._record.monitor.has_micro_steps or self._driver.may_save(self._save_every)):
+        if not (
+            self.run.record.monitor.has_micro_steps
+            or self.run.driver.may_save(self.run.schedule.every)
+        ):
             return None
         evaluations = 0
         verdict = None

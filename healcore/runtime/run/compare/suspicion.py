@@ -30,12 +30,10 @@ from healcore.runtime.run.compare.step_history import STEPS_AFTER_SIGN, WINDOWS,
 from healcore.runtime.run.rollback.trouble import Trouble, TroubleCause
 
 if TYPE_CHECKING:
-    from healcore.runtime.reporting.run_log import RunLog
     from healcore.runtime.run.compare.anchor_losses import AnchorLosses
     from healcore.runtime.run.compare.comparison_state import ComparisonState
     from healcore.runtime.run.compare.credit import Credit
-    from healcore.runtime.run.record.ledger import Ledger
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.run import Run
 
 RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
@@ -48,9 +46,7 @@ class Suspicion:
     this state, so a restart continues the suspicion.
 
     Args:
-        log: the log, for a verdict that waits and for a recovery.
-        record: the step at which the run began.
-        ledger: the rollbacks so far.
+        run: the parts of the run.
         state: the state of the comparisons.
         history: the last steps.
         credit: refilled when the suspicion ends.
@@ -63,21 +59,16 @@ class Suspicion:
 
     def __init__(
         self,
+        run: Run,
         *,
-        threshold: float,
-        log: RunLog,
-        record: RunRecord,
-        ledger: Ledger,
         state: ComparisonState,
         history: StepHistory,
         credit: Credit,
         anchor_losses: AnchorLosses,
     ) -> None:
-        self.threshold = threshold
-        self.strong_evidence = threshold**RESTART_POWER
-        self._log = log
-        self._record = record
-        self._ledger = ledger
+        self.run = run
+        self.threshold = run.policy.rollback.evidence
+        self.strong_evidence = self.threshold**RESTART_POWER
         self._state = state
         self._history = history
         self._credit = credit
@@ -148,7 +139,7 @@ class Suspicion:
             verdict: the verdict.
             index: index of the newest step.
         """
-        return index >= verdict.recovers_until or bool(self._ledger.same_trouble(verdict.onset))
+        return index >= verdict.recovers_until or bool(self.run.ledger.same_trouble(verdict.onset))
 
     def postpone(self, verdict: Trouble, index: int) -> None:
         """Keeps a verdict pending until its step `recovers_until`.
@@ -165,8 +156,8 @@ class Suspicion:
             anchor.evidence, anchor.onset = 1.0, None
             if anchor.step == verdict.better_step:
                 anchor.onset, anchor.evidence = verdict.onset, self.strong_evidence
-        self._log.assessment(index, verdict.onset, "worse", checkpoint=verdict.better_step)
-        self._log.warning(
+        self.run.log.assessment(index, verdict.onset, "worse", checkpoint=verdict.better_step)
+        self.run.log.warning(
             f"step {index}: the weights of step {verdict.better_step} are better on the same "
             f"batches, since step {verdict.onset}; the run has until step "
             f"{verdict.recovers_until}, or the end of the data, to recover. Then they are compared "
@@ -182,9 +173,9 @@ class Suspicion:
         verdict = self._state.verdict
         if verdict is None:
             return
-        self._log.assessment(index, verdict.onset, "recovered", checkpoint=verdict.better_step)
+        self.run.log.assessment(index, verdict.onset, "recovered", checkpoint=verdict.better_step)
         recovered = f"the run has recovered from the damage of step {verdict.onset}"
-        self._log.info(f"step {index}: {recovered}")
+        self.run.log.info(f"step {index}: {recovered}")
 
     def forget(self) -> None:
         """Forgets the suspicion and its verdict. The credit is refilled for the next suspicion."""
@@ -260,6 +251,6 @@ class Suspicion:
             anchor: the weights that seem to be better.
         """
         first, mean = self._state.first_losses, self._history.mean()
-        if anchor.step > self._record.first_step or mean is None or not first:
+        if anchor.step > self.run.record.first_step or mean is None or not first:
             return False
         return mean < sum(first) / len(first)
