@@ -5,8 +5,7 @@
         usual_values   which losses and norms of these steps are usual
         credit         how much comparisons may cost
         anchor_choice  which earlier weights are compared, and which are kept
-        anchor_losses  evaluates the current weights and earlier weights on the same steps, with
-        loss_function  the user's `loss_fn` on the batches of a `trained_step`
+        loss_function  evaluates the user's `loss_fn` on the batches of a `trained_step`
         rises          what one comparison shows
         evidence       the evidence of all comparisons with the same earlier weights (`Anchor`)
         suspicion      what follows from the evidence, up to a verdict

@@ -21,8 +21,7 @@ class ComparisonState:
     A run has one such object. A resume changes its fields, so that each part can keep the object.
     Each field has one owner, which changes it in the course of the run:
 
-        anchors                             `Comparisons`, which adds and compares them.
-                                            `AnchorLosses` drops those that cannot be compared.
+        anchors                             `Comparisons`, which adds, compares and drops them.
                                             `Suspicion` lowers the evidence of a verdict that waits.
         first_losses, silent_until,         `Comparisons`
         mean_quiet_until

@@ -30,11 +30,10 @@ from healcore.runtime.run.compare.anchor_choice import (
     to_compare,
     with_new,
 )
-from healcore.runtime.run.compare.anchor_losses import AnchorLosses
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import RECENT, Anchor
-from healcore.runtime.run.compare.loss_function import LossFn, LossFunction
+from healcore.runtime.run.compare.loss_function import Losses, LossFn, LossFunction
 from healcore.runtime.run.compare.rises import ROUNDING, Rises, joined, rise_of
 from healcore.runtime.run.compare.step_history import Signs, StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
@@ -77,7 +76,6 @@ class Comparisons:
         history: losses, gradient norms and batches of the last steps.
         suspicion: the verdict that waits, and what dates the trouble.
         credit: number of evaluations that the run may make.
-        anchor_losses: evaluates the `loss_fn` with current and earlier weights.
         loss_function: evaluates `loss_fn`.
     """
 
@@ -86,25 +84,8 @@ class Comparisons:
         self.state = ComparisonState()
         self.history = StepHistory()
         self.credit = Credit(loss_fn_cost)
-        self.loss_function = LossFunction(
-            loss_fn,
-            driver=run.driver,
-            ranks=run.ranks,
-            log=run.log,
-            record=run.record,
-            progress=run.progress,
-            batch_parts=run.batch_parts,
-        )
-        self.anchor_losses = AnchorLosses(
-            loss_function=self.loss_function, state=self.state, credit=self.credit
-        )
-        self.suspicion = Suspicion(
-            run,
-            state=self.state,
-            history=self.history,
-            credit=self.credit,
-            anchor_losses=self.anchor_losses,
-        )
+        self.loss_function = LossFunction(run, loss_fn)
+        self.suspicion = Suspicion(run)
         self._has_reason = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
@@ -112,8 +93,11 @@ class Comparisons:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether weights are compared, see `AnchorLosses.is_enabled`."""
-        return self.anchor_losses.is_enabled
+        """Whether weights are compared, which requires a `loss_fn`.
+
+        A `loss_fn` that fails is dropped, so the value may become False during a run.
+        """
+        return self.loss_function.is_usable
 
     @property
     def anchors(self) -> list[Anchor]:
@@ -490,6 +474,30 @@ class Comparisons:
         self.credit.charge(evaluations)
         return verdict
 
+    def losses_of(
+        self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
+    ) -> Losses | None:
+        """`LossFunction.losses` of the current weights and an anchor's weights. Collective.
+
+        Args:
+            steps: the steps whose batches are evaluated.
+            anchor: the earlier weights. It is dropped if the parameters have changed since.
+            known: losses of the steps with the current weights, or None to evaluate these.
+
+        Returns:
+            Two lists with one loss per step, current and earlier weights; or None if the weights
+            cannot be compared.
+        """
+        state = self.state
+        losses = self.loss_function.losses(steps, anchor.weights, known)
+        if not self.is_enabled:
+            state.anchors.clear()
+        elif losses is None:  # the parameters have changed: the next checkpoint makes an anchor
+            state.anchors.remove(anchor)
+            if state.verdict is not None:
+                state.forget_trouble(self.credit)
+        return losses
+
     def _compare_with(
         self, anchor: Anchor, trained: TrainedStep, known: list[float] | None
     ) -> Rises | None:
@@ -506,7 +514,7 @@ class Comparisons:
         Returns:
             What the comparison shows, or None if the weights cannot be compared.
         """
-        losses = self.anchor_losses.losses_of([trained], anchor, known)
+        losses = self.losses_of([trained], anchor, known)
         if losses is None:
             return None
         [now], [then] = losses
@@ -522,7 +530,7 @@ class Comparisons:
         past = anchor.draw(number)
         if not past:  # no batch was trained on since the anchor
             return Rises(evaluations)
-        losses = self.anchor_losses.losses_of(past, anchor)
+        losses = self.losses_of(past, anchor)
         if losses is None:
             return None
         pairs = [*zip(*losses, strict=True)]

@@ -26,13 +26,10 @@ from typing import TYPE_CHECKING
 
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.rises import Rises, rise_of
-from healcore.runtime.run.compare.step_history import STEPS_AFTER_SIGN, WINDOWS, StepHistory
+from healcore.runtime.run.compare.step_history import STEPS_AFTER_SIGN, WINDOWS
 from healcore.runtime.run.rollback.trouble import Trouble, TroubleCause
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.compare.anchor_losses import AnchorLosses
-    from healcore.runtime.run.compare.comparison_state import ComparisonState
-    from healcore.runtime.run.compare.credit import Credit
     from healcore.runtime.run.run import Run
 
 RESTART_POWER = 0.5
@@ -47,32 +44,16 @@ class Suspicion:
 
     Args:
         run: the parts of the run.
-        state: the state of the comparisons.
-        history: the last steps.
-        credit: refilled when the suspicion ends.
-        anchor_losses: evaluates the weights at the end of the run.
 
     Attributes:
         threshold: evidence for a verdict, see `[rollback] evidence` of the policy.
         strong_evidence: evidence that is enough where a run cannot wait for the threshold.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        state: ComparisonState,
-        history: StepHistory,
-        credit: Credit,
-        anchor_losses: AnchorLosses,
-    ) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.threshold = run.policy.rollback.evidence
         self.strong_evidence = self.threshold**RESTART_POWER
-        self._state = state
-        self._history = history
-        self._credit = credit
-        self._anchor_losses = anchor_losses
 
     # -- before a verdict -----------------------------------------------------------------------
 
@@ -83,7 +64,7 @@ class Suspicion:
             index: index of the step. It extends the newest burst of such steps, or begins another
                 burst after a gap.
         """
-        bursts = self._state.bursts
+        bursts = self.run.comparisons.state.bursts
         if bursts and index - bursts[-1][1] <= STEPS_AFTER_SIGN:
             first, _ = bursts[-1]
             bursts[-1] = (first, index)
@@ -101,13 +82,13 @@ class Suspicion:
             anchor: the weights that are better. Their evidence is the evidence of the verdict.
             compared: what the newest comparison has shown.
         """
-        verdict = self._state.verdict
+        verdict = self.run.comparisons.state.verdict
         if verdict is None:
             onset = self._onset(index, anchor)
             verdict = Trouble(
                 cause=TroubleCause.BETTER_WEIGHTS,
                 onset=onset,
-                found_at=self._history.newest,
+                found_at=self.run.comparisons.history.newest,
                 since=onset,
                 finite=True,
                 sound_before=True,
@@ -125,7 +106,7 @@ class Suspicion:
         onset = index
         if anchor.onset is not None:
             onset = anchor.onset
-        for first, last in reversed(self._state.bursts):
+        for first, last in reversed(self.run.comparisons.state.bursts):
             if last >= onset - STEPS_AFTER_SIGN:
                 onset = min(onset, first)
         return max(onset, anchor.step)
@@ -151,8 +132,8 @@ class Suspicion:
             verdict: the verdict, which has just been found.
             index: index of the newest step.
         """
-        self._state.verdict = verdict
-        for anchor in self._state.anchors:
+        self.run.comparisons.state.verdict = verdict
+        for anchor in self.run.comparisons.state.anchors:
             anchor.evidence, anchor.onset = 1.0, None
             if anchor.step == verdict.better_step:
                 anchor.onset, anchor.evidence = verdict.onset, self.strong_evidence
@@ -170,7 +151,7 @@ class Suspicion:
         Args:
             index: index of the newest step.
         """
-        verdict = self._state.verdict
+        verdict = self.run.comparisons.state.verdict
         if verdict is None:
             return
         self.run.log.assessment(index, verdict.onset, "recovered", checkpoint=verdict.better_step)
@@ -179,7 +160,7 @@ class Suspicion:
 
     def forget(self) -> None:
         """Forgets the suspicion and its verdict. The credit is refilled for the next suspicion."""
-        self._state.forget_trouble(self._credit)
+        self.run.comparisons.state.forget_trouble(self.run.comparisons.credit)
 
     # -- a run that cannot wait -----------------------------------------------------------------
 
@@ -195,12 +176,12 @@ class Suspicion:
             at_end: whether any evidence is enough, for a question that `decide_at_end` answers.
                 Otherwise it has to be `strong_evidence`.
         """
-        if not self._anchor_losses.is_enabled:
+        if not self.run.comparisons.is_enabled:
             return None
-        if self._state.verdict is not None:
-            return self._state.verdict
+        if self.run.comparisons.state.verdict is not None:
+            return self.run.comparisons.state.verdict
         newest = None
-        for anchor in self._state.anchors:
+        for anchor in self.run.comparisons.state.anchors:
             is_strong = anchor.evidence >= self.strong_evidence
             if is_strong or (at_end and anchor.evidence > 1):
                 newest = anchor
@@ -227,10 +208,10 @@ class Suspicion:
             verdict = self.verdict_without_waiting(index, at_end=True)
         if verdict is None:
             return None
-        anchor = self._state.anchor_of(verdict.better_step)
+        anchor = self.run.comparisons.state.anchor_of(verdict.better_step)
         if anchor is None:
             return None
-        losses = self._anchor_losses.losses_of(anchor.usual or anchor.sample, anchor)
+        losses = self.run.comparisons.losses_of(anchor.usual or anchor.sample, anchor)
         if losses is None:
             return None
         is_lower = [rise_of(now, then) > 0 for now, then in zip(*losses, strict=True)]
@@ -250,7 +231,7 @@ class Suspicion:
         Args:
             anchor: the weights that seem to be better.
         """
-        first, mean = self._state.first_losses, self._history.mean()
+        first, mean = self.run.comparisons.state.first_losses, self.run.comparisons.history.mean()
         if anchor.step > self.run.record.first_step or mean is None or not first:
             return False
         return mean < sum(first) / len(first)

@@ -102,7 +102,7 @@ class Holding:
         rates: dict[str, float] = {}
         if step > self.run.record.first_step:  # no step was trained before the first checkpoint
             rates = self.known_rates()
-            if not self.run.comparisons.anchor_losses.is_enabled:  # the history has no steps
+            if not self.run.comparisons.is_enabled:  # the history has no steps
                 rates = {**rates, **self.run.record.monitor.rates}
         free = {name: each for name, each in seen.items() if name not in envelope.numbers}
         self.run.record.healthy = self.run.record.healthy.with_checkpoint(
@@ -122,7 +122,7 @@ class Holding:
             if name not in seen or each.bounds.low <= seen[name].last <= each.bounds.high:
                 back.append(name)
         norms = dict(envelope.norms)
-        if not self.run.comparisons.anchor_losses.is_enabled:
+        if not self.run.comparisons.is_enabled:
             norms = {}  # a `loss_fn` that failed: nothing is known of later norms
         for name, median in self.run.comparisons.history.typical_norms().items():
             if name in norms:
@@ -265,7 +265,7 @@ class Holding:
         if not usual or not steps:
             return []
         both = [*usual, *steps]
-        losses = self.run.comparisons.anchor_losses.losses_of(both, anchor, [math.nan] * len(both))
+        losses = self.run.comparisons.losses_of(both, anchor, [math.nan] * len(both))
         if losses is None:
             return []
         _, under_better = losses
