@@ -6,7 +6,7 @@ import random
 import pytest
 
 from healcore.runtime.run.compare.evidence import STAKE
-from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble
 from tests.runtime.run.compare.arithmetic import AGAIN, THRESHOLD, TO_VERDICT
 from tests.runtime.run.compare.toy_driver import (
     LASTS,
@@ -138,7 +138,7 @@ def test_damage_soon_after_the_anchor_is_not_waited_for():
 
 
 ROLLED_BACK = RollbackRecord(
-    order=Order(index=299, onset=DAMAGE, first_alarm_of_cause=DAMAGE), step=300, continues_at=200
+    trouble=Trouble(onset=DAMAGE, found_at=299, since=DAMAGE), step=300, checkpoint=200
 )
 
 
