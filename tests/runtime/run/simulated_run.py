@@ -159,6 +159,7 @@ class Process:
         self.run.monitor = SimpleNamespace(state=self.run.record.monitor)  # type: ignore[assignment]
         holding: Any = SimpleNamespace(envelope=Envelope(), hold=lambda envelope, step: None)
         self.run.holding = holding
+        self.run.rate_log = SimpleNamespace(lr_scale=1.0)  # type: ignore[assignment]
         self.saver = self.run.saver = Saver(self.run, KEEP)
         self.run.stored_checkpoints = StoredCheckpoints(
             policy=POLICY,
@@ -215,7 +216,8 @@ class Process:
 
     def go_back(self, depth: int) -> RollbackRecord:
         trouble = Trouble(onset=self.onset, found_at=self.step - 1, since=self.onset)
-        steps = self.run.rollback_restore.choose(trouble, depth=depth)
+        tried = [each.checkpoint for each in self.ledger.same_trouble(self.onset, REGION)]
+        steps = self.run.rollback_restore.choose(trouble, depth=depth, tried=tried)
         repeat = Remedy(Outcome.REPEAT, Envelope())
         done = self.run.rollback_restore.restore(trouble, repeat, steps)
         self.run.progress.step, self._goes_on = done.checkpoint, False
