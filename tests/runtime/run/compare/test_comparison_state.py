@@ -32,7 +32,8 @@ def restarted(run: ToyRun) -> ToyRun:
 
     other = ToyRun(run.loss_fn, interval=run.interval)
     other.step, other.driver.weight = run.step, run.driver.weight
-    other.comparisons.continue_from(saved, weights, step=run.step)
+    other.record.healthy = run.record.healthy
+    other.comparisons.continue_from(saved, weights)
     return other
 
 
@@ -64,7 +65,6 @@ def test_numbers_that_are_not_finite_can_be_saved():
     read = through_json(state)
 
     assert read == state
-    assert read.numbers == run.driver.set
 
 
 @pytest.mark.parametrize("steps", [100, 130, 250, 255, 262, 275, 301])

@@ -174,30 +174,6 @@ def test_the_batches_of_late_steps_take_a_bounded_memory(content: object, later:
     assert len(found.steps) == STEPS_BEFORE_SIGN + MAX_ALWAYS + later
 
 
-def test_equal_passes_have_equal_digests():
-    one, other = StepHistory(), StepHistory()
-    losses = falling(300)
-    add(one, losses)
-    add(other, losses[100:], first=100)
-    assert one.digest(150) == other.digest(150)
-    assert one.digest(200) == other.digest(150), "of the last hundred losses at most"
-    add(one, [1.0], first=300)
-    add(other, [math.nextafter(1.0, 2.0)], first=300)
-    assert one.digest(150) != other.digest(150)
-    shorter = StepHistory()
-    add(shorter, losses[250:], first=250)
-    assert shorter.digest(150) != one.digest(150), "a restart within the pass proves nothing"
-
-
-def test_passes_without_losses_are_told_apart_by_their_norms():
-    """A loop need not report its losses. Its healthy repeat was taken for the same damage."""
-    damaged, again, healthy = StepHistory(), StepHistory(), StepHistory()
-    for history, norm in ((damaged, 9.0), (again, 9.0), (healthy, 1.0)):
-        add(history, [math.nan] * 50, first=100, norm=norm)
-    assert damaged.digest(100) == again.digest(100)
-    assert damaged.digest(100) != healthy.digest(100)
-
-
 @given(st.integers(0, 2**32))
 def test_the_cached_maxima_are_the_maxima(seed):
     """An oracle of `sign` and `high` that remembers all losses; many of them are equal."""

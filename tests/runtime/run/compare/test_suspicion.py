@@ -6,7 +6,7 @@ import random
 import pytest
 
 from healcore.runtime.run.compare.evidence import STAKE
-from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble
 from tests.runtime.run.compare.arithmetic import AGAIN, THRESHOLD, TO_VERDICT
 from tests.runtime.run.compare.toy_driver import (
     LASTS,
@@ -35,7 +35,6 @@ def test_damage_that_lasts_is_found_after_twenty_comparisons(alarm):
     assert verdict.evidence >= THRESHOLD
     assert verdict.rise > 1
     assert verdict.rise_remembered > 1
-    assert run.holding.unusual_batches(verdict) == []
 
     # The run has had its time to recover, and is still worse.
     assert verdict.due == DAMAGE + LASTS
@@ -138,7 +137,7 @@ def test_damage_soon_after_the_anchor_is_not_waited_for():
 
 
 ROLLED_BACK = RollbackRecord(
-    order=Order(index=299, onset=DAMAGE, first_alarm_of_cause=DAMAGE), step=300, continues_at=200
+    trouble=Trouble(onset=DAMAGE, found_at=299, since=DAMAGE), step=300, checkpoint=200
 )
 
 
@@ -162,7 +161,7 @@ def test_trouble_after_the_rolled_back_steps_has_its_own_wait():
 # -- what the verdict says of the onset ------------------------------------------------------------
 
 
-def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
+def test_the_trouble_begins_at_its_first_alarm_and_its_rate_is_not_healthy():
     # The rate is healthy up to step 245, also that of the first anchor.
     run = ToyRun(noisy)
     run.driver.rate = 0.25
@@ -177,8 +176,7 @@ def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
     verdict = train_damaged(run)
 
     assert verdict.onset == 246
-    assert verdict.healthy_rates == {"optimizer": 0.25}
-    assert all(rates == {"optimizer": 8.0} for rates in verdict.rates)
+    assert run.record.healthy.rates["optimizer"].high == 0.25
 
 
 def test_the_onset_reaches_back_over_the_gaps_of_a_burst():
