@@ -151,7 +151,7 @@ def test_trouble_after_the_rolled_back_steps_has_its_own_wait():
     damage = 350  # ROLLED_BACK has undone the steps up to 300
     run = healthy_run(damage)
     run.record.ledger.rollbacks.append(ROLLED_BACK)
-    verdict = train_damaged(run)
+    train_damaged(run)
     assert run.step - 1 > damage + TO_VERDICT - 1
     assert run.assessments == ["worse"]
 
