@@ -51,10 +51,11 @@ _NOT_ABOUT_WEIGHTS = Cause.PLATEAU | Cause.OVERFIT
 MEDIAN_OF = 3
 """Past batches of a comparison while there is evidence. The median of their rises is steadier than
 a single rise, and bad batches in the sample do not dominate the median as they dominate a mean."""
-MEAN_PAUSE = RECENT
+MEAN_PAUSE = RECENT // 2
 """Steps for which a high mean loss is no reason to compare again, after a comparison because of it
-has found no evidence. By then all losses of the mean are other losses. A mean loss stays high for
-long where the data have become harder: without pauses such a run would compare at every step."""
+has found no evidence. By then half of the losses of the mean are other losses. A mean loss stays
+high for long where the data have become harder: without pauses such a run would compare at every
+step."""
 
 
 class Comparisons:
