@@ -198,9 +198,6 @@ class EventRecord(_EventsModel):
     rise: NullableNumber = _maybe(
         "Loss of the step's batch with the current weights minus the loss with the earlier weights."
     )
-    rise_remembered: NullableNumber = _maybe(
-        "As `rise`, for a batch on which the run has trained since the earlier weights."
-    )
     loss_before: NullableNumber = _maybe(
         "Mean loss when the earlier weights of accepted damage were saved."
     )

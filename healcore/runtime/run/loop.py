@@ -421,7 +421,7 @@ class Loop:
             newest, recovery = self.run.progress.step - 1, self.run.recovery
             verdict = self.run.comparisons.suspicion.decide_at_end(newest)
             if verdict is not None:
-                rollback = recovery.follow(verdict)
+                rollback = recovery.go_back(verdict, newest)
             else:
                 rollback = recovery.accept_intended(newest, at_end=True)
         if rollback is None and alone:

@@ -33,7 +33,6 @@ from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
-from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
@@ -53,9 +52,8 @@ class Run:
                         +- batches, loaders, step_batches,              batches and
                         |  pass_states, data_state                      random states
                         +- rate_log, monitor, holding, comparisons      what is seen
-                        +- recovery, better_weights,                    what is decided
-                        |  nonfinite_recovery, out_of_memory,
-                        |  stopping
+                        +- recovery, nonfinite_recovery,                what is decided
+                        |  out_of_memory, stopping
                         +- schedule, known_checkpoints, saver,          checkpoints
                         |  stored_checkpoints
                         +- program_loader, rollback_restore,            restores
@@ -131,8 +129,6 @@ class Run:
     """Resumes from a checkpoint, at the start of a process."""
     next_starts: NextStarts = field(init=False)
     """Makes the next start resume from an earlier checkpoint than the newest one."""
-    better_weights: BetterWeights = field(init=False)
-    """Notices that earlier weights are better."""
     nonfinite_recovery: NonfiniteRecovery = field(init=False)
     """Notices NaN and Inf in weights, in a save, and in every step."""
     stopping: Stopping = field(init=False)

@@ -8,8 +8,7 @@ from pydantic import ConfigDict
 
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import Anchor
-from healcore.runtime.run.compare.mean_pause import FIRST_PAUSE
-from healcore.runtime.run.compare.verdict import Verdict
+from healcore.runtime.run.rollback.trouble import Trouble
 
 
 @dataclass
@@ -22,10 +21,10 @@ class ComparisonState:
     A run has one such object. A resume changes its fields, so that each part can keep the object.
     Each field has one owner, which changes it in the course of the run:
 
-        anchors                             `Comparisons`, which adds and compares them.
-                                            `AnchorLosses` drops those that cannot be compared.
+        anchors                             `Comparisons`, which adds, compares and drops them.
                                             `Suspicion` lowers the evidence of a verdict that waits.
-        first_losses, silent_until          `Comparisons`
+        first_losses, silent_until,         `Comparisons`
+        mean_quiet_until
         bursts, verdict                     `Suspicion`
         the fields "in a record"            nobody: `Comparisons.to_save` sets them in a copy
 
@@ -42,14 +41,12 @@ class ComparisonState:
     losses. The gaps within a burst have at most `STEPS_AFTER_SIGN` steps."""
     first_losses: list[float] = field(default_factory=list)
     """The first `RECENT` finite losses of the run."""
-    verdict: Verdict | None = None
+    verdict: Trouble | None = None
     """The pending verdict, until the run rolls back or recovers, or None."""
     silent_until: int = 0
     """Step before which weights are neither compared nor copied."""
     mean_quiet_until: int = 0
-    """`MeanPause.until`, in a record."""
-    pause: int = FIRST_PAUSE
-    """`MeanPause.length`, in a record."""
+    """Step before which a high mean loss is no reason to compare."""
     gives_loss: bool = False
     """`LossFunction.gives_loss`, in a record."""
     credit: float | None = None
@@ -64,7 +61,7 @@ class ComparisonState:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
 
-    def anchor_of(self, step: int) -> Anchor | None:
+    def anchor_of(self, step: int | None) -> Anchor | None:
         """The anchor of a step, or None if its weights are not kept.
 
         Args:

@@ -23,34 +23,38 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.driver import Driver
+from healcore.core.decision import Cause
 from healcore.runtime.run.compare.anchor_choice import (
     best_on_average,
     newest_better,
     to_compare,
     with_new,
 )
-from healcore.runtime.run.compare.anchor_losses import AnchorLosses
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import RECENT, Anchor
-from healcore.runtime.run.compare.mean_pause import MeanPause
+from healcore.runtime.run.compare.loss_function import Losses, LossFn, LossFunction
 from healcore.runtime.run.compare.rises import ROUNDING, Rises, joined, rise_of
 from healcore.runtime.run.compare.step_history import Signs, StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel
-from healcore.runtime.run.compare.verdict import Verdict
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.monitor_state import take_fields
-from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.trouble import Trouble
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.run import Run
 
+_NOT_ABOUT_WEIGHTS = Cause.PLATEAU | Cause.OVERFIT
+"""Causes that say nothing about damaged weights. Their alarms are no reason to compare weights."""
 MEDIAN_OF = 3
 """Past batches of a comparison while there is evidence. The median of their rises is steadier than
 a single rise, and bad batches in the sample do not dominate the median as they dominate a mean."""
+MEAN_PAUSE = RECENT
+"""Steps for which a high mean loss is no reason to compare again, after a comparison because of it
+has found no evidence. By then all losses of the mean are other losses. A mean loss stays high for
+long where the data have become harder: without pauses such a run would compare at every step."""
 
 
 class Comparisons:
@@ -63,51 +67,25 @@ class Comparisons:
     It owns `anchors`, `first_losses` and `silent_until` of the `ComparisonState`.
 
     Args:
-        driver: copies the weights, and knows whether they have changed since the last step.
-        state: the state of the comparisons.
-        history: the last steps.
-        credit: bounds what the comparisons cost.
-        suspicion: concludes from the evidence.
-        holding: learns the healthy ranges where the weights are not suspect.
-        record: has these ranges, and what is held in them.
-        save_every: steps between two saves.
+        run: the parts of the run. This class uses more than eight of them.
+        loss_fn: the program's `loss_fn`, or None to compare nothing.
+        loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
 
     Attributes:
         state: what a checkpoint holds. It lacks the facts "in a record", which `to_save` adds.
         history: losses, gradient norms and batches of the last steps.
         suspicion: the verdict that waits, and what dates the trouble.
         credit: number of evaluations that the run may make.
-        anchor_losses: evaluates the `loss_fn` with current and earlier weights.
         loss_function: evaluates `loss_fn`.
-        steps_are_windows: whether each step ends an accumulation. The next accumulation may have
-            begun then, and the weights can be compared all the same.
     """
 
-    def __init__(
-        self,
-        *,
-        driver: Driver,
-        state: ComparisonState,
-        history: StepHistory,
-        credit: Credit,
-        anchor_losses: AnchorLosses,
-        suspicion: Suspicion,
-        holding: Holding,
-        record: RunRecord,
-        save_every: int,
-    ) -> None:
-        self.state = state
-        self.history = history
-        self.suspicion = suspicion
-        self.credit = credit
-        self.anchor_losses = anchor_losses
-        self.loss_function = anchor_losses.loss_function
-        self.steps_are_windows = False
-        self._driver = driver
-        self._holding = holding
-        self._record = record
-        self._save_every = save_every
-        self._mean_pause = MeanPause()
+    def __init__(self, run: Run, loss_fn: LossFn | None, loss_fn_cost: float) -> None:
+        self.run = run
+        self.state = ComparisonState()
+        self.history = StepHistory()
+        self.credit = Credit(loss_fn_cost)
+        self.loss_function = LossFunction(run, loss_fn)
+        self.suspicion = Suspicion(run)
         self._has_reason = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
@@ -115,8 +93,11 @@ class Comparisons:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether weights are compared, see `AnchorLosses.is_enabled`."""
-        return self.anchor_losses.is_enabled
+        """Whether weights are compared, which requires a `loss_fn`.
+
+        A `loss_fn` that fails is dropped, so the value may become False during a run.
+        """
+        return self.loss_function.is_usable
 
     @property
     def anchors(self) -> list[Anchor]:
@@ -132,8 +113,8 @@ class Comparisons:
         `Deleter` keep these checkpoints.
         """
         steps = [anchor.step for anchor in self.anchors]
-        if self._record.envelope.numbers:
-            in_force = self._record.ledger.in_force
+        if self.run.record.envelope.numbers:
+            in_force = self.run.record.ledger.in_force
             steps += [each.checkpoint for each in in_force if each.after.numbers]
         return frozenset(steps)
 
@@ -169,7 +150,7 @@ class Comparisons:
             self.anchors.clear()
         if self.has_evidence or step < self.state.silent_until:
             return
-        self._holding.learn(step)
+        self.run.holding.learn(step)
         if not self.is_enabled:
             return
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
@@ -180,12 +161,43 @@ class Comparisons:
         if level is not None:
             spread = self.history.spread()
         new = Anchor(step, level=level, spread=spread)
-        new.weights = self._driver.copy_weights()
+        new.weights = self.run.driver.copy_weights()
         self.state.anchors = with_new(self.anchors, new)
+
+    def observe_result(self, result: StepResult) -> Trouble | None:
+        """`observe` for a step as the host reads it. Its records are joined into one step.
+
+        Args:
+            result: the newest step that was read. A step that was not taken, or whose loss was not
+                finite, counts as a loss of NaN.
+
+        Returns:
+            A verdict if the run has to roll back, or None.
+        """
+        records, taken = result.records, result.records[0].taken
+        if taken and not any(each.judged for each in records):
+            return None  # the step is a micro-step of an accumulation
+        loss = math.nan
+        if taken and not any(each.cause & Cause.NONFINITE_LOSS for each in records):
+            loss = sum(each.loss for each in records) / len(records)
+        norms: dict[str, float] = {}
+        rates: dict[str, float] = {}
+        for each in records:
+            if each.judged:
+                norms[each.engine] = max(each.grad_norm, norms.get(each.engine, 0.0))
+            rate = each.trained_rate
+            if rate is not None:
+                rates[each.engine] = max(rate, rates.get(each.engine, 0.0))
+        return self.observe(
+            TrainedStep(result.index, result.contents, norms, rates),
+            loss,
+            alarm=not taken or any(each.cause & ~_NOT_ABOUT_WEIGHTS for each in records),
+            has_trained=taken and not all(each.skip for each in records),
+        )
 
     def observe(
         self, trained: TrainedStep, loss: float, *, alarm: bool, has_trained: bool
-    ) -> Verdict | None:
+    ) -> Trouble | None:
         """Compares weights after a step if there is a reason.
 
         The reasons are:
@@ -238,7 +250,7 @@ class Comparisons:
             loss,
             alarm=alarm,
             healthy=not self.has_evidence,
-            norm_limits=self._record.envelope.norm_limits,
+            norm_limits=self.run.record.envelope.norm_limits,
         )
         if signs.high:
             self.suspicion.add_high_step(trained.index)
@@ -254,7 +266,7 @@ class Comparisons:
 
     def _compare_if_due(
         self, trained: TrainedStep, loss: float, best: Anchor | None
-    ) -> Verdict | None:
+    ) -> Trouble | None:
         """Compares weights at the last step of a dispatch, if this is due.
 
         Args:
@@ -274,10 +286,8 @@ class Comparisons:
             verdict = self._compare(trained, loss, best)
             if self.credit.is_regular(index) and not self.has_evidence:
                 self.history.accept_level()
-        if best is None:
-            self._mean_pause.reset(index)
-        elif is_due and best.evidence <= 1:
-            self._mean_pause.begin(index)
+            if best is not None and best.evidence <= 1:
+                self.state.mean_quiet_until = index + MEAN_PAUSE
         return verdict
 
     def _is_due(self, index: int) -> bool:
@@ -286,7 +296,7 @@ class Comparisons:
         self._has_reason = False
         verdict = self.state.verdict
         if verdict is not None:  # the run may recover until then
-            return index >= verdict.due
+            return index >= verdict.recovers_until
         return index >= self.state.silent_until and (has_reason or self.has_evidence)
 
     def _learn_first_step(self, trained: TrainedStep, losses: Sequence[float]) -> None:
@@ -314,7 +324,7 @@ class Comparisons:
         for anchor in self.anchors:
             anchor.rewind(target)
         self._forget_trouble()
-        healthy = self._record.healthy
+        healthy = self.run.record.healthy
         self.history.forget(healthy.norms, healthy.loss)
 
     def pause_until(self, step: int) -> None:
@@ -376,8 +386,6 @@ class Comparisons:
             self.state,
             gives_loss=self.loss_function.gives_loss,
             credit=self.credit.left,
-            mean_quiet_until=self._mean_pause.until,
-            pause=self._mean_pause.length,
             usual=[*level.usual.values],
             recent=[*level.recent],
         )
@@ -391,7 +399,7 @@ class Comparisons:
                 dropped, and so is a verdict about it.
         """
         verdict = saved.verdict
-        if verdict is not None and verdict.anchor_step not in weights:
+        if verdict is not None and verdict.better_step not in weights:
             verdict = None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
         for anchor in anchors:
@@ -400,8 +408,7 @@ class Comparisons:
         self.loss_function.gives_loss |= saved.gives_loss
         if saved.credit is not None:
             self.credit.left = saved.credit
-        self._mean_pause = MeanPause(saved.mean_quiet_until, saved.pause)
-        self.history.forget(self._record.healthy.norms)
+        self.history.forget(self.run.record.healthy.norms)
         self.history.level = LossLevel(saved.usual, saved.recent)
 
     def _forget_trouble(self) -> None:
@@ -410,11 +417,9 @@ class Comparisons:
         self._dispatch_losses.clear()
 
     def _best_on_average(self, index: int) -> Anchor | None:
-        """`anchor_choice.best_on_average`, or None during a pause of `MeanPause`."""
-        if self._mean_pause.blocks(index):
-            return None
+        """`anchor_choice.best_on_average`, or None during a pause, see `MEAN_PAUSE`."""
         mean = self.history.mean()
-        if mean is None:
+        if mean is None or index < self.state.mean_quiet_until:
             return None
         return best_on_average(self.anchors, mean, index)
 
@@ -422,10 +427,10 @@ class Comparisons:
         """`anchor_choice.to_compare`, or only the anchor of a pending verdict."""
         verdict = self.state.verdict
         if verdict is not None:
-            return [anchor for anchor in self.anchors if anchor.step == verdict.anchor_step]
-        return to_compare(self.anchors, index, every=self._save_every, best=best)
+            return [anchor for anchor in self.anchors if anchor.step == verdict.better_step]
+        return to_compare(self.anchors, index, every=self.run.schedule.every, best=best)
 
-    def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
+    def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Trouble | None:
         """Compares with each eligible anchor.
 
         Args:
@@ -437,8 +442,13 @@ class Comparisons:
         Returns:
             A verdict if the run has to roll back now, or None.
         """
-        if not (self.steps_are_windows or self._driver.may_save(self._save_every)):
-            return None  # within an accumulation: the weights have not changed since the last step
+        # If each step ends an accumulation, the next one may have begun, and the weights can be
+        # compared all the same. Within one the weights have not changed since the last step.
+        if not (
+            self.run.record.monitor.has_micro_steps
+            or self.run.driver.may_save(self.run.schedule.every)
+        ):
+            return None
         evaluations = 0
         verdict = None
         loss_fn = self.loss_function
@@ -456,13 +466,37 @@ class Comparisons:
                 found = self._weigh(trained.index, anchor, compared)
                 if found is not None:
                     verdict = found
-        if verdict is not None and self.state.anchor_of(verdict.anchor_step) is None:
+        if verdict is not None and self.state.anchor_of(verdict.better_step) is None:
             verdict = None  # its anchor was dropped after it was found
-        if verdict is not None and not self.suspicion.has_waited(verdict):
-            self.suspicion.postpone(verdict)
+        if verdict is not None and not self.suspicion.has_waited(verdict, trained.index):
+            self.suspicion.postpone(verdict, trained.index)
             verdict = None
         self.credit.charge(evaluations)
         return verdict
+
+    def losses_of(
+        self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
+    ) -> Losses | None:
+        """`LossFunction.losses` of the current weights and an anchor's weights. Collective.
+
+        Args:
+            steps: the steps whose batches are evaluated.
+            anchor: the earlier weights. It is dropped if the parameters have changed since.
+            known: losses of the steps with the current weights, or None to evaluate these.
+
+        Returns:
+            Two lists with one loss per step, current and earlier weights; or None if the weights
+            cannot be compared.
+        """
+        state = self.state
+        losses = self.loss_function.losses(steps, anchor.weights, known)
+        if not self.is_enabled:
+            state.anchors.clear()
+        elif losses is None:  # the parameters have changed: the next checkpoint makes an anchor
+            state.anchors.remove(anchor)
+            if state.verdict is not None:
+                state.forget_trouble(self.credit)
+        return losses
 
     def _compare_with(
         self, anchor: Anchor, trained: TrainedStep, known: list[float] | None
@@ -480,7 +514,7 @@ class Comparisons:
         Returns:
             What the comparison shows, or None if the weights cannot be compared.
         """
-        losses = self.anchor_losses.losses_of([trained], anchor, known)
+        losses = self.losses_of([trained], anchor, known)
         if losses is None:
             return None
         [now], [then] = losses
@@ -496,7 +530,7 @@ class Comparisons:
         past = anchor.draw(number)
         if not past:  # no batch was trained on since the anchor
             return Rises(evaluations)
-        losses = self.anchor_losses.losses_of(past, anchor)
+        losses = self.losses_of(past, anchor)
         if losses is None:
             return None
         pairs = [*zip(*losses, strict=True)]
@@ -504,7 +538,7 @@ class Comparisons:
         self.loss_function.note_comparison(same_losses=same_losses)
         return joined(evaluations + 2 * len(past), (now, then), pairs)
 
-    def _weigh(self, index: int, anchor: Anchor, compared: Rises) -> Verdict | None:
+    def _weigh(self, index: int, anchor: Anchor, compared: Rises) -> Trouble | None:
         """Updates the evidence of an anchor, and concludes.
 
         Returns:

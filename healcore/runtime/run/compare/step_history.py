@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from healcore.runtime.driver import NumberRange
@@ -13,7 +13,6 @@ from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import SAMPLE_SIZE
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel, NormHistory
-from healcore.runtime.run.healthy_ranges import HealthyValues
 
 STEPS_BEFORE_SIGN = 8
 """Steps before the first sign of trouble that may have caused it."""
@@ -55,16 +54,14 @@ class Signs(NamedTuple):
 class SuspectSteps(NamedTuple):
     """The steps that may have caused some trouble.
 
-    A second rollback for the same trouble holds the norms of these steps below the healthy norms,
-    or skips their batches. A step that is missing here would do the same damage again.
+    A rollback holds the norms of these steps below the healthy norms, and leaves out their
+    batches. A step that is missing here would do the same damage again.
     """
 
     start: int
     """Step of the first sign."""
     steps: list[TrainedStep]
     """The steps around the first sign, and the later high steps, in order."""
-    around: list[TrainedStep]
-    """The steps around the first sign alone."""
 
     def largest_norms(self) -> dict[str, float]:
         """The largest gradient norm of each engine at these steps.
@@ -77,21 +74,6 @@ class SuspectSteps(NamedTuple):
             for name, norm in step.norms.items():
                 if math.isfinite(norm):
                     found[name] = max(norm, found.get(name, 0.0))
-        return found
-
-    def with_unusual_norm(self, names: Container[str], healthy: HealthyValues) -> list[int]:
-        """Indices of the steps around the first sign at which an engine had an unusual norm.
-
-        Args:
-            names: names of the engines that count.
-            healthy: what was known as healthy before the trouble, for
-                `HealthyValues.is_unusual_norm`.
-        """
-        found = []
-        for step in self.around:
-            norms = step.norms.items()
-            if any(name in names and healthy.is_unusual_norm(name, norm) for name, norm in norms):
-                found.append(step.index)
         return found
 
 
@@ -321,8 +303,4 @@ class StepHistory:
             if step.index >= onset - STEPS_BEFORE_SIGN:
                 steps[step.index] = step
         ordered = [steps[index] for index in sorted(steps)]
-        return SuspectSteps(
-            start=min(window.start, onset),
-            steps=ordered,
-            around=window.steps,
-        )
+        return SuspectSteps(min(window.start, onset), ordered)

@@ -30,6 +30,7 @@ from healcore.runtime.run.ending.exits import (
 )
 from healcore.runtime.run.ending.last_state import LastState, last_state
 from healcore.runtime.run.memory_profile import memory_text
+from healcore.runtime.run.rollback.report import report_recoveries
 from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:
@@ -161,8 +162,7 @@ class Shutdown:
             together: whether all ranks end after this step, so that they can save together.
         """
         saver = self.run.saver
-        recoveries = self.run.better_weights.report_recoveries
-        self._collect("the damage could not be assessed", recoveries)
+        self._collect("the damage could not be assessed", partial(report_recoveries, self.run))
         state = self._last_state()
         if self.fault is not None and isinstance(self.raised, Exception):
             action = partial(self._save_and_log_fault, self.fault, self.raised)

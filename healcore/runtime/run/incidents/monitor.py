@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 
 from healcore.core.decision import LASTING, NONFINITE, Action, Cause, names_of
@@ -123,23 +122,6 @@ class IncidentMonitor:
         for record in result.records:
             self._rate_log.add(result.index, record)
         return None
-
-    def has_alarm(self, records: Sequence[StepRecord]) -> bool:
-        """Whether a step that was not noted yet is one after which nothing should be saved.
-
-        Args:
-            records: the records of the step.
-
-        Returns:
-            True if the step was not taken, belongs to an open incident, or was skipped for a cause
-            that opens one. A step that only has an alert, or is frozen, has no alarm.
-        """
-        for record in records:
-            if record.incident_open or not record.taken:
-                return True
-            if record.skip and record.cause & self._causes:
-                return True
-        return False
 
     def _keep(self, result: StepResult, flags: StepFlags) -> IncidentRecord | None:
         """Adds a step to the state, the ledger and the metrics. Returns its incident, or None."""

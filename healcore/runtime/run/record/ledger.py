@@ -54,7 +54,7 @@ class IncidentRecord:
     number_in_engine: NumberOrNone = 0
     """The engine's number of this incident, or None if the engine's count has restarted since."""
     engine: str = ""
-    """Name of the optimizer with the first alarm, or "" in a checkpoint of an older version."""
+    """Name of the optimizer with the first alarm."""
 
     @property
     def only_skips(self) -> bool:

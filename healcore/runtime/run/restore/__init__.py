@@ -2,7 +2,6 @@
 
 `stored` lists the checkpoints and loads the first one that is intact on every rank, and
 `program_loader` puts the program's part of it into the live run. `rollback_restore` and
-`resumption` are the two kinds of a restore: within a run, and at the start of a process. A start
-undoes rollbacks that have not helped: `next_start` marks them at the end of a run, and `trials`
-undoes them.
+`resumption` are the two kinds of a restore: within a run, and at the start of a process.
+`next_start` makes a start resume from an earlier checkpoint than the newest one.
 """

@@ -8,14 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.other_ranks import position_of_other_ranks
-from healcore.runtime.driver import Engines
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import SavedDataState
-from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.next_start import content_at_start
 from healcore.runtime.run.restore.stored import SavedCheckpoint, loader_positions
-from healcore.runtime.run.rollback.rate_limits import limit_rates
 from healcore.runtime.store.checkpoints import StateMismatch
 
 if TYPE_CHECKING:
@@ -95,8 +92,6 @@ class Resumption:
         repeats = own.repeats_undone_steps(saved.step)
         reset = repeats and self.run.policy.rollback.reset_moments
         self.run.program_loader.load(saved.state, engines, reset=reset)
-        if newest is not None and newest.next_start is not None:
-            self._apply_rates(engines, saved)
         needed: list[int] = []
         if own.comparisons is not None and self.run.comparisons.is_enabled:
             needed = own.comparisons.needed()
@@ -125,13 +120,6 @@ class Resumption:
             if all(self.run.ranks.gather(weights is not None)):
                 copies[step] = weights
         return copies
-
-    def _apply_rates(self, engines: Engines, saved: SavedCheckpoint) -> None:
-        """Computes the multipliers again, for the learning rates of the loaded checkpoint."""
-        rates, engine = self.run.driver.learning_rates(saved.engines), self.run.policy.engine
-        none = HealthyValues()
-        after = limit_rates(engine, engines, None, rates, healthy=False, learnt=none)
-        self.run.driver.load(None, after.engines)
 
     def _continue_from(
         self, own: RunRecord, saved: SavedCheckpoint, weights: Mapping[int, Any]

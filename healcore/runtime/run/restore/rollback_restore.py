@@ -22,6 +22,7 @@ from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.engine_states import engines_after_rollback, rates_of, with_rates
+from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.restore.stored import SavedCheckpoint
 from healcore.runtime.run.rollback.envelope import SavedRate
 from healcore.runtime.run.rollback.rate_limits import limit_rates
@@ -41,11 +42,6 @@ if TYPE_CHECKING:
 LostSteps: TypeAlias = Callable[[int, RewindObstacle | None], int]
 """Step of the restored checkpoint, and why the data was not rewound or None -> number of undone
 steps that the run does not repeat."""
-
-
-def _none_lost(target: int, obstacle: RewindObstacle | None) -> int:
-    """The `LostSteps` of a loop that repeats every step."""
-    return 0
 
 
 class RollbackRestore:
@@ -110,7 +106,7 @@ class RollbackRestore:
         trouble: Trouble,
         chosen: Remedy,
         steps: Sequence[int],
-        lost_steps: LostSteps = _none_lost,
+        lost_steps: LostSteps,
     ) -> RollbackRecord:
         """Restores a snapshot for a trouble, and holds an envelope.
 
@@ -132,7 +128,6 @@ class RollbackRestore:
         run, accepts = self.run, chosen.outcome is Outcome.ACCEPT
         live, rates = run.driver.engines(), run.driver.learning_rates()
         lr_scale = run.rate_log.lr_scale
-        at_fault = self._fault_rates(live, rates) if chosen.limits_rate else None
         undone = chosen.envelope.rates if accepts else {}
 
         # Load.
@@ -143,6 +138,7 @@ class RollbackRestore:
         healthy = run.record.healthy
         if saved.record is not None:
             healthy = healthy.with_better(saved.record.healthy)
+        at_fault = self._fault_rates(live, rates, healthy) if chosen.limits_rate else None
         before = replace(run.holding.envelope, rates=self._rates_before(live, saved))
         after = limit_rates(
             run.policy.engine,
@@ -206,13 +202,14 @@ class RollbackRestore:
         self._commit_rollback(done)
         return done
 
-    def _fault_rates(self, live: Engines, rates: Rates) -> dict[str, float]:
+    def _fault_rates(self, live: Engines, rates: Rates, healthy: HealthyValues) -> dict[str, float]:
         """Engine name -> the rate in force that a ceiling answers.
 
-        The highest rate of a trained step since the last rollback, else the present one; and the
-        multiplier alone where the rate is unknown, or where the policy cuts the multiplier,
-        whatever the rate is.
+        The highest rate since the last rollback if it was above every healthy one, else the present
+        one; and the multiplier alone where the rate is unknown, or where the policy cuts the
+        multiplier, whatever the rate is.
         """
+        highest = self.run.monitor.state.rates
         engine, at_fault = self.run.policy.engine, dict[str, float]()
         for name, state in live.items():
             scale = float(engine.from_dict(state).lr.scale)
@@ -220,8 +217,8 @@ class RollbackRestore:
             at_fault[name] = (1.0 if rate is None else rate) * scale
             if not engine.limits_lr:
                 at_fault[name] = scale
-            elif name in self.run.monitor.state.rates:
-                at_fault[name] = self.run.monitor.state.rates[name]
+            elif name in highest and healthy.healthy_rate(name, highest[name]) < highest[name]:
+                at_fault[name] = highest[name]
         return broadcast(self.run.ranks, at_fault)
 
     def _rates_before(self, live: Engines, saved: SavedCheckpoint) -> dict[str, SavedRate]:

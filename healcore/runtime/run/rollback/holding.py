@@ -12,24 +12,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from healcore.core.engine import Engine
-from healcore.runtime.driver import Driver, NumberRange
-from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import Anchor
-from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, StepHistory, SuspectSteps
+from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
 from healcore.runtime.run.engine_states import limit_norms, with_rates
 from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE, HealthyValues
 from healcore.runtime.run.rollback.envelope import Envelope
 from healcore.runtime.run.rollback.remedy import RateFact
 from healcore.runtime.run.rollback.trouble import Trouble, TroubleCause
-from healcore.runtime.store.ranks import Ranks, broadcast
+from healcore.runtime.store.ranks import broadcast
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.compare.anchor_losses import AnchorLosses
-    from healcore.runtime.run.compare.comparison_state import ComparisonState
-    from healcore.runtime.run.incidents.rate_log import RateLog
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.run import Run
 
 LASTING_STEPS = 2 * REGULAR_INTERVAL
 """Steps after the trouble from which on a number that the program has not taken back is intended. A
@@ -44,49 +39,18 @@ class Holding:
     until they are held.
 
     Args:
-        engine: the engine of the policy, whose limits of norms hold a norm.
-        driver: holds numbers of the optimizers, and has the states of the engines.
-        ranks: the ranks, which hold what rank 0 has seen.
-        log: the log, for what is released.
-        record: the facts of the run.
-        rate_log: has the learning rates in force.
-        state: the anchors of the comparisons.
-        history: the last steps.
-        anchor_losses: evaluates batches with the better weights.
-        save_every: steps between two saves.
+        run: the parts of the run.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        driver: Driver,
-        ranks: Ranks,
-        log: RunLog,
-        record: RunRecord,
-        rate_log: RateLog,
-        state: ComparisonState,
-        history: StepHistory,
-        anchor_losses: AnchorLosses,
-        save_every: int,
-    ) -> None:
-        self._engine = engine
-        self._driver = driver
-        self._ranks = ranks
-        self._log = log
-        self._record = record
-        self._rate_log = rate_log
-        self._state = state
-        self._history = history
-        self._anchor_losses = anchor_losses
-        self._save_every = save_every
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.freezes = False
         """Whether the next step is frozen."""
 
     @property
     def envelope(self) -> Envelope:
         """What is held now."""
-        return self._record.envelope
+        return self.run.record.envelope
 
     def hold(self, envelope: Envelope, step: int) -> None:
         """Holds this, and nothing else.
@@ -95,12 +59,14 @@ class Holding:
             envelope: what is held. It replaces what was held before.
             step: the next step, from which on it is held.
         """
-        self._record.envelope = replace(envelope, rates={})
+        self.run.record.envelope = replace(envelope, rates={})
         self.freezes = envelope.freezes(step)
-        engines = with_rates(self._driver.engines(), envelope.rates)
-        limited = limit_norms(self._engine, engines, envelope.norm_limits, freeze=self.freezes)
-        self._driver.load(None, limited)
-        self._driver.hold_numbers(envelope.number_ranges)
+        engines = with_rates(self.run.driver.engines(), envelope.rates)
+        limited = limit_norms(
+            self.run.policy.engine, engines, envelope.norm_limits, freeze=self.freezes
+        )
+        self.run.driver.load(None, limited)
+        self.run.driver.hold_numbers(envelope.number_ranges)
 
     def freezing_changes(self, step: int) -> bool:
         """Whether the frozen steps begin or end at a step. Called once per step.
@@ -128,18 +94,18 @@ class Holding:
         Args:
             step: step of the checkpoint.
         """
-        if self._record.monitor.nonfinite_streak:
+        if self.run.record.monitor.nonfinite_streak:
             return  # the weights may be damaged
-        history, envelope = self._history, self.envelope
-        seen = broadcast(self._ranks, dict(self._driver.numbers()))
+        history, envelope = self.run.comparisons.history, self.envelope
+        seen = broadcast(self.run.ranks, dict(self.run.driver.numbers()))
         history.learn_doubtful_norms(step, envelope.norm_limits)
         rates: dict[str, float] = {}
-        if step > self._record.first_step:  # no step was trained before the first checkpoint
+        if step > self.run.record.first_step:  # no step was trained before the first checkpoint
             rates = self.known_rates()
-            if not self._anchor_losses.is_enabled:  # the history has no steps
-                rates = {**rates, **self._record.monitor.rates}
+            if not self.run.comparisons.is_enabled:  # the history has no steps
+                rates = {**rates, **self.run.record.monitor.rates}
         free = {name: each for name, each in seen.items() if name not in envelope.numbers}
-        self._record.healthy = self._record.healthy.with_checkpoint(
+        self.run.record.healthy = self.run.record.healthy.with_checkpoint(
             history.healthy_rates(rates),
             free,
             history.largest_norms(),
@@ -156,20 +122,20 @@ class Holding:
             if name not in seen or each.bounds.low <= seen[name].last <= each.bounds.high:
                 back.append(name)
         norms = dict(envelope.norms)
-        if not self._anchor_losses.is_enabled:
+        if not self.run.comparisons.is_enabled:
             norms = {}  # a `loss_fn` that failed: nothing is known of later norms
-        for name, median in self._history.typical_norms().items():
+        for name, median in self.run.comparisons.history.typical_norms().items():
             if name in norms:
                 norms[name] = norms[name].following(median)
         released = replace(envelope.without_numbers(back), norms=norms, rates={}, is_guess=False)
         if envelope.is_guess:
             released = replace(released, rates=self._rates_before_guess())
-            self._log.info(
+            self.run.log.info(
                 f"step {step}: the learning rate is the program's own again; its limit was for the "
                 "first steps"
             )
         if back:
-            self._log.info(
+            self.run.log.info(
                 f"step {step}: {', '.join(back)}: the program's own value is in its healthy "
                 "range again, and is used"
             )
@@ -178,7 +144,7 @@ class Holding:
 
     def _rates_before_guess(self) -> dict[str, dict[str, object]]:
         """The rates from before the first rollback that has guessed a ceiling."""
-        for each in self._record.ledger.in_force:
+        for each in self.run.record.ledger.in_force:
             if each.after.is_guess:
                 return each.before.rates
         return {}
@@ -200,7 +166,7 @@ class Holding:
         envelope = self.envelope
         if not envelope.numbers or not (at_end or step >= envelope.until + LASTING_STEPS):
             return {}
-        seen, lasting = broadcast(self._ranks, dict(self._driver.numbers())), {}
+        seen, lasting = broadcast(self.run.ranks, dict(self.run.driver.numbers())), {}
         for name, each in envelope.numbers.items():
             if name not in seen or not math.isfinite(seen[name].last):
                 continue
@@ -217,7 +183,7 @@ class Holding:
             Engine name -> learning rate, without rates that are unknown, NaN or Inf.
         """
         known = {}
-        for name, rate in self._rate_log.rates_in_force().items():
+        for name, rate in self.run.rate_log.rates_in_force().items():
             if rate is not None and math.isfinite(rate):
                 known[name] = rate
         return known
@@ -235,7 +201,7 @@ class Holding:
             healthy: what was known as healthy there.
         """
         is_suspect = trouble.cause is TroubleCause.BETTER_WEIGHTS
-        rates = self._record.monitor.rates
+        rates = self.run.record.monitor.rates
         fact = RateFact.HEALTHY
         if not rates:
             fact = RateFact.UNKNOWN
@@ -249,7 +215,7 @@ class Holding:
             if rate > highest * RATE_TOLERANCE:
                 fact = RateFact.HIGHER
                 break
-        return broadcast(self._ranks, fact)  # rates may differ by rank
+        return broadcast(self.run.ranks, fact)  # rates may differ by rank
 
     def outside(self, trouble: Trouble, step: int, healthy: HealthyValues) -> Envelope:
         """What had left its healthy range at a trouble since a snapshot. Collective.
@@ -265,60 +231,48 @@ class Holding:
         """
         suspects = None
         if trouble.cause is TroubleCause.BETTER_WEIGHTS:
-            suspects = self._history.suspect_steps(trouble.onset, trouble.found_at)
+            suspects = self.run.comparisons.history.suspect_steps(trouble.onset, trouble.found_at)
         norms: Mapping[str, float] = {}
         if suspects is not None:
             norms = suspects.largest_norms()
-        seen = broadcast(self._ranks, dict(self._driver.numbers()))
+        seen = broadcast(self.run.ranks, dict(self.run.driver.numbers()))
         found = healthy.outside(seen, norms, self._intervals(trouble, step))
         left_out = trouble.batches
-        anchor = self._state.anchor_of(step)
+        anchor = self.run.comparisons.state.anchor_of(step)
         if suspects is not None and anchor is not None:
-            unusual = broadcast(self._ranks, self._unusual_steps(suspects, anchor, healthy))
-            left_out += tuple(self._record.monitor.batches_of(unusual))
+            unusual = broadcast(self.run.ranks, self._unusual_steps(suspects, anchor))
+            left_out += tuple(self.run.record.monitor.batches_of(unusual))
         return replace(found, left_out=left_out)
 
     def _intervals(self, trouble: Trouble, step: int) -> float:
         """Checkpoint intervals from a snapshot to the onset of a trouble; may be a fraction."""
-        return (trouble.onset - step) / self._save_every
+        return (trouble.onset - step) / self.run.schedule.every
 
-    def _unusual_steps(
-        self, suspects: SuspectSteps, anchor: Anchor, healthy: HealthyValues
-    ) -> list[int]:
-        """Suspect steps whose batches are unusual under the better weights. Collective.
+    def _unusual_steps(self, suspects: SuspectSteps, anchor: Anchor) -> list[int]:
+        """Suspect steps whose batches are unusual under the better weights, ascending. Collective.
 
         A batch is unusual if its loss under the better weights exceeds the largest loss of the
-        usual batches of all anchors from before the onset by more than their range. Where a limit
-        of the gradient norm has not helped, the batches of the steps with an unusual norm are
-        unusual too: the cause may be the batch, and its norm only a symptom.
+        usual batches of all anchors from before the onset by more than their range.
         """
-        unusual = set()
-        for index in suspects.with_unusual_norm(self.envelope.norms, healthy):
-            if index >= anchor.step:
-                unusual.add(index)
-        return sorted(unusual | self._with_high_loss(suspects, anchor))
-
-    def _with_high_loss(self, suspects: SuspectSteps, anchor: Anchor) -> set[int]:
-        """Suspect steps whose loss under an anchor's weights is not ordinary."""
         before = suspects.start - STEPS_BEFORE_SIGN
         usual_by_index = {}
-        for each in self._state.anchors:
+        for each in self.run.comparisons.state.anchors:
             for step in each.usual:
                 if step.index < before:
                     usual_by_index[step.index] = step
         usual = [*usual_by_index.values()]
         steps = [step for step in suspects.steps if step.batches and step.index >= anchor.step]
         if not usual or not steps:
-            return set()
+            return []
         both = [*usual, *steps]
-        losses = self._anchor_losses.losses_of(both, anchor, [math.nan] * len(both))
+        losses = self.run.comparisons.losses_of(both, anchor, [math.nan] * len(both))
         if losses is None:
-            return set()
+            return []
         _, under_better = losses
         ordinary, rest = under_better[: len(usual)], under_better[len(usual) :]
         limit = max(ordinary) + (max(ordinary) - min(ordinary))
-        high = set()
+        high = []
         for step, loss in zip(steps, rest, strict=True):
             if not loss <= limit:  # written with `not`, so that a loss of NaN counts as high
-                high.add(step.index)
+                high.append(step.index)
         return high

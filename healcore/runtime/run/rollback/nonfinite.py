@@ -180,7 +180,7 @@ class NonfiniteRecovery:
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
         verdict = run.comparisons.suspicion.verdict_without_waiting(result.index)
         if verdict is not None:
-            return run.better_weights.trouble_of(verdict)
+            return verdict
         if not is_sound:
             repeats = run.loaders.can_rewind
             if run.loaders.last_trained is None and run.recovery.counts_steps:

@@ -25,7 +25,6 @@ from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.events.sentences import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.data.rewind_obstacle import RewindObstacle
-from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.missing_rate import MissingRate
@@ -132,23 +131,12 @@ class Recovery:
             if rollback is not None:
                 return rollback
         run.nonfinite_recovery.stop_if_never_finite(trouble)
-        verdict = run.better_weights.compare(result)
+        verdict = run.comparisons.observe_result(result)
         if trouble is not None:
             return self.answer(trouble)
         if verdict is not None:
-            return self.follow(verdict)
+            return self.go_back(verdict, result.index)
         return self.accept_intended(result.index)
-
-    def follow(self, verdict: Verdict) -> RollbackRecord | None:
-        """Goes back because earlier weights are better, or accepts that they are.
-
-        Args:
-            verdict: which earlier weights are better, and since when.
-
-        Returns:
-            The rollback, or None without one.
-        """
-        return self.go_back(self.run.better_weights.trouble_of(verdict), verdict.roll_back_at)
 
     def accept_intended(self, index: int, *, at_end: bool = False) -> RollbackRecord | None:
         """Accepts the numbers that are held although the program keeps its own value for long.
@@ -169,21 +157,17 @@ class Recovery:
         if not intended:
             return None
         values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
-        first = next(
-            each for each in run.ledger.in_force if intended.keys() & each.after.numbers.keys()
-        )
-        tries = run.ledger.same_trouble(first.onset)
-        is_alone = all(not each.trouble.is_asked_for for each in tries)
-        done = None
-        if run.loaders.can_rewind and is_alone and tries[-1] is run.ledger.in_force[-1]:
-            trouble = Trouble(
+        past, done = run.ledger.in_force, None
+        holds = [each for each in past if intended.keys() & each.after.numbers.keys()]
+        tries = run.ledger.same_trouble(holds[0].onset) if holds else []
+        is_alone = tries[-1:] == past[-1:] and not any(each.trouble.is_asked_for for each in tries)
+        if holds and is_alone and run.loaders.can_rewind:
+            trouble = replace(
+                holds[0].trouble,
                 cause=TroubleCause.INTENDED,
-                onset=first.onset,
                 found_at=index,
-                since=first.onset,
                 finite=True,
-                sound_before=True,
-                better_step=first.checkpoint,
+                better_step=holds[0].checkpoint,
                 intended=values,
             )
             done = self.go_back(trouble, index)
@@ -218,7 +202,7 @@ class Recovery:
         damage = run.nonfinite_recovery.damage_of(trouble)
         if self._needs_evidence(trouble):
             if damage is None:
-                return self._decline(trouble, "nothing", self._missing_evidence(trouble))
+                return self._decline(trouble)
             cause = Cause(trouble.flags)
             run.log.assessment(
                 damage.found_at, damage.onset, "damage", damage.cause.value, cause=cause
@@ -230,10 +214,9 @@ class Recovery:
         if not trouble.action & Action.ROLLBACK:
             return None
         if damage is not None:
-            verdict = run.comparisons.suspicion.pending(trouble.found_at)
+            verdict = run.comparisons.state.verdict
             if verdict is not None:
-                better = run.better_weights.trouble_of(verdict, finite=False)
-                return self.go_back(better, trouble.found_at)
+                return self.go_back(replace(verdict, finite=False), trouble.found_at)
         return self.go_back(trouble, trouble.found_at)
 
     def _needs_evidence(self, trouble: Trouble) -> bool:
@@ -247,25 +230,18 @@ class Recovery:
                 return False
         return True
 
-    def _missing_evidence(self, trouble: Trouble) -> str:
-        """Why nothing shows that the model is worse, as a clause."""
-        if self.run.comparisons.is_enabled:
-            return "no comparison shows that the weights are worse"
-        if trouble.flags & NONFINITE:
-            return "the weights are finite"
-        return "healcore cannot tell without loss_fn whether the model is worse"
+    def _decline(self, trouble: Trouble) -> None:
+        """Declines a rollback without evidence, and logs that the run continues.
 
-    def _decline(self, trouble: Trouble, by: str, why: str) -> None:
-        """Declines a rollback, and logs that the run continues without it.
-
-        Args:
-            trouble: the trouble.
-            by: what decided, for the event: "nothing" without evidence, or "budget".
-            why: the reason, as a clause. Of lasting trouble only the 1st, 10th, 100th, ... decline
-                for a reason has a line.
+        Of lasting trouble only the 1st, 10th, 100th, ... decline for a reason has a line.
         """
+        why = "healcore cannot tell without loss_fn whether the model is worse"
+        if self.run.comparisons.is_enabled:
+            why = "no comparison shows that the weights are worse"
+        elif trouble.flags & NONFINITE:
+            why = "the weights are finite"
         cause = Cause(trouble.flags)
-        self.run.log.assessment(trouble.found_at, trouble.onset, "unknown", by, cause=cause)
+        self.run.log.assessment(trouble.found_at, trouble.onset, "unknown", "nothing", cause=cause)
         times = self._times_to_log(why)
         if times:
             cause_names = flags_text(names_of(cause))
@@ -539,7 +515,9 @@ class Recovery:
             run.ledger.accepted += 1
         if trouble.cause is not TroubleCause.NO_FINITE_STEP:
             run.ledger.accept(trouble.onset, until)
-            self._log_verdict("accepted", trouble, index, by=report.decided_by(trouble), why=why)
+            self._log_verdict(
+                "accepted", trouble, index, by=report.decided_by(trouble) or "state", why=why
+            )
         done, undone = None, any(each.holds for each in tries)
         if undone:
             oldest = min(each.checkpoint for each in tries)
@@ -558,22 +536,18 @@ class Recovery:
         trouble: Trouble,
         index: int,
         *,
-        by: str | None = "earlier_weights",
+        by: str = "earlier_weights",
         why: str | None = None,
     ) -> None:
         """Writes the event of a verdict about the weights."""
-        anchor = None
-        if trouble.better_step is not None:
-            anchor = self.run.comparisons.state.anchor_of(trouble.better_step)
-        rise, rise_remembered = trouble.rises
+        anchor = self.run.comparisons.state.anchor_of(trouble.better_step)
         self.run.log.assessment(
             index,
             trouble.onset,
             name,
-            by or "",
+            by,
             checkpoint=trouble.better_step,
-            rise=rise,
-            rise_remembered=rise_remembered,
+            rise=trouble.rise,
             loss_before=anchor.level if anchor is not None and name == "accepted" else None,
             why=why,
         )

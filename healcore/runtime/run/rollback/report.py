@@ -8,7 +8,8 @@ from healcore.console import counted, first_of
 from healcore.core.decision import Cause, names_of
 from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
-from healcore.events.sentences import flags_text, lr_text
+from healcore.events.sentences import flags_text
+from healcore.runtime.reporting.diagnosis import recovered_text
 from healcore.runtime.run.rollback.holding import LASTING_STEPS
 from healcore.runtime.run.rollback.remedy import MAX_ACCEPTED
 from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble, TroubleCause
@@ -48,12 +49,6 @@ def report_rollback(run: Run, done: RollbackRecord, index: int) -> None:
     line += f"; {sentence(rollback)}"
     if not done.lost:  # otherwise the sentence has said what became of the data
         line += f", data {data}"
-    may_limit = run.policy.may_limit_lr and not trouble.trains_on
-    if done.lr is None and may_limit and not lr_text(rollback):
-        line += (
-            "; the learning rate is unknown and stays as it is: pass learning_rate=rate to "
-            "tx.update, so that a rollback can lower it"
-        )
     run.log.warning(line)
     epoch = run.loaders.epoch_loop.returns_to
     if epoch is not None:
@@ -168,7 +163,7 @@ def why_accepted(trouble: Trouble, tries: int) -> str:
         return f"{trouble.intended}: {INTENDED}"
     if not tries:
         return (
-            f"the last {MAX_ACCEPTED} changes came back after all trials: healcore cannot "
+            f"the last {MAX_ACCEPTED} changes came back after all tries: healcore cannot "
             "repair this one either, or the program intends it"
         )
     times = "the rollback" if tries == 1 else f"each of the {tries} rollbacks"
@@ -196,5 +191,33 @@ def accepted_line(
         line += f"{reason_of(trouble)}, since step {trouble.onset}; "
     line += why
     if undone:
-        line += "; the trials are undone"
+        line += "; what was held is undone"
     return f"{line}; the run continues, without another rollback for this change"
+
+
+def report_recoveries(run: Run) -> None:
+    """Reports, at the end of a run, accepted damage of which nothing is left.
+
+    A program that makes its loss worse on purpose, for example by a restart of its rate, does
+    so in each repeat. If the mean loss is no higher at the end than before, nothing is damaged.
+
+    Args:
+        run: the parts of the run.
+    """
+    loss = run.comparisons.history.mean()
+    before: dict[int, float] = {}
+    for onset in run.ledger.damage_left:
+        level = run.log.history.losses_before.get(onset)
+        if loss is not None and level is not None and loss <= level:
+            before[onset] = level
+    if not before:
+        return
+    why = (
+        f"the mean loss is {loss:.4g} at the end, and was {min(before.values()):.4g} or more "
+        "before; probably your program made the change itself, for example by a restart of its "
+        "rate"
+    )
+    for onset in before:
+        run.ledger.recover(onset)
+        run.log.assessment(run.progress.step - 1, onset, "recovered", why=why)
+    run.log.info(f"{recovered_text([*before])}: {why}")

@@ -83,16 +83,27 @@ class Trouble:
     them."""
     better_step: int | None = None
     """Step of the better earlier weights, or None."""
-    rises: tuple[float | None, float | None] = (None, None)
-    """Loss of the current minus the better weights, on the batch of the step and on an earlier one;
-    None where it is unknown or not finite."""
+    rise: float | None = None
+    """Loss of the newest batch, current minus better weights; None if unknown or not finite."""
     intended: str = ""
     """The held numbers that are intended, and their values; or empty."""
 
     @property
+    def recovers_until(self) -> int:
+        """Step until which a run with better earlier weights has time to recover.
+
+        The wait begins at the onset, and has as many steps as lie between the better weights and
+        the onset. A run that recovers during the wait loses fewer steps than by the rollback. A run
+        that does not recover loses about twice as many (rent or buy: Karlin et al. 1988,
+        "Competitive snoopy caching"). Thus a learning rate that is raised on purpose gets time to
+        recover.
+        """
+        return self.onset + (self.onset - (self.better_step or 0))
+
+    @property
     def is_in_budget(self) -> bool:
         """Whether the policy's budget limits the rollbacks: for rules, hooks, NaN and Inf."""
-        return self.cause not in _ABOUT_LOSSES
+        return self.cause not in _ABOUT_LOSSES or not self.finite
 
     @property
     def is_asked_for(self) -> bool:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.comparison_state import ComparisonState
-from healcore.runtime.run.compare.verdict import Verdict
+from healcore.runtime.run.rollback.trouble import Trouble
 from tests.runtime.run.compare.toy_driver import (
     ToyRun,
     healthy_weight,
@@ -37,7 +37,7 @@ def restarted(run: ToyRun) -> ToyRun:
     return other
 
 
-def train_until(run: ToyRun, end: int, damage: int = 250) -> Verdict | None:
+def train_until(run: ToyRun, end: int, damage: int = 250) -> Trouble | None:
     """Trains up to the verdict, and returns it; or up to step `end`.
 
     Losses are usual until the step `damage`; from then on the weights are damaged.
