@@ -78,8 +78,8 @@ def test_a_restart_finds_damage_soon_after_the_run_that_is_not_restarted(steps):
 
     assert expected is not None
     assert found is not None
-    assert found.anchor_step == expected.anchor_step
-    assert abs(found.roll_back_at - expected.roll_back_at) <= 5
+    assert found.better_step == expected.better_step
+    assert abs(again.step - undisturbed.step) <= 5
 
 
 def test_a_restart_knows_the_usual_losses_and_norms():

@@ -6,10 +6,8 @@ import pytest
 
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.envelope import Envelope, HeldNorm, HeldNumber
 from healcore.runtime.run.rollback.holding import LASTING_STEPS
-from healcore.runtime.run.rollback.trouble import Trouble
 from tests.runtime.run.compare.toy_driver import (
     ToyRun,
     healthy_run,
@@ -23,11 +21,6 @@ NAME = "optimizer.weight_decay"
 
 def constant(value: float) -> NumberRange:
     return NumberRange(value, value, value)
-
-
-def trouble_of(verdict: object) -> Trouble:
-    nothing: object = None
-    return BetterWeights(nothing).trouble_of(verdict)  # type: ignore[arg-type]
 
 
 def test_batches_and_norms_at_the_onset_that_are_unusual():
@@ -49,7 +42,7 @@ def test_batches_and_norms_at_the_onset_that_are_unusual():
         run.record.monitor.add_batches(run.step, [BatchId(0, run.step)], kept=500)
         verdict = run.take(run.step, weight=level, alarm=True, norm=norm)
 
-    found = run.holding.outside(trouble_of(verdict), verdict.anchor_step, run.record.healthy)
+    found = run.holding.outside(verdict, verdict.better_step or 0, run.record.healthy)
     assert [index for _, index in found.left_out] == extraordinary
     assert found.norms == {"optimizer": HeldNorm(1.0, 4.0)}, "the healthy and the largest norm"
 
@@ -80,7 +73,7 @@ def test_a_number_that_was_learnt_after_the_better_weights_counts_as_outside():
     assert run.record.healthy.numbers["optimizer.momentum"].high == 1.1
 
     # The checkpoint of step 300 was healthy, so that 1.1 seems to be healthy too.
-    trouble = trouble_of(train_damaged(run))
+    trouble = train_damaged(run)
     assert run.comparisons.better_steps(trouble)[:2] == [300, 200]
     assert not run.holding.outside(trouble, 300, run.record.healthy).numbers
 
