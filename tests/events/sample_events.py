@@ -41,7 +41,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     },
     "assessment": {
         "onset": 4, "cause": Cause.LOSS_SPIKE, "verdict": "damage", "by": "earlier_weights",
-        "rise": 3.5, "rise_remembered": 0.01,
+        "rise": 3.5,
     },
     "save": {"why": "regular", "seconds": 0.25},
     "save_failed": {"problem": OSError(28, "No space left on device")},

@@ -205,7 +205,8 @@ def test_bad_data_cost_repeated_steps_and_no_bits(framework, compares, tmp_path)
     if not compares:
         assert [each["checkpoint"] for each in attempts] == [100, 75, 75]
         assert {each["lr_scale"] for each in attempts} == {1.0}
-        assert attempts[1]["held"] and "held" not in attempts[2], "the frozen steps are undone"
+        assert attempts[1]["held"]
+        assert "held" not in attempts[2], "the frozen steps are undone"
     assert run.weights() == skipping.weights()
 
 

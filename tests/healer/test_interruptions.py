@@ -239,7 +239,7 @@ def test_an_interrupted_run_ends_as_well_as_the_run_that_is_not_interrupted(prog
     [
         ("healthy", [1, 2, 9, 10, 11, 99, 100, 101, 128, 129]),
         ("rate", [69, 75, 76, 80, 81, 89, 90, 95, 99, 104, 105, 106, 107, 120]),
-        # The program damages the weights at each repeat, so all trials fail, and are undone.
+        # The program damages the weights at each repeat, so all tries fail, and are undone.
         # A kill at 176 comes after they are undone, and before the next save.
         ("weights", [95, 96, 97, 112, 121, 123, 140, 147, 150, 158, 168, 170, 172, 176, 185]),
     ],

@@ -1,6 +1,6 @@
 """A run that a broken program has stopped, and that is started again with the program mended.
 
-A remedy is a trial: what the trials have changed for the trouble of a stop is undone at the next
+A remedy is a try: what the tries have changed for the trouble of a stop is undone at the next
 start, so the mended program trains as if the broken part had not been.
 """
 
@@ -100,7 +100,7 @@ def test_a_mended_program_trains_as_if_it_had_not_been_broken(framework, tmp_pat
 
 
 def test_a_program_that_is_still_broken_stops_again(tmp_path):
-    """After the same number of trials, each time."""
+    """After the same number of tries, each time."""
     for start in range(1, 4):
         run_broken("torch", tmp_path)
         assert len(events(tmp_path, "rollback")) == TRIES * start
@@ -162,7 +162,7 @@ def test_a_break_before_the_first_save_of_the_mended_program(tmp_path):
 def test_a_kill_after_the_record_keeps_the_work_that_follows_a_save_in_the_body(
     tmp_path, monkeypatch
 ):
-    """The start that undoes the trials replaces the record of the checkpoint, and is killed."""
+    """The start that undoes the tries replaces the record of the checkpoint, and is killed."""
 
     class Saving(TorchLoop):
         def step(self, healer: Any, number: int) -> None:

@@ -24,8 +24,8 @@ def test_damage_that_comes_back_is_named_wherever_the_run_is_summed_up(tmp_path,
 
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"completed after step {STEPS}: {said}; " in line
-    assert "rolled back 3 times, undid 2 trials" in line
-    assert "batches after a rollback" not in line, "the batches of the trials were read again"
+    assert "rolled back 3 times, undid 2 tries" in line
+    assert "batches after a rollback" not in line, "the batches of the tries were read again"
 
     report = healer.report()
     assert (report.ending, report.converged) == ("completed", False)
