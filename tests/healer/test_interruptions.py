@@ -31,7 +31,7 @@ FAULT = range(74, 124)
 POLICY = policies.load("default", rollback={"probation": 10})
 KINDS = ("kill", "signal", "exit", "exception", "save", "break")
 MAX_RATIO = {"rate": 1.02, "weights": 1.5}
-"""Program -> loss at the end of a run that is interrupted in a trouble, by that of a run that is not.
+"""Program -> loss of a run that is interrupted in a trouble, by that of a run that is not.
 
 The noise on the weights cannot be repaired. Decided later, the run draws other noise."""
 
