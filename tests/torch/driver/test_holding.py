@@ -160,7 +160,7 @@ def test_a_clip_that_the_program_forgets_is_replaced(tmp_path):
 
 @pytest.mark.slow
 def test_what_is_held_is_released_when_the_fault_is_over(tmp_path):
-    program = Program(**{**FAULTS["weight decay"], "bad_steps": range(220, 310)})
+    program = Program(**{**FAULTS["weight decay"], "bad_steps": range(220, 250)})
     *_, last = program.train(tmp_path)
     assert last["held"] == ["optimizer.weight_decay held at 0.01, the program sets 40"]
     assert not run_of(program.healer).holding.envelope

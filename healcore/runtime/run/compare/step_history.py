@@ -62,6 +62,8 @@ class SuspectSteps(NamedTuple):
     """Step of the first sign."""
     steps: list[TrainedStep]
     """The steps around the first sign, and the later high steps, in order."""
+    around: list[TrainedStep]
+    """The steps around the first sign alone."""
 
     def largest_norms(self) -> dict[str, float]:
         """The largest gradient norm of each engine at these steps.
@@ -303,4 +305,4 @@ class StepHistory:
             if step.index >= onset - STEPS_BEFORE_SIGN:
                 steps[step.index] = step
         ordered = [steps[index] for index in sorted(steps)]
-        return SuspectSteps(min(window.start, onset), ordered)
+        return SuspectSteps(min(window.start, onset), ordered, window.steps)

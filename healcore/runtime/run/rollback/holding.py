@@ -220,6 +220,9 @@ class Holding:
     def outside(self, trouble: Trouble, step: int, healthy: HealthyValues) -> Envelope:
         """What had left its healthy range at a trouble since a snapshot. Collective.
 
+        Where a limit of the gradient norm has not helped, the batches of the steps with an unusual
+        norm are unusual too: the cause may be the batch, and its norm only a symptom.
+
         Args:
             trouble: the trouble.
             step: step of the snapshot.
@@ -240,8 +243,17 @@ class Holding:
         left_out = trouble.batches
         anchor = self.run.comparisons.state.anchor_of(step)
         if suspects is not None and anchor is not None:
-            unusual = broadcast(self.run.ranks, self._unusual_steps(suspects, anchor))
-            left_out += tuple(self.run.record.monitor.batches_of(unusual))
+            tries = self.run.ledger.same_trouble(trouble.onset)
+            limited = {name for each in tries for name in each.after.norms}
+            unusual = {
+                each.index
+                for each in suspects.around
+                for name in limited
+                if each.index >= step and healthy.is_unusual_norm(name, each.norms.get(name, 0.0))
+            }
+            unusual.update(self._unusual_steps(suspects, anchor))
+            steps = broadcast(self.run.ranks, sorted(unusual))
+            left_out += tuple(self.run.record.monitor.batches_of(steps))
         return replace(found, left_out=left_out)
 
     def _intervals(self, trouble: Trouble, step: int) -> float:

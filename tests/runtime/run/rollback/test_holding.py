@@ -42,7 +42,7 @@ def test_batches_and_norms_at_the_onset_that_are_unusual():
         run.record.monitor.add_batches(run.step, [BatchId(0, run.step)], kept=500)
         verdict = run.take(run.step, weight=level, alarm=True, norm=norm)
 
-    found = run.holding.outside(verdict, verdict.better_step, run.record.healthy)
+    found = run.holding.outside(verdict, verdict.better_step or 0, run.record.healthy)
     assert [index for _, index in found.left_out] == extraordinary
     assert found.norms == {"optimizer": HeldNorm(1.0, 4.0)}, "the healthy and the largest norm"
 
