@@ -243,15 +243,12 @@ class Holding:
         left_out = trouble.batches
         anchor = self.run.comparisons.state.anchor_of(step)
         if suspects is not None and anchor is not None:
-            tries = self.run.ledger.same_trouble(trouble.onset)
-            limited = {name for each in tries for name in each.after.norms}
-            unusual = {
-                each.index
-                for each in suspects.around
-                for name in limited
-                if each.index >= step and healthy.is_unusual_norm(name, each.norms.get(name, 0.0))
-            }
-            unusual.update(self._unusual_steps(suspects, anchor))
+            unusual = {*self._unusual_steps(suspects, anchor)}
+            for each in suspects.around:
+                for name in self.envelope.norms:
+                    norm = each.norms.get(name, 0.0)
+                    if each.index >= step and healthy.is_unusual_norm(name, norm):
+                        unusual.add(each.index)
             steps = broadcast(self.run.ranks, sorted(unusual))
             left_out += tuple(self.run.record.monitor.batches_of(steps))
         return replace(found, left_out=left_out)
