@@ -182,12 +182,9 @@ class NonfiniteRecovery:
         if verdict is not None:
             return verdict
         if not is_sound:
-            repeats = run.loaders.can_rewind
-            if run.loaders.last_trained is None and run.recovery.counts_steps:
-                repeats = True  # a loop over `steps`, which asks for the number of each step
             gave_up = [each for each in run.ledger.in_force if each.accepts]
             is_bad_data = any(each.trouble.cause is TroubleCause.NO_FINITE_STEP for each in gave_up)
-            if streak == STEPS_TO_REVIVE and (is_bad_data or not repeats):
+            if streak == STEPS_TO_REVIVE and (is_bad_data or not run.recovery.repeats_batches):
                 return None
         return trouble
 

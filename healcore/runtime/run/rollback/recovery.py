@@ -71,6 +71,16 @@ class Recovery:
         """Notes that the loop asks for the number of each step, see `counts_steps`."""
         self.counts_steps = True
 
+    @property
+    def repeats_batches(self) -> bool:
+        """Whether the steps after a rollback have the same batches again.
+
+        They have if the loaders can be rewound, and in a loop without a loader that asks for the
+        number of each step.
+        """
+        loaders = self.run.loaders
+        return loaders.can_rewind or (loaders.last_trained is None and self.counts_steps)
+
     def find_order(self, result: StepResult) -> Trouble | None:
         """Logs a step that was read, gives it to the monitor, and finds what the policy orders.
 
@@ -393,7 +403,7 @@ class Recovery:
             rate=run.holding.rate_fact(trouble, step, healthy.get(step, run.record.healthy)),
             lr_cuts=run.policy.engine.config.budget.lr_cuts if limits else 0,
             rollbacks_left=left,
-            repeats_batches=run.loaders.can_rewind,
+            repeats_batches=self.repeats_batches,
             accepted=run.ledger.accepted,
         )
 

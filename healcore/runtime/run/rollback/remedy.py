@@ -68,7 +68,7 @@ class Facts(NamedTuple):
     """Rollbacks that the policy's budget allows for this trouble."""
     repeats_batches: bool
     """Whether a repeat reads the same batches. On other batches, damage that comes back says less
-    about what was held."""
+    about what was held, and no step is known to be suspect."""
     accepted: int
     """Troubles accepted in a row."""
 
@@ -116,7 +116,7 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
     if trouble.is_asked_for or not tries:
         return Remedy(Outcome.REPEAT, envelope, limits)
     if limits or _may_help(trouble, tries, facts):
-        if not trouble.exact:
+        if facts.repeats_batches and not trouble.exact:
             envelope = replace(envelope, frozen=_suspect_steps(trouble, tries, facts.snapshot))
         return Remedy(Outcome.REPEAT, envelope, limits)
     if trouble.finite:
