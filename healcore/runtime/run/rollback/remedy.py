@@ -116,7 +116,7 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
     if trouble.is_asked_for or not tries:
         return Remedy(Outcome.REPEAT, envelope, limits)
     if limits or _may_help(trouble, tries, facts):
-        if facts.repeats_batches and not trouble.exact:
+        if facts.repeats_batches and not trouble.exact and not tries[-1].lost:
             envelope = replace(envelope, frozen=_suspect_steps(trouble, tries, facts.snapshot))
         return Remedy(Outcome.REPEAT, envelope, limits)
     if trouble.finite:
