@@ -108,9 +108,11 @@ class Envelope:
         )
 
     def beyond(self, older: Envelope) -> Envelope:
-        """The numbers, norms and batches that `older` does not hold yet."""
+        """What `older` does not hold yet, without the rates."""
         return replace(
             self.without_numbers(older.numbers),
+            is_guess=self.is_guess and not older.is_guess,
+            frozen=None if self.frozen == older.frozen else self.frozen,
             norms={name: each for name, each in self.norms.items() if name not in older.norms},
             left_out=tuple(each for each in self.left_out if each not in older.left_out),
         )

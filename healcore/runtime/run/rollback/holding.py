@@ -119,7 +119,7 @@ class Holding:
         envelope = self.envelope
         back = []
         for name, each in envelope.numbers.items():
-            if name not in seen or each.bounds.low <= seen[name].last <= each.bounds.high:
+            if name in seen and each.bounds.low <= seen[name].last <= each.bounds.high:
                 back.append(name)
         norms = dict(envelope.norms)
         if not self.run.comparisons.is_enabled:
@@ -238,8 +238,7 @@ class Holding:
         norms: Mapping[str, float] = {}
         if suspects is not None:
             norms = suspects.largest_norms()
-        seen = broadcast(self.run.ranks, dict(self.run.driver.numbers()))
-        found = healthy.outside(seen, norms, self._intervals(trouble, step))
+        found = healthy.outside(self.run.driver.numbers(), norms, self._intervals(trouble, step))
         left_out = trouble.batches
         anchor = self.run.comparisons.state.anchor_of(step)
         if suspects is not None and anchor is not None:
@@ -249,9 +248,8 @@ class Holding:
                     norm = each.norms.get(name, 0.0)
                     if each.index >= step and healthy.is_unusual_norm(name, norm):
                         unusual.add(each.index)
-            steps = broadcast(self.run.ranks, sorted(unusual))
-            left_out += tuple(self.run.record.monitor.batches_of(steps))
-        return replace(found, left_out=left_out)
+            left_out += tuple(self.run.record.monitor.batches_of(sorted(unusual)))
+        return broadcast(self.run.ranks, replace(found, left_out=left_out))
 
     def _intervals(self, trouble: Trouble, step: int) -> float:
         """Checkpoint intervals from a snapshot to the onset of a trouble; may be a fraction."""

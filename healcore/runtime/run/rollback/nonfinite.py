@@ -362,8 +362,14 @@ class NonfiniteRecovery:
             trouble: the trouble.
             tries: the rollbacks for the arrays.
         """
+        if not tries:
+            problem = (
+                "NaN or Inf stays: the budget of rollbacks is exhausted, and the run continues"
+            )
+            self.run.log.problem(self.run.progress.step, f"{first_of(trouble.arrays)}: {problem}")
+            return
         problem = f"{first_of(trouble.arrays)} became NaN or Inf again after a rollback, "
-        if tries and tries[-1].trouble.exact:
+        if tries[-1].trouble.exact:
             step = tries[-1].onset
             problem += f"then again without the batch of step {step}, which stays skipped, "
         if trouble.trains_on:

@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of, passes_power_of_ten
@@ -164,13 +165,14 @@ class Recovery:
         """
         run, holding = self.run, self.run.holding
         intended = holding.intended(run.progress.step, at_end=at_end)
-        if not intended:
+        if not intended or (run.comparisons.has_evidence and not at_end):
             return None
         values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
         past, done = run.ledger.in_force, None
         holds = [each for each in past if intended.keys() & each.after.numbers.keys()]
-        tries = run.ledger.same_trouble(holds[0].onset) if holds else []
-        is_alone = tries[-1:] == past[-1:] and not any(each.trouble.is_asked_for for each in tries)
+        since = past[past.index(holds[0]) :] if holds else []
+        is_alone = all(later.onset <= each.step for each, later in pairwise(since))
+        is_alone = is_alone and not any(each.trouble.is_asked_for for each in since)
         if holds and is_alone and run.loaders.can_rewind:
             trouble = replace(
                 holds[0].trouble,
@@ -226,7 +228,7 @@ class Recovery:
         if damage is not None:
             verdict = run.comparisons.state.verdict
             if verdict is not None:
-                return self.go_back(replace(verdict, finite=False), trouble.found_at)
+                return self.go_back(replace(verdict, finite=damage.finite), trouble.found_at)
         return self.go_back(trouble, trouble.found_at)
 
     def _needs_evidence(self, trouble: Trouble) -> bool:
@@ -317,7 +319,7 @@ class Recovery:
         if better:  # the other snapshots are there in case that one is damaged
             healthy = {step: each for step, each in healthy.items() if step in better}
         steps, outside = self._with_unusual(trouble, steps, healthy)
-        facts = self._facts(trouble, steps[0], replace(outside, until=index + 1), healthy)
+        facts = self._facts(trouble, tries, steps[0], replace(outside, until=index + 1), healthy)
         chosen = broadcast(run.ranks, remedy(trouble, tries, facts))
         if chosen.outcome is Outcome.STOP:
             reach = counted(self._reach, "step")
@@ -333,8 +335,8 @@ class Recovery:
     def _tries(self, trouble: Trouble) -> list[RollbackRecord]:
         """The rollbacks for a trouble so far, oldest first.
 
-        Where alarms explain NaN in an array, and where a batch that makes NaN was left out, later
-        NaN is another trouble.
+        Where alarms explain NaN in an array, where a batch that makes NaN was left out, and where
+        another change was accepted, later NaN is another trouble.
         """
         region = self.run.policy.rollback.region if trouble.is_in_budget else 0
         past = self.run.ledger.same_trouble(trouble.onset, region)
@@ -343,7 +345,8 @@ class Recovery:
                 return []
             return [each for each in past if {*trouble.arrays} <= {*each.trouble.arrays}]
         for place, each in reversed([*enumerate(past)]):
-            if each.trouble.exact and trouble.onset > each.step:
+            is_healed = each.trouble.exact and trouble.onset > each.step
+            if is_healed or (each.accepts and not trouble.finite):
                 return past[place + 1 :]
         return past
 
@@ -385,15 +388,22 @@ class Recovery:
         return steps, Envelope()
 
     def _facts(
-        self, trouble: Trouble, step: int, outside: Envelope, healthy: dict[int, HealthyValues]
+        self,
+        trouble: Trouble,
+        tries: Sequence[RollbackRecord],
+        step: int,
+        outside: Envelope,
+        healthy: dict[int, HealthyValues],
     ) -> Facts:
         """What the table reads besides the trouble and the tries."""
         run = self.run
         limits = run.policy.engine.scales_lr
         if trouble.is_asked_for or not trouble.finite:
             limits = run.policy.may_limit_lr
+        cuts = [run.policy.budget.lr_cuts - sum(each.limits_rate for each in tries)]
+        cuts += [each["state"]["budget"]["lr_cuts"] for each in run.driver.engines().values()]
         left = math.inf
-        if trouble.is_in_budget:
+        if trouble.is_in_budget and not trouble.exact:  # each of these follows another try
             left = max(run.policy.budget.recoveries, 1) - self._spent(trouble)
         return Facts(
             now=run.holding.envelope,
@@ -401,7 +411,7 @@ class Recovery:
             snapshot=step,
             from_start=step <= run.record.first_step,
             rate=run.holding.rate_fact(trouble, step, healthy.get(step, run.record.healthy)),
-            lr_cuts=run.policy.engine.config.budget.lr_cuts if limits else 0,
+            lr_cuts=int(min(cuts)) if limits else 0,
             rollbacks_left=left,
             repeats_batches=self.repeats_batches,
             accepted=run.ledger.accepted,
@@ -531,8 +541,11 @@ class Recovery:
         done, undone = None, any(each.holds for each in tries)
         if undone:
             oldest = min(each.checkpoint for each in tries)
-            steps = run.rollback_restore.choose(replace(trouble, better_step=oldest))
-            done = self._restore(trouble, replace(chosen, outcome=Outcome.ACCEPT), steps, index)
+            to_oldest = replace(trouble, better_step=oldest, sound_before=True)
+            try:
+                done = self._restore(trouble, chosen, run.rollback_restore.choose(to_oldest), index)
+            except StoreError as error:
+                self._without_snapshot(trouble, error)
             if done is None:
                 run.holding.hold(chosen.envelope, until)
         run.comparisons.pause_until(until)

@@ -63,7 +63,7 @@ class Facts(NamedTuple):
     rate: RateFact
     """The learning rates at the trouble."""
     lr_cuts: int
-    """Ceilings of the rate that the policy allows for one trouble."""
+    """Ceilings of the rate that the policy and the engines still allow for this trouble."""
     rollbacks_left: float
     """Rollbacks that the policy's budget allows for this trouble."""
     repeats_batches: bool
@@ -94,8 +94,8 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
 
     Returns:
         The remedy. Each further try comes closer to `ACCEPT` or `STOP`, so a trouble has a bounded
-        number of rollbacks: `lr_cuts` and three for weights that can be kept, the budget for
-        others.
+        number of rollbacks: `lr_cuts`, three tries and the undoing one for weights that can be
+        kept, the budget for others.
     """
     if facts.rollbacks_left <= 0:
         outcome = Outcome.ACCEPT if trouble.finite else Outcome.STOP
@@ -103,10 +103,10 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
     untouched = facts.now
     if tries:
         untouched = tries[0].before
-    is_over = any(each.accepts for each in tries)
-    if is_over or trouble.cause is TroubleCause.INTENDED:
-        return Remedy(Outcome.ACCEPT, untouched)
-    if trouble.finite and not tries and facts.accepted >= MAX_ACCEPTED:
+    is_over = trouble.finite and any(each.accepts for each in tries)
+    is_better = trouble.finite and trouble.cause is TroubleCause.BETTER_WEIGHTS
+    is_one_of_many = is_better and not tries and facts.accepted >= MAX_ACCEPTED
+    if is_over or is_one_of_many or trouble.cause is TroubleCause.INTENDED:
         return Remedy(Outcome.ACCEPT, untouched)
 
     limits = _limits_rate(trouble, tries, facts)
@@ -130,7 +130,7 @@ def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts
     A rate above every healthy rate gets one at once. A rate of which no healthy value is known is
     the last suspect, and at the start of the run, if earlier weights are better, the first one.
     """
-    if sum(each.limits_rate for each in tries) >= facts.lr_cuts or trouble.arrays:
+    if facts.lr_cuts <= 0 or trouble.arrays:
         return False
     if trouble.is_asked_for:
         return bool(tries)
@@ -163,6 +163,7 @@ def _suspect_steps(
     trouble: Trouble, tries: Sequence[RollbackRecord], snapshot: int
 ) -> tuple[int, int]:
     """First and last step to freeze: from the earliest onset to the latest evidence."""
-    onset = min(trouble.onset, *(each.onset for each in tries))
+    here = [each for each in tries if each.step >= trouble.onset]  # others are only in the region
+    onset = min([trouble.onset, *(each.onset for each in here)])
     first = max(snapshot, onset - STEPS_BEFORE_SIGN)
-    return first, max(first, trouble.found_at, *(each.step - 1 for each in tries))
+    return first, max([first, trouble.found_at, *(each.step - 1 for each in here)])

@@ -168,8 +168,7 @@ class RollbackRecord:
     @property
     def holds(self) -> bool:
         """Whether anything is held or limited that was not before."""
-        new = self.after.beyond(self.before)
-        return bool(new) or self.limits_rate or self.after.frozen != self.before.frozen
+        return bool(self.after.beyond(self.before)) or self.limits_rate
 
     def outline(self) -> RollbackRecord:
         """A copy without the envelopes, for a trouble of long ago."""

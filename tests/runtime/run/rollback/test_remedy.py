@@ -61,7 +61,9 @@ def until_the_end(trouble: Trouble, facts: Facts) -> list[Remedy]:
     while not found or found[-1].outcome is Outcome.REPEAT:
         left = facts.rollbacks_left - len(tries)
         now = tries[-1].after if tries else facts.now
-        found.append(remedy(trouble, tries, facts._replace(now=now, rollbacks_left=left)))
+        cuts = facts.lr_cuts - sum(each.limits_rate for each in tries)
+        then = facts._replace(now=now, rollbacks_left=left, lr_cuts=cuts)
+        found.append(remedy(trouble, tries, then))
         tries.append(tried(trouble, found[-1], now))
     return found
 
