@@ -31,6 +31,8 @@ The docstring of `Loop._between_steps` has the order of the work between two ste
 
 Values that several folders exchange:
 
+    trouble          why a run goes back, and the rollbacks that were tried for it
+    envelope         what the run is held in
     monitor_state    what decisions read of earlier steps
     healthy_ranges   ranges in which the run was healthy
     engine_states    the states of engines after a rollback

@@ -14,7 +14,7 @@ import numpy as np
 
 from healcore.core.engine import Engine, StateError
 from healcore.runtime.driver import Engines
-from healcore.runtime.run.rollback.envelope import SavedRate
+from healcore.runtime.run.envelope import SavedRate
 
 
 def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None) -> Engines:

@@ -1,7 +1,7 @@
 """The ranges in which a run was healthy: rates, numbers of the optimizers, gradient norms.
 
 They are learnt at checkpoints whose weights are not suspect. What has left its range when trouble
-begins is a suspect, and a rollback holds it in its range (`rollback/envelope.py`).
+begins is a suspect, and a rollback holds it in its range (`envelope.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pydantic import ConfigDict
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.rollback.envelope import Envelope, HeldNorm, held_number
+from healcore.runtime.run.envelope import Envelope, HeldNorm, held_number
 
 UNUSUAL_NORM = 3.0
 """A gradient norm is unusual above this many times the largest healthy one."""

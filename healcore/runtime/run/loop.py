@@ -45,7 +45,7 @@ from healcore.runtime.run.program_watch import (
     StructureChanges,
     warn_of_unseen_steps,
 )
-from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble
+from healcore.runtime.run.trouble import RollbackRecord, Trouble
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -190,7 +190,7 @@ class Loop:
         3. A batch that brings back NaN or Inf is skipped (`_skip_if_nonfinite`).
         4. If a save is due, a checkpoint is saved. If an earlier save has NaN or Inf, the run rolls
            back instead (`_save_when_due`).
-        5. Frozen steps begin or end (`Holding.update_freezing`).
+        5. Frozen steps begin or end (`Holding.hold`).
         6. The ranks vote on the end of the run if a vote is due (`EndRequests.vote_when_due`).
         7. The run ends, or its rank proposes the end, if a signal, Ctrl-C or the stop file has
            asked for the end (`EndRequests.raise_or_propose`).
@@ -231,11 +231,11 @@ class Loop:
             rollback = self.read_and_act() or self._skip_if_nonfinite() or self._save_when_due()
             if rollback is not None:
                 return rollback
-            if run.holding.freezing_changes(run.progress.step):
+            if run.record.envelope.freezes(run.progress.step) != run.holding.freezes:
                 rollback = self.read_and_act(every=True)
                 if rollback is not None:
                     return rollback
-                run.holding.update_freezing(run.progress.step)
+                run.holding.hold(run.record.envelope, run.progress.step)
             run.end_requests.vote_when_due(run.progress.step, run.log)
             run.saver.poll()
         self.log_warnings()

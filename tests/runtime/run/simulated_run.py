@@ -18,14 +18,14 @@ from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, DataState
+from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.loop_state import LoopState
 from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
-from healcore.runtime.run.rollback.envelope import Envelope
 from healcore.runtime.run.rollback.remedy import Outcome, Remedy
-from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble
+from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,

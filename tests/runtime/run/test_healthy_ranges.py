@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from healcore.policy import engine_of
 from healcore.runtime.driver import NumberRange
+from healcore.runtime.run.envelope import HeldNumber
 from healcore.runtime.run.healthy_ranges import HealthyNumber, HealthyValues
-from healcore.runtime.run.rollback.envelope import HeldNumber
 from healcore.runtime.run.rollback.rate_limits import limit_rates
 
 

@@ -208,7 +208,7 @@ def test_a_rate_that_is_too_high_does_not_stay(tmp_path, start, curvature, raise
             loss.backward()
             optimizer.step()
     assert {e["checkpoint"] for e in events(tmp_path, "rollback")} == restored
-    assert float(loss.detach()) < 1.25
+    assert float(loss.detach()) < 1.2
     assert group["lr"] * healer.metrics()["heal/lr_scale"] < 2.0, "below what broke it, to the end"
 
 

@@ -8,7 +8,7 @@ from pydantic import ConfigDict
 
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import Anchor
-from healcore.runtime.run.rollback.trouble import Trouble
+from healcore.runtime.run.trouble import Trouble
 
 
 @dataclass

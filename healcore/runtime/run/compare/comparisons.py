@@ -10,7 +10,7 @@ both, at comparison after comparison, the run rolls back to them.
         is there a reason to compare?      signs of `StepHistory`, `Credit`, best_on_average
         with which earlier weights?        to_compare
         what is the rise of the loss?      LossFunction.losses, rises.joined
-        is it enough evidence?             Anchor.learn --> Verdict, at once or `due` later
+        is it enough evidence?             Anchor.learn --> a Trouble, at once or later
 
 `suspicion` draws what follows from the evidence. docs/how-it-decides.md has the theorem and the
 limits of the comparison.
@@ -41,7 +41,7 @@ from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.monitor_state import take_fields
-from healcore.runtime.run.rollback.trouble import Trouble
+from healcore.runtime.run.trouble import Trouble
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -157,10 +157,10 @@ class Comparisons:
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
         if step not in restorable or self.state.anchor_of(step) is not None:
             return
-        level = self.history.mean()
+        level = self.history.level.mean()
         spread = 0.0
         if level is not None:
-            spread = self.history.spread()
+            spread = self.history.level.spread()
         new = Anchor(step, level=level, spread=spread)
         new.weights = self.run.driver.copy_weights()
         self.state.anchors = with_new(self.anchors, new)
@@ -175,6 +175,8 @@ class Comparisons:
         Returns:
             A verdict if the run has to roll back, or None.
         """
+        if not self.is_enabled:
+            return None
         records, taken = result.records, result.records[0].taken
         if taken and not any(each.judged for each in records):
             return None  # the step is a micro-step of an accumulation
@@ -286,7 +288,7 @@ class Comparisons:
         if is_due:
             verdict = self._compare(trained, loss, best)
             if self.credit.is_regular(index) and not self.has_evidence:
-                self.history.accept_level()
+                self.history.level.accept()
             if best is not None and best.evidence <= 1:
                 self.state.mean_quiet_until = index + MEAN_PAUSE
         return verdict
@@ -419,7 +421,7 @@ class Comparisons:
 
     def _best_on_average(self, index: int) -> Anchor | None:
         """`anchor_choice.best_on_average`, or None during a pause, see `MEAN_PAUSE`."""
-        mean = self.history.mean()
+        mean = self.history.level.mean()
         if mean is None or index < self.state.mean_quiet_until:
             return None
         return best_on_average(self.anchors, mean, index)

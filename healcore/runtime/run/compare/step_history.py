@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import SAMPLE_SIZE
 from healcore.runtime.run.compare.trained_step import TrainedStep
@@ -106,7 +105,7 @@ class StepHistory:
     """
 
     def __init__(self) -> None:
-        self._norms = NormHistory(_UNTIL_HEALTHY)
+        self.norms = NormHistory(_UNTIL_HEALTHY)
         self.forget()
 
     def forget(
@@ -121,7 +120,7 @@ class StepHistory:
                 the next `REGULAR_INTERVAL` steps would be high, and the bad batches of a repeat
                 would not be found.
         """
-        self._norms.forget(norms or {})
+        self.norms.forget(norms or {})
         self.level = LossLevel()
         if usual_loss is not None:
             self.level = LossLevel([usual_loss] * REGULAR_INTERVAL)
@@ -164,7 +163,7 @@ class StepHistory:
         """
         is_record = self.level.last.is_exceeded_by(loss)
         is_bad = alarm or is_record or self.level.usual.is_exceeded_by(loss)
-        sign = alarm or is_record or self._norms.is_unusual(trained)
+        sign = alarm or is_record or self.norms.is_unusual(trained)
         high = is_bad or sign
         since_sign = trained.index - self._last_sign
         first_alarm = alarm and trained.index - self._last_alarm > STEPS_AFTER_SIGN
@@ -179,7 +178,7 @@ class StepHistory:
             self._windows[-1].steps.append(trained)
         if high:
             self._add_high(trained)
-        self._norms.add(trained, norm_limits, is_bad=is_bad, healthy=healthy)
+        self.norms.add(trained, norm_limits, is_bad=is_bad, healthy=healthy)
         self._last.append(trained)
         return Signs(sign, first_alarm, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
@@ -213,68 +212,6 @@ class StepHistory:
         if len(self._high) == MAX_HIGH_STEPS:
             return False
         return sum(itertools.islice(self._high_sizes, MAX_ALWAYS, None)) + size <= MAX_BYTES
-
-    def accept_level(self) -> None:
-        """Makes the last losses the usual losses, if most of them are high.
-
-        Call this where the weights were compared without evidence of damage. Then other data, or
-        another scale of the loss, have raised the losses.
-        """
-        self.level.accept()
-
-    def learn_doubtful_norms(self, step: int, norm_limits: Mapping[str, float]) -> None:
-        """Learns the norms near signs of trouble, at a healthy checkpoint of `step`.
-
-        Without this, a program with an alarm every few steps would have no healthy norm.
-
-        Args:
-            step: step of a checkpoint whose weights are not suspect.
-            norm_limits: as in `add`.
-        """
-        self._norms.learn_doubtful(step, norm_limits)
-
-    def healthy_rates(self, newest: Mapping[str, float]) -> dict[str, NumberRange]:
-        """The healthy learning rates of the steps since the last call.
-
-        A schedule may be at its peak between two checkpoints, for example at the first step.
-
-        Args:
-            newest: engine name -> rate of the newest step, at a healthy checkpoint.
-        """
-        return self._norms.take_rates(newest)
-
-    def largest_norms(self) -> dict[str, float]:
-        """The largest healthy gradient norm of each engine, see `NormHistory.largest`.
-
-        Returns:
-            Engine name -> gradient norm, without engines of which no healthy norm is known.
-        """
-        return self._norms.largest()
-
-    def largest_usual_loss(self) -> float | None:
-        """The largest of the last usual losses, see `LossLevel.largest_usual`.
-
-        Returns:
-            The loss, or None before `REGULAR_INTERVAL` usual losses are known.
-        """
-        return self.level.largest_usual()
-
-    def typical_norms(self) -> dict[str, float]:
-        """The median gradient norm of each engine, see `NormHistory.typical`.
-
-        Returns:
-            Engine name -> median of the last `REGULAR_INTERVAL` finite norms, without engines that
-            have fewer.
-        """
-        return self._norms.typical()
-
-    def mean(self) -> float | None:
-        """The mean of the last `RECENT` finite losses, or None before so many are known."""
-        return self.level.mean()
-
-    def spread(self) -> float:
-        """The standard deviation of the losses of `mean`. It is too slow for every step."""
-        return self.level.spread()
 
     @property
     def newest(self) -> int:

@@ -7,13 +7,13 @@
         | the evidence reaches the threshold                     Comparisons._weigh
         v
     verdict: carried out at once if the run has had its time to recover
-        | otherwise it waits until the run has had its time                Suspicion.postpone
+        | otherwise it waits until then                          Suspicion.postpone
         v
-    pending verdict: nothing is compared before `due`, and then its anchor only
+    pending verdict: nothing is compared before `recovers_until`, and then its anchor only
         |---> no evidence is left: the run has recovered         Suspicion.report_recovery
         | the evidence reaches the threshold again
         v
-    the run goes back, or accepts the damage                     Recovery.follow
+    the run goes back, or accepts the damage                     Recovery.go_back
 
 A restart continues wherever the run was: `ComparisonState` holds the facts.
 """
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.rises import Rises, rise_of
 from healcore.runtime.run.compare.step_history import STEPS_AFTER_SIGN, WINDOWS
-from healcore.runtime.run.rollback.trouble import Trouble, TroubleCause
+from healcore.runtime.run.trouble import Trouble, TroubleCause
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -231,7 +231,10 @@ class Suspicion:
         Args:
             anchor: the weights that seem to be better.
         """
-        first, mean = self.run.comparisons.state.first_losses, self.run.comparisons.history.mean()
+        first, mean = (
+            self.run.comparisons.state.first_losses,
+            self.run.comparisons.history.level.mean(),
+        )
         if anchor.step > self.run.record.first_step or mean is None or not first:
             return False
         return mean < sum(first) / len(first)

@@ -28,9 +28,9 @@ from healcore.runtime.run.ending.exits import (
     RunStopped,
     Terminated,
 )
+from healcore.runtime.run.ending.judgement import report_recoveries
 from healcore.runtime.run.ending.last_state import LastState, last_state
 from healcore.runtime.run.memory_profile import memory_text
-from healcore.runtime.run.rollback.report import report_recoveries
 from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:

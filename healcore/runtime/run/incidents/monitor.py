@@ -21,7 +21,7 @@ from healcore.runtime.run.incidents.program_clip import ProgramClip
 from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.record.ledger import IncidentRecord, Ledger
-from healcore.runtime.run.rollback.trouble import Trouble, TroubleCause
+from healcore.runtime.run.trouble import Trouble, TroubleCause
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Ranks
 

@@ -10,7 +10,7 @@ from healcore.core.step_record import StepRecord
 from healcore.runtime.driver import Driver, Engines, Rates
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.rollback.trouble import RollbackRecord
+from healcore.runtime.run.trouble import RollbackRecord
 
 _REMEMBERED = 10_000
 """Steps whose rates are remembered. A rollback hardly ever goes back further."""

@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 from healcore.core.decision import NONFINITE, Cause, names_of
 from healcore.core.step_record import StepRecord
 from healcore.runtime.run.monitor_state import NumberOrNone, take_fields
-from healcore.runtime.run.rollback.trouble import RollbackRecord
+from healcore.runtime.run.trouble import RollbackRecord
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""

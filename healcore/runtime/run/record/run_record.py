@@ -17,10 +17,10 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from healcore.runtime.run.batch_parts import PartGrowth
 from healcore.runtime.run.compare.comparison_state import ComparisonState
+from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.monitor_state import MonitorState, take_fields
 from healcore.runtime.run.record.ledger import Ledger
-from healcore.runtime.run.rollback.envelope import Envelope
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
 MAX_CHANGES = 100

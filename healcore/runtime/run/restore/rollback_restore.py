@@ -22,12 +22,12 @@ from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.engine_states import engines_after_rollback, rates_of, with_rates
+from healcore.runtime.run.envelope import SavedRate
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.restore.stored import SavedCheckpoint
-from healcore.runtime.run.rollback.envelope import SavedRate
 from healcore.runtime.run.rollback.rate_limits import limit_rates
 from healcore.runtime.run.rollback.remedy import Outcome, Remedy
-from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble
+from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from healcore.runtime.store.checkpoints import (
     NoGoodCheckpoint,
     StateMismatch,
@@ -145,9 +145,8 @@ class RollbackRestore:
             engines,
             at_fault,
             run.driver.learning_rates(saved.engines),
-            # No step has been trained at the rate of the very first state: it may be the start of
-            # a warm-up.
-            healthy=saved.step > run.record.first_step,
+            # No step has been trained at the rate of the very first state.
+            healthy=saved.step > run.record.first_step or chosen.is_last,
             learnt=healthy,
         )
         envelope = replace(chosen.envelope, rates={})

@@ -17,10 +17,10 @@ from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
 from healcore.runtime.run.engine_states import limit_norms, with_rates
+from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE, HealthyValues
-from healcore.runtime.run.rollback.envelope import Envelope
 from healcore.runtime.run.rollback.remedy import RateFact
-from healcore.runtime.run.rollback.trouble import Trouble, TroubleCause
+from healcore.runtime.run.trouble import Trouble, TroubleCause
 from healcore.runtime.store.ranks import broadcast
 
 if TYPE_CHECKING:
@@ -68,24 +68,6 @@ class Holding:
         self.run.driver.load(None, limited)
         self.run.driver.hold_numbers(envelope.number_ranges)
 
-    def freezing_changes(self, step: int) -> bool:
-        """Whether the frozen steps begin or end at a step. Called once per step.
-
-        Args:
-            step: index of the step that is about to begin.
-        """
-        return self.envelope.freezes(step) != self.freezes
-
-    def update_freezing(self, step: int) -> None:
-        """Begins or ends the frozen steps at `step`.
-
-        Call it after all earlier steps have been read, because it replaces the engines' states.
-
-        Args:
-            step: index of the step that is trained next.
-        """
-        self.hold(self.envelope, step)
-
     # -- healthy checkpoints --------------------------------------------------------------------
 
     def learn(self, step: int) -> None:
@@ -98,7 +80,7 @@ class Holding:
             return  # the weights may be damaged
         history, envelope = self.run.comparisons.history, self.envelope
         seen = broadcast(self.run.ranks, dict(self.run.driver.numbers()))
-        history.learn_doubtful_norms(step, envelope.norm_limits)
+        history.norms.learn_doubtful(step, envelope.norm_limits)
         rates: dict[str, float] = {}
         if step > self.run.record.first_step:  # no step was trained before the first checkpoint
             rates = self.known_rates()
@@ -106,10 +88,10 @@ class Holding:
                 rates = {**rates, **self.run.record.monitor.rates}
         free = {name: each for name, each in seen.items() if name not in envelope.numbers}
         self.run.record.healthy = self.run.record.healthy.with_checkpoint(
-            history.healthy_rates(rates),
+            history.norms.take_rates(rates),
             free,
-            history.largest_norms(),
-            history.largest_usual_loss(),
+            history.norms.largest(),
+            history.level.largest_usual(),
         )
         if envelope and step > envelope.until:
             self._release(step, seen)
@@ -124,7 +106,7 @@ class Holding:
         norms = dict(envelope.norms)
         if not self.run.comparisons.is_enabled:
             norms = {}  # a `loss_fn` that failed: nothing is known of later norms
-        for name, median in self.run.comparisons.history.typical_norms().items():
+        for name, median in self.run.comparisons.history.norms.typical().items():
             if name in norms:
                 norms[name] = norms[name].following(median)
         released = replace(envelope.without_numbers(back), norms=norms, rates={}, is_guess=False)
@@ -201,9 +183,8 @@ class Holding:
             healthy: what was known as healthy there.
         """
         is_suspect = trouble.cause is TroubleCause.BETTER_WEIGHTS
-        rates = self.run.record.monitor.rates
-        fact = RateFact.HEALTHY
-        if not rates:
+        rates, fact = self.run.record.monitor.rates, RateFact.HEALTHY
+        if not rates and self.run.record.monitor.last_trained is not None:
             fact = RateFact.UNKNOWN
         for name, rate in rates.items():
             if name not in healthy.rates:

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 
 from healcore.console import first_of
 from healcore.core.decision import NONFINITE, Action
-from healcore.core.step_record import StepRecord
 from healcore.runtime.data import BatchId
-from healcore.runtime.driver import Rates
 from healcore.runtime.reporting.nonfinite_steps import (
     FROM_START,
     IN_A_ROW,
@@ -25,7 +23,7 @@ from healcore.runtime.reporting.nonfinite_steps import (
 )
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble, TroubleCause
+from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -204,21 +202,6 @@ class NonfiniteRecovery:
             return None
         _, of_earlier = losses
         return math.isfinite(of_earlier[0])
-
-    def note_rates(self, records: Sequence[StepRecord], others: Rates) -> None:
-        """Keeps the highest rates of the trained steps since the last start or rollback.
-
-        The rate at the newest step says little: the program may have lowered it since the damage.
-
-        Args:
-            records: the records of one step. Updates that have trained nothing do not count.
-            others: rates in force, by engine. Not every record has the rate of its step.
-        """
-        highest = self.run.monitor.state.rates
-        rates = [*others.items(), *((each.engine, each.trained_rate) for each in records)]
-        for name, rate in rates:
-            if rate is not None:
-                highest[name] = max(rate, highest.get(name, 0.0))
 
     def stop_if_never_finite(self, trouble: Trouble | None = None, *, at_end: bool = False) -> None:
         """Stops a run that trains nothing: no finite step since the start, or for many steps.

@@ -27,14 +27,14 @@ from healcore.events.sentences import flags_text
 from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.run.dispatch_queue import StepResult
+from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.missing_rate import MissingRate
 from healcore.runtime.run.rollback import report
-from healcore.runtime.run.rollback.envelope import Envelope
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
 from healcore.runtime.run.rollback.remedy import Facts, Outcome, Remedy, remedy
-from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble, TroubleCause
+from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StateMismatch, StoreError
 from healcore.runtime.store.ranks import broadcast
 
@@ -95,7 +95,7 @@ class Recovery:
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         run.progress.step += run.dispatch_queue.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in result.records]
-        envelope = run.holding.envelope
+        envelope = run.record.envelope
         if envelope.norms:  # a step has few calls
             records = envelope.with_thresholds(result.index, records)
         result = result._replace(records=run.monitor.metrics.with_loss_ratios(records))
@@ -108,8 +108,14 @@ class Recovery:
         if not self._missing_rate.is_done:
             self._missing_rate.note_step(result.records)
         order = run.monitor.note_step(result)
-        others = run.rate_log.rates_in_force() if run.monitor.state.nonfinite_streak == 1 else {}
-        run.nonfinite_recovery.note_rates(result.records, others)
+        highest = run.monitor.state.rates
+        for record in result.records:
+            rate = record.trained_rate
+            if rate is not None and rate > highest.get(record.engine, 0.0):
+                highest[record.engine] = rate
+        if run.monitor.state.nonfinite_streak == 1:  # not every record has the rate of its step
+            for name, rate in run.holding.known_rates().items():
+                highest[name] = max(rate, highest.get(name, 0.0))
         return order
 
     def act(self, result: StepResult, order: Trouble | None) -> RollbackRecord | None:
@@ -147,7 +153,9 @@ class Recovery:
             return self.answer(trouble)
         if verdict is not None:
             return self.go_back(verdict, result.index)
-        return self.accept_intended(result.index)
+        if run.record.envelope.numbers:  # a step has few calls
+            return self.accept_intended(result.index)
+        return None
 
     def accept_intended(self, index: int, *, at_end: bool = False) -> RollbackRecord | None:
         """Accepts the numbers that are held although the program keeps its own value for long.

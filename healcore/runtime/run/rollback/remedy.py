@@ -20,8 +20,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
-from healcore.runtime.run.rollback.envelope import Envelope
-from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble, TroubleCause
+from healcore.runtime.run.envelope import Envelope
+from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
 
 MAX_ACCEPTED = 3
 """Troubles accepted in a row. After that, earlier weights that are better are only reported."""
@@ -82,6 +82,9 @@ class Remedy:
     """What is held from then on."""
     limits_rate: bool = False
     """Whether the rates get a ceiling: the last healthy rate, or a share of the rate at fault."""
+    is_last: bool = False
+    """Whether no other rollback is left: the rate of the snapshot then counts as healthy, also if
+    it may be the start of a warm-up."""
 
 
 def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> Remedy:
@@ -115,13 +118,15 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
         envelope = replace(envelope, is_guess=True)
     if trouble.is_asked_for or not tries:
         return Remedy(Outcome.REPEAT, envelope, limits)
-    if limits or _may_help(trouble, tries, facts):
-        if facts.repeats_batches and not trouble.exact and not tries[-1].lost:
+    is_last = facts.rollbacks_left <= 1
+    may_help = _may_help(trouble, tries, facts)
+    if limits or may_help:
+        if may_help and facts.repeats_batches and not (trouble.exact or tries[-1].lost):
             envelope = replace(envelope, frozen=_suspect_steps(trouble, tries, facts.snapshot))
-        return Remedy(Outcome.REPEAT, envelope, limits)
+        return Remedy(Outcome.REPEAT, envelope, limits, is_last)
     if trouble.finite:
         return Remedy(Outcome.ACCEPT, untouched)
-    return Remedy(Outcome.REPEAT, envelope, facts.lr_cuts > 0)
+    return Remedy(Outcome.REPEAT, envelope, facts.lr_cuts > 0, is_last)
 
 
 def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> bool:

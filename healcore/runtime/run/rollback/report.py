@@ -9,10 +9,9 @@ from healcore.core.decision import Cause, names_of
 from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.events.sentences import flags_text
-from healcore.runtime.reporting.diagnosis import recovered_text
 from healcore.runtime.run.rollback.holding import LASTING_STEPS
 from healcore.runtime.run.rollback.remedy import MAX_ACCEPTED
-from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble, TroubleCause
+from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -193,31 +192,3 @@ def accepted_line(
     if undone:
         line += "; what was held is undone"
     return f"{line}; the run continues, without another rollback for this change"
-
-
-def report_recoveries(run: Run) -> None:
-    """Reports, at the end of a run, accepted damage of which nothing is left.
-
-    A program that makes its loss worse on purpose, for example by a restart of its rate, does
-    so in each repeat. If the mean loss is no higher at the end than before, nothing is damaged.
-
-    Args:
-        run: the parts of the run.
-    """
-    loss = run.comparisons.history.mean()
-    before: dict[int, float] = {}
-    for onset in run.ledger.damage_left:
-        level = run.log.history.losses_before.get(onset)
-        if loss is not None and level is not None and loss <= level:
-            before[onset] = level
-    if not before:
-        return
-    why = (
-        f"the mean loss is {loss:.4g} at the end, and was {min(before.values()):.4g} or more "
-        "before; probably your program made the change itself, for example by a restart of its "
-        "rate"
-    )
-    for onset in before:
-        run.ledger.recover(onset)
-        run.log.assessment(run.progress.step - 1, onset, "recovered", why=why)
-    run.log.info(f"{recovered_text([*before])}: {why}")

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.comparison_state import ComparisonState
-from healcore.runtime.run.rollback.trouble import Trouble
+from healcore.runtime.run.trouble import Trouble
 from tests.runtime.run.compare.toy_driver import (
     ToyRun,
     healthy_weight,

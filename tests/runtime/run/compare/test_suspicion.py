@@ -6,7 +6,7 @@ import random
 import pytest
 
 from healcore.runtime.run.compare.evidence import STAKE
-from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble
+from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from tests.runtime.run.compare.arithmetic import AGAIN, TO_VERDICT
 from tests.runtime.run.compare.toy_driver import (
     LASTS,

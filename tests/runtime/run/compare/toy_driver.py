@@ -12,7 +12,7 @@ from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.construction import add_comparing_parts
 from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.rollback.trouble import Trouble
+from healcore.runtime.run.trouble import Trouble
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
 

@@ -6,7 +6,7 @@ from healcore.core.decision import Cause
 from healcore.core.engine import incidents
 from healcore.policy import load
 from healcore.runtime.run.record.ledger import Ledger
-from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble
+from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from tests.healer.step_records import record
 
 SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)

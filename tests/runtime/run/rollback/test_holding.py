@@ -6,7 +6,7 @@ import pytest
 
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.rollback.envelope import Envelope, HeldNorm, HeldNumber
+from healcore.runtime.run.envelope import Envelope, HeldNorm, HeldNumber
 from healcore.runtime.run.rollback.holding import LASTING_STEPS
 from tests.runtime.run.compare.toy_driver import (
     ToyRun,
@@ -52,8 +52,8 @@ def test_frozen_steps_end_although_the_loss_fn_has_failed():
     run.holding.hold(Envelope(frozen=(251, 255)), 250)
     frozen = []
     for step in range(250, 258):
-        if run.holding.freezing_changes(step):
-            run.holding.update_freezing(step)
+        if run.holding.envelope.freezes(step) != run.holding.freezes:
+            run.holding.hold(run.holding.envelope, step)
         if run.holding.freezes:
             frozen.append(step)
         if step == 252:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.rollback.envelope import Envelope, HeldNorm, HeldNumber
+from healcore.runtime.run.envelope import Envelope, HeldNorm, HeldNumber
 from healcore.runtime.run.rollback.remedy import (
     MAX_ACCEPTED,
     Facts,
@@ -18,7 +18,7 @@ from healcore.runtime.run.rollback.remedy import (
     Remedy,
     remedy,
 )
-from healcore.runtime.run.rollback.trouble import RollbackRecord, Trouble, TroubleCause
+from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
 
 UNUSUAL = Envelope(
     numbers={"momentum": HeldNumber(NumberRange(0.9, 0.9, 0.9), 1.2)},

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.rollback.envelope import Envelope, HeldNorm, HeldNumber
+from healcore.runtime.run.envelope import Envelope, HeldNorm, HeldNumber
 from tests.healer.step_records import record
 
 

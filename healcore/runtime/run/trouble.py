@@ -14,7 +14,7 @@ from pydantic import ConfigDict, NonNegativeInt
 
 from healcore.core.decision import Action
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.rollback.envelope import Envelope
+from healcore.runtime.run.envelope import Envelope
 
 
 class TroubleCause(StrEnum):
