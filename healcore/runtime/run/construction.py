@@ -49,7 +49,6 @@ from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.program_watch import StructureChanges
 from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.next_start import NextStarts
-from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
@@ -225,23 +224,7 @@ def _add_checkpoint_parts(run: Run, options: Options) -> None:
         policy=run.policy, store=run.store, log=run.log, record=run.record, ledger=run.ledger
     )
     run.saver = Saver(run, options.checkpoints.keep)
-    run.stored_checkpoints = StoredCheckpoints(
-        policy=run.policy,
-        store=run.store,
-        ranks=run.ranks,
-        log=run.log,
-        record=run.record,
-        known_checkpoints=run.known_checkpoints,
-        loaders=run.loaders,
-        items=run.saver.items,
-    )
-    run.program_loader = ProgramLoader(
-        policy=run.policy,
-        driver=run.driver,
-        store=run.store,
-        record=run.record,
-        items=run.saver.items,
-    )
+    run.stored_checkpoints = StoredCheckpoints(run)
     run.rollback_restore = RollbackRestore(run)
     run.resumption = Resumption(run)
     run.next_starts = NextStarts(run)

@@ -29,7 +29,6 @@ from healcore.runtime.run.progress import RunProgress
 from healcore.runtime.run.record.ledger import Ledger
 from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.next_start import NextStarts
-from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
@@ -56,8 +55,8 @@ class Run:
                         |  out_of_memory, stopping
                         +- schedule, known_checkpoints, saver,          checkpoints
                         |  stored_checkpoints
-                        +- program_loader, rollback_restore,            restores
-                        |  resumption, next_starts
+                        +- rollback_restore, resumption,                restores
+                        |  next_starts
 
     `construct` makes the parts in the order of the fields. No part replaces another one. A part
     gets the other parts in one of two ways:
@@ -121,8 +120,6 @@ class Run:
     """Saves checkpoints, and deletes checkpoints that are not needed any more."""
     stored_checkpoints: StoredCheckpoints = field(init=False)
     """Reads the checkpoints that all ranks can load."""
-    program_loader: ProgramLoader = field(init=False)
-    """Loads the program's state of a checkpoint, and nothing else."""
     rollback_restore: RollbackRestore = field(init=False)
     """Restores a checkpoint for a rollback."""
     resumption: Resumption = field(init=False)

@@ -20,7 +20,6 @@ from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, DataState
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.loop_state import LoopState
-from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
@@ -161,23 +160,7 @@ class Process:
         self.run.holding = holding
         self.run.rate_log = SimpleNamespace(lr_scale=1.0)  # type: ignore[assignment]
         self.saver = self.run.saver = Saver(self.run, KEEP)
-        self.run.stored_checkpoints = StoredCheckpoints(
-            policy=POLICY,
-            store=store,
-            record=self.run.record,
-            ranks=self.run.ranks,
-            log=log,
-            known_checkpoints=self.run.known_checkpoints,
-            loaders=self.loaders,
-            items=self.saver.items,
-        )
-        self.run.program_loader = ProgramLoader(
-            policy=POLICY,
-            driver=driver,
-            store=store,
-            record=self.run.record,
-            items=self.saver.items,
-        )
+        self.run.stored_checkpoints = StoredCheckpoints(self.run)
         self.run.rollback_restore = RollbackRestore(self.run)
         self.run.resumption = Resumption(self.run)
         self.incident, self._goes_on = 0, False

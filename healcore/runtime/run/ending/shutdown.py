@@ -386,7 +386,7 @@ class Shutdown:
         the saved state, such as best weights. In this process it has run on other values.
         """
         if self.run.driver.state_is_in_place and not self.run.loop.has_trainer:
-            self.run.program_loader.load_step(self.run.progress.step)
+            self.run.stored_checkpoints.load_step(self.run.progress.step)
 
     def _save_before_batches(self) -> None:
         """Saves the state before the batches that were read for the next step.

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from healcore.runtime.driver import Engines
-from healcore.runtime.run.engine_states import engines_of_new_start, with_rates
+from healcore.runtime.run.engine_states import engines_of_new_start
 from healcore.runtime.run.record.run_record import NextStart, RunRecord
 from healcore.runtime.run.restore.stored import SavedCheckpoint
 from healcore.runtime.store.checkpoints import StoreError
@@ -136,5 +136,4 @@ def content_at_start(
     if own.comparisons is not None:
         own = replace(own, comparisons=replace(own.comparisons, silent_until=0))
     own = replace(own, ledger=ledger, skipped=skipped, envelope=envelope)
-    engines = engines_of_new_start(run.policy.engine, saved.engines)
-    return own, with_rates(engines, envelope.rates)
+    return own, engines_of_new_start(run.policy.engine, saved.engines)

@@ -91,7 +91,7 @@ class Resumption:
         weights = self._copies(own.comparisons, saved.step)
         repeats = own.repeats_undone_steps(saved.step)
         reset = repeats and self.run.policy.rollback.reset_moments
-        self.run.program_loader.load(saved.state, engines, reset=reset)
+        self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
         needed: list[int] = []
         if own.comparisons is not None and self.run.comparisons.is_enabled:
             needed = own.comparisons.needed()
@@ -112,7 +112,7 @@ class Resumption:
                 continue
             weights = None
             try:
-                self.run.program_loader.load_step(step)
+                self.run.stored_checkpoints.load_step(step)
                 weights = self.run.driver.copy_weights()
             except Exception as error:
                 problem = f"the weights of checkpoint {step} cannot be compared: {error}"

@@ -238,7 +238,7 @@ class RollbackRestore:
         engines = engines_after_rollback(self.run.policy.engine, live, saved.engines)
         engines = with_rates(engines, undone)
         reset = self.run.policy.rollback.reset_moments
-        self.run.program_loader.load(saved.state, engines, reset=reset)
+        self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
         return engines
 
     def _forget_undone_steps(self, target: int) -> None:
@@ -275,11 +275,11 @@ class RollbackRestore:
             step: step of the checkpoint.
         """
         driver = self.run.driver
-        engines, reset = driver.engines(), self.run.program_loader.resets_moments_at(step)
+        engines, reset = driver.engines(), self.run.stored_checkpoints.resets_moments_at(step)
 
         def load(saved: SavedCheckpoint) -> None:
             if driver.state_is_in_place:
-                self.run.program_loader.load(saved.state, engines, reset=reset)
+                self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
 
         self.run.saver.wait()
         try:

@@ -95,9 +95,8 @@ class Recovery:
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         run.progress.step += run.dispatch_queue.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in result.records]
-        envelope = run.record.envelope
-        if envelope.norms:  # a step has few calls
-            records = envelope.with_thresholds(result.index, records)
+        if run.record.envelope.norms:  # a step has few calls
+            records = run.record.envelope.with_thresholds(result.index, records)
         result = result._replace(records=run.monitor.metrics.with_loss_ratios(records))
         run.log.records(
             result.index,

@@ -61,9 +61,6 @@ def report_rollback(run: Run, done: RollbackRecord, index: int) -> None:
 def _write_event(run: Run, done: RollbackRecord) -> EventRecord:
     """Writes the event `rollback`, and returns it as a record."""
     trouble = done.trouble
-    held = None
-    if done.after != done.before:
-        held = done.after.sentences() or None
     problem = None
     if trouble.arrays:
         problem = nonfinite_save(trouble)
@@ -86,7 +83,7 @@ def _write_event(run: Run, done: RollbackRecord) -> EventRecord:
         steps_repeated=done.repeated or None,
         steps_lost=done.lost or None,
         why=done.why_lost or None,
-        held=held,
+        held=done.after.sentences() or None,
         moments_reset=run.policy.rollback.reset_moments or None,
     )
 
