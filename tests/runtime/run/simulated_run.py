@@ -202,6 +202,6 @@ class Process:
         tried = [each.checkpoint for each in self.ledger.same_trouble(self.onset, REGION)]
         steps = self.run.rollback_restore.choose(trouble, depth=depth, tried=tried)
         repeat = Remedy(Outcome.REPEAT, Envelope())
-        done = self.run.rollback_restore.restore(trouble, repeat, steps, lambda *_: 0)
+        done = self.run.rollback_restore.restore(trouble, repeat, steps)
         self.run.progress.step, self._goes_on = done.checkpoint, False
         return done

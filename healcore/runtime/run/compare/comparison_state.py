@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from pydantic import ConfigDict
 
-from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.trouble import Trouble
 
@@ -28,7 +27,7 @@ class ComparisonState:
         bursts, verdict                     `Suspicion`
         the fields "in a record"            nobody: `Comparisons.to_save` sets them in a copy
 
-    The end of a suspicion changes fields of several owners, see `forget_trouble`.
+    The end of a suspicion changes fields of several owners, see `Comparisons.forget_trouble`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -74,17 +73,3 @@ class ComparisonState:
             if anchor.step == step:
                 return anchor
         return None
-
-    def forget_trouble(self, credit: Credit) -> None:
-        """Forgets the suspicion and its verdict.
-
-        Args:
-            credit: the credit of the comparisons. It is refilled for the next suspicion.
-        """
-        self.verdict = None
-        self.bursts.clear()
-        credit.refill()
-
-    def needed(self) -> list[int]:
-        """Steps of the weights that a restart loads."""
-        return [each.step for each in self.anchors]

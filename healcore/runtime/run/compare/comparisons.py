@@ -326,7 +326,7 @@ class Comparisons:
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
         for anchor in self.anchors:
             anchor.rewind(target)
-        self._forget_trouble()
+        self.forget_trouble()
         healthy = self.run.record.healthy
         self.history.forget(healthy.norms, healthy.loss)
 
@@ -342,7 +342,7 @@ class Comparisons:
         """
         self.state.silent_until = max(self.state.silent_until, step)
         self.anchors.clear()
-        self._forget_trouble()
+        self.forget_trouble()
         self.history.forget()
 
     def on_structure_change(self) -> None:
@@ -354,7 +354,7 @@ class Comparisons:
         optimizers' numbers and rates stay too, because a new group has new names.
         """
         self.anchors.clear()
-        self._forget_trouble()
+        self.forget_trouble()
 
     def better_steps(self, trouble: Trouble) -> list[int]:
         """Steps of the weights that are better at a trouble, newest first; empty if none was found.
@@ -414,9 +414,14 @@ class Comparisons:
         self.history.forget(self.run.record.healthy.norms)
         self.history.level = LossLevel(saved.usual, saved.recent)
 
-    def _forget_trouble(self) -> None:
-        """Forgets the suspicion and its verdict, and the losses of the current dispatch."""
-        self.suspicion.forget()
+    def forget_trouble(self) -> None:
+        """Forgets the suspicion, its verdict, and the losses of the current dispatch.
+
+        The credit is refilled for the next suspicion.
+        """
+        self.state.verdict = None
+        self.state.bursts.clear()
+        self.credit.refill()
         self._dispatch_losses.clear()
 
     def _best_on_average(self, index: int) -> Anchor | None:
@@ -498,7 +503,7 @@ class Comparisons:
         elif losses is None:  # the parameters have changed: the next checkpoint makes an anchor
             state.anchors.remove(anchor)
             if state.verdict is not None:
-                state.forget_trouble(self.credit)
+                self.forget_trouble()
         return losses
 
     def _compare_with(
@@ -558,5 +563,5 @@ class Comparisons:
             return self.suspicion.verdict_about(index, better, compared)
         if self.state.verdict is not None and anchor.evidence <= 1:
             self.suspicion.report_recovery(index)
-            self._forget_trouble()
+            self.forget_trouble()
         return None

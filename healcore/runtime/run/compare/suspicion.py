@@ -158,10 +158,6 @@ class Suspicion:
         recovered = f"the run has recovered from the damage of step {verdict.onset}"
         self.run.log.info(f"step {index}: {recovered}")
 
-    def forget(self) -> None:
-        """Forgets the suspicion and its verdict. The credit is refilled for the next suspicion."""
-        self.run.comparisons.state.forget_trouble(self.run.comparisons.credit)
-
     # -- a run that cannot wait -----------------------------------------------------------------
 
     def verdict_without_waiting(self, index: int, *, at_end: bool = False) -> Trouble | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.other_ranks import position_of_other_ranks
-from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import SavedDataState
 from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.next_start import content_at_start
@@ -88,26 +87,24 @@ class Resumption:
             Step -> weights of that step, which a comparison needs.
         """
         own, engines = content_at_start(self.run, saved, newest)
-        weights = self._copies(own.comparisons, saved.step)
+        needed: list[int] = []
+        if own.comparisons is not None and self.run.comparisons.is_enabled:
+            needed = [each.step for each in own.comparisons.anchors]
+        weights = self._copies(needed, saved.step)
         repeats = own.repeats_undone_steps(saved.step)
         reset = repeats and self.run.policy.rollback.reset_moments
         self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
-        needed: list[int] = []
-        if own.comparisons is not None and self.run.comparisons.is_enabled:
-            needed = own.comparisons.needed()
         if saved.step in needed:
             weights[saved.step] = self.run.driver.copy_weights()
         return weights
 
-    def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
-        """The weights of older checkpoints that a comparison needs, by step; changes live state.
+    def _copies(self, needed: Sequence[int], resumed: int) -> dict[int, Any]:
+        """The weights of the needed checkpoints before the resumed one; changes live state.
 
         A checkpoint that some rank cannot load is skipped. The resumed one is not affected.
         """
         copies: dict[int, Any] = {}
-        if saved is None or not self.run.comparisons.is_enabled:
-            return copies
-        for step in saved.needed():
+        for step in needed:
             if step >= resumed:
                 continue
             weights = None

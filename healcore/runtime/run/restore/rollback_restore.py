@@ -13,11 +13,12 @@ from this checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
@@ -38,10 +39,6 @@ from healcore.runtime.store.ranks import broadcast, run_on_first
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
-
-LostSteps: TypeAlias = Callable[[int, RewindObstacle | None], int]
-"""Step of the restored checkpoint, and why the data was not rewound or None -> number of undone
-steps that the run does not repeat."""
 
 
 class RollbackRestore:
@@ -106,7 +103,6 @@ class RollbackRestore:
         trouble: Trouble,
         chosen: Remedy,
         steps: Sequence[int],
-        lost_steps: LostSteps,
     ) -> RollbackRecord:
         """Restores a snapshot for a trouble, and holds an envelope.
 
@@ -114,7 +110,6 @@ class RollbackRestore:
             trouble: the trouble.
             chosen: what is held from then on.
             steps: steps of the snapshots to try, the best first.
-            lost_steps: says how many undone steps the run does not repeat.
 
         Returns:
             The rollback, as it is in the record of the restored checkpoint.
@@ -159,7 +154,7 @@ class RollbackRestore:
             0 if trouble.exact else run.policy.rollback.skip_batches,
             before.beyond(envelope).left_out,
         )
-        lost = lost_steps(saved.step, obstacle)
+        lost = self._lost_steps(saved.step, obstacle)
         why_lost = obstacle.reason if obstacle is not None and lost else ""
         skipped_steps = run.step_batches.steps_of(len({*new}))
         lowest = min(
@@ -240,6 +235,18 @@ class RollbackRestore:
         reset = self.run.policy.rollback.reset_moments
         self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
         return engines
+
+    def _lost_steps(self, target: int, obstacle: RewindObstacle | None) -> int:
+        """Steps since `target` that the loop does not repeat, where the data was not rewound.
+
+        A loop that counts steps takes as many steps as without the rollback, with later data.
+        """
+        if obstacle is None or self.run.recovery.counts_steps or self.run.recovery.ends_by_steps:
+            return 0
+        end = self.run.progress.step
+        if obstacle == EPOCH_LOST:
+            end = self.run.monitor.state.loader_start
+        return max(end - target, 0)
 
     def _forget_undone_steps(self, target: int) -> None:
         """Makes the parts that remember single steps forget the steps from `target` on."""

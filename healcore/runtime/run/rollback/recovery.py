@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING
 from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.events.sentences import flags_text
-from healcore.runtime.data.loader_registry import EPOCH_LOST
-from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
@@ -54,6 +52,7 @@ class Recovery:
             need.
 
     Attributes:
+        ends_by_steps: see the argument.
         counts_steps: whether the loop asks for the number of each step, so that a rollback repeats
             steps also where healcore reads no data for the loop.
     """
@@ -63,14 +62,10 @@ class Recovery:
         policy, state = run.policy, run.monitor.state
         self._host_rules = HostRules(policy.host_rules, policy.engine.config, state)
         self.counts_steps = False
-        self._ends_by_steps = ends_by_steps
+        self.ends_by_steps = ends_by_steps
         self._missing_rate = MissingRate(run)
         self._declined: Counter[str] = Counter()
         """Reason -> troubles without a rollback, to log lasting trouble only now and then."""
-
-    def note_counted_steps(self) -> None:
-        """Notes that the loop asks for the number of each step, see `counts_steps`."""
-        self.counts_steps = True
 
     @property
     def repeats_batches(self) -> bool:
@@ -476,7 +471,7 @@ class Recovery:
             more = chosen.envelope.joined(Envelope(left_out=batches))
             chosen = replace(chosen, envelope=more)
         try:
-            done = run.rollback_restore.restore(trouble, chosen, steps, self._lost_steps)
+            done = run.rollback_restore.restore(trouble, chosen, steps)
         except StoreError as error:
             self._without_snapshot(trouble, error)
             run.ledger.skips -= skips
@@ -581,15 +576,3 @@ class Recovery:
             loss_before=anchor.level if anchor is not None and name == "accepted" else None,
             why=why,
         )
-
-    def _lost_steps(self, target: int, obstacle: RewindObstacle | None) -> int:
-        """Steps since `target` that the loop does not repeat, where the data was not rewound.
-
-        A loop that counts steps takes as many steps as without the rollback, with later data.
-        """
-        if obstacle is None or self.counts_steps or self._ends_by_steps:
-            return 0
-        end = self.run.progress.step
-        if obstacle == EPOCH_LOST:
-            end = self.run.monitor.state.loader_start
-        return max(end - target, 0)
