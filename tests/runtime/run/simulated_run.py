@@ -161,6 +161,8 @@ class Process:
         self.run.rate_log = SimpleNamespace(lr_scale=1.0)  # type: ignore[assignment]
         self.saver = self.run.saver = Saver(self.run, KEEP)
         self.run.stored_checkpoints = StoredCheckpoints(self.run)
+        recovery: Any = SimpleNamespace(counts_steps=True)
+        self.run.recovery = recovery
         self.run.rollback_restore = RollbackRestore(self.run)
         self.run.resumption = Resumption(self.run)
         self.incident, self._goes_on = 0, False
