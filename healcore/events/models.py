@@ -168,10 +168,6 @@ class EventRecord(_EventsModel):
         "Step of the restored checkpoint, of the checkpoint that the event reports, or of the "
         "earlier weights of an assessment."
     )
-    first_unread: NonNegativeInt = _maybe(
-        "First step before `checkpoint` that the earlier process had not acted on when it saved "
-        "the checkpoint. The resumed process acts on it, and writes its events again."
-    )
     other_copy: Boolean = _maybe("true: another copy of the damaged checkpoint was intact.")
     steps_repeated: PositiveInt = _maybe("Undone steps that the run repeats after the rollback.")
     steps_lost: PositiveInt = _maybe(
@@ -201,9 +197,6 @@ class EventRecord(_EventsModel):
     ] = _maybe("Basis of the verdict, or of the rollback.")
     rise: NullableNumber = _maybe(
         "Loss of the step's batch with the current weights minus the loss with the earlier weights."
-    )
-    rise_remembered: NullableNumber = _maybe(
-        "As `rise`, for a batch on which the run has trained since the earlier weights."
     )
     loss_before: NullableNumber = _maybe(
         "Mean loss when the earlier weights of accepted damage were saved."

@@ -237,7 +237,7 @@ class RunHistory:
         self._unrepaired: dict[int, float] = {}
         # The same for damage for which no checkpoint could be restored.
         self._not_restored: dict[int, float] = {}
-        self._undone_trials: set[int] = set()  # places in `rollbacks`
+        self._undone_tries: set[int] = set()  # places in `rollbacks`
 
     @property
     def last_trained(self) -> RunProcess | None:
@@ -292,16 +292,16 @@ class RunHistory:
         return tuple(sorted({*self._unrepaired, *self._not_restored}))
 
     @property
-    def undone_trials(self) -> int:
+    def undone_tries(self) -> int:
         """Number of rollbacks whose changes were undone, because they have not helped."""
-        return len(self._undone_trials)
+        return len(self._undone_tries)
 
     @property
     def rollbacks_in_force(self) -> list[EventRecord]:
         """The rollbacks without those whose changes were undone, because they have not helped."""
         found: list[EventRecord] = []
         for place, event in enumerate(self.rollbacks):
-            if place not in self._undone_trials:
+            if place not in self._undone_tries:
                 found.append(event)
         return found
 
@@ -436,11 +436,11 @@ class RunHistory:
             if alarm >= step:
                 self.alarms_undone_by.setdefault(alarm, rollback)
 
-    def _undo_trials(self, onset: int) -> None:
+    def _undo_tries(self, onset: int) -> None:
         """Marks the rollbacks for the damage that begins at a step as undone."""
         for place, event in enumerate(self.rollbacks):
             if event.by in _COMPARED and onset <= (event.step or 0):
-                self._undone_trials.add(place)
+                self._undone_tries.add(place)
 
     def _lose(self, step: float) -> None:
         """Takes back the counts since the last rollback from `step` on: the restart counts again.
@@ -461,15 +461,11 @@ class RunHistory:
         if event.checkpoint is not None:
             first = float(event.checkpoint)
         self._undo(first)
-        acted = first
-        if event.first_unread is not None:
-            # The restart acts on these steps again, although the checkpoint has their updates.
-            acted = min(first, float(event.first_unread))
-        self._lose(acted)
+        self._lose(first)
         # The restart decides again about damage that its checkpoint does not know.
         for damage in (self._unrepaired, self._not_restored):
             for onset, known in [*damage.items()]:
-                if known > acted:
+                if known > first:
                     del damage[onset]
         self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
 
@@ -479,7 +475,7 @@ class RunHistory:
             return
         self.step = target
         if event.by in _COMPARED and event.onset in self._unrepaired:
-            self._undo_trials(event.onset)
+            self._undo_tries(event.onset)
         # The restored checkpoint knows of all damage that was accepted so far.
         for damage in (self._unrepaired, self._not_restored):
             for onset, known in damage.items():

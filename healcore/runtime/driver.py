@@ -9,7 +9,7 @@ Healer chooses the checkpoint, keeps budgets and learning rate, and determines w
 `request_vote`, which a signal handler may call.
 
     open    driver_for ── ranks ── store ── settings, learning_rates, start_lines
-            resume: add_param_groups, state (what to read), load
+            resume: state (what to read), load
             otherwise: state, engines (the first snapshot)
 
     steps   take_dispatch ── structure_changes ── keep_weight_sample      after each dispatch
@@ -17,7 +17,7 @@ Healer chooses the checkpoint, keeps budgets and learning rate, and determines w
             may_save, state, engines                                      when a save is due
             copy_weights, losses_of, numbers, hold_numbers                when weights are compared
 
-    rollback  nonfinite_weights ── load (or load_common) ── learning_rates
+    rollback  nonfinite_weights ── load ── learning_rates
 
     memory ran out  window, memory, memory_profiles
 
@@ -59,7 +59,6 @@ from typing import Any, NamedTuple, Protocol
 
 from healcore.core.step_record import StepRecord
 from healcore.runtime.faults.microbatches import Gradients
-from healcore.runtime.store.checkpoints import CommonState, StateMismatch
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
 
@@ -276,52 +275,14 @@ class Driver(abc.ABC):
         """What the program has changed in the structure of its state since the last call, as texts.
 
         Parameters that were added, removed, replaced or resized, for example by pruning, by a wider
-        layer or by `add_param_group`. Checkpoints from before do not fit the state any more: the
-        run then saves a new one, and a rollback beyond the change uses `load_common`.
+        layer or by a new parameter group. Checkpoints from before do not fit the state any more:
+        the run then saves a new one, and no rollback crosses the change.
 
         Called once per dispatch, so a call without a change is cheap.
 
         Returns:
             The changes, as texts for the log. Empty without a change, and for a driver whose state
             keeps its structure.
-        """
-        return []
-
-    def load_common(self, saved: CommonState) -> None:
-        """Loads what a checkpoint from before a change of structure has in common with the state.
-
-        Weights and moments of the parameters that have the same name and shape on both sides. All
-        other parameters stay as they are, with an empty optimizer state. Learning rates, schedules
-        and other settings stay as they are too.
-
-        Args:
-            saved: result of `CheckpointStore.restore_common`.
-
-        Raises:
-            StateMismatch: nothing fits, or a parameter that would stay is not finite. The live
-                state is unchanged.
-        """
-        raise StateMismatch(None, ["the structure of the state differs"])
-
-    def param_groups(self) -> dict[str, list[list[str]]]:
-        """The names of the parameters in each group of each optimizer. Slow.
-
-        The record of a checkpoint has them, so that a restart can add the groups that the program
-        has added during the run.
-
-        Returns:
-            Optimizer -> a list of names for each group. Empty in JAX, which has no groups.
-        """
-        return {}
-
-    def add_param_groups(self, groups: Mapping[str, list[list[str]]]) -> list[str]:
-        """Adds the groups that a checkpoint has and a fresh program has not added yet.
-
-        Args:
-            groups: result of `param_groups` when the checkpoint was saved.
-
-        Returns:
-            The names of the parameters that an optimizer has received.
         """
         return []
 

@@ -23,9 +23,9 @@ from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.outcome import outcome_of
 from healcore.runtime.run.memory_profile import memory_text
-from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.record.ledger import IncidentRecord
 from healcore.runtime.run.run import Run
+from healcore.runtime.run.trouble import RollbackRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class HealingReport:
             Name of a field -> value. Incidents and rollbacks are dicts, paths are texts.
         """
         report: Any = to_json(self)
-        report["rollbacks"] = [to_json(each.to_saved()) for each in self.rollbacks]
+        report["rollbacks"] = [to_json(each.to_dict()) for each in self.rollbacks]
         return report
 
     def __str__(self) -> str:

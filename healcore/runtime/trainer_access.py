@@ -159,7 +159,7 @@ class TrainerAccess:
         """
         run = self._run
         if run.progress.resumed_here and not run.pass_states.passes:
-            run.program_loader.load_step(run.progress.step)
+            run.stored_checkpoints.load_step(run.progress.step)
 
     @property
     def searches_batch_size(self) -> bool:

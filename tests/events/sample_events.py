@@ -22,7 +22,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "policy": "default", "fingerprint": "0a1b2c3d", "mode": "heal", "framework": "torch",
         "store": "checkpoints", "rank": 0, "world": 1, "save_every": 100, "resumes": False,
     },
-    "resume": {"checkpoint": 400, "first_unread": 399},
+    "resume": {"checkpoint": 400},
     "alarm": {
         "engine": "optimizer", "incident": 1, "cause": Cause.LOSS_SPIKE, "skip": True, "skips": 3,
         "lr": 0.01, "grad_scale": 1.0, "lr_scale": 1.0, "action": Action.ALERT,
@@ -41,7 +41,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     },
     "assessment": {
         "onset": 4, "cause": Cause.LOSS_SPIKE, "verdict": "damage", "by": "earlier_weights",
-        "rise": 3.5, "rise_remembered": 0.01,
+        "rise": 3.5,
     },
     "save": {"why": "regular", "seconds": 0.25},
     "save_failed": {"problem": OSError(28, "No space left on device")},

@@ -91,7 +91,7 @@ class Watched:
         for owner, name, phase in (
             (Saver, "save_state_as", SAVE),
             (CheckpointStore, "_write_checkpoint", WRITE),
-            (Recovery, "roll_back", BACK),
+            (Recovery, "_restore", BACK),
         ):
             self._watch(owner, name, partial(self.begin, phase), partial(self.end, phase))
         if self._aim and self._aim.calls is not None:

@@ -199,21 +199,25 @@ def test_a_bad_batch_of_the_next_epoch_does_not_repeat_the_change(kind, tmp_path
 
 
 @all_kinds
-def test_trouble_right_after_the_change_restores_what_both_sides_have(kind, tmp_path):
-    """No checkpoint of the new structure is known-good, or even there."""
+def test_a_bad_batch_right_after_the_change_leads_to_no_earlier_checkpoint(kind, tmp_path):
+    """The weights are finite, and no checkpoint has the new structure yet."""
     program = Program(kind)
     program.bad = {CHANGE}
     healer = healed_run(program, tmp_path)
     assert program.is_finite()
-    assert healer.step > CHANGE + BATCHES
-    if kind == "points":  # they have no names, and other shapes
-        assert healer.rollbacks == 0
-        why = [each["problem"] for each in events(tmp_path, "problem")]
-        assert "the checkpoint of step 10 does not fit" in why[0], "the newest, not the oldest"
-    else:
-        [back] = events(tmp_path, "rollback")
-        assert back["checkpoint"] <= CHANGE
-        assert "has changed the structure of its model" in back["why"]
+    assert (healer.step, healer.rollbacks) == (EPOCHS * BATCHES, 0)
+    why = [each["problem"] for each in events(tmp_path, "problem")]
+    assert "the checkpoint of step 10 does not fit" in why[0], "the newest, not the oldest"
+    assert f"has changed the structure of its model at step {CHANGE}; the run continues" in why[0]
+
+
+@all_kinds
+def test_damage_soon_after_the_change_goes_back_to_the_first_checkpoint_after_it(kind, tmp_path):
+    """This checkpoint is not known-good yet."""
+    program = Program(kind)
+    healed_run(program, tmp_path, before=once_at(CHANGE + 3, lambda: poison(program)))
+    assert program.is_finite()
+    assert [each["checkpoint"] for each in events(tmp_path, "rollback")] == [CHANGE + 1]
 
 
 @all_kinds
@@ -224,21 +228,11 @@ def test_damaged_weights_after_the_change_are_restored(kind, tmp_path):
     assert program.is_finite() or not events(tmp_path, "rollback")
 
 
-def test_weights_that_no_checkpoint_has_are_kept_and_the_run_goes_on(tmp_path, capsys):
-    """What stays is not finite, so that no checkpoint helps, and the run is not ended for it."""
-    program = Program("adapters")
-
-    def before(healer: Healer) -> None:
-        if healer.step in (CHANGE, CHANGE + 5):  # the program itself repairs it
-            with torch.no_grad():
-                program.model[0].a.fill_(NAN if healer.step == CHANGE else 0.1)  # type: ignore[operator, union-attr]
-
-    healer = healed_run(program, tmp_path, before=before)
-    assert healer.step == EPOCHS * BATCHES
-    assert healer.rollbacks == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "without a rollback" in line]
-    assert 1 <= len(lines) <= 2
-    assert "not finite now" in lines[0]
+@all_kinds
+def test_damage_before_the_first_checkpoint_after_the_change_stops_the_run(kind, tmp_path):
+    program = Program(kind)
+    with pytest.raises(RunStopped, match=r"step 10 does not fit.* No rollback crosses"):
+        healed_run(program, tmp_path, before=once_at(CHANGE, lambda: poison(program)))
 
 
 class Killed(Exception):
@@ -255,10 +249,9 @@ def killed_at(step: int, kind: str, store: Path) -> None:
     new_process()
 
 
-@pytest.mark.parametrize("kind", [each for each in KINDS if each != "unfreeze"])
+@all_kinds
 @killed_late
 def test_a_restart_in_the_first_form_says_what_to_do(kind, late, tmp_path):
-    """Groups of "unfreeze" are added by healcore, see the last test."""
     killed_at(CHANGE + late, kind, tmp_path)
     with pytest.raises(StateMismatch, match="changed the structure of its model") as error:
         healed_run(Program(kind), tmp_path)
@@ -276,35 +269,6 @@ def test_a_restart_of_a_program_that_makes_the_change_is_exact(kind, late, tmp_p
     program.change()
     healed_run(program, tmp_path, is_changed=True)
     assert program.weights() == plain_run(kind).weights()
-
-
-@pytest.mark.parametrize("late", [2, BATCHES + 2], ids=["same epoch", "next epoch"])
-def test_a_restart_adds_the_groups_that_the_program_had_added(late, tmp_path, capsys):
-    """In the same epoch the program adds its group once more; in the next epoch it does not."""
-    killed_at(CHANGE + late, "unfreeze", tmp_path)
-    program = Program("unfreeze")
-    healed_run(program, tmp_path)
-    assert program.weights() == plain_run("unfreeze").weights()
-    assert len(program.optimizer.param_groups) == 2
-    assert "2.weight, 2.bias" in capsys.readouterr().err
-    assert "add_param_group" not in vars(program.optimizer)  # nothing is left behind
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        program.change()
-
-
-def test_a_rollback_to_before_a_group_was_added_keeps_the_group(tmp_path):
-    program = Program("unfreeze")
-    program.bad = {CHANGE}
-    found: list[Any] = []
-
-    def before(healer: Healer) -> None:
-        if healer.rollbacks and not found:
-            found.append([*program.optimizer.state])
-
-    healed_run(program, tmp_path, before=before)
-    assert len(program.optimizer.param_groups) == 2
-    # The head has its earlier moments, and the unfrozen layer none.
-    assert [p for p in found[0] if p.ndim == 2] == [program.model[3].weight]
 
 
 class Changing:

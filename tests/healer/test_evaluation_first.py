@@ -82,8 +82,8 @@ def test_a_start_after_a_save_in_the_body_keeps_the_place_in_the_data(
     assert program(tmp_path) == list(range(10, 20))
 
 
-def test_an_order_of_an_unread_step_waits_for_the_training_data(tmp_path: Path):
-    """A signal ends the run right after the step. The next start evaluates before it rolls back."""
+def test_a_start_after_a_rollback_at_a_signal_repeats_the_steps(tmp_path: Path):
+    """A signal ends the run right after the bad step. The next start evaluates before it trains."""
 
     def stop(step: int) -> None:
         if step == 9:
@@ -93,7 +93,7 @@ def test_an_order_of_an_unread_step_waits_for_the_training_data(tmp_path: Path):
         program(tmp_path, after_step=stop, nan_at=8)
     new_process()
     read = program(tmp_path)
-    assert read == [9, *range(8), *range(9, 20)], "the rollback repeats all steps but the bad one"
+    assert read == [*range(8), *range(9, 20)], "the rollback repeats all steps but the bad one"
 
 
 @pytest.mark.parametrize("last", [7, 17, 20])

@@ -28,7 +28,7 @@ def test_the_report_is_plain_json_during_the_run_and_after_it(framework, tmp_pat
     assert (found["steps"], found["attempts"]) == (39, 1)
     assert (found["counts"]["NONFINITE_LOSS"], found["counts"]["skips"]) == (1, 1)
     (rollback,) = events(tmp_path, "rollback")
-    assert found["rollbacks"][0]["target"] == rollback["checkpoint"]
+    assert found["rollbacks"][0]["checkpoint"] == rollback["checkpoint"]
     assert found["history"][0]["onset"] == 23
     assert "completed at step 39" in str(report)
 

@@ -10,8 +10,8 @@ from healcore import CheckpointStore
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.ending.shutdown import Shutdown
-from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
+from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.store import files
 from tests.healer.simulated_kills import Crash, end_without_log
 from tests.healer.training_loops import Faults, TrainingResult, loop_of, rules, same, train
@@ -21,7 +21,7 @@ POINTS = [
     (CheckpointStore, "replace_record"),
     (Saver, "begin_attempt"),
     (Saver, "report_failures"),
-    (ProgramLoader, "load"),
+    (StoredCheckpoints, "load_program"),
     (LoaderRegistry, "rewind"),
     (files, "replace"),
 ]

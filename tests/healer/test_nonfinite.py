@@ -120,7 +120,7 @@ def test_only_the_batch_is_skipped_that_spoils_an_array_again(bad, framework, tm
     assert (second["onset"], second["step"]) == (bad, bad + 1)
     assert second["checkpoint"] == 20, "no older one: its steps were repeated and checked"
     assert (result.step, loop.faults.order.count(bad)) == (59, 2)
-    assert "seen" in events(tmp_path, "order")[1]["why"]
+    assert "seen" in second["problem"]
     assert not any("again after" in each["problem"] for each in events(tmp_path, "problem"))
 
 
@@ -148,14 +148,13 @@ def test_a_kill_between_the_two_rollbacks_changes_nothing(framework, tmp_path):
     assert [each.get("batches", []) for each in events(tmp_path, "rollback")] == [[], [[0, 22]]]
 
 
-def test_without_a_rollback_in_the_budget_the_array_is_allowed(tmp_path):
+def test_the_batch_is_left_out_within_a_budget_of_one_rollback(tmp_path):
+    """The second rollback belongs to the same try: it knows the very batch."""
     policy = policies.load("default", rollback={"probation": 5}, budget={"recoveries": 1})
     loop = with_statistics("torch", policy)
     result = spoilt_run(loop, policy, tmp_path, [22])
-    assert (result.rollbacks, result.step) == (1, 60)
-    problems = [each["problem"] for each in events(tmp_path, "problem")]
-    assert sum("the budget of rollbacks is exhausted" in each for each in problems) == 1
-    assert sum("it does not read them" in each for each in problems) == 1
+    assert (result.rollbacks, result.step) == (2, 59)
+    assert finite_statistics(loop)
 
 
 def test_an_array_that_no_loss_reads_neither_cuts_the_rate_nor_stops_the_run(tmp_path):
@@ -173,7 +172,7 @@ def test_an_array_that_no_loss_reads_neither_cuts_the_rate_nor_stops_the_run(tmp
     assert {each.get("lr_scale", 1.0) for each in rollbacks} == {1.0}
     assert not any(each.get("lr_limit") for each in rollbacks)
     problems = [each["problem"] for each in events(tmp_path, "problem")]
-    assert any("the budget of rollbacks is exhausted; the run continues" in x for x in problems)
+    assert any("it does not read them" in each for each in problems)
 
 
 @pytest.mark.parametrize("bad", [[33], range(33, 80)], ids=["one batch", "every batch"])
@@ -236,7 +235,7 @@ def test_an_array_that_no_loss_reads_is_no_evidence_for_a_rule(tmp_path):
 def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
     batch, what, value, preset, steps, tmp_path
 ):
-    """One rollback: a save that saw the undone damage is no news on the repeated steps."""
+    """The damage may not come back, so the first repeat reads the batch; the second does not."""
     policy = rules() if preset == "test" else policies.load("default", rollback={"probation": 5})
     loop = with_statistics()
     step, seen = loop.step, loop.model.seen
@@ -250,11 +249,11 @@ def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
 
     loop.step = spoiling_step
     result = train(loop, policy, range(steps), store=tmp_path, save_every=25)
-    (logged,) = events(tmp_path, "rollback")
-    assert logged["onset"] == (batch if steps == 100 else steps - 1)
-    assert logged["checkpoint"] == (25 if batch == 49 else 50), "the newest without it"
-    assert logged["batches"][:2] == [[0, batch], [0, batch + 1]]
-    assert result.step == steps - len(logged["batches"])
+    first, second = events(tmp_path, "rollback")
+    assert first["onset"] == (batch if steps == 100 else steps - 1)
+    assert first["checkpoint"] == (25 if batch == 49 else 50), "the newest without it"
+    assert (first["batches"], second["batches"]) == ([], [[0, batch]])
+    assert result.step == steps - 1
 
 
 @pytest.mark.parametrize("recoveries", [1, 3])
@@ -270,7 +269,8 @@ def test_damage_again_right_after_a_rollback_is_rolled_back_in_the_budget(recove
     spent = pytest.raises(RunStopped, match="1 rollback has been made within")
     with nullcontext() if recoveries > 1 else spent:
         train(loop, policy, range(80), before=before, store=tmp_path, save_every=25)
-        assert [each["step"] for each in events(tmp_path, "rollback")] == [41, 44]
+        rollbacks = [each["step"] for each in events(tmp_path, "rollback")]
+        assert rollbacks == [41, 31, 55, 45], "each comes back once, then its batch is left out"
 
 
 def test_weights_that_are_not_finite_after_the_last_step_are_no_completed_run(tmp_path):
@@ -425,15 +425,10 @@ def test_the_last_rollback_limits_the_rate_to_one_of_the_run(tmp_path):
         for batch in healer.batches(inputs):
             optimizer.param_groups[0]["lr"] = 1.0 if healer.step < 20 else 1000.0
             train_step(batch)
-        assert healer.rollbacks == 3
+        assert healer.rollbacks == 5, "two of them leave out the batch after which NaN was there"
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RunStopped,
-    reason="issue 77: numbers of the optimizer are not held for weights with NaN",
-)
 @pytest.mark.parametrize("read_from", [165, 400], ids=["rows are read", "rows are never read"])
 def test_an_optimizer_that_makes_nan_in_a_few_rows_is_held_in_its_healthy_numbers(
     read_from, tmp_path

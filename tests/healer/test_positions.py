@@ -13,7 +13,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints, Cursor, Healer
 from healcore import policy as policies
-from healcore.core.decision import Action
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
 from tests.healer.run_directory import events, postmortems
@@ -248,24 +247,6 @@ def test_a_generator_is_named_and_the_lost_steps_are_counted_over_a_restart(tmp_
     written = postmortems(tmp_path)[-1]
     assert [each["lost"] for each in written["rollbacks"]] == lost
     assert written["steps_lost"] == sum(lost)
-
-
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_rollback_that_cannot_lower_the_rate_says_so(framework, tmp_path, capsys):
-    """In JAX healcore does not know a rate that is not passed to `tx.update`."""
-    do = [{"to": ["nonfinite"], "do": ["skip", "save"]}]
-    changes: Any = {"lr": {"ceiling": 0.25}, "rollback": {"confirm": True}, "respond": do}
-    policy = policies.load(rules(), **changes)
-    loop = loop_of(framework, Faults(always=[23]), policy)
-
-    def order(incident: Any) -> Action:
-        """An order of a hook needs no evidence."""
-        return Action.ROLLBACK
-
-    train(loop, policy, range(30), store=tmp_path, on_incident=order)
-    assert len(events(tmp_path, "rollback")) == 1
-    said = "the learning rate is unknown and stays as it is: pass learning_rate=rate to tx.update"
-    assert (said in capsys.readouterr().err) == (framework == "jax")
 
 
 def test_a_rollback_says_how_many_steps_are_repeated(tmp_path, capsys):

@@ -82,7 +82,7 @@ def test_the_report_and_the_event_have_the_rate_before_the_limit_and_the_factor_
     limited_run,
 ):
     (done,) = limited_run.report.rollbacks
-    assert (done.step, done.continues_at, done.lr_scale) == (39, 0, 1.0)
+    assert (done.step, done.checkpoint, done.lr_scale) == (39, 0, 1.0)
     assert (done.lr, done.lr_limit) == pytest.approx((RATE, LIMIT))
     (event,) = events(limited_run.folder, "rollback")
     assert (event["lr"], event["lr_limit"], event["lr_scale"]) == (done.lr, done.lr_limit, 1.0)

@@ -101,17 +101,16 @@ def decisions(folder: Path, rate: float) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("train", "option", "expected_limit"),
+    ("train", "option"),
     [
-        (train_torch, {"as_tensor": False}, None),
-        # No step reads a tensor, because it may be on a device: the highest rate is unknown.
-        pytest.param(train_torch, {"as_tensor": True}, 0.5, marks=pytest.mark.slow),
-        pytest.param(train_jax, {"injected": True}, None, marks=pytest.mark.slow),
-        pytest.param(train_jax, {"injected": False}, None, marks=pytest.mark.slow),
+        (train_torch, {"as_tensor": False}),
+        pytest.param(train_torch, {"as_tensor": True}, marks=pytest.mark.slow),
+        pytest.param(train_jax, {"injected": True}, marks=pytest.mark.slow),
+        pytest.param(train_jax, {"injected": False}, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_at_a_rate_of_1_is_healed_like_a_run_at_0999(train, option, expected_limit, tmp_path):
-    """The rate was as high before, so that it is no suspect: the steps repeat unchanged."""
+def test_a_run_at_a_rate_of_1_is_healed_like_a_run_at_0999(train, option, tmp_path):
+    """The rate was as high before, so that it is no suspect."""
     found = []
     for rate in (0.999, 1.0):
         folder = tmp_path / str(rate)
@@ -120,7 +119,8 @@ def test_a_run_at_a_rate_of_1_is_healed_like_a_run_at_0999(train, option, expect
         found.append(decisions(folder, rate))
     assert found[0] == found[1]
     [(_, checkpoint, held, limit)] = found[0]
-    assert (checkpoint, held, limit) == (200, None, expected_limit)
+    assert (checkpoint, limit) == (200, None)
+    assert all("gradient norm" in each for each in held), "of the damaged weights"
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])

@@ -160,23 +160,6 @@ def test_what_a_kill_has_lost_counts_once():
     assert run.skips == 3
 
 
-@pytest.mark.parametrize(
-    ("first_unread", "counted"),
-    [pytest.param(5, 1, id="unread"), pytest.param(None, 2, id="an older version")],
-)
-def test_an_unread_step_counts_once_after_a_kill(first_unread, counted):
-    """The checkpoint of step 6 was saved before the run had acted on step 5."""
-    found = ("incident", 5, {"incident": 1, "onset": 5, "cause": ["NONFINITE_LOSS"]})
-    fields: dict[str, Any] = {"checkpoint": 6}
-    if first_unread is not None:
-        fields["first_unread"] = first_unread
-    first = [("save", 6, {}), found, ("alarm", 5, NAN)]
-    run = run_of_processes(first, [("resume", 6, fields), found, ("alarm", 5, NAN)])
-    assert run.malformed == []
-    assert (run.incident_count, run.skips) == (counted, counted)
-    assert run.attempts[1].first_step == 6
-
-
 def test_the_diagnosis_of_an_alert_ends_with_its_rollback():
     alert = ("alert", 5, {"cause": ["LOSS_SPIKE"], "diagnosis": "look at the data"})
     assert run_of(alert).processes[-1].diagnosis == "look at the data"
@@ -297,19 +280,19 @@ ACCEPTED = {"onset": 30, "cause": [], "verdict": "accepted", "by": "earlier_weig
 def test_damage_that_is_accepted_is_not_repaired():
     run = run_of(("rollback", 50, TRIED), ("assessment", 45, ACCEPTED))
     assert run.unrepaired == (30,)
-    assert run.undone_trials == 0, "the run continues where it is, with what was tried"
+    assert run.undone_tries == 0, "the run continues where it is, with what was tried"
     later = ("rollback", 90, {**TRIED, "onset": 80, "checkpoint": 60})
     assert run_of(("assessment", 45, ACCEPTED), later).unrepaired == (30,)
     older = run_of(("rollback", 50, TRIED), ("assessment", 45, {**ACCEPTED, "verdict": "damage"}))
     assert older.unrepaired == (), "a file of an earlier version does not say so"
 
 
-def test_the_last_rollback_undoes_the_trials():
+def test_the_last_rollback_undoes_the_tries():
     """The rollbacks for other trouble stay in force."""
     other = ("rollback", 15, {**TRIED, "onset": 8, "checkpoint": 5})
     trial, last = ("rollback", 50, {**TRIED, "batches": [[0, 30]]}), ("rollback", 46, TRIED)
     run = run_of(other, trial, ("assessment", 45, ACCEPTED), last)
-    assert (run.unrepaired, run.undone_trials) == ((30,), 1)
+    assert (run.unrepaired, run.undone_tries) == ((30,), 1)
     assert [each.step for each in run.rollbacks_in_force] == [15, 46]
 
 
@@ -336,7 +319,7 @@ def test_damage_without_a_usable_checkpoint_is_not_repaired_until_a_rollback_und
     run = run_of(left, ("rollback", 90, {**TRIED, "checkpoint": 60}))
     assert run.unrepaired == (30,), "the restored checkpoint has the damage"
     run = run_of(left, ("rollback", 90, TRIED))
-    assert (run.unrepaired, run.undone_trials) == ((), 0)
+    assert (run.unrepaired, run.undone_tries) == ((), 0)
 
 
 def test_the_postmortem_has_the_damage_that_was_not_repaired():

@@ -103,7 +103,7 @@ def imports_when_run(path: Path) -> set[str]:
     return {node.module or "" for node in nodes if node not in typed}
 
 
-def test_the_parts_of_a_run_have_four_levels_and_no_circle():
+def test_the_parts_of_a_run_have_five_levels_and_no_circle():
     """A part is a folder, or a file directly in `runtime/run`. It imports only parts below it."""
     folder = ROOT / "runtime" / "run"
     below: dict[str, set[str]] = {}
@@ -120,7 +120,7 @@ def test_the_parts_of_a_run_have_four_levels_and_no_circle():
         done = {*chain(*levels)}
         levels.append({name for name in rest if parts[name] <= done})
         assert levels[-1], f"a circle among {sorted(rest)}"
-    assert len(levels) <= 4, levels
+    assert len(levels) <= 5, levels
 
 
 def test_a_healthy_torch_step_is_short():

@@ -1,11 +1,10 @@
 """The programs of the pages run, and what the pages name exists."""
 
 import ast
-import itertools
 import re
 import runpy
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 import healcore.torch
 from benchmarks.programs import __main__ as programs
 from healcore.policy import Policy, load, loads
-from healcore.runtime.run.rollback.next_trial import MAX_HOLDS, Trial, TroubleFacts, next_trial
 from healcore.torch.trainers.policy_state import healings_of
 from tests import forked_programs
 from tests.packaging.page_text import DOCS, HOLE, blocks, snippet, text
@@ -47,72 +45,6 @@ def test_the_torch_snippets_run_as_they_are(tmp_path, monkeypatch):
             assert scope["heal"].metrics()["heal/loss"].isfinite()
     assert healers == {50: [one], 10: [one], 20: ["of_D", "of_G"], 30: [one]}
     assert [each.skip for each in reports] == [False]
-
-
-def trials_until_accepted(
-    first: list[dict[str, float]], later: list[dict[str, float]]
-) -> list[Trial]:
-    """The trials of trouble that nothing cures, with something unusual each time.
-
-    Args:
-        first: the rates in force at the first onset.
-        later: the rates in force when the trouble has come again.
-    """
-    max_rate_limits = load("default").config().budget.lr_cuts
-    tried: list[Trial] = []
-    while Trial.ACCEPT not in tried:
-        facts = TroubleFacts(
-            rates=later if tried else first,
-            healthy_rates={"": HEALTHY_RATE},
-            from_start=False,
-            unusual=True,
-            repeats_batches=True,
-            max_rate_limits=max_rate_limits,
-        )
-        tried.append(next_trial(tried, facts))
-    return tried
-
-
-def without_repeats(values: Iterable[Any]) -> list[Any]:
-    """One value for each row of equal values."""
-    return [value for value, _ in itertools.groupby(values)]
-
-
-def table_columns(page: str, first_heading: str) -> dict[str, list[str]]:
-    """The table with that first heading: heading -> cells."""
-    table = re.search(rf"^{first_heading} \| .*\n(?:.+\n)+", text(page), re.M)
-    assert table
-    head, _, *rows = table[0].splitlines()
-    columns: dict[str, list[str]] = {}
-    for number, heading in enumerate(head.split(" | ")):
-        columns[heading] = [row.split("|")[number].strip() for row in rows]
-    return columns
-
-
-HEALTHY_RATE = 0.1
-TRIAL_OF_WORD = {
-    "limit": Trial.LIMIT_RATE,
-    "change": Trial.REPEAT,
-    "hold": Trial.HOLD,
-    "accept": Trial.ACCEPT,
-}
-"""The first word of a remedy on the page."""
-
-
-@pytest.mark.parametrize(
-    ("column", "first", "later"),
-    [
-        ("the rate was too high", [{"": 10 * HEALTHY_RATE}], [{"": HEALTHY_RATE}]),
-        ("the rate was healthy", [{"": HEALTHY_RATE}], [{"": HEALTHY_RATE}]),
-        ("the rate is unknown", [], []),
-    ],
-    ids=["too high", "healthy", "unknown"],
-)
-def test_the_remedies_by_rollback_are_those_of_the_page(column, first, later):
-    cells = table_columns("how-it-decides.md", "rollback")[column]
-    said = [TRIAL_OF_WORD[cell.split()[0]] for cell in cells if cell]
-    assert without_repeats(said) == without_repeats(trials_until_accepted(first, later))
-    assert said.count(Trial.HOLD) == MAX_HOLDS
 
 
 def test_the_diagrams_are_those_of_the_script():

@@ -44,8 +44,7 @@ def options(rollbacks: list[Any], file: Path | None = None) -> dict[str, Any]:
 
 def watched(comparisons: Comparisons, seen: list[Any]) -> None:
     """Notes every pair of losses that is compared, and the anchor."""
-    anchor_losses = comparisons.anchor_losses
-    evaluate = anchor_losses.losses_of
+    evaluate = comparisons.losses_of
 
     def losses_of(steps: Any, anchor: Any, known: Any = None) -> Any:
         found = evaluate(steps, anchor, known)
@@ -56,7 +55,7 @@ def watched(comparisons: Comparisons, seen: list[Any]) -> None:
             seen.append({"steps": indices, "anchor": anchor.step, "now": now, "then": then})
         return found
 
-    anchor_losses.losses_of = losses_of  # type: ignore[method-assign]
+    comparisons.losses_of = losses_of  # type: ignore[method-assign]
 
 
 def run(case: str) -> dict[str, Any]:

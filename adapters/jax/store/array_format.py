@@ -83,7 +83,6 @@ class JaxFormat(ArrayFormat):
 
     def __init__(self, ranks: CoordinatedRanks | None = None) -> None:
         self._ranks = ranks or Alone()
-        self.arrays_by_rank = self._ranks.world == 1  # Orbax writes them from one process only
 
     def add(self, flat: FlatState, name: str, value: Any) -> None:
         """Adds the entry and the arrays of one item of the state. See `ArrayFormat.add`.
@@ -111,7 +110,7 @@ class JaxFormat(ArrayFormat):
             return
         flat.entries[name] = {"tree": values.encode(value.state_dict(), (name,), encode)}
         if values.attribute(value, "per_rank"):
-            if not self.arrays_by_rank and any(values.arrays_of(flat.entries[name])):
+            if self._ranks.world > 1 and any(values.arrays_of(flat.entries[name])):
                 raise UnsavableState(
                     f'state["{name}"] is saved by each process separately and contains an array: '
                     "Orbax writes such an array from one process only; make it a list of numbers"

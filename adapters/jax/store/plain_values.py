@@ -1,7 +1,7 @@
 """Converts single JAX arrays and random keys to JSON and back.
 
 The record of a run and the Python values of a state are JSON. An array among these values, such
-as a batch that the Healer keeps for comparisons, is converted by `node_of`.
+as the state of a loader, is converted by `node_of`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import numpy as np
 from healcore.runtime.store import values
 
 
-def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any] | None:
+def node_of(value: Any) -> dict[str, Any] | None:
     """Converts an array or a random key to JSON, for values outside of the arrays of a checkpoint.
 
     Args:
         value: any value.
-        keep: keeps the bytes and returns their text, see `values.dumps`.
 
     Returns:
         A dictionary for `value_of`. None if `value` is neither an array nor a key of JAX, or if
@@ -29,8 +28,8 @@ def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any
     if not isinstance(value, jax.Array) or not value.is_fully_addressable:
         return None
     if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return values.pack_array(np.asarray(value), keep)
-    key = values.pack_array(np.asarray(jax.random.key_data(value)), keep) or {}
+        return values.pack_array(np.asarray(value))
+    key = values.pack_array(np.asarray(jax.random.key_data(value))) or {}
     return {**key, "impl": str(jax.random.key_impl(value))}
 
 

@@ -6,8 +6,8 @@ followed_optimizer  one optimizer, and the parts that follow its steps:
 pending_step          the judged steps that the host has not read yet
 accumulation          the gradients since the last step
 layer_buffers         the buffers that a skipped step restores, of two kinds:
-batch_statistics        `running_mean` and others, which every step writes
-written_buffers         other floating buffers, which few steps write
+batch_statistics        the buffers of torch's norm layers, which every step writes
+written_buffers         the floating buffers of other layers
 unsaved_buffers     the buffers that `state_dict()` leaves out, for a checkpoint
 optimizer_steps     all optimizers: which have stepped; their learning rates and other numbers
 gradient_window     gradients that are computed again in smaller parts after a lack of memory
@@ -15,7 +15,6 @@ ddp_gradients       the same with DistributedDataParallel, where all ranks have 
 weights             copies, replaces and evaluates the weights
 weight_sample       notices other weights in the model, as in an evaluation
 structure           notices new, removed and resized parameters
-added_groups        parameter groups that a restart adds
 memory              the report after a failure for lack of memory
 """
 

@@ -15,7 +15,7 @@ from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import Driver, Engines, NumberRange
 from healcore.runtime.engine_names import check_engines
 from healcore.runtime.program_settings import STEPPED, WEIGHTS
-from healcore.runtime.store.checkpoints import BUFFERS_ITEM, IN_MEMORY, CommonState
+from healcore.runtime.store.checkpoints import BUFFERS_ITEM, IN_MEMORY
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
@@ -23,7 +23,6 @@ from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver import optimizer_steps
 from healcore.torch.driver.accumulation import Accumulation
-from healcore.torch.driver.added_groups import AddedGroups, group_names
 from healcore.torch.driver.attaching import attach_all
 from healcore.torch.driver.followed_optimizer import FollowedOptimizer
 from healcore.torch.driver.gradient_window import GradientWindow
@@ -42,7 +41,6 @@ from healcore.torch.moments import moments_obstacle
 from healcore.torch.moments import reset_moments as reset_moments_of
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
-from healcore.torch.store.partial_restore import load_common
 
 
 class TorchDriver(Driver):
@@ -119,7 +117,6 @@ class TorchDriver(Driver):
         self.window = GradientWindow(self._followed, live_state.scaler(self._state), modules)
         optimizers = self._optimizers()
         self._structure = StructureWatch(self._state, optimizers)
-        self._added_groups = AddedGroups(self._state, optimizers)
         self._ranks: Ranks | None = None
         for followed in self._followed:
             followed.healing.healed_step.set_listener(followed)
@@ -317,28 +314,6 @@ class TorchDriver(Driver):
             self._find_buffers()
         return changes
 
-    def load_common(self, saved: CommonState) -> None:
-        """See `Driver.load_common`. Drops gradients and losses since the last step.
-
-        Args:
-            saved: the state of a checkpoint with another structure.
-
-        Raises:
-            StateMismatch: nothing fits, or a parameter that would stay is not finite.
-        """
-        load_common(self._state, saved)
-        if BUFFERS_ITEM in saved.state:
-            self._unsaved.load_common(saved.state[BUFFERS_ITEM])
-        self._after_load()
-
-    def param_groups(self) -> dict[str, list[list[str]]]:
-        """See `Driver.param_groups`."""
-        return group_names(self._state, self._optimizers())
-
-    def add_param_groups(self, groups: Mapping[str, list[list[str]]]) -> list[str]:
-        """See `Driver.add_param_groups`."""
-        return self._added_groups.add(groups)
-
     def moments_obstacle(self) -> str:
         """See `Driver.moments_obstacle`."""
         for optimizer in self._optimizers().values():
@@ -529,7 +504,6 @@ class TorchDriver(Driver):
         the user, and continues to heal its optimizer.
         """
         self._structure.close()
-        self._added_groups.close()
         self.window.close()
         for followed in self._followed:
             followed.accumulation.close()

@@ -3,8 +3,10 @@
 A forward pass writes into buffers of its layers before the step is judged. Two mechanisms restore
 them, because batch statistics are written at every step, and other buffers hardly ever:
 
-    BatchStatistics    running_mean, running_var, num_batches_tracked    copied at every step
-    WrittenBuffers     every other floating buffer                       copied if it was written
+    BatchStatistics    torch's norm layers            copied together, at every step
+    WrittenBuffers     every other layer              each buffer copied if it was written
+
+Buffers that one forward pass of a layer writes are restored together. So a layer is in one of them.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class LayerBuffers:
     """
 
     def __init__(self, layers: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
-        self._statistics = BatchStatistics(layers)
-        self._written = WrittenBuffers(layers, BUFFER_NAMES, parameters)
+        self._statistics = BatchStatistics([layer for layer in layers if _is_norm(layer)])
+        others = [layer for layer in layers if not _is_norm(layer)]
+        self._written = WrittenBuffers(others, parameters)
 
     def save(self) -> None:
         """Saves the current values, including non-finite values."""
@@ -57,6 +60,8 @@ class LayerBuffers:
         Args:
             skipped: whether the step was skipped: a bool, or a 0-d float32 of 0 or 1 on the device.
         """
+        if isinstance(skipped, Tensor) and skipped.is_cpu:
+            skipped = bool(skipped)
         self._written.end(skipped)
         self._statistics.end(skipped)
 
@@ -80,6 +85,15 @@ def buffers_of(state: State, healings: Mapping[str, Healing]) -> dict[str, Layer
     for name, layers in layers_of(state, healed).items():
         found[name] = LayerBuffers(layers, gradients.parameters(healed[name].optimizer))
     return found
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    """Whether it is a norm layer of torch, without a buffer of somebody else.
+
+    A layer derived from it may replace its statistics by other tensors.
+    """
+    names = {name for name, buffer in layer._buffers.items() if _is_restored(name, buffer)}
+    return type(layer).__module__.startswith("torch.") and names <= {*BUFFER_NAMES}
 
 
 def _is_restored(name: str, buffer: Tensor | None) -> bool:

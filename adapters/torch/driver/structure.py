@@ -1,6 +1,6 @@
 """`StructureWatch`: notices that the program has added, removed or resized parameters.
 
-Programs prune, widen and add layers, unfreeze a layer with `add_param_group`, replace a head, or
+Programs prune, widen and add layers, unfreeze a layer in a new parameter group, replace a head, or
 densify a cloud of Gaussians. Older checkpoints and copies of weights do not fit such a model.
 """
 

@@ -189,21 +189,6 @@ class UnsavedBuffers:
                 buffer.note()
                 buffer.is_written = buffer.is_uncounted
 
-    @torch.no_grad()
-    def load_common(self, saved: Mapping[str, Tensor | None]) -> None:
-        """Restores the buffers whose shape is as in a checkpoint of another structure.
-
-        Args:
-            saved: what `state_dict` has returned.
-        """
-        self._find()
-        for path, buffer in self._buffers.items():
-            now = buffer.now
-            value = saved.get(path)
-            if now is not None and value is not None and now.shape == value.shape:
-                buffer.put(value)
-                buffer.is_written = True
-
     def _is_written(self, buffer: _Buffer, *, compares: bool) -> bool:
         """Whether a buffer was written since the start.
 

@@ -11,14 +11,14 @@ The buffers with such writes are found by their content, once, over the first st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from healcore.torch import gradients
+from healcore.torch.driver.batch_statistics import BUFFER_NAMES, Block, keep_or_restore
 from healcore.torch.engines import AsyncCopy
 
 MAX_EAGER_BYTES = 1 << 18
@@ -84,15 +84,11 @@ class WrittenBuffers:
 
     Args:
         modules: the modules.
-        without: names of buffers that are not watched.
         parameters: the parameters that the optimizer of the modules trains.
     """
 
-    def __init__(
-        self, modules: Iterable[nn.Module], without: Collection[str], parameters: Iterable[Tensor]
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
         self._modules = [*modules]
-        self._without = without
         self._largest = max(MAX_EAGER_BYTES, sum(p.nbytes for p in parameters if not is_lazy(p)))
         self._counted: list[_Buffer] = []
         """The buffers whose writes torch counts."""
@@ -122,7 +118,7 @@ class WrittenBuffers:
             if now.nbytes <= MAX_EAGER_BYTES or buffer.saved is not None:
                 value = now.clone().reshape(-1)
             buffer.note(now, value)
-            if buffer.key in uncounted:
+            if buffer.key in uncounted or name in BUFFER_NAMES:  # torch's kernel counts nothing
                 self._uncounted.append(buffer)
             else:
                 self._counted.append(buffer)
@@ -134,23 +130,18 @@ class WrittenBuffers:
     def end(self, skipped: bool | Tensor) -> None:
         """Ends a step: restores the written buffers if it was skipped, else saves them.
 
-        NaN is always restored, because a loop may skip a batch with NaN without a step.
+        A module with new NaN is always restored: all its buffers that the step has written, because
+        the batch has spoilt the finite ones too. The step itself may be finite, or a loop may skip
+        a batch with NaN without a step.
 
         Args:
             skipped: whether the step was skipped: a bool, or a 0-d float32 of 0 or 1 on the device.
         """
-        changed = self._changed()
-        if skipped is not False:
-            # Uncounted writes of a step that was not skipped are saved by `keep`: once per step.
-            changed += self._uncounted
-        if changed:
-            self._end(changed, skipped)
+        self._end(self._changed() + self._uncounted, skipped)
 
     def keep(self) -> None:
         """Saves what was written since the last step. Called between two steps."""
-        changed = self._changed() + self._uncounted
-        if changed:
-            self._end(changed, False)
+        self.end(False)
 
     def _changed(self) -> list[_Buffer]:
         """The buffers that were written or replaced since the last call of `note`."""
@@ -167,22 +158,26 @@ class WrittenBuffers:
         kinds: dict[object, list[_Buffer]] = {}
         for buffer in changed:
             now = buffer.table.get(buffer.name)
-            if not self._is_followed(now):
+            if not self._is_followed(now, buffer.name):
                 for buffers in (self._counted, self._uncounted):
                     if buffer in buffers:
                         buffers.remove(buffer)
-            elif buffer.saved is not None and buffer.saved.numel() == now.numel():
+                continue
+            saved = buffer.saved
+            if saved is None or (saved.device, saved.dtype) != (now.device, now.dtype):
+                buffer.note(now, now.clone().reshape(-1))  # there is nothing to restore
+            elif saved.numel() == now.numel():
                 alone: int | None = None
                 if now.nbytes > MAX_SHARED_BYTES:
                     alone = id(buffer)
-                kinds.setdefault((now.device, now.dtype, alone), []).append(buffer)
-            elif buffer.saved is not None and bool(skipped):
+                kind = now.device, now.dtype, buffer.name in BUFFER_NAMES, alone
+                kinds.setdefault(kind, []).append(buffer)
+            elif bool(skipped):
                 # Its first forward pass has given it its shape. A sync, once for each such buffer.
-                buffer.replace(buffer.saved)
+                buffer.replace(saved)
             else:
                 buffer.note(now, now.clone().reshape(-1))
-        for buffers in kinds.values():
-            _end(buffers, skipped)
+        _end([*kinds.values()], skipped)
 
     def compare_contents(self) -> None:
         """Finds the buffers that are written without a new version. Called after each step.
@@ -229,15 +224,15 @@ class WrittenBuffers:
         seen: set[int] = set()
         for module in self._modules:
             for name, now in module._buffers.items():
-                if name not in self._without and id(now) not in seen and self._is_followed(now):
+                if id(now) not in seen and self._is_followed(now, name):
                     seen.add(id(now))
                     yield module._buffers, name, now
 
-    def _is_followed(self, now: Tensor | None) -> TypeGuard[Tensor]:
+    def _is_followed(self, now: Tensor | None, name: str) -> TypeGuard[Tensor]:
         """Whether a buffer is of a kind that can be restored."""
         return (
             type(now) is Tensor
-            and (now.is_floating_point() or now.is_complex())
+            and (now.is_floating_point() or now.is_complex() or name in BUFFER_NAMES)
             and now.dtype.itemsize > 1  # float8 has no sum
             and now.layout is torch.strided
             and not (now.is_nested or now.is_meta or now.requires_grad or now.is_inference())
@@ -245,49 +240,58 @@ class WrittenBuffers:
         )
 
 
-def _end(buffers: Sequence[_Buffer], skipped: bool | Tensor) -> None:
-    """Ends a step for buffers of one device and dtype whose number of elements is as before."""
-    tensors: list[Tensor] = []
-    saved_parts: list[Tensor] = []
-    for buffer in buffers:
-        tensor = buffer.table[buffer.name]
-        assert tensor is not None  # neither is None, see `WrittenBuffers._end`
-        assert buffer.saved is not None
-        tensors.append(tensor)
-        saved_parts.append(buffer.saved)
-    counts = [part.numel() for part in saved_parts]
-    if len(tensors) == 1:
-        now = tensors[0].reshape(-1)
-    else:
-        now = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    if skipped is False and now.is_cpu and not now.sum().isnan():  # the sum may be complex
-        # The step is kept, and without NaN: the usual case, in which nothing is restored.
-        values: Sequence[Tensor]
-        if len(tensors) == 1:
-            values = [saved_parts[0].copy_(now)]  # `now` shares the buffer's memory
-        else:
-            values = now.split(counts)
-        for buffer, tensor, value in zip(buffers, tensors, values, strict=True):
-            buffer.note(tensor, value)
+def _end(kinds: Sequence[Sequence[_Buffer]], skipped: bool | Tensor) -> None:
+    """Ends a step for buffers whose number of elements is as before.
+
+    Args:
+        kinds: lists of buffers of one device and dtype.
+        skipped: see `WrittenBuffers.end`.
+    """
+    numbers: dict[int, int] = {}  # id of a module's buffers -> number of the module
+    found: list[tuple[Sequence[_Buffer], list[Tensor], Block]] = []
+    for buffers in kinds:
+        modules: list[int] = []
+        tensors: list[Tensor] = []
+        saved: list[Tensor] = []
+        for buffer in buffers:
+            tensor = buffer.table[buffer.name]
+            assert tensor is not None  # neither is None, see `WrittenBuffers._end`
+            assert buffer.saved is not None
+            modules.append(numbers.setdefault(id(buffer.table), len(numbers)))
+            tensors.append(tensor)
+            saved.append(buffer.saved)
+        sizes = [tensor.numel() for tensor in tensors]
+        block = Block(modules, sizes, _joined(saved), _joined(tensors))
+        block.inf_is_bad = buffers[0].name in BUFFER_NAMES
+        found.append((buffers, tensors, block))
+    if skipped is False and all(block.is_sound() for _, _, block in found):
+        # The step is kept, and nothing is spoilt: the usual case, in which nothing is restored.
+        for buffers, tensors, block in found:
+            block.saved.copy_(block.now)  # a single buffer shares the memory of `now`
+            for buffer, tensor, value in zip(buffers, tensors, block.parts(), strict=True):
+                buffer.note(tensor, value)
         return
-    saved = torch.cat(saved_parts)
-    if skipped is not True:
-        restored = now.isnan()
-        if isinstance(skipped, Tensor):
-            restored |= gradients.to_device(skipped, now.device) > 0
-        saved = torch.where(restored, saved, now)
+    keep_or_restore([block for _, _, block in found], len(numbers), skipped)
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    for buffer, tensor, value in zip(buffers, tensors, saved.split(counts), strict=True):
-        if tensor is buffer.tensor and tensor.shape == buffer.shape:
-            # Like a layer's own kernel, a write to .data counts as no write for autograd.
-            targets.append(tensor.data)
-            sources.append(value.view(buffer.shape))
-            buffer.note(tensor, value)
-        else:
-            buffer.replace(value)
+    for buffers, tensors, block in found:
+        for buffer, tensor, value in zip(buffers, tensors, block.parts(), strict=True):
+            if tensor is buffer.tensor and tensor.shape == buffer.shape:
+                # Like a layer's own kernel, a write to .data counts as no write for autograd.
+                targets.append(tensor.data)
+                sources.append(value.view(buffer.shape))
+                buffer.note(tensor, value)
+            else:
+                buffer.replace(value)
     if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The values of all tensors, 1-d. A single tensor may share its memory."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _sums(buffers: Sequence[_Buffer]) -> AsyncCopy:

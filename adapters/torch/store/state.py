@@ -327,12 +327,11 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any] | None:
+def node_of(value: Any) -> dict[str, Any] | None:
     """Encodes a dtype, device, size or dense tensor. Ignores the device of a tensor.
 
     Args:
         value: any value.
-        keep: keeps the bytes of a tensor, see `values.dumps`.
 
     Returns:
         A JSON object that `value_of` decodes, or None for other values.
@@ -348,7 +347,7 @@ def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         return None
     plain = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    data = keep(plain.view(torch.uint8).numpy())
+    data = values.base64_text(plain.view(torch.uint8).numpy())
     node: dict[str, Any] = {"dtype": dtype_name(value), "shape": list(value.shape), "bytes": data}
     if type(value) is torch.nn.Parameter:
         node["parameter"] = value.requires_grad

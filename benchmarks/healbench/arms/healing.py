@@ -169,7 +169,7 @@ class Healed(_Counting):
         found |= {"later_passes": found["passes"] - at(self.start)}
         if self.problem.fault is not None and self.counts.rollbacks:
             back, fault = self._healer.report().rollbacks[0], self.problem.fault / size
-            found |= {"fault": int(fault), "rollback": back.step, "target": back.continues_at}
+            found |= {"fault": int(fault), "rollback": back.step, "target": back.checkpoint}
             found["passes_to_rollback"] = at(back.step) - at(fault)
         return found
 

@@ -403,7 +403,7 @@ def _tried(outcome: RunOutcome) -> Iterator[str]:
     phrases = interventions(outcome)
     if outcome.history.rollbacks:
         phrases.append(f"rolled back {_times(len(outcome.history.rollbacks))}")
-    phrases += _undone_trials(outcome)
+    phrases += _undone_tries(outcome)
     if outcome.steps_lost:
         phrases.append(lost_steps_text(outcome))
     if phrases:
@@ -440,18 +440,18 @@ def _times(number: int) -> str:
     return f"{number:,} times"
 
 
-def _undone_trials(outcome: RunOutcome) -> list[str]:
-    """A phrase about the trials that were undone, or nothing without such a trial."""
-    number = outcome.history.undone_trials
+def _undone_tries(outcome: RunOutcome) -> list[str]:
+    """A phrase about the tries that were undone, or nothing without such a try."""
+    number = outcome.history.undone_tries
     if not number:
         return []
-    return [f"undid {counted(number, 'trial')}"]
+    return [f"undid {counted(number, 'try', 'tries')}"]
 
 
 def interventions(outcome: RunOutcome) -> list[str]:
     """Lists what was done in a run, except rollbacks.
 
-    Batches and limits of trials that were undone are not listed: the final weights do not depend
+    Batches and limits of tries that were undone are not listed: the final weights do not depend
     on them. Skipped and clipped steps cannot be told apart, so their phrases say so.
 
     Args:
@@ -463,7 +463,7 @@ def interventions(outcome: RunOutcome) -> list[str]:
     """
     counts, history = outcome.counts, outcome.history
     with_undone = ""
-    if history.undone_trials:
+    if history.undone_tries:
         with_undone = " (undone steps included)"
     phrases: list[str] = []
     if counts.skips:
@@ -574,7 +574,7 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
     phrases = interventions(outcome)
     if outcome.counts.rollbacks:
         phrases.append(f"rolled back {_times(outcome.counts.rollbacks)}")
-    phrases += _undone_trials(outcome)
+    phrases += _undone_tries(outcome)
     if outcome.history.observes:
         phrases = [f"would have {phrase}" for phrase in phrases]
     if outcome.unrepaired:

@@ -31,9 +31,10 @@ The docstring of `Loop._between_steps` has the order of the work between two ste
 
 Values that several folders exchange:
 
-    orders           what was decided
+    trouble          why a run goes back, and the rollbacks that were tried for it
+    envelope         what the run is held in
     monitor_state    what decisions read of earlier steps
-    healthy_ranges   ranges in which the run was healthy, and what is held in them
+    healthy_ranges   ranges in which the run was healthy
     engine_states    the states of engines after a rollback
     batch_parts      how batches are split since memory ran out
     data_state       random states and positions of the loaders, as an item of a checkpoint

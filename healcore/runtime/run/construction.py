@@ -36,14 +36,8 @@ from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
-from healcore.runtime.run.compare.anchor_losses import AnchorLosses
-from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.compare.comparisons import Comparisons
-from healcore.runtime.run.compare.credit import FORWARD_PASS, Credit
-from healcore.runtime.run.compare.holding import Holding
-from healcore.runtime.run.compare.loss_function import LossFunction
-from healcore.runtime.run.compare.step_history import StepHistory
-from healcore.runtime.run.compare.suspicion import Suspicion
+from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stop_file import StopFile
@@ -54,13 +48,11 @@ from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.program_watch import StructureChanges
 from healcore.runtime.run.record.run_record import RunRecord
-from healcore.runtime.run.restore.next_start import NextStart
-from healcore.runtime.run.restore.program_loader import ProgramLoader
+from healcore.runtime.run.restore.next_start import NextStarts
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
-from healcore.runtime.run.rollback.better_weights import BetterWeights
-from healcore.runtime.run.rollback.dead_run import DeadRun
+from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
@@ -215,60 +207,15 @@ def add_comparing_parts(
 ) -> None:
     """Adds what compares weights, and what holds rates, numbers and norms in healthy ranges.
 
-    The parts share one `ComparisonState`, whose docstring says which part changes which field.
-
     Args:
         run: the run, with a schedule of saves and a rate log.
         loss_fn: the program's `loss_fn`, or None to compare nothing.
         loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
     """
-    state = ComparisonState()
-    history = StepHistory()
-    credit = Credit(loss_fn_cost)
-    loss_function = LossFunction(
-        loss_fn,
-        driver=run.driver,
-        ranks=run.ranks,
-        log=run.log,
-        record=run.record,
-        progress=run.progress,
-        batch_parts=run.batch_parts,
-    )
-    anchor_losses = AnchorLosses(loss_function=loss_function, state=state, credit=credit)
-    run.holding = Holding(
-        engine=run.policy.engine,
-        driver=run.driver,
-        ranks=run.ranks,
-        log=run.log,
-        record=run.record,
-        rate_log=run.rate_log,
-        state=state,
-        history=history,
-        anchor_losses=anchor_losses,
-        save_every=run.schedule.every,
-    )
-    suspicion = Suspicion(
-        threshold=run.policy.rollback.evidence,
-        log=run.log,
-        record=run.record,
-        ledger=run.ledger,
-        state=state,
-        history=history,
-        credit=credit,
-        anchor_losses=anchor_losses,
-        holding=run.holding,
-    )
-    run.comparisons = Comparisons(
-        driver=run.driver,
-        dispatch_queue=run.dispatch_queue,
-        state=state,
-        history=history,
-        credit=credit,
-        anchor_losses=anchor_losses,
-        suspicion=suspicion,
-        holding=run.holding,
-        save_every=run.schedule.every,
-    )
+    run.holding = Holding(run)
+    run.comparisons = Comparisons(run, loss_fn, loss_fn_cost)
+    if run.policy.rolls_back:
+        run.driver.watch_numbers()
 
 
 def _add_checkpoint_parts(run: Run, options: Options) -> None:
@@ -277,31 +224,14 @@ def _add_checkpoint_parts(run: Run, options: Options) -> None:
         policy=run.policy, store=run.store, log=run.log, record=run.record, ledger=run.ledger
     )
     run.saver = Saver(run, options.checkpoints.keep)
-    run.stored_checkpoints = StoredCheckpoints(
-        policy=run.policy,
-        store=run.store,
-        ranks=run.ranks,
-        log=run.log,
-        known_checkpoints=run.known_checkpoints,
-        loaders=run.loaders,
-        items=run.saver.items,
-    )
-    run.program_loader = ProgramLoader(
-        policy=run.policy,
-        driver=run.driver,
-        store=run.store,
-        record=run.record,
-        items=run.saver.items,
-    )
+    run.stored_checkpoints = StoredCheckpoints(run)
     run.rollback_restore = RollbackRestore(run)
     run.resumption = Resumption(run)
-    run.next_start = NextStart(run)
+    run.next_starts = NextStarts(run)
 
 
 def _add_deciding_parts(run: Run, options: Options) -> None:
     """Adds what decides about rollbacks, the end and memory, and the loop that asks for it."""
-    run.better_weights = BetterWeights(run)
-    run.dead_run = DeadRun(run)
     run.nonfinite_recovery = NonfiniteRecovery(run)
     of_trainer = run_settings.trainer_settings(options.state)
     run.stopping = Stopping(run)

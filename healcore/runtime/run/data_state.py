@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from healcore.runtime.data.random_states import random_states, set_random_states
 from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StoreError
-from healcore.runtime.store.packed_values import PackedValues
 
 DATA_STATE_ITEM = "healcore"
 """Name of the item in a checkpoint. A checkpoint without the item can be restored too."""
@@ -35,8 +34,6 @@ class SavedDataState(NamedTuple):
     """Random states before the pass over the data, by the names above."""
     data: dict[str, Any]
     """Positions of the loaders."""
-    batches: Mapping[int, Any]
-    """Step -> its batches, see `Comparisons.batches_to_save`."""
 
     @classmethod
     def read(cls, item: Mapping[str, Any] | None) -> SavedDataState | None:
@@ -57,10 +54,7 @@ class SavedDataState(NamedTuple):
         states: dict[str, Any] = {}
         for name in ("python", "numpy", "framework", "at_pass"):
             states[name] = values.loads(item[name], (DATA_STATE_ITEM, name))
-        batches: Mapping[int, Any] = {}
-        if item["batches"] is not None:
-            batches = PackedValues.read(item["batches"], (DATA_STATE_ITEM, "batches"))
-        return cls(**states, data=dict(item["data"]), batches=batches)
+        return cls(**states, data=dict(item["data"]))
 
 
 class DataState:
@@ -87,7 +81,6 @@ class DataState:
             position: returns the positions of the loaders, which may draw random numbers.
         """
         self._position = position
-        self._pack_batches: Callable[[], PackedValues | None] = lambda: None
         self._after_step: dict[str, Any] | None = None
         """Random states after the last step, or None if no step was taken."""
         self._earlier: dict[str, Any] | None = None
@@ -95,23 +88,6 @@ class DataState:
         self._texts: dict[str, tuple[Any, str]] = {}
         """Name of a random state -> the state that was saved last, and its text."""
         self.begin_pass()
-
-    def save_batches(self, pack: Callable[[], PackedValues | None]) -> None:
-        """Adds the batches that comparisons may evaluate to what `state_dict` returns.
-
-        Args:
-            pack: returns these batches, or None for no batches; see `Comparisons.batches_to_save`.
-        """
-        self._pack_batches = pack
-
-    @contextmanager
-    def without_batches(self) -> Iterator[None]:
-        """A context in which `state_dict` returns no batches, to know the size of all the rest."""
-        pack, self._pack_batches = self._pack_batches, lambda: None
-        try:
-            yield
-        finally:
-            self._pack_batches = pack
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the random states of Python, NumPy and torch, and the positions of the loaders.
@@ -181,10 +157,6 @@ class DataState:
         for name, state in states.items():
             content[name] = self._text_of(name, state)
         content["data"] = data
-        content["batches"] = None
-        batches = self._pack_batches()
-        if batches is not None:
-            content["batches"] = batches.state()
         return content
 
     def _text_of(self, name: str, state: Any) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from healcore.core.step_record import StepRecord
@@ -29,8 +28,6 @@ class DispatchStart(NamedTuple):
     """The batches of all its steps."""
     contents: tuple[Any, ...] = ()
     """Content of the batches if weights are compared on them."""
-    has_lost_contents: bool = False
-    """See `StepResult.has_lost_contents`."""
 
 
 class StepResult(NamedTuple):
@@ -50,9 +47,6 @@ class StepResult(NamedTuple):
     vote_requested: bool = False
     """Whether the dispatch asks the ranks to vote on the end, see `PendingDispatch`. Only the last
     step of a dispatch has it."""
-    has_lost_contents: bool = False
-    """Whether the step is from before a restart, and the checkpoint did not hold its contents. Such
-    a step cannot be compared."""
 
 
 class StepFlags(NamedTuple):
@@ -89,31 +83,6 @@ class StepFlags(NamedTuple):
     def is_quiet(self) -> bool:
         """Whether the step has neither a cause nor an action, as most steps."""
         return not self.causes and not self.actions
-
-
-@dataclass
-class ReadDispatch:
-    """A dispatch whose records are on the host already. Implements `PendingDispatch`."""
-
-    steps: list[list[StepRecord]]
-    """The records of each step, oldest step first."""
-    count: int
-    """Expected number of steps, see `PendingDispatch`."""
-    vote_requested: bool = False
-    """See `PendingDispatch`. False after a restart: the new process was not asked to end."""
-
-    def read(self) -> list[list[StepRecord]]:
-        """The records of each step, without waiting."""
-        return self.steps
-
-
-class UnreadDispatch(NamedTuple):
-    """A dispatch that the run has not acted on, as a checkpoint holds it."""
-
-    dispatch: ReadDispatch
-    """The records of its steps."""
-    first: DispatchStart
-    """The index of its first step, and its batches."""
 
 
 class DispatchQueue:
@@ -168,53 +137,6 @@ class DispatchQueue:
             return bool(self._queue)
         return len(self._queue) > LAG
 
-    def read_ahead(self) -> list[UnreadDispatch]:
-        """The queued dispatches with their records. They stay queued. Waits for the device.
-
-        A checkpoint holds them. So a run that resumes from the checkpoint acts on each of them
-        after the same later step as the run that has saved it.
-
-        Returns:
-            The dispatches, oldest first. A step of a dispatch that is read in part counts as one.
-        """
-        found: list[UnreadDispatch] = []
-        for result in self._read_steps:
-            first = DispatchStart(
-                result.index, result.batches, result.contents, result.has_lost_contents
-            )
-            found.append(UnreadDispatch(ReadDispatch([result.records], 1), first))
-        for pending, first in self._queue:
-            steps = pending.read()
-            found.append(UnreadDispatch(ReadDispatch(steps, pending.count), first))
-        return found
-
-    @property
-    def first_index(self) -> int | None:
-        """Index of the oldest queued step, or None if no step is queued."""
-        if self._read_steps:
-            return self._read_steps[0].index
-        if self._queue:
-            return self._queue[0][1].index
-        return None
-
-    def unread_contents(self) -> dict[int, tuple[Any, ...]]:
-        """Index of the first step of each queued dispatch -> the contents of its batches."""
-        found: dict[int, tuple[Any, ...]] = {}
-        for result in self._read_steps:
-            found[result.index] = result.contents
-        for _, first in self._queue:
-            found[first.index] = first.contents
-        return found
-
-    def resume(self, unread: Sequence[UnreadDispatch]) -> None:
-        """Queues the dispatches that an earlier process had not acted on.
-
-        Args:
-            unread: the dispatches, oldest first.
-        """
-        for each in unread:
-            self.push(each.dispatch, each.first)
-
     def read_next(self) -> StepResult:
         """Takes the oldest step out of the queue.
 
@@ -260,7 +182,6 @@ class DispatchQueue:
                 batches=first.batches,
                 contents=first.contents,
                 vote_requested=pending.vote_requested,
-                has_lost_contents=first.has_lost_contents,
             )
             return [result]
         found: list[StepResult] = []
@@ -318,7 +239,6 @@ class DispatchQueue:
             contents=contents,
             steps_at_once=len(steps),
             vote_requested=vote_requested and is_last,
-            has_lost_contents=first.has_lost_contents,
         )
 
     def forget_accumulation(self) -> None:

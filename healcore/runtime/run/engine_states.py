@@ -8,16 +8,13 @@ states, and the driver loads them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from healcore.core.engine import Engine, StateError
 from healcore.runtime.driver import Engines
-
-SavedLrState: TypeAlias = dict[str, Any]
-"""The learning-rate part of an engine state: multiplier, limit and cuts, as JSON-safe values."""
+from healcore.runtime.run.envelope import SavedRate
 
 
 def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None) -> Engines:
@@ -71,27 +68,10 @@ def limit_norms(
     return limited
 
 
-def norm_limits(engines: Engines) -> dict[str, float]:
-    """The limits of the gradient norm in force.
-
-    Args:
-        engines: engine name -> its state, as `Driver.engines` returns it.
-
-    Returns:
-        Engine name -> limit, > 0, without engines that have no limit.
-    """
-    limits = {}
-    for name, each in engines.items():
-        limit = float(each["state"]["norm_limit"])
-        if limit > 0:
-            limits[name] = limit
-    return limits
-
-
-def lr_states(engines: Engines) -> dict[str, SavedLrState]:
+def rates_of(engines: Engines) -> dict[str, SavedRate]:
     """The learning-rate part of engine states, to undo a limit later.
 
-    A limit of the rate changes this part only. `with_lr_states` puts the copy back.
+    A limit of the rate changes this part only. `with_rates` puts the copy back.
 
     Args:
         engines: engine name -> its state, as `Driver.engines` returns it.
@@ -102,12 +82,12 @@ def lr_states(engines: Engines) -> dict[str, SavedLrState]:
     return {name: dict(each["state"]["lr"]) for name, each in engines.items()}
 
 
-def with_lr_states(engines: Engines, before: Mapping[str, SavedLrState]) -> Engines:
+def with_rates(engines: Engines, before: Mapping[str, SavedRate]) -> Engines:
     """Engine states with an earlier learning-rate part: the limits since then are undone.
 
     Args:
         engines: states, by engine name.
-        before: result of `lr_states`. An engine without an entry keeps its learning-rate part.
+        before: result of `rates_of`. An engine without an entry keeps its learning-rate part.
 
     Returns:
         The states.
@@ -119,41 +99,21 @@ def with_lr_states(engines: Engines, before: Mapping[str, SavedLrState]) -> Engi
     return changed
 
 
-_LIMITS_AND_BUDGETS = ("incident", "budget", "lr", "norm_limit")
-"""The parts of an engine state that a rollback keeps, see `Engine.on_rollback`."""
-
-
-def limits_and_budgets(engines: Engines) -> dict[str, dict[str, Any]]:
-    """The parts of engine states in which rollbacks leave a trace, to undo the rollbacks later.
+def engines_of_new_start(engine: Engine, engines: Engines) -> dict[str, Any]:
+    """Engine states whose incidents, budgets, rates and limits are those of a new run.
 
     Args:
-        engines: engine name -> its state, as `Driver.engines` returns it.
-
-    Returns:
-        Engine name -> name of a part -> a copy of the part.
+        engine: engine of the policy.
+        engines: engine name -> its state in a checkpoint.
     """
-    parts = {}
+    fresh = {}
     for name, each in engines.items():
-        parts[name] = {part: deepcopy(each["state"][part]) for part in _LIMITS_AND_BUDGETS}
-    return parts
-
-
-def with_limits_and_budgets(
-    engines: Engines, before: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Engine states with earlier limits and budgets: the rollbacks since then are undone.
-
-    Args:
-        engines: states, by engine name.
-        before: result of `limits_and_budgets`. An engine without an entry stays as it is.
-
-    Returns:
-        The states.
-    """
-    changed = {}
-    for name, each in engines.items():
-        changed[name] = {**each, "state": {**each["state"], **before.get(name, {})}}
-    return changed
+        state, new = engine.from_dict(each), engine.init(groups=each["groups"])
+        state = state._replace(
+            incident=new.incident, budget=new.budget, lr=new.lr, norm_limit=new.norm_limit
+        )
+        fresh[name] = engine.to_dict(state)
+    return fresh
 
 
 def compatible_states(engine: Engine, saved: Engines) -> tuple[dict[str, Any], str]:

@@ -27,6 +27,7 @@ The host reads a record a fixed number of steps later, so that it does not wait 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -38,13 +39,13 @@ from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
 from healcore.runtime.run.ending.judgement import stop_if_not_trained
 from healcore.runtime.run.loop_state import LoopPhase, LoopState
-from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.program_watch import (
     MAX_ITERATIONS,
     MAX_WITHOUT_STEP,
     StructureChanges,
     warn_of_unseen_steps,
 )
+from healcore.runtime.run.trouble import RollbackRecord, Trouble
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -67,6 +68,8 @@ class Loop:
         self._rolled_back_by_update: RollbackRecord | None = None
         """The newest rollback by an `update` since the last `after_step`, or None without one."""
         self._structure = structure
+        self._noted: deque[tuple[StepResult, Trouble | None]] = deque()
+        """Steps that were read before a save in the body of the loop, with their orders."""
 
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
@@ -187,7 +190,7 @@ class Loop:
         3. A batch that brings back NaN or Inf is skipped (`_skip_if_nonfinite`).
         4. If a save is due, a checkpoint is saved. If an earlier save has NaN or Inf, the run rolls
            back instead (`_save_when_due`).
-        5. Frozen steps begin or end (`Holding.update_freezing`).
+        5. Frozen steps begin or end (`Holding.hold`).
         6. The ranks vote on the end of the run if a vote is due (`EndRequests.vote_when_due`).
         7. The run ends, or its rank proposes the end, if a signal, Ctrl-C or the stop file has
            asked for the end (`EndRequests.raise_or_propose`).
@@ -228,11 +231,11 @@ class Loop:
             rollback = self.read_and_act() or self._skip_if_nonfinite() or self._save_when_due()
             if rollback is not None:
                 return rollback
-            if run.holding.freezing_changes(run.progress.step):
+            if run.record.envelope.freezes(run.progress.step) != run.holding.freezes:
                 rollback = self.read_and_act(every=True)
                 if rollback is not None:
                     return rollback
-                run.holding.update_freezing(run.progress.step)
+                run.holding.hold(run.record.envelope, run.progress.step)
             run.end_requests.vote_when_due(run.progress.step, run.log)
             run.saver.poll()
         self.log_warnings()
@@ -292,13 +295,13 @@ class Loop:
             the rollback of such an order.
         """
         nonfinite = self.run.nonfinite_recovery
-        arrays = nonfinite.came_back()
-        if not arrays:
+        trouble = nonfinite.batch_of_nonfinite_state()
+        if trouble is None:
             return None
         rollback = self.read_and_act(every=True)
         if rollback is not None:
             return rollback
-        rollback = nonfinite.skip_last_batch(arrays)
+        rollback = self.run.recovery.go_back(trouble, trouble.found_at)
         if rollback is not None:
             self._on_rollback()
         return rollback
@@ -312,8 +315,8 @@ class Loop:
                 ends = each.trains and each.in_loop and each.at_end
                 if ends and each.next_id.index > 1:
                     return None  # a restart would run the code after the epoch without its batches
-        # Unread steps may lead to an order, which a restart from this save would never see. Reading
-        # them costs no extra time, because the save waits for the device anyway.
+        # A restart from this save would never see the orders of steps that are not read. Reading
+        # costs no extra time, because the save waits for the device anyway.
         rollback = self.read_and_act(every=True)
         if rollback is not None or self.run.schedule.delayed:
             return rollback
@@ -414,12 +417,13 @@ class Loop:
         rollback = self.read_and_act(every=True)
         if rollback is not None:
             return rollback
-        verdict = None
         if of_training and not self.run.loaders.epoch_loop.has_more_epochs:
-            newest = self.run.progress.step - 1
+            newest, recovery = self.run.progress.step - 1, self.run.recovery
             verdict = self.run.comparisons.suspicion.decide_at_end(newest)
-        if verdict is not None:
-            rollback = self.run.better_weights.carry_out_verdict(verdict)
+            if verdict is not None:
+                rollback = recovery.go_back(verdict, newest)
+            else:
+                rollback = recovery.accept_intended(newest, at_end=True)
         if rollback is None and alone:
             rollback = self.run.nonfinite_recovery.roll_back_if_saved(at_end=of_training)
         if rollback is not None:
@@ -443,12 +447,13 @@ class Loop:
 
     # -- reading records, and carrying out orders -----------------------------------------------
 
-    def read_and_act(self, *, every: bool = False) -> RollbackRecord | None:
+    def read_and_act(self, *, every: bool = False, saves: bool = False) -> RollbackRecord | None:
         """Reads the steps that are due, and carries out their orders.
 
         Args:
             every: whether to read all queued steps, which waits for the device. Otherwise the
                 newest steps stay queued until their records have arrived.
+            saves: whether an order asks for a save after these steps.
 
         Returns:
             The rollback, or None without one. It undoes the steps after the order, so they are not
@@ -460,27 +465,44 @@ class Loop:
                 self._on_rollback()
                 return rollback
             if order is not None and order.action & Action.SAVE:
-                self.run.saver.save(SaveReason.ORDERED)
+                return self.read_and_act(every=True, saves=True)
+        if saves:
+            self.run.saver.save(SaveReason.ORDERED)
         return None
 
-    def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Order | None]]:
+    def note_steps(self) -> None:
+        """Reads all queued steps before a save in the body of the loop, and notes their orders.
+
+        The program's own code follows, so nothing can be rolled back here. The next work between
+        two steps acts on the steps.
+        """
+        while self.run.dispatch_queue.has_due(every=True):
+            self._note_next()
+
+    def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Trouble | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
+        guard = self.run.hang_guard
+        while self._noted or self.run.dispatch_queue.has_due(every=every):
+            if not self._noted:
+                guard.watch()  # reading waits for the device
+                self._note_next()
+                guard.pause()
+            yield self._noted.popleft()
+
+    def _note_next(self) -> None:
+        """Reads the oldest queued step, and finds its order."""
         run = self.run
-        while run.dispatch_queue.has_due(every=every):
-            run.hang_guard.watch()  # reading waits for the device
-            try:
-                result = run.dispatch_queue.read_next()
-            except HealcoreError as error:
-                self.run.progress.reading_error = error
-                raise
-            run.hang_guard.pause()
-            order = run.recovery.find_order(result)
-            run.end_requests.note_mark(result)
-            yield result, order
-        run.hang_guard.pause()
+        try:
+            result = run.dispatch_queue.read_next()
+        except HealcoreError as error:
+            run.progress.reading_error = error
+            raise
+        self._noted.append((result, run.recovery.find_order(result)))
+        run.end_requests.note_mark(result)
 
     def _on_rollback(self) -> None:
         """Does what a rollback asks of the loop, however it came about."""
+        self._noted.clear()
         self.run.end_requests.on_rollback()
         self._explain_epochs()
 
@@ -503,30 +525,6 @@ class Loop:
         if self.run.driver.is_interrupted():
             return False
         self.queue_dispatch()
-        return True
-
-    def keep_last_steps(self) -> bool:
-        """Reads the unread steps at the end of a run, and leaves them for the next start.
-
-        The last checkpoint holds them, so the next start acts on them where this run would have.
-
-        Returns:
-            Whether none of them has an alarm, as the ledger counts alarms.
-        """
-        self.queue_dispatch()
-        self.log_warnings()
-        self.run.hang_guard.watch()
-        try:
-            unread = self.run.dispatch_queue.read_ahead()
-        except HealcoreError as error:
-            self.run.progress.reading_error = error
-            raise
-        finally:
-            self.run.hang_guard.pause()
-        for each in unread:
-            for records in each.dispatch.steps:
-                if self.run.monitor.has_alarm(records):
-                    return False
         return True
 
     def report_last_steps(self) -> None:

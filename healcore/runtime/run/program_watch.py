@@ -192,7 +192,6 @@ class StructureChanges:
         step = self._progress.step
         epoch = self._loaders.place.epoch
         self._record.add_change(max(step - 1, 0), epoch)
-        self._record.param_groups = self._driver.param_groups()
         self._loaders.epoch_loop.changed_in = epoch
         self._comparisons.on_structure_change()
         self._schedule.after_change = True

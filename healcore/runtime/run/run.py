@@ -17,7 +17,6 @@ from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
-from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.dispatch_queue import DispatchQueue
 from healcore.runtime.run.ending.requests import EndRequests
@@ -29,13 +28,11 @@ from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.progress import RunProgress
 from healcore.runtime.run.record.ledger import Ledger
 from healcore.runtime.run.record.run_record import RunRecord
-from healcore.runtime.run.restore.next_start import NextStart
-from healcore.runtime.run.restore.program_loader import ProgramLoader
+from healcore.runtime.run.restore.next_start import NextStarts
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
-from healcore.runtime.run.rollback.better_weights import BetterWeights
-from healcore.runtime.run.rollback.dead_run import DeadRun
+from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run_options import HostPolicy
@@ -54,13 +51,12 @@ class Run:
                         +- batches, loaders, step_batches,              batches and
                         |  pass_states, data_state                      random states
                         +- rate_log, monitor, holding, comparisons      what is seen
-                        +- recovery, better_weights, dead_run,          what is decided
-                        |  nonfinite_recovery, out_of_memory,
-                        |  stopping
+                        +- recovery, nonfinite_recovery,                what is decided
+                        |  out_of_memory, stopping
                         +- schedule, known_checkpoints, saver,          checkpoints
                         |  stored_checkpoints
-                        +- program_loader, rollback_restore,            restores
-                        |  resumption, next_start
+                        +- rollback_restore, resumption,                restores
+                        |  next_starts
 
     `construct` makes the parts in the order of the fields. No part replaces another one. A part
     gets the other parts in one of two ways:
@@ -72,7 +68,7 @@ class Run:
       made, and all fields afterwards: `self.run.recovery`.
 
     `record` has what a checkpoint saves. Three states in it are used by a name of their own, and by
-    no other: `monitor.state`, `ledger` and `holding.held`.
+    no other: `monitor.state`, `ledger` and `holding.envelope`.
     """
 
     policy: HostPolicy
@@ -124,24 +120,18 @@ class Run:
     """Saves checkpoints, and deletes checkpoints that are not needed any more."""
     stored_checkpoints: StoredCheckpoints = field(init=False)
     """Reads the checkpoints that all ranks can load."""
-    program_loader: ProgramLoader = field(init=False)
-    """Loads the program's state of a checkpoint, and nothing else."""
     rollback_restore: RollbackRestore = field(init=False)
     """Restores a checkpoint for a rollback."""
     resumption: Resumption = field(init=False)
     """Resumes from a checkpoint, at the start of a process."""
-    next_start: NextStart = field(init=False)
+    next_starts: NextStarts = field(init=False)
     """Makes the next start resume from an earlier checkpoint than the newest one."""
-    better_weights: BetterWeights = field(init=False)
-    """What to try where earlier weights are better."""
-    dead_run: DeadRun = field(init=False)
-    """What to try where no step is finite any more."""
     nonfinite_recovery: NonfiniteRecovery = field(init=False)
-    """What to do about NaN and Inf in the weights or in a save."""
+    """Notices NaN and Inf in weights, in a save, and in every step."""
     stopping: Stopping = field(init=False)
     """Stops the run with a diagnosis."""
     recovery: Recovery = field(init=False)
-    """Answers the records of steps with rollbacks."""
+    """Answers each trouble: goes back, accepts or stops."""
     hang_guard: HangGuard = field(init=False)
     """Reports a step that never returns."""
     out_of_memory: OutOfMemory = field(init=False)

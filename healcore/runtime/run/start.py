@@ -33,7 +33,6 @@ from healcore.runtime.run.construction import construct
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.process_runs import count_run, has_completed_run, remember_run
 from healcore.runtime.run.record.run_record import RunRecord
-from healcore.runtime.run.restore.trials import failed_trials
 from healcore.runtime.run.rollback.report import report_before_kill
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start_plan import StartPlan, decide_start
@@ -389,15 +388,14 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     run.pass_states.resume(random_states)
     if run.record.is_in_body and not (completed or run.loop.has_trainer):
         run.loop.state.resume_in_body()  # before a record is written, which has to say so too
-    trials = failed_trials(newest)
-    if trials is None:
-        first_unread = run.dispatch_queue.first_index
-        run.log.event("resume", step=step, checkpoint=step, first_unread=first_unread)
+    start = None if newest is None else newest.next_start
+    if start is None:
+        run.log.event("resume", step=step, checkpoint=step)
     else:
-        _report_undone(run, len(run.ledger.rollbacks) - trials.first, step)
+        _report_undone(run, start.tries, step)
     report_before_kill(run, step)
     for saved in saves:
-        if saved.is_abandoned or trials is not None:
+        if saved.is_abandoned or start is not None:
             wrong.pop(saved.step, None)
     wrong |= _damage(run)
     lost = {at: wrong[at] for at in sorted(wrong) if at > step}
@@ -411,7 +409,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
 
 
 def _report_undone(run: Run, count: int, step: int) -> None:
-    """Reports a start after a stop, which has undone the trials for the trouble of the stop.
+    """Reports a start after a stop, which has undone the tries for its trouble.
 
     Writes the record of the checkpoint without them, so that no later start undoes them again.
 
@@ -427,8 +425,7 @@ def _report_undone(run: Run, count: int, step: int) -> None:
     else:
         why = "the steps since then were skipped or taken without the Healer, so they are trained "
         why += "again"
-    first_unread = run.dispatch_queue.first_index
-    run.log.event("resume", step=step, checkpoint=step, first_unread=first_unread, why=why)
+    run.log.event("resume", step=step, checkpoint=step, why=why)
     run.log.info(f"step {step}: {why}")
     try:
         run.saver.replace_record(step)

@@ -14,7 +14,6 @@
     files           files that a crash never leaves half written
     checksums       digests of files and of JSON content
     values          nested Python values as JSON
-    packed_values   nested values as text, and their arrays as one array
     mismatches      how the structures of a saved and a live value differ
     ranks           exchanges between the processes that write one checkpoint together
     claim           reserves a directory for one run

@@ -87,8 +87,6 @@ class ArrayFormat(ABC):
 
     name: str
     """Format of the files, for the manifest."""
-    arrays_by_rank: bool = True
-    """Whether each rank may save arrays of its own, from objects with `per_rank = True`."""
     single_file_bytes: int = single_file.MAX_BYTES
     """Largest size of a state that one process saves as one file; 0 for never."""
     _spare: FlatState | None = None
@@ -315,7 +313,7 @@ class ArrayFormat(ABC):
         finally:
             self.release(copy)  # the first save reuses it
 
-    def match(self, step: int, saved: Entries, like: NamedState, *, common: bool = False) -> Target:
+    def match(self, step: int, saved: Entries, like: NamedState) -> Target:
         """Finds what to restore of a checkpoint, and checks that it fits the live state.
 
         JAX trees must have the same arrays. For objects with `state_dict` only names and identities
@@ -325,8 +323,6 @@ class ArrayFormat(ABC):
             step: step of the checkpoint, for the message.
             saved: the entries of the checkpoint, or of its copy in memory.
             like: the live values. Of these, optional values may be missing in the checkpoint.
-            common: whether the structures may differ. Then the result has every value that both
-                sides have by its name.
 
         Returns:
             The part of the saved entries for the live values.
@@ -336,21 +332,18 @@ class ArrayFormat(ABC):
         """
         live: dict[str, Value] = {}
         for name, value in like.items():
-            may_lack = common or getattr(value, "optional", False) is True
-            if name in saved or not may_lack:
+            if name in saved or getattr(value, "optional", False) is not True:
                 live[name] = value
         flat = FlatState()
         if live:
             flat = self.flatten(live)
-        has_pytrees = any("leaves" in entry for entry in flat.entries.values())
         wrong: list[str] = []
-        if not common or has_pytrees:
-            for name in live:
-                if name not in saved:
-                    wrong.append(f'"{name}" is missing in the saved state')
-            for name, entry in flat.entries.items():
-                if name in saved:
-                    wrong += mismatches(name, saved[name], entry)
+        for name in live:
+            if name not in saved:
+                wrong.append(f'"{name}" is missing in the saved state')
+        for name, entry in flat.entries.items():
+            if name in saved:
+                wrong += mismatches(name, saved[name], entry)
         if wrong:
             raise StateMismatch(step, wrong)
         return Target({name: saved[name] for name in live}, live, flat)
@@ -392,9 +385,7 @@ class ArrayFormat(ABC):
         name = content["name"]
         return self.decode_array(content, arrays[name], live.get(name))
 
-    def restore(
-        self, copy: HostCopy, like: NamedState, *, common: bool = False
-    ) -> dict[str, Value]:
+    def restore(self, copy: HostCopy, like: NamedState) -> dict[str, Value]:
         """The state of an inspected copy in fresh memory, on the devices of the live values.
 
         Every part is verified while it is copied. The memory is fresh, because the copy stays in
@@ -403,13 +394,12 @@ class ArrayFormat(ABC):
         Args:
             copy: the inspected copy, which is not changed.
             like: the live values, which say where the arrays belong.
-            common: as for `match`.
 
         Raises:
             StateMismatch: the state does not fit.
             CheckpointDamaged: a digest differs.
         """
-        target = self.match(copy.step, copy.flat.entries, like, common=common)
+        target = self.match(copy.step, copy.flat.entries, like)
 
         def verified_copy(leaf: Leaf) -> Leaf:
             parts: dict[ShardPlace, Part] = {}

@@ -297,15 +297,6 @@ class Restored(NamedTuple):
     """The record of the run, or None if the checkpoint has no record."""
 
 
-class CommonState(NamedTuple):
-    """The result of `restore_common`, in fresh memory."""
-
-    state: dict[str, Any]
-    """The values as in `Restored`, with the structure of the checkpoint."""
-    identities: dict[str, Mapping[str, str]]
-    """Name of an optimizer in torch -> part -> saved place of each of its parameters."""
-
-
 class AttemptHistory(NamedTuple):
     """The attempts of a run, and the step up to which its checkpoints are known-good.
 

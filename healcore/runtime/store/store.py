@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 from healcore import console
 from healcore.runtime.store import files, manifest
@@ -25,7 +25,6 @@ from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointInfo,
     CheckpointNotFound,
-    CommonState,
     Keep,
     Restored,
     SaveFailed,
@@ -44,17 +43,6 @@ from healcore.runtime.store.ranks import (
 )
 from healcore.runtime.store.ring import Ring
 from healcore.runtime.store.writer import Writer
-
-
-class _Read(NamedTuple):
-    """What `CheckpointStore._restore` has read of a checkpoint."""
-
-    state: dict[str, Any]
-    """The values, see `Restored.state`."""
-    record: dict[str, Any] | None
-    """The record of the run, or None if the checkpoint has no record."""
-    entries: Mapping[str, Any]
-    """Name of an item -> what the checkpoint says of its arrays."""
 
 
 class CheckpointStore(Writer):
@@ -140,11 +128,6 @@ class CheckpointStore(Writer):
     def directories(self) -> int:
         """Number of directories, each of which has all checkpoints."""
         return int(self.durable)
-
-    @property
-    def arrays_by_rank(self) -> bool:
-        """Whether each rank may save arrays of its own."""
-        return self.format.arrays_by_rank
 
     @property
     def place(self) -> str:
@@ -313,31 +296,11 @@ class CheckpointStore(Writer):
             StateMismatch: the checkpoint was saved from another state.
             CheckpointNotFound: the step has no checkpoint.
         """
-        read = self._restore(step, like, common=False)
-        return Restored(read.state, read.record)
-
-    def restore_common(self, step: int, like: Mapping[str, Any]) -> CommonState:
-        """Verifies a checkpoint and reads what has the names of `like`, whatever its structure.
-
-        For a live state whose structure has changed since the save. See `restore` for the arguments
-        and errors; StateMismatch only for pytrees of JAX, which cannot be read in part.
-        """
-        read = self._restore(step, like, common=True)
-        identities: dict[str, Mapping[str, str]] = {}
-        for name, entry in read.entries.items():
-            if "identity" in entry:
-                identities[name] = entry["identity"]
-        return CommonState(read.state, identities)
-
-    def _restore(self, step: int, like: Mapping[str, Any], *, common: bool) -> _Read:
-        """Reads a checkpoint from memory or from disk. See `restore`."""
         copy, stored = self._locate(step)
         if copy is not None:
             try:
-                state = run_on_each(
-                    self.ranks, lambda: self.format.restore(copy, like, common=common)
-                )
-                return _Read(state, copy.unsealed_record, copy.flat.entries)
+                state = run_on_each(self.ranks, lambda: self.format.restore(copy, like))
+                return Restored(state, copy.unsealed_record)
             except CheckpointDamaged as error:
                 self.ring.forget(step)
                 if not stored:
@@ -348,14 +311,14 @@ class CheckpointStore(Writer):
         def match() -> Target:
             with intact.only_written_by_healcore():
                 entries = intact.entries(self.ranks.rank)
-                return self.format.match(step, entries, like, common=common)
+                return self.format.match(step, entries, like)
 
         # All ranks raise or none: the others would wait for a rank that raised.
         target = run_on_each(self.ranks, match)
         with intact.only_written_by_healcore():
             arrays = self.format.read(intact, target)
             state = self.format.assemble(target, arrays)
-            return _Read(state, intact.record, target.entries)
+            return Restored(state, intact.record)
 
     def replace_record(self, step: int, record: Record) -> None:
         """Replaces the record of a checkpoint, atomically. The arrays stay.

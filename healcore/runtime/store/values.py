@@ -33,8 +33,6 @@ Path = tuple[Any, ...]
 """The keys that lead to a value, for its name and for errors."""
 Special = Callable[[Path, Any], Node | None]
 """Encodes a value that this module cannot, such as an array. Returns None for an unknown value."""
-Keep = Callable[[np.ndarray], Any]
-"""Keeps the bytes of an array, uint8 (n,). Returns what the JSON holds in their place."""
 Fetch = Callable[[str, Any], Any]
 """Decodes the tag and the content of a node whose tag this module does not know."""
 
@@ -264,12 +262,7 @@ def base64_text(data: np.ndarray) -> str:
     return base64.b64encode(data.tobytes()).decode()
 
 
-def base64_bytes(text: str) -> np.ndarray:
-    """The bytes of `base64_text`."""
-    return np.frombuffer(base64.b64decode(text), np.uint8)
-
-
-def dumps(value: Any, path: Path, keep: Keep = base64_text) -> str:
+def dumps(value: Any, path: Path) -> str:
     """Converts the state of a loader or a random generator to text, with its arrays.
 
     The arrays may be of NumPy, torch and JAX: a JAX run may read from a torch loader. The text is
@@ -278,33 +271,25 @@ def dumps(value: Any, path: Path, keep: Keep = base64_text) -> str:
     Args:
         value: nested Python values, with arrays of NumPy, torch or JAX.
         path: place of the value in the state, for error messages.
-        keep: keeps the bytes of the arrays elsewhere. By default they are in the text.
 
     Raises:
         UnsavableState: a part has no plain form.
     """
-    return to_json(encode(value, path, lambda _, part: _framework_node(part, keep))).decode()
+    return to_json(encode(value, path, _framework_node)).decode()
 
 
-def loads(text: str, path: Path, bytes_at: Callable[[Any], np.ndarray] = base64_bytes) -> Any:
+def loads(text: str, path: Path) -> Any:
     """Converts text of `dumps` back to the value, and calls no function that the text names.
 
     Args:
         text: result of `dumps`, from a file that anybody may have written.
         path: place of the value in the state, for error messages.
-        bytes_at: the bytes of what `keep` has returned.
 
     Raises:
         StoreError: the text is malformed.
     """
-
-    def fetch(tag: str, content: Any) -> Any:
-        if isinstance(content, dict) and "bytes" in content:
-            content = {**content, "bytes": bytes_at(content["bytes"])}
-        return decode_other(tag, content)
-
     try:
-        return decode(json.loads(text), fetch)
+        return decode(json.loads(text), decode_other)
     except StoreError as error:
         raise StoreError(f"{path_text(path)}: {error}") from error
     except Exception as error:  # crafted or damaged text may raise anything
@@ -319,8 +304,7 @@ def decode_other(tag: str, content: Any) -> Any:
 
     Args:
         tag: "numpy", "number", "torch" or "jax".
-        content: the content of the node. The bytes of an array are uint8 (n,), or text of
-            `base64_text`.
+        content: the content of the node. The bytes of an array are text of `base64_text`.
 
     Raises:
         ValueError: the tag is not one of these four.
@@ -338,23 +322,19 @@ def bytes_of(content: Mapping[str, Any]) -> np.ndarray:
     """The bytes of an array in its node.
 
     Args:
-        content: content of the node, whose bytes are an array or text of `base64_text`.
+        content: content of the node, whose bytes are text of `base64_text`.
 
     Returns:
-        The bytes, uint8 (n,), not copied if they are an array.
+        The bytes, uint8 (n,), which are read-only.
     """
-    data = content["bytes"]
-    if isinstance(data, str):
-        return base64_bytes(data)
-    return data
+    return np.frombuffer(base64.b64decode(content["bytes"]), np.uint8)
 
 
-def pack_array(array: Any, keep: Keep = base64_text) -> dict[str, Any] | None:
+def pack_array(array: Any) -> dict[str, Any] | None:
     """Converts a NumPy array or number to JSON.
 
     Args:
         array: the array, of any shape, or a NumPy number.
-        keep: keeps its bytes. By default they are in the JSON as text.
 
     Returns:
         "dtype", "shape" and "bytes". None if the dtype (of objects, of fields) has no name.
@@ -366,7 +346,7 @@ def pack_array(array: Any, keep: Keep = base64_text) -> dict[str, Any] | None:
         try:
             if np.dtype(name) == dtype:
                 data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                return {"dtype": name, "shape": list(array.shape), "bytes": keep(data)}
+                return {"dtype": name, "shape": list(array.shape), "bytes": base64_text(data)}
         except TypeError:
             continue
     return None
@@ -382,18 +362,18 @@ def unpack_array(content: Mapping[str, Any]) -> np.ndarray:
     return data.view(np.dtype(content["dtype"])).reshape(content["shape"])
 
 
-def _framework_node(value: Any, keep: Keep) -> Node | None:
+def _framework_node(_: Path, value: Any) -> Node | None:
     """The node of a value of NumPy, torch or JAX, or None. Imports no other framework."""
     if type(value) is np.ndarray:
-        tag, content = "numpy", pack_array(value, keep)
+        tag, content = "numpy", pack_array(value)
     elif isinstance(value, np.generic):
-        tag, content = "number", pack_array(value, keep)
+        tag, content = "number", pack_array(value)
     else:
         package = type(value).__module__.partition(".")[0]
         if package not in _FRAMEWORK_OF_PACKAGE:
             return None
         tag = _FRAMEWORK_OF_PACKAGE[package]
-        content = adapter_registry.find(tag, "plain_values").node_of(value, keep)
+        content = adapter_registry.find(tag, "plain_values").node_of(value)
     if content is None:
         return None
     return {tag: content}

@@ -11,7 +11,7 @@ import pytest
 
 from healcore import Healer, Logging
 from healcore.jax import protect
-from healcore.runtime.run.compare import holding
+from healcore.runtime.run.rollback import holding
 
 STEPS = 360
 BAD_STEPS = range(220, 232)

@@ -18,13 +18,13 @@ from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, DataState
-from healcore.runtime.run.healthy_ranges import Held
+from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.loop_state import LoopState
-from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.restore.program_loader import ProgramLoader
 from healcore.runtime.run.restore.resumption import Resumption
 from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
+from healcore.runtime.run.rollback.remedy import Outcome, Remedy
+from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
@@ -55,7 +55,6 @@ class Listed(CheckpointStore):
     """A CheckpointStore that remembers what was saved and holds no arrays."""
 
     durable = property(lambda self: True)  # type: ignore[assignment]
-    arrays_by_rank = property(lambda self: False)  # type: ignore[assignment]
 
     def __init__(self) -> None:
         copier: Any = None
@@ -142,7 +141,7 @@ class Process:
         self.run.data_state = DataState(self.loaders.position)
         self.run.schedule = schedule_of(self.run, EVERY)
         loop_state = LoopState(self.loaders, self.run.progress, has_trainer=False)
-        self.run.loop = SimpleNamespace(state=loop_state)  # type: ignore[assignment]
+        self.run.loop = SimpleNamespace(state=loop_state, note_steps=lambda: None)  # type: ignore[assignment]
         self.run.known_checkpoints = KnownCheckpoints(
             policy=POLICY,
             store=store,
@@ -154,28 +153,16 @@ class Process:
             is_enabled=False,
             state=ComparisonState(),
             on_rollback=lambda target: None,
-            batches_to_save=lambda: None,
         )
         self.run.comparisons = no_comparisons
         self.run.monitor = SimpleNamespace(state=self.run.record.monitor)  # type: ignore[assignment]
-        self.run.holding = SimpleNamespace(held=Held())  # type: ignore[assignment]
+        holding: Any = SimpleNamespace(envelope=Envelope(), hold=lambda envelope, step: None)
+        self.run.holding = holding
+        self.run.rate_log = SimpleNamespace(lr_scale=1.0)  # type: ignore[assignment]
         self.saver = self.run.saver = Saver(self.run, KEEP)
-        self.run.stored_checkpoints = StoredCheckpoints(
-            policy=POLICY,
-            store=store,
-            ranks=self.run.ranks,
-            log=log,
-            known_checkpoints=self.run.known_checkpoints,
-            loaders=self.loaders,
-            items=self.saver.items,
-        )
-        self.run.program_loader = ProgramLoader(
-            policy=POLICY,
-            driver=driver,
-            store=store,
-            record=self.run.record,
-            items=self.saver.items,
-        )
+        self.run.stored_checkpoints = StoredCheckpoints(self.run)
+        recovery: Any = SimpleNamespace(counts_steps=True)
+        self.run.recovery = recovery
         self.run.rollback_restore = RollbackRestore(self.run)
         self.run.resumption = Resumption(self.run)
         self.incident, self._goes_on = 0, False
@@ -213,9 +200,10 @@ class Process:
         self.saver.save_state_as(self.step, why)
 
     def go_back(self, depth: int) -> RollbackRecord:
-        order = Order(
-            index=self.step - 1, onset=self.onset, first_alarm_of_cause=self.onset, depth=depth
-        )
-        done = self.run.rollback_restore.restore(order)
-        self.run.progress.step, self._goes_on = done.continues_at, False
+        trouble = Trouble(onset=self.onset, found_at=self.step - 1, since=self.onset)
+        tried = [each.checkpoint for each in self.ledger.same_trouble(self.onset, REGION)]
+        steps = self.run.rollback_restore.choose(trouble, depth=depth, tried=tried)
+        repeat = Remedy(Outcome.REPEAT, Envelope())
+        done = self.run.rollback_restore.restore(trouble, repeat, steps)
+        self.run.progress.step, self._goes_on = done.checkpoint, False
         return done

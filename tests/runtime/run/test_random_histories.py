@@ -98,7 +98,7 @@ class History(RuleBasedStateMachine):
             self.over = True
             return
         else:
-            assert arrival.continues_at == expected
+            assert arrival.checkpoint == expected
             self.went(expected)
         finally:
             self.store.calls_left = -1
@@ -185,7 +185,7 @@ class History(RuleBasedStateMachine):
             return
         ledger = self.process.ledger
         assert self.process.step == len(self.healthy)
-        assert [(e.onset, e.continues_at, e.step) for e in ledger.rollbacks] == self.back
+        assert [(e.onset, e.checkpoint, e.step) for e in ledger.rollbacks] == self.back
         self.skipped = [step for step in self.skipped if step < self.process.step]
         assert ledger.skips >= len(self.skipped)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
@@ -269,14 +269,14 @@ def test_healthy_steps_after_an_onset_prove_nothing():
     goes_well(process, 2 * EVERY + PROBATION - 1)
     for alarm in (True, False, False):
         process.take(alarm=alarm, skip=False, is_open=True)
-    assert process.go_back(1).continues_at == EVERY
+    assert process.go_back(1).checkpoint == EVERY
 
 
 def test_after_a_rollback_the_probation_begins_again():
     process = begun()
     goes_well(process, 3 * EVERY + PROBATION)
     process.take(alarm=True, skip=False, is_open=True)
-    assert process.go_back(2).continues_at == 2 * EVERY
+    assert process.go_back(2).checkpoint == 2 * EVERY
     goes_well(process, EVERY)
     assert good(process)[-1] == 2 * EVERY
 
@@ -285,7 +285,7 @@ def test_the_next_older_one_stays_for_a_second_rollback():
     process = waiting()
     goes_well(process, PROBATION)
     process.take(alarm=True, skip=False, is_open=True)
-    assert process.go_back(2).continues_at == STEPS[-2]
+    assert process.go_back(2).checkpoint == STEPS[-2]
     goes_well(process, 3 * EVERY + 1)
     assert {STEPS[-3], STEPS[-2]} <= {*good(process)} < {*STEPS[-3:], *range(STEPS[-1], 100)}
 

@@ -118,7 +118,6 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
     # The numbers of copies and checkpoints. With a `loss_fn` earlier weights are kept too.
     assert need.in_memory == (7 if with_loss else 4)
     assert need.on_disk == (9 if with_loss else 6)
-    assert bool(need.batches) == with_loss
     assert most <= need.in_memory
 
     # The line, and the files that the run has left.
@@ -127,7 +126,7 @@ def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path,
         total, largest = 0, 0
         for folder in tmp_path.glob("step-*"):
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            assert size < need.size_on_disk + RECORD_BYTES + need.batches
+            assert size < need.size_on_disk + RECORD_BYTES
             total += size
             largest = max(largest, size)
         found = re.search(r"up to ([\d.]+) MB on disk and ([\d.]+) MB in host memory", caplog.text)
@@ -184,12 +183,6 @@ NEED = StorageNeed(84e9, 10.5e9, 6, 4, older=True)
             NEED._replace(older=False, at_least=True, directories=2),
             "at least 504 GB in each directory and 42 GB in host memory",
             id="two directories",
-        ),
-        pytest.param(
-            NEED._replace(size_on_disk=1e6, size_in_memory=1e6, batches=16 << 20),
-            "up to 7.2 MB on disk and 4.8 MB in host memory, plus up to 16.8 MB of batches in each "
-            "checkpoint; each doubling of the steps adds 1.2 MB on disk",
-            id="batches in each checkpoint",
         ),
     ],
 )

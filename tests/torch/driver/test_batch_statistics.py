@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from healcore import Healer
 from healcore.torch.driver import TorchDriver
 from tests.torch.bit_comparison import bits
 from tests.torch.driver.small_run import NAN, ROLLS_BACK, roll_back
@@ -261,3 +262,169 @@ def test_the_observers_of_quantization_forget_a_skipped_batch():
         losses.append(float(loss))
     assert [math.isnan(loss) for loss in losses] == [i in (0, 4) for i in range(8)]
     driver.close()
+
+
+# -- a kept step whose forward pass has overflowed one buffer --------------------------------------
+
+
+class ReplacedStatistics(nn.Module):
+    """A norm layer that replaces its statistics, with one more buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("running_var", torch.ones(4))
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return (x - self.running_mean) / (self.running_var + 1e-5).sqrt()
+        mean, var = x.detach().mean(0), x.detach().var(0)
+        self.running_mean: Any = 0.9 * self.running_mean + 0.1 * mean
+        self.running_var: Any = 0.9 * self.running_var + 0.1 * var
+        self.largest: Any = torch.maximum(self.largest, x.detach().abs().max())
+        return (x - mean) / (var + 1e-5).sqrt()
+
+
+class CenteredNorm(nn.BatchNorm1d):
+    """torch's layer with one more buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.register_buffer("center", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.center: Any
+            self.center.lerp_(x.detach().mean(0).double(), 0.1)
+        return super().forward(x)
+
+
+class Moments(nn.Module):
+    """Buffers with names of their own: Inf - Inf is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("spread", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average: Any
+            self.spread: Any
+            mean = x.detach().mean(0)
+            self.average.mul_(0.9).add_(mean, alpha=0.1)
+            spread = x.detach().square().mean(0) - mean.square()
+            self.spread.mul_(0.9).add_(spread, alpha=0.1)
+        return torch.tanh(x)
+
+
+class Channels(nn.Sequential):
+    """A layer for images, in a model of vectors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images = torch.stack([x, -x], dim=2)
+        return super().forward(images)[:, :, 0]
+
+
+NORMS: dict[str, Any] = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(4),
+    "cumulative": lambda: nn.BatchNorm1d(4, momentum=None),
+    "InstanceNorm1d": lambda: Channels(nn.InstanceNorm1d(4, track_running_stats=True)),
+    "with one more buffer": CenteredNorm,
+    "replaced": ReplacedStatistics,
+    "other names": Moments,
+}
+
+
+@pytest.mark.parametrize(
+    ("compares", "engine"), [(False, "device"), (True, "host")], ids=["no loss_fn", "loss_fn"]
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_buffers_that_one_forward_pass_writes_are_restored_together(
+    norm: str, compares: bool, engine: Any
+):
+    """The batch overflows one of them, and its loss and gradients are finite."""
+    torch.manual_seed(0)
+    layer = NORMS[norm]()
+    model = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = [*torch.randn(40, 8, 3)]
+    data[20] = data[20] * 1e20
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    options: Any = {"loss_fn": loss_fn} if compares else {}
+    state = {"model": model, "optimizer": optimizer}
+    before: Any = None
+    with Healer("default", state=state, attach={"engine": engine}, **options) as healer:
+        for i, batch in enumerate(healer.batches(data)):
+            if i == 20:
+                before = statistics(layer)
+            loss = loss_fn(batch)
+            assert loss.isfinite()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 20:
+                assert statistics(layer) == before
+            if i == 21:
+                assert statistics(layer) != before, "later batches count again"
+    assert healer.rollbacks == 0
+    model.eval()
+    assert loss_fn(data[0]) < 10
+
+
+@pytest.mark.parametrize(("where", "fused"), [("host", False), ("device", True)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_an_overflow_in_one_of_several_passes_restores_what_the_step_has_written(
+    norm: str, where: str, fused: bool
+):
+    run = NormRun(where, fused)
+    run.driver.close()
+    run.model[1] = layer = NORMS[norm]()
+    run.optimizer = AdamW(run.model.parameters(), lr=0.01, fused=fused)
+    state = {"model": run.model, "optimizer": run.optimizer}
+    run.driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
+    for i in range(3):
+        run.step(i)
+        run.driver.take_dispatch()
+    before = statistics(layer)
+    for bad in (3, 5):
+        run.step(3, 4, 5, factor=1e20, bad=bad)
+        assert statistics(layer) == before
+        run.driver.take_dispatch()
+    run.model.eval()
+    run.step(6, factor=1e20)
+    assert statistics(layer) == before, "nothing was written"
+
+
+def test_an_overflow_leaves_other_layers_alone():
+    """Their statistics of this batch are sound; infinite statistics of before stop nothing."""
+    torch.manual_seed(0)
+    wide, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    model = nn.Sequential(wide, other, nn.Linear(3, 1))
+    other.get_buffer("running_var")[0] = math.inf
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    driver = TorchDriver({"model": model, "optimizer": optimizer}, ROLLS_BACK)
+    for factor in (1.0, 1e20):
+        before = statistics(wide), statistics(other)
+        model(torch.randn(8, 3) * factor).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (statistics(wide) == before[0]) == (factor > 1)
+        assert statistics(other) != before[1]
+    driver.close()
+
+
+def test_statistics_of_another_dtype_than_before_are_not_restored():
+    run = NormRun()
+    run.driver.close()
+    run.model[1] = layer = ReplacedStatistics()
+    run.optimizer = AdamW(run.model.parameters(), lr=0.01)
+    run.driver = TorchDriver({"model": run.model, "optimizer": run.optimizer}, ROLLS_BACK)
+    run.step(0)
+    layer.double()
+    run.step(1, factor=NAN)
+    assert layer.get_buffer("running_mean").dtype == torch.float64

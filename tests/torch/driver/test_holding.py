@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from healcore import Checkpoints, Healer, Logging
-from healcore.runtime.run.compare import holding
+from healcore.runtime.run.rollback import holding
 from healcore.runtime.trainer_access import trainer_access_of
 from healcore.tools.report.run_report import read_reports
 from tests.open_run import run_of
@@ -133,16 +133,8 @@ def test_the_run_ends_as_without_the_fault(tmp_path, name):
     healed = Program(**FAULTS[name])
     rollbacks = healed.train(tmp_path)
     assert healed.unseen_loss() < 1.1 * clean.unseen_loss()
-    first, *later = [each.get("held") for each in rollbacks]
-    assert not first, "repeated once unchanged"
-    if name == "gradients again":
-        # The single gradients at steps 260 and 300 may be trouble of their own, which is repeated
-        # unchanged first, or damage that has come back: it depends on the rounding of the CPU.
-        assert any(later), "then held"
-        assert len(rollbacks) in (3, 4, 5)
-    else:
-        assert all(later), "then held"
-        assert len(rollbacks) in (2, 3)
+    assert all(each.get("held") or each["batches"] for each in rollbacks)
+    assert len(rollbacks) in (1, 2, 3), "two troubles may be of one fault"
     (group,) = healed.optimizer.param_groups
     assert {entry: group[entry] for entry in healed.usual} == healed.usual
 
@@ -157,7 +149,7 @@ def test_a_clip_that_the_program_forgets_is_replaced(tmp_path):
     healed = Program(**options, clip_until=220)
     healed.train(tmp_path)
     assert healed.unseen_loss() < 1.25 * clean.unseen_loss()
-    held = run_of(healed.healer).holding.held
+    held = run_of(healed.healer).holding.envelope
     limit = pytest.approx(0.5, rel=1e-3)
     assert held.norm_limits["optimizer"] == limit, "still needed"
     (report,) = read_reports(tmp_path / "events.jsonl")
@@ -171,8 +163,7 @@ def test_what_is_held_is_released_when_the_fault_is_over(tmp_path):
     program = Program(**{**FAULTS["weight decay"], "bad_steps": range(220, 250)})
     *_, last = program.train(tmp_path)
     assert last["held"] == ["optimizer.weight_decay held at 0.01, the program sets 40"]
-    ranges = run_of(program.healer).comparisons.state.ranges
-    assert not ranges.held
+    assert not run_of(program.healer).holding.envelope
     engines = trainer_access_of(program.healer).driver.engines()
     assert engines["optimizer"]["state"]["norm_limit"] == 0
 
@@ -199,13 +190,13 @@ def test_a_restart_within_the_frozen_steps_ends_with_the_same_bits(tmp_path):
                 ) as healer,
             ):
                 for batch in healer.batches(program.batches[:STEPS]):
-                    held = run_of(healer).holding.held
+                    held = run_of(healer).holding.envelope
                     if held.freezes(batch[0]) and healer.step in kills:
                         kills.clear()
                         raise Killed
                     healer.loss(batch).backward()
                     program.step(batch[0])
-            frozen.append(held.frozen_steps)
+            frozen.append(held.frozen)
         found.append(torch.cat([p.detach().flatten() for p in program.model.parameters()]))
     assert torch.equal(*found)
     assert len(frozen) == 3
@@ -275,9 +266,9 @@ def test_a_loss_fn_that_fails_among_the_frozen_steps_ends_the_freeze(tmp_path):
         for batch in healer.batches(program.batches[:STEPS]):
             before = parameter.detach().clone()
             number = healer.step
-            held = run_of(healer).holding.held
+            held = run_of(healer).holding.envelope
             if frozen is None and held.freezes(number):
-                frozen = held.frozen_steps
+                frozen = held.frozen
             healer.loss(batch).backward()
             program.step(batch[0])
             if frozen and not torch.equal(before, parameter):
@@ -300,36 +291,36 @@ def test_a_number_that_the_program_keeps_is_used_in_the_end(tmp_path, monkeypatc
     rollbacks = program.train(tmp_path, log)
     held = next(each for each in rollbacks if each.get("held"))
     assert held["held"] == ["optimizer.weight_decay held at 0.01, the program sets 40"]
-    assert not run_of(program.healer).holding.held.numbers
-    assert "optimizer.weight_decay of 40: the program has set this for more than" in caplog.text
+    assert not run_of(program.healer).holding.envelope.numbers
+    assert "optimizer.weight_decay of 40: the program has kept this for" in caplog.text
     exact = [torch.equal(a, b) for a, b in zip(plain.weights(), program.weights(), strict=True)]
     assert all(exact) == rewinds
-    assert (rollbacks[-1].get("by") == "intended_numbers") == rewinds
+    assert any(each.get("by") == "intended_numbers" for each in rollbacks) == rewinds
 
 
 @pytest.mark.slow
-def test_what_is_held_is_released_if_the_loss_fn_fails(tmp_path, caplog):
-    """Nobody could release it later."""
-    program = Program(**{**FAULTS["weight decay"], "bad_steps": range(220, 250)})
+def test_what_is_held_is_released_after_the_fault_also_if_the_loss_fn_fails(tmp_path):
+    """The limits of the norms too, which nobody could let grow."""
+    program = Program(**{**FAULTS["weight decay"], "bad_steps": range(220, 310)})
     state = {"model": program.model, "optimizer": program.optimizer}
     failed = False
 
     def loss_fn(batch: Any) -> torch.Tensor:
         nonlocal failed
-        held = run_of(healer).holding.held
+        held = run_of(healer).holding.envelope
         if not torch.is_grad_enabled() and held:
             failed = True
             raise ValueError("this loss_fn has broken")
         return program.loss(batch)
 
-    caplog.set_level("INFO", "healcore")
     with Healer(state=state, loss_fn=loss_fn, checkpoints=Checkpoints(every=20)) as healer:
         for batch in healer.batches(program.batches[:STEPS]):
             healer.loss(batch).backward()
             program.step(batch[0])
-        assert not run_of(healer).holding.held
+        envelope = run_of(healer).holding.envelope
+        assert not envelope.numbers
+        assert not envelope.norms
     assert failed
-    assert "what was held is released" in caplog.text
 
 
 def test_a_healthy_program_with_a_momentum_schedule_has_the_bits_of_a_run_without_healcore(

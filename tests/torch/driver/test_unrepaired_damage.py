@@ -19,13 +19,13 @@ def test_damage_that_comes_back_is_named_wherever_the_run_is_summed_up(tmp_path,
     assert verdicts[-1] == "accepted"
     assert verdicts.count("accepted") == 1
     accepted = events(tmp_path, "assessment")[-1]
-    assert "come back after each of the 3 rollbacks" in accepted["why"]
+    assert "come back after each of the 2 rollbacks" in accepted["why"]
     said = f"damage since step {accepted['onset']} was not repaired"
 
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"completed after step {STEPS}: {said}; " in line
-    assert "rolled back 4 times, undid 3 trials" in line
-    assert "batches after a rollback" not in line, "the batches of the trials were read again"
+    assert "rolled back 3 times, undid 2 tries" in line
+    assert "batches after a rollback" not in line, "the batches of the tries were read again"
 
     report = healer.report()
     assert (report.ending, report.converged) == ("completed", False)

@@ -75,7 +75,7 @@ def train(store: Any, by: str = "write", *, until: int = -1, overwrite: int = -1
             if healer.step == overwrite and not damaged:
                 damaged = True
                 with torch.no_grad():
-                    model.last.weight.normal_(0, 4)
+                    model.last.weight.fill_(torch.nan)
     return model
 
 

@@ -2,5 +2,4 @@
 
 `schedule` says when a save is due, `saver` saves, `deleter` deletes, and `known` says which
 checkpoints are finite, damaged or known-good. `storage_need` says how much space they need.
-`unread_steps` is the form in which a checkpoint holds the steps that the run has not acted on.
 """

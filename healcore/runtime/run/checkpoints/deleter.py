@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -102,7 +102,7 @@ class Deleter:
         """Queues the deletions that are due, if the save of `step` succeeds.
 
         A second rollback in the region of the last one must not use a checkpoint that became
-        known-good later, so the target of the last one and the next older known-good one stay. The
+        known-good later, so the targets there and the next older known-good one stay. The
         decision uses the attempts as saved, so that a restart knows the same known-good
         checkpoints. The newest of them is verified first. If it is damaged, nothing is deleted.
         """
@@ -111,10 +111,10 @@ class Deleter:
             return
         self._known_good_up_to = record.known_good_up_to
         stay = store.ring.protected | self._known_checkpoints.newer_than_start
-        trials = record.trials_for(self._ledger.next_step, self._policy.rollback.probation)
-        if trials is not None:  # a start after a stop resumes from it
-            stay = {*stay, trials.oldest}
-        choose = partial(_choose, store, record.attempt_history, step, self._last_target())
+        region = self._policy.rollback.region
+        past = self._ledger.same_trouble(self._ledger.next_step, region)
+        targets = [each.checkpoint for each in past]  # a start after a stop takes the oldest one
+        choose = partial(_choose, store, record.attempt_history, step, targets)
 
         def delete() -> None:
             try:
@@ -129,14 +129,6 @@ class Deleter:
                 self._results.append(error)
 
         store.submit(step, delete)
-
-    def _last_target(self) -> int | None:
-        """Target of the last rollback in this region of the run, or None without a rollback."""
-        ledger = self._ledger
-        past = ledger.same_trouble(ledger.next_step, self._policy.rollback.region)
-        if not past:
-            return None
-        return past[-1].continues_at
 
     def collect_results(self) -> None:
         """Reads the results of the deletions that have ended in the background. Does not wait.
@@ -171,24 +163,23 @@ def _choose(
     store: CheckpointStore,
     attempts: AttemptHistory,
     step: int,
-    target: int | None,
+    targets: Sequence[int],
     keep: Keep,
     stay: Collection[int],
 ) -> _Chosen:
     """Chooses what to delete after the save of `step`: nothing if this save is not in the store.
 
-    `target` is of the last rollback in this region, or None without a rollback. `stay` are steps
-    that may be needed.
+    `targets` are those of the rollbacks in this region, oldest first. `stay` are steps that may be
+    needed.
     """
     saves = attempts.with_status(store.checkpoints())
     saves = [saved for saved in saves if saved.path or not store.durable]
     if (step, len(attempts.starts)) not in {(saved.step, saved.attempt) for saved in saves}:
         return _Chosen([], set(), None)
     good = [saved.step for saved in saves if saved.status == "good"]
-    needed = {*stay}
-    if target is not None:
-        older = [at for at in good if at < target]
-        needed.update(older[-1:], [target])
+    needed = {*stay, *targets}
+    if targets:
+        needed.update([at for at in good if at < targets[-1]][-1:])
     surplus = superfluous(saves, keep, stay=needed)
     abandoned = {saved.step for saved in saves if saved.is_abandoned}
     return _Chosen(surplus, {*surplus} - abandoned, max(good, default=None))

@@ -23,8 +23,6 @@ from healcore.runtime.run.checkpoints.storage_need import (
     checkpoints_on_disk,
     copies_in_memory,
 )
-from healcore.runtime.run.checkpoints.unread_steps import unread_to_text
-from healcore.runtime.run.compare.saved_form import MAX_BATCH_BYTES
 from healcore.runtime.run.data_state import DATA_STATE_ITEM
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
@@ -76,12 +74,8 @@ class Saver:
 
     def __init__(self, run: Run, keep: Keep | None) -> None:
         self.run = run
-        if run.store.arrays_by_rank:
-            run.data_state.save_batches(run.comparisons.batches_to_save)
         self.resumes_exactly = run.store.durable and run.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
-        self.keeps_unread = run.store.durable and run.store.trainer_save is None
-        """Whether a checkpoint of this class holds the unread steps for the next start."""
         self.unsaved: dict[int, str] = {}
         """Step whose save failed and was not repeated -> the problem."""
         self._deleter = Deleter(
@@ -112,8 +106,7 @@ class Saver:
         Raises:
             StoreError: the state cannot be saved.
         """
-        with self.run.data_state.without_batches():  # `StorageNeed.batches` has their size
-            whole, local = self.run.store.format.sizes(self.items())
+        whole, local = self.run.store.format.sizes(self.items())
         missing = self.run.driver.missing_moments()
         more_whole, more_local = 0, 0
         if missing is not None:
@@ -129,7 +122,6 @@ class Saver:
             older=keep.older,
             at_least=missing is None,
             directories=self.run.store.directories,
-            batches=MAX_BATCH_BYTES if compares and self.run.store.arrays_by_rank else 0,
         )
 
     def record_of(self, step: int) -> dict[str, Any]:
@@ -143,23 +135,9 @@ class Saver:
             skipped=self.run.loaders.skipped_by_loader(),
             forward=self.run.loaders.forward_positions(),
             comparisons=comparisons.to_save() if comparisons.is_enabled else None,
-            unread=self._unread_text(),
             is_in_body=self.run.loop.state.is_after_step,
             last_regular=self.run.schedule.last_regular,
         ).to_dict()
-
-    def _unread_text(self) -> str:
-        """The text of the steps that the run has not acted on yet, for the record.
-
-        Steps that cannot be read are reported, and not in the record: the save is worth more.
-        """
-        try:
-            return unread_to_text(self.run.dispatch_queue.read_ahead())
-        except Exception as error:
-            what = "the newest steps could not be read for the checkpoint"
-            problem = f"{what}: {type(error).__name__}: {error}"
-            self.run.log.problem(self.run.progress.step, problem)
-            return ""
 
     def replace_record(self, step: int) -> None:
         """Replaces the record of a checkpoint by the current record.
@@ -206,11 +184,12 @@ class Saver:
             self.run.driver.keep_weight_sample()
 
     def save(self, why: SaveReason) -> None:
-        """Saves a checkpoint of this step.
+        """Saves a checkpoint of this step, after all steps before it were read.
 
         Args:
             why: becomes `why` of the event `save`. FIRST and REGULAR also add an anchor.
         """
+        self.run.loop.note_steps()
         with self.run.schedule.saving(
             regular=why is SaveReason.REGULAR,
             in_body=why is SaveReason.REQUESTED,
@@ -398,6 +377,7 @@ class Saver:
         Raises:
             StoreError: the changes by batches of an unfinished step cannot be undone.
         """
+        self.run.loop.note_steps()
         if self.run.ledger.open or self.run.schedule.recent_alarm:
             return "the last steps had an alarm"
         if not self.run.driver.has_finite_weights():

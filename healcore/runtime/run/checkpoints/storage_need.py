@@ -4,7 +4,7 @@
     need.text()  # "up to 504 GB on disk and 336 GB in host memory"
 
 The text adds to the arrays what each checkpoint also holds: the random states and the record of the
-run. With a `loss_fn` it also names the batches on which weights are compared.
+run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from healcore.runtime.store.checkpoints import Keep
 RECORD_BYTES = 60_000
 """Bytes of the structure, random states, positions and record in a checkpoint, as measured in torch
 (25,000 in JAX)."""
-COMPARED_BYTES = 140_000
-"""The further bytes with a `loss_fn`, without the batches themselves."""
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -43,31 +41,22 @@ class StorageNeed(NamedTuple):
     """Whether the sizes lack moments that the optimizer creates at its first step."""
     directories: int = 1
     """Number of directories, each of which has all checkpoints; 0 for host memory only."""
-    batches: int = 0
-    """Largest number of bytes of the batches that a checkpoint also has, for comparisons."""
 
     def text(self) -> str:
         """The need in words, for the first line of a run.
-
-        The size of the program's batches is not known yet. So the numbers do not include them, and
-        the clause names their largest size.
 
         Returns:
             A clause such as "up to 420 GB on disk and 252 GB in host memory".
         """
         bound = "at least" if self.at_least else "up to"
-        more, batches = RECORD_BYTES, ""
-        if self.batches:
-            more += COMPARED_BYTES
-            batches = f", plus up to {size_text(self.batches)} of batches in each checkpoint"
-        in_memory = size_text(self.in_memory * (self.size_in_memory + more))
+        in_memory = size_text(self.in_memory * (self.size_in_memory + RECORD_BYTES))
         if not self.directories:
-            return f"{bound} {in_memory}{batches}"
+            return f"{bound} {in_memory}"
         where = "on disk" if self.directories == 1 else "in each directory"
-        on_disk = size_text(self.on_disk * (self.size_on_disk + more))
-        text = f"{bound} {on_disk} {where} and {in_memory} in host memory{batches}"
+        on_disk = size_text(self.on_disk * (self.size_on_disk + RECORD_BYTES))
+        text = f"{bound} {on_disk} {where} and {in_memory} in host memory"
         if self.older:
-            one = size_text(self.size_on_disk + more)
+            one = size_text(self.size_on_disk + RECORD_BYTES)
             text += f"; each doubling of the steps adds {one} {where}"
         return text
 

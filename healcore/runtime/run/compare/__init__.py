@@ -4,16 +4,12 @@
         step_history   what was seen of the last steps: signs of trouble, and suspect steps
         usual_values   which losses and norms of these steps are usual
         credit         how much comparisons may cost
-        mean_pause     how long a high mean loss is no reason to compare again
         anchor_choice  which earlier weights are compared, and which are kept
-        anchor_losses  evaluates the current weights and earlier weights on the same steps, with
-        loss_function  the user's `loss_fn` on the batches of a `trained_step`
+        loss_function  evaluates the user's `loss_fn` on the batches of a `trained_step`
         rises          what one comparison shows
         evidence       the evidence of all comparisons with the same earlier weights (`Anchor`)
-        suspicion      what follows from the evidence, up to the `verdict`
-    holding            learns the healthy ranges, and holds what has left them
-    comparison_state   what these parts share, and a checkpoint holds; batches and numbers have the
-                       `saved_form` there
+        suspicion      what follows from the evidence, up to a verdict
+    comparison_state   what these parts share, and a checkpoint holds
 
 Begin with `Comparisons.observe`, which runs after each step.
 """

@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 
 from pydantic import ConfigDict
 
-from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import Anchor
-from healcore.runtime.run.compare.mean_pause import FIRST_PAUSE
-from healcore.runtime.run.compare.verdict import Verdict
-from healcore.runtime.run.healthy_ranges import HealthyRanges
+from healcore.runtime.run.trouble import Trouble
 
 
 @dataclass
@@ -23,15 +20,14 @@ class ComparisonState:
     A run has one such object. A resume changes its fields, so that each part can keep the object.
     Each field has one owner, which changes it in the course of the run:
 
-        anchors                             `Comparisons`, which adds and compares them.
-                                            `AnchorLosses` drops those that cannot be compared.
+        anchors                             `Comparisons`, which adds, compares and drops them.
                                             `Suspicion` lowers the evidence of a verdict that waits.
-        first_losses, silent_until          `Comparisons`
-        rates, bursts, verdict, repeated    `Suspicion`
-        ranges, intended                    `Holding`
+        first_losses, silent_until,         `Comparisons`
+        mean_quiet_until
+        bursts, verdict                     `Suspicion`
         the fields "in a record"            nobody: `Comparisons.to_save` sets them in a copy
 
-    The end of a suspicion changes fields of several owners, see `forget_trouble`.
+    The end of a suspicion changes fields of several owners, see `Comparisons.forget_trouble`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -39,42 +35,32 @@ class ComparisonState:
     """At most `MAX_ANCHORS`, oldest first: the weights with the lowest mean loss when they were
     copied, and the weights at the last two checkpoints. The first weights of a process have no
     mean: they stay for two checkpoints, and for as long as they have evidence."""
-    ranges: HealthyRanges = field(default_factory=HealthyRanges)
-    """Rates and numbers with which the run was healthy, and what is held in these ranges."""
-    rates: list[dict[str, float]] = field(default_factory=list)
-    """Learning rates in force at the comparisons of the suspicion."""
     bursts: list[tuple[int, int]] = field(default_factory=list)
     """First and last step of the latest bursts of steps with an alarm or a loss above the usual
     losses. The gaps within a burst have at most `STEPS_AFTER_SIGN` steps."""
     first_losses: list[float] = field(default_factory=list)
     """The first `RECENT` finite losses of the run."""
-    verdict: Verdict | None = None
+    verdict: Trouble | None = None
     """The pending verdict, until the run rolls back or recovers, or None."""
-    repeated: Verdict | None = None
-    """The verdict whose rollback has led to the current repeat, or None."""
     silent_until: int = 0
     """Step before which weights are neither compared nor copied."""
     mean_quiet_until: int = 0
-    """`MeanPause.until`, in a record."""
-    pause: int = FIRST_PAUSE
-    """`MeanPause.length`, in a record."""
-    intended: dict[str, float] = field(default_factory=dict)
-    """Name -> value of each number that has turned out to be intended, until it is taken."""
+    """Step before which a high mean loss is no reason to compare."""
     gives_loss: bool = False
     """`LossFunction.gives_loss`, in a record."""
     credit: float | None = None
     """`Credit.left`, in a record."""
-    history: str = ""
-    """Text of `StepHistory.to_text`, in a record."""
-    numbers: str = ""
-    """Text of the ranges of the optimizers' numbers since something was last held, in a record."""
+    usual: list[float] = field(default_factory=list)
+    """`LossLevel.usual`, in a record."""
+    recent: list[float] = field(default_factory=list)
+    """`LossLevel.recent`, in a record."""
 
     @property
     def has_evidence(self) -> bool:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
 
-    def anchor_of(self, step: int) -> Anchor | None:
+    def anchor_of(self, step: int | None) -> Anchor | None:
         """The anchor of a step, or None if its weights are not kept.
 
         Args:
@@ -87,19 +73,3 @@ class ComparisonState:
             if anchor.step == step:
                 return anchor
         return None
-
-    def forget_trouble(self, credit: Credit) -> None:
-        """Forgets the suspicion, its verdict, and the numbers that it has shown to be intended.
-
-        Args:
-            credit: the credit of the comparisons. It is refilled for the next suspicion.
-        """
-        self.verdict = None
-        self.rates.clear()
-        self.bursts.clear()
-        self.intended = {}
-        credit.refill()
-
-    def needed(self) -> list[int]:
-        """Steps of the weights that a restart loads."""
-        return [each.step for each in self.anchors]

@@ -10,7 +10,7 @@ both, at comparison after comparison, the run rolls back to them.
         is there a reason to compare?      signs of `StepHistory`, `Credit`, best_on_average
         with which earlier weights?        to_compare
         what is the rise of the loss?      LossFunction.losses, rises.joined
-        is it enough evidence?             Anchor.learn --> Verdict, at once or `due` later
+        is it enough evidence?             Anchor.learn --> a Trouble, at once or later
 
 `suspicion` draws what follows from the evidence. docs/how-it-decides.md has the theorem and the
 limits of the comparison.
@@ -19,41 +19,43 @@ limits of the comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.driver import Driver
+from healcore.core.decision import Cause
 from healcore.runtime.run.compare.anchor_choice import (
     best_on_average,
     newest_better,
     to_compare,
     with_new,
 )
-from healcore.runtime.run.compare.anchor_losses import AnchorLosses
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.compare.credit import Credit
 from healcore.runtime.run.compare.evidence import RECENT, Anchor
-from healcore.runtime.run.compare.holding import Holding
-from healcore.runtime.run.compare.mean_pause import MeanPause
+from healcore.runtime.run.compare.loss_function import Losses, LossFn, LossFunction
 from healcore.runtime.run.compare.rises import ROUNDING, Rises, joined, rise_of
-from healcore.runtime.run.compare.saved_form import (
-    numbers_from_text,
-    numbers_to_text,
-    pack_batches,
-    unpack_batches,
-)
 from healcore.runtime.run.compare.step_history import Signs, StepHistory
 from healcore.runtime.run.compare.suspicion import Suspicion
-from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
-from healcore.runtime.run.compare.verdict import Verdict
-from healcore.runtime.run.dispatch_queue import DispatchQueue
+from healcore.runtime.run.compare.trained_step import TrainedStep
+from healcore.runtime.run.compare.usual_values import LossLevel
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.monitor_state import take_fields
-from healcore.runtime.store.packed_values import PackedValues
+from healcore.runtime.run.trouble import Trouble
 
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+_NOT_ABOUT_WEIGHTS = Cause.PLATEAU | Cause.OVERFIT
+"""Causes that say nothing about damaged weights. Their alarms are no reason to compare weights."""
 MEDIAN_OF = 3
 """Past batches of a comparison while there is evidence. The median of their rises is steadier than
 a single rise, and bad batches in the sample do not dominate the median as they dominate a mean."""
+MEAN_PAUSE = RECENT // 2
+"""Steps for which a high mean loss is no reason to compare again, after a comparison because of it
+has found no evidence. By then half of the losses of the mean are other losses. A mean loss stays
+high for long where the data have become harder: without pauses such a run would compare at every
+step."""
 
 
 class Comparisons:
@@ -66,62 +68,37 @@ class Comparisons:
     It owns `anchors`, `first_losses` and `silent_until` of the `ComparisonState`.
 
     Args:
-        driver: copies the weights, and knows whether they have changed since the last step.
-        dispatch_queue: the steps that are not read yet, whose batches a checkpoint needs.
-        state: the state of the comparisons.
-        history: the last steps.
-        credit: bounds what the comparisons cost.
-        suspicion: concludes from the evidence.
-        holding: learns the healthy ranges where the weights are not suspect.
-        save_every: steps between two saves.
+        run: the parts of the run. This class uses more than eight of them.
+        loss_fn: the program's `loss_fn`, or None to compare nothing.
+        loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
 
     Attributes:
         state: what a checkpoint holds. It lacks the facts "in a record", which `to_save` adds.
         history: losses, gradient norms and batches of the last steps.
         suspicion: the verdict that waits, and what dates the trouble.
         credit: number of evaluations that the run may make.
-        anchor_losses: evaluates the `loss_fn` with current and earlier weights.
         loss_function: evaluates `loss_fn`.
-        steps_are_windows: whether each step ends an accumulation. The next accumulation may have
-            begun then, and the weights can be compared all the same.
     """
 
-    def __init__(
-        self,
-        *,
-        driver: Driver,
-        dispatch_queue: DispatchQueue,
-        state: ComparisonState,
-        history: StepHistory,
-        credit: Credit,
-        anchor_losses: AnchorLosses,
-        suspicion: Suspicion,
-        holding: Holding,
-        save_every: int,
-    ) -> None:
-        self.state = state
-        self.history = history
-        self.suspicion = suspicion
-        self.credit = credit
-        self.anchor_losses = anchor_losses
-        self.loss_function = anchor_losses.loss_function
-        self.steps_are_windows = False
-        self._driver = driver
-        self._dispatch_queue = dispatch_queue
-        self._holding = holding
-        self._save_every = save_every
-        self._mean_pause = MeanPause()
+    def __init__(self, run: Run, loss_fn: LossFn | None, loss_fn_cost: float) -> None:
+        self.run = run
+        self.state = ComparisonState()
+        self.history = StepHistory()
+        self.credit = Credit(loss_fn_cost)
+        self.loss_function = LossFunction(run, loss_fn)
+        self.suspicion = Suspicion(run)
         self._has_reason = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
-        if self.is_enabled:
-            driver.watch_numbers()
 
     @property
     def is_enabled(self) -> bool:
-        """Whether weights are compared, see `AnchorLosses.is_enabled`."""
-        return self.anchor_losses.is_enabled
+        """Whether weights are compared, which requires a `loss_fn`.
+
+        A `loss_fn` that fails is dropped, so the value may become False during a run.
+        """
+        return self.loss_function.is_usable
 
     @property
     def anchors(self) -> list[Anchor]:
@@ -133,12 +110,13 @@ class Comparisons:
         """Steps of the checkpoints that a rollback may need.
 
         These are the checkpoints of the anchors. While a number of an optimizer is held, the
-        checkpoint from before the program set the number is needed too, see
-        `HeldNumber.last_step_before`. `Saver` and `Deleter` keep these checkpoints.
+        restored checkpoint is needed too, in case that the number is intended. `Saver` and
+        `Deleter` keep these checkpoints.
         """
         steps = [anchor.step for anchor in self.anchors]
-        for number in self._holding.held.numbers.values():
-            steps.append(number.last_step_before)
+        if self.run.record.envelope.numbers:
+            in_force = self.run.record.ledger.in_force
+            steps += [each.checkpoint for each in in_force if each.after.numbers]
         return frozenset(steps)
 
     @property
@@ -171,27 +149,58 @@ class Comparisons:
         """
         if self._dispatch_losses and self.loss_function.drop_if_unchecked(step):
             self.anchors.clear()
-        if not self.is_enabled:
-            self._holding.release_all(step)
-            return
         if self.has_evidence or step < self.state.silent_until:
             return
-        if self._holding.learn(step):
+        self.run.holding.learn(step)
+        if not self.is_enabled:
             return
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
         if step not in restorable or self.state.anchor_of(step) is not None:
             return
-        level = self.history.mean()
+        level = self.history.level.mean()
         spread = 0.0
         if level is not None:
-            spread = self.history.spread()
-        new = Anchor(step, level=level, spread=spread, healthy=self.state.ranges.values)
-        new.weights = self._driver.copy_weights()
+            spread = self.history.level.spread()
+        new = Anchor(step, level=level, spread=spread)
+        new.weights = self.run.driver.copy_weights()
         self.state.anchors = with_new(self.anchors, new)
+
+    def observe_result(self, result: StepResult) -> Trouble | None:
+        """`observe` for a step as the host reads it. Its records are joined into one step.
+
+        Args:
+            result: the newest step that was read. A step that was not taken, or whose loss was not
+                finite, counts as a loss of NaN.
+
+        Returns:
+            A verdict if the run has to roll back, or None.
+        """
+        if not self.is_enabled:
+            return None
+        records, taken = result.records, result.records[0].taken
+        if taken and not any(each.judged for each in records):
+            return None  # the step is a micro-step of an accumulation
+        loss = math.nan
+        if taken and not any(each.cause & Cause.NONFINITE_LOSS for each in records):
+            loss = sum(each.loss for each in records) / len(records)
+        norms: dict[str, float] = {}
+        rates: dict[str, float] = {}
+        for each in records:
+            if each.judged:
+                norms[each.engine] = max(each.grad_norm, norms.get(each.engine, 0.0))
+            rate = each.trained_rate
+            if rate is not None:
+                rates[each.engine] = max(rate, rates.get(each.engine, 0.0))
+        return self.observe(
+            TrainedStep(result.index, result.contents, norms, rates),
+            loss,
+            alarm=not taken or any(each.cause & ~_NOT_ABOUT_WEIGHTS for each in records),
+            has_trained=taken and not all(each.skip for each in records),
+        )
 
     def observe(
         self, trained: TrainedStep, loss: float, *, alarm: bool, has_trained: bool
-    ) -> Verdict | None:
+    ) -> Trouble | None:
         """Compares weights after a step if there is a reason.
 
         The reasons are:
@@ -225,9 +234,6 @@ class Comparisons:
         self._dispatch_losses = []
         if not self.loss_function.is_checked:
             self._learn_first_step(trained, losses)
-        recurred = self.suspicion.recurred(index)
-        if recurred is not None:
-            return recurred
         verdict = self._compare_if_due(trained, sum(losses) / len(losses), best)
         if has_trained:
             is_usual = not signs.high and not self.has_evidence
@@ -247,7 +253,7 @@ class Comparisons:
             loss,
             alarm=alarm,
             healthy=not self.has_evidence,
-            norm_limits=self._holding.held.norm_limits,
+            norm_limits=self.run.record.envelope.norm_limits,
         )
         if signs.high:
             self.suspicion.add_high_step(trained.index)
@@ -263,7 +269,7 @@ class Comparisons:
 
     def _compare_if_due(
         self, trained: TrainedStep, loss: float, best: Anchor | None
-    ) -> Verdict | None:
+    ) -> Trouble | None:
         """Compares weights at the last step of a dispatch, if this is due.
 
         Args:
@@ -282,11 +288,9 @@ class Comparisons:
         if is_due:
             verdict = self._compare(trained, loss, best)
             if self.credit.is_regular(index) and not self.has_evidence:
-                self.history.accept_level()
-        if best is None:
-            self._mean_pause.reset(index)
-        elif is_due and best.evidence <= 1:
-            self._mean_pause.begin(index)
+                self.history.level.accept()
+            if best is not None and best.evidence <= 1:
+                self.state.mean_quiet_until = index + MEAN_PAUSE
         return verdict
 
     def _is_due(self, index: int) -> bool:
@@ -295,7 +299,7 @@ class Comparisons:
         self._has_reason = False
         verdict = self.state.verdict
         if verdict is not None:  # the run may recover until then
-            return index >= verdict.due
+            return index >= verdict.recovers_until
         return index >= self.state.silent_until and (has_reason or self.has_evidence)
 
     def _learn_first_step(self, trained: TrainedStep, losses: Sequence[float]) -> None:
@@ -319,13 +323,11 @@ class Comparisons:
         Args:
             target: the step at which the run continues.
         """
-        self.suspicion.begin_repeat()
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
         for anchor in self.anchors:
             anchor.rewind(target)
-        self._holding.on_rollback(target)
-        self._forget_trouble()
-        healthy = self.state.ranges.values
+        self.forget_trouble()
+        healthy = self.run.record.healthy
         self.history.forget(healthy.norms, healthy.loss)
 
     def pause_until(self, step: int) -> None:
@@ -339,9 +341,8 @@ class Comparisons:
                 stays.
         """
         self.state.silent_until = max(self.state.silent_until, step)
-        self.suspicion.end_repeat()
         self.anchors.clear()
-        self._forget_trouble()
+        self.forget_trouble()
         self.history.forget()
 
     def on_structure_change(self) -> None:
@@ -352,122 +353,81 @@ class Comparisons:
         so that damage soon after the change is a reason to compare. The healthy ranges of the
         optimizers' numbers and rates stay too, because a new group has new names.
         """
-        self.suspicion.end_repeat()
         self.anchors.clear()
-        self._forget_trouble()
+        self.forget_trouble()
 
-    def about_older_weights(self, verdict: Verdict) -> Iterator[Verdict]:
-        """The same verdict about each older anchor that is better too, newest first.
+    def better_steps(self, trouble: Trouble) -> list[int]:
+        """Steps of the weights that are better at a trouble, newest first; empty if none was found.
 
         The newest better weights may already have a part of the trouble, such as a number that the
         program has set before their checkpoint and that shows its effect after it.
 
         Args:
-            verdict: the verdict about the newest better weights.
-
-        Yields:
-            The verdict with the step of an older anchor, and otherwise unchanged.
+            trouble: the trouble.
         """
+        newest = trouble.better_step
+        if newest is None:
+            return []
+        steps = [newest]
         for anchor in reversed(self.anchors):
-            is_strong = anchor.evidence >= self.suspicion.strong_evidence
-            if anchor.step < verdict.anchor_step and is_strong:
-                yield verdict._replace(anchor_step=anchor.step)
+            if anchor.step < newest and anchor.evidence >= self.suspicion.strong_evidence:
+                steps.append(anchor.step)
+        return steps
 
     # -- checkpoints and restarts ---------------------------------------------------------------
 
     def to_save(self) -> ComparisonState:
         """The state of the comparisons for a checkpoint's record.
 
-        A restart without this state would compare with other weights than a run that was not
-        killed, and would answer known trouble as new.
+        A restart without this state would answer known trouble as new.
 
         Returns:
-            A copy of `state` with the facts "in a record". It has no batches, see
-            `batches_to_save`. The anchors have the indices of the sampled steps, and not the steps.
+            A copy of `state` with the facts "in a record".
         """
+        level = self.history.level
         return replace(
             self.state,
-            anchors=[anchor.to_save() for anchor in self.anchors],
             gives_loss=self.loss_function.gives_loss,
             credit=self.credit.left,
-            mean_quiet_until=self._mean_pause.until,
-            pause=self._mean_pause.length,
-            history=self.history.to_text(),
-            numbers=numbers_to_text(self._holding.numbers()),
+            usual=[*level.usual.values],
+            recent=[*level.recent],
         )
 
-    def batches_to_save(self) -> PackedValues | None:
-        """The batches of the steps that a later comparison may evaluate, by step.
-
-        Returns:
-            The batches; `pack_batches` says which batches are missing. None without comparisons.
-        """
-        if not self.is_enabled:
-            return None
-        steps: list[TrainedStep] = []
-        for index, contents in self._dispatch_queue.unread_contents().items():
-            steps.append(TrainedStep(index, contents))
-        for anchor in self.anchors:
-            steps += [*anchor.sample, *anchor.usual]
-        return pack_batches([*steps, *self.history.steps_with_batches()])
-
-    def continue_from(
-        self,
-        saved: ComparisonState,
-        weights: Mapping[int, Any],
-        *,
-        step: int,
-        batches: Mapping[int, Any] | None = None,
-    ) -> None:
-        """Continues an earlier process at a checkpoint, and holds what that process held.
+    def continue_from(self, saved: ComparisonState, weights: Mapping[int, Any]) -> None:
+        """Continues an earlier process at a checkpoint.
 
         Args:
             saved: what the checkpoint holds.
             weights: step of a checkpoint -> a copy of its weights. An anchor without weights is
                 dropped, and so is a verdict about it.
-            step: step of the checkpoint.
-            batches: the values that `batches_to_save` has packed for this checkpoint, or None.
         """
         verdict = saved.verdict
-        if verdict is not None and verdict.anchor_step not in weights:
+        if verdict is not None and verdict.better_step not in weights:
             verdict = None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
+        for anchor in anchors:
+            anchor.weights = weights[anchor.step]
         take_fields(self.state, replace(saved, anchors=anchors, verdict=verdict))
         self.loss_function.gives_loss |= saved.gives_loss
         if saved.credit is not None:
             self.credit.left = saved.credit
-        self._mean_pause = MeanPause(saved.mean_quiet_until, saved.pause)
+        self.history.forget(self.run.record.healthy.norms)
+        self.history.level = LossLevel(saved.usual, saved.recent)
 
-        # The last steps, and the sampled steps of the anchors, as far as their batches were saved.
-        self.history.forget(self.state.ranges.values.norms)
-        observed: dict[int, tuple[ObservedBatch, ...]] = {}
-        if self.is_enabled and batches is not None:
-            observed = unpack_batches(batches)
-        steps = {index: TrainedStep(index, parts) for index, parts in observed.items()}
-        if saved.history:
-            steps |= self.history.restore(saved.history, observed)
-        steps = {index: known for index, known in steps.items() if known.batches}
-        for anchor in anchors:
-            anchor.weights = weights[anchor.step]
-            anchor.restore_samples(steps)
+    def forget_trouble(self) -> None:
+        """Forgets the suspicion, its verdict, and the losses of the current dispatch.
 
-        holding = self._holding
-        if self.is_enabled:  # without a `loss_fn` nothing is held or released
-            holding.hold(holding.held, step)
-        if saved.numbers and self._driver.state_is_in_place:
-            holding.continue_numbers(numbers_from_text(saved.numbers))
-
-    def _forget_trouble(self) -> None:
-        """Forgets the suspicion and its verdict, and the losses of the current dispatch."""
-        self.suspicion.forget()
+        The credit is refilled for the next suspicion.
+        """
+        self.state.verdict = None
+        self.state.bursts.clear()
+        self.credit.refill()
         self._dispatch_losses.clear()
 
     def _best_on_average(self, index: int) -> Anchor | None:
-        """`anchor_choice.best_on_average`, or None during a pause of `MeanPause`."""
-        if self._mean_pause.blocks(index):
-            return None
-        mean = self.history.mean()
-        if mean is None:
+        """`anchor_choice.best_on_average`, or None during a pause, see `MEAN_PAUSE`."""
+        mean = self.history.level.mean()
+        if mean is None or index < self.state.mean_quiet_until:
             return None
         return best_on_average(self.anchors, mean, index)
 
@@ -475,10 +435,10 @@ class Comparisons:
         """`anchor_choice.to_compare`, or only the anchor of a pending verdict."""
         verdict = self.state.verdict
         if verdict is not None:
-            return [anchor for anchor in self.anchors if anchor.step == verdict.anchor_step]
-        return to_compare(self.anchors, index, every=self._save_every, best=best)
+            return [anchor for anchor in self.anchors if anchor.step == verdict.better_step]
+        return to_compare(self.anchors, index, every=self.run.schedule.every, best=best)
 
-    def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
+    def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Trouble | None:
         """Compares with each eligible anchor.
 
         Args:
@@ -490,8 +450,13 @@ class Comparisons:
         Returns:
             A verdict if the run has to roll back now, or None.
         """
-        if not (self.steps_are_windows or self._driver.may_save(self._save_every)):
-            return None  # within an accumulation: the weights have not changed since the last step
+        # If each step ends an accumulation, the next one may have begun, and the weights can be
+        # compared all the same. Within one the weights have not changed since the last step.
+        if not (
+            self.run.record.monitor.has_micro_steps
+            or self.run.driver.may_save(self.run.schedule.every)
+        ):
+            return None
         evaluations = 0
         verdict = None
         loss_fn = self.loss_function
@@ -509,14 +474,37 @@ class Comparisons:
                 found = self._weigh(trained.index, anchor, compared)
                 if found is not None:
                     verdict = found
-        if verdict is not None and self.state.anchor_of(verdict.anchor_step) is None:
+        if verdict is not None and self.state.anchor_of(verdict.better_step) is None:
             verdict = None  # its anchor was dropped after it was found
-        if verdict is not None and not self.suspicion.has_waited(verdict):
-            self.suspicion.postpone(verdict)
+        if verdict is not None and not self.suspicion.has_waited(verdict, trained.index):
+            self.suspicion.postpone(verdict, trained.index)
             verdict = None
-        self.suspicion.note_rates(has_evidence=self.has_evidence)
         self.credit.charge(evaluations)
         return verdict
+
+    def losses_of(
+        self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
+    ) -> Losses | None:
+        """`LossFunction.losses` of the current weights and an anchor's weights. Collective.
+
+        Args:
+            steps: the steps whose batches are evaluated.
+            anchor: the earlier weights. It is dropped if the parameters have changed since.
+            known: losses of the steps with the current weights, or None to evaluate these.
+
+        Returns:
+            Two lists with one loss per step, current and earlier weights; or None if the weights
+            cannot be compared.
+        """
+        state = self.state
+        losses = self.loss_function.losses(steps, anchor.weights, known)
+        if not self.is_enabled:
+            state.anchors.clear()
+        elif losses is None:  # the parameters have changed: the next checkpoint makes an anchor
+            state.anchors.remove(anchor)
+            if state.verdict is not None:
+                self.forget_trouble()
+        return losses
 
     def _compare_with(
         self, anchor: Anchor, trained: TrainedStep, known: list[float] | None
@@ -534,7 +522,7 @@ class Comparisons:
         Returns:
             What the comparison shows, or None if the weights cannot be compared.
         """
-        losses = self.anchor_losses.losses_of([trained], anchor, known)
+        losses = self.losses_of([trained], anchor, known)
         if losses is None:
             return None
         [now], [then] = losses
@@ -550,7 +538,7 @@ class Comparisons:
         past = anchor.draw(number)
         if not past:  # no batch was trained on since the anchor
             return Rises(evaluations)
-        losses = self.anchor_losses.losses_of(past, anchor)
+        losses = self.losses_of(past, anchor)
         if losses is None:
             return None
         pairs = [*zip(*losses, strict=True)]
@@ -558,7 +546,7 @@ class Comparisons:
         self.loss_function.note_comparison(same_losses=same_losses)
         return joined(evaluations + 2 * len(past), (now, then), pairs)
 
-    def _weigh(self, index: int, anchor: Anchor, compared: Rises) -> Verdict | None:
+    def _weigh(self, index: int, anchor: Anchor, compared: Rises) -> Trouble | None:
         """Updates the evidence of an anchor, and concludes.
 
         Returns:
@@ -575,5 +563,5 @@ class Comparisons:
             return self.suspicion.verdict_about(index, better, compared)
         if self.state.verdict is not None and anchor.evidence <= 1:
             self.suspicion.report_recovery(index)
-            self._forget_trouble()
+            self.forget_trouble()
         return None

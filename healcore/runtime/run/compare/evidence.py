@@ -13,14 +13,12 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ConfigDict
 
 from healcore.runtime.run.compare.trained_step import TrainedStep
-from healcore.runtime.run.healthy_ranges import HealthyValues
 
 STAKE = 0.6
 """Lambda of the e-detector, in (0, 1), for any value of which the bound above holds. With 0.6 the
@@ -36,10 +34,14 @@ SAMPLE_SIZE = 8
 class Anchor:
     """The weights after `step` steps, and the evidence that they are better than the current ones.
 
-    A checkpoint holds the fields. A restart loads the weights from the checkpoint of `step`.
+    A checkpoint holds the fields. A restart loads the weights from the checkpoint of `step`, and
+    samples only steps after the restart.
 
     Attributes:
         weights: result of `Driver.copy_weights`.
+        trained: number of steps trained since the copy was made, or since the restart.
+        usual_seen: number of these steps at which nothing was unusual.
+        drawn: number of calls of `draw`.
         sample: some of the `trained` steps that the model has trained on since the anchor.
         usual: some of the steps at which nothing was unusual. Steps of a long trouble fill
             `sample`; the batches of `usual` say which losses are ordinary.
@@ -60,43 +62,12 @@ class Anchor:
     """Finite rises of the last comparisons since the evidence began."""
     leads: list[float] = field(default_factory=list)
     """How much better the current weights were at the last comparisons without evidence."""
-    healthy: HealthyValues = field(default_factory=HealthyValues)
-    """What was known as healthy when the copy was made."""
-    trained: int = 0
-    """Number of steps trained since the copy was made."""
-    usual_seen: int = 0
-    """Number of these steps at which nothing was unusual."""
-    drawn: int = 0
-    """Number of calls of `draw`."""
-    sampled: tuple[list[int], list[int]] = ([], [])
-    """The steps of `sample` and of `usual`, in a record."""
 
     def __post_init__(self) -> None:
         self.weights: Any = None
+        self.trained = self.usual_seen = self.drawn = 0
         self.sample: list[TrainedStep] = []
         self.usual: list[TrainedStep] = []
-
-    def to_save(self) -> Anchor:
-        """A copy for a record, in which `sampled` has the indices of the sampled steps.
-
-        The steps themselves with their batches are large, and a record is JSON. The batches are
-        saved with the arrays, and `restore_samples` puts both together.
-        """
-        of_sample = [step.index for step in self.sample]
-        of_usual = [step.index for step in self.usual]
-        return replace(self, sampled=(of_sample, of_usual))
-
-    def restore_samples(self, steps: Mapping[int, TrainedStep]) -> None:
-        """Takes the sampled steps of a record, as far as their batches are known.
-
-        Steps that `steps` lacks are dropped. Then `draw` has fewer steps to choose from.
-
-        Args:
-            steps: index of a step -> the step with its batches.
-        """
-        of_sample, of_usual = self.sampled
-        self.sample = [steps[index] for index in of_sample if index in steps]
-        self.usual = [steps[index] for index in of_usual if index in steps]
 
     @property
     def level_or_inf(self) -> float:
@@ -129,7 +100,7 @@ class Anchor:
 
         Returns:
             `number` steps, or one step if there are fewer. Empty if no step was trained since the
-            anchor. A restart draws the same steps as a run that was not killed.
+            anchor or the restart.
         """
         steps = self.sample
         if len(self.usual) >= number:
@@ -197,8 +168,7 @@ class Anchor:
 def _add_to_sample(sample: list[TrainedStep], trained: TrainedStep, seen: int, seed: int) -> None:
     """Adds the step number `seen` to a uniform sample (reservoir sampling, algorithm R).
 
-    `seen` and `seed` alone decide the place. So a restart has to restore only these two numbers,
-    and every rank samples the same steps.
+    `seen` and `seed` alone decide the place, so every rank samples the same steps.
     """
     if len(sample) < SAMPLE_SIZE:
         sample.append(trained)

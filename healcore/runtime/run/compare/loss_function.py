@@ -11,17 +11,14 @@ from healcore.core.decision import Cause
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import SignalError, check_scalar
 from healcore.runtime.data.random_states import isolated
-from healcore.runtime.driver import Driver, LossFn, WeightsChanged
+from healcore.runtime.driver import LossFn, WeightsChanged
 from healcore.runtime.faults.classification import classify
 from healcore.runtime.faults.microbatches import clear_frames
-from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.batch_parts import BatchParts, largest_part
+from healcore.runtime.run.batch_parts import largest_part
 from healcore.runtime.run.compare.trained_step import TrainedStep
-from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.progress import RunProgress
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.run import Run
 
 MAX_SAME_LOSSES = 3
 """Comparisons in a row with the same loss for different batches, after which a warning follows."""
@@ -95,13 +92,8 @@ class LossFunction:
     of the whole batch.
 
     Args:
+        run: the parts of the run.
         function: the user's function of a batch, or None to evaluate nothing.
-        driver: evaluates the function with current or earlier weights.
-        ranks: the ranks, which evaluate together.
-        log: the log, for problems of the function.
-        record: has the number of samples that an evaluation may have.
-        progress: the number of steps, for the log. It keeps an error of the program.
-        batch_parts: splits batches that do not fit into memory.
 
     Attributes:
         gives_loss: whether the training loss is the result of `loss_fn`. Comparisons then do not
@@ -112,23 +104,8 @@ class LossFunction:
             comparison has, so both weights are evaluated.
     """
 
-    def __init__(
-        self,
-        function: LossFn | None,
-        *,
-        driver: Driver,
-        ranks: Ranks,
-        log: RunLog,
-        record: RunRecord,
-        progress: RunProgress,
-        batch_parts: BatchParts,
-    ) -> None:
-        self._driver = driver
-        self._ranks = ranks
-        self._log = log
-        self._record = record
-        self._progress = progress
-        self._batch_parts = batch_parts
+    def __init__(self, run: Run, function: LossFn | None) -> None:
+        self.run = run
         self._function: LossFn | None = None
         if function is not None:
             self._function = lambda *given: loss_of(function(*given))
@@ -160,12 +137,12 @@ class LossFunction:
             return False
         self.drop()
         why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
-        self._log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
+        self.run.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
         return True
 
     def _warn(self, problem: str) -> None:
         """Logs a problem. The run continues without comparisons."""
-        self._log.problem(self._progress.step, problem)
+        self.run.log.problem(self.run.progress.step, problem)
 
     def note_comparison(self, *, same_losses: bool) -> None:
         """Warns once if comparisons cannot count, because the batches have the same loss.
@@ -179,8 +156,8 @@ class LossFunction:
             return
         self._same_losses += 1
         if self._same_losses == MAX_SAME_LOSSES:
-            self._log.problem(
-                self._progress.step,
+            self.run.log.problem(
+                self.run.progress.step,
                 f"loss_fn has returned the same loss for different batches in {MAX_SAME_LOSSES} "
                 "comparisons in a row, so none of them counts: loss_fn has to compute the loss of "
                 "the batch that it gets (in healer.scan of the update `number`, for example with "
@@ -254,7 +231,7 @@ class LossFunction:
     def _gather(self, item: Any, failure: Exception | None) -> list[Any]:
         """The items of all ranks. `failure`: exception of the call on this rank, or None."""
         try:
-            return self._ranks.gather(item)
+            return self.run.ranks.gather(item)
         except Exception as error:  # the other ranks wait in the forward pass (FSDP)
             raise error from failure
 
@@ -273,12 +250,12 @@ class LossFunction:
     ) -> list[float]:
         """The loss of each batch, which is evaluated in the parts that fit into memory."""
         assert self._function is not None
-        in_parts = [self._batch_parts.to_evaluate(batch) for batch in batches]
+        in_parts = [self.run.batch_parts.to_evaluate(batch) for batch in batches]
         contents = []
         for parts in in_parts:
             contents += [part for part, _ in parts]
         with isolated():
-            found = self._driver.losses_of(self._function, contents, weights, redraw=redraw)
+            found = self.run.driver.losses_of(self._function, contents, weights, redraw=redraw)
         of_parts = map(_checked_loss, found)
         losses = []
         for parts in in_parts:
@@ -292,7 +269,7 @@ class LossFunction:
         """The size that has to be halved, or None if the exception is about something else."""
         if classify(error).cause is not Cause.OOM:
             return None
-        size = max(map(self._batch_parts.size_to_evaluate, batches))
+        size = max(map(self.run.batch_parts.size_to_evaluate, batches))
         if size <= 1:
             return None
         clear_frames(error)  # the tensors of the pass that failed
@@ -303,17 +280,17 @@ class LossFunction:
 
         All ranks have the same size, so a try is due in the same step on all ranks.
         """
-        step, record = self._progress.step, self._record
+        step, record = self.run.progress.step, self.run.record
         size, growth = record.evaluation_limit, record.evaluation_growth
         if size is None:
             return
         if growth.accept_larger(step):
-            self._log.info(f"step {step}: loss_fn evaluates up to {size} samples at a time")
+            self.run.log.info(f"step {step}: loss_fn evaluates up to {size} samples at a time")
         if not growth.is_due(step):
             return
-        parts = self._batch_parts
+        parts = self.run.batch_parts
         gains = any(parts.evaluation_gains_from(batch, 2 * size) for batch in _batches_of(steps))
-        if any(self._ranks.gather(gains)):
+        if any(self.run.ranks.gather(gains)):
             record.evaluation_limit = growth.begin_larger(step, size)
         else:
             growth.postpone(step)
@@ -327,7 +304,7 @@ class LossFunction:
         sizes = [item.samples for item in everyone if isinstance(item, _EvaluationOverrun)]
         if not sizes or any(isinstance(item, str) for item in everyone):
             return False
-        step, record = self._progress.step, self._record
+        step, record = self.run.progress.step, self.run.record
         growth = record.evaluation_growth
         before = min(sizes)
         then = ""
@@ -338,7 +315,7 @@ class LossFunction:
             after = largest_part(before, 2)
             growth.shrink(step, after)
         record.evaluation_limit = after
-        self._log.info(
+        self.run.log.info(
             f"a comparison of weights does not fit into memory with {before} samples: it evaluates "
             f"{after} at a time{then}"
         )
@@ -362,7 +339,7 @@ class LossFunction:
         if _Problem.MISTAKE in problems:
             mistake = SignalError(problems[_Problem.MISTAKE])
             # Nothing is saved: the mended program trains the first step again.
-            self._progress.reading_error = mistake
+            self.run.progress.reading_error = mistake
             raise mistake from failure
         if _Problem.STATE in problems:
             self.drop()

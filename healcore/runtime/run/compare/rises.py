@@ -23,8 +23,6 @@ class Rises(NamedTuple):
     """The smaller rise of the two batches, or NaN without evidence."""
     rise: float = math.nan
     """Loss of the step's batch, current minus earlier weights."""
-    rise_remembered: float = math.nan
-    """The same difference for a past batch, or NaN without one."""
 
 
 def rise_of(now: float, then: float) -> float:
@@ -76,4 +74,4 @@ def joined(
     evidence = rise_past
     if rise < rise_past:  # False if `rise_past` is NaN, which stays the evidence
         evidence = rise
-    return Rises(evaluations, evidence, now - then, now_past - then_past)
+    return Rises(evaluations, evidence, now - then)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-import struct
 from collections import deque
-from collections.abc import Container, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
 from healcore.runtime.run.compare.evidence import SAMPLE_SIZE
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel, NormHistory
-from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.store import values
 
 STEPS_BEFORE_SIGN = 8
 """Steps before the first sign of trouble that may have caused it."""
@@ -33,15 +28,8 @@ MAX_BYTES = 256 << 20
 must not be the reason why memory runs out."""
 _UNTIL_HEALTHY = STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN
 """Steps without an alarm or a high loss after which the norm of a step counts as healthy."""
-_TEXT = ("the last steps",)
-"""Place of the text of a history, for error messages."""
 WINDOWS = 4
 """Signs of trouble, and bursts of high steps, that are remembered to date its onset."""
-_SAVED = (
-    *("steps", "norms", "rates", "losses", "usual", "newest", "were_high", "recent", "last"),
-    *("windows", "high", "young", "doubtful", "signs", "last_norms"),
-)
-"""The entries of the text of a history, in order: equal histories have equal texts."""
 
 
 class Signs(NamedTuple):
@@ -65,8 +53,8 @@ class Signs(NamedTuple):
 class SuspectSteps(NamedTuple):
     """The steps that may have caused some trouble.
 
-    A second rollback for the same trouble holds the norms of these steps below the healthy norms,
-    or skips their batches. A step that is missing here would do the same damage again.
+    A rollback holds the norms of these steps below the healthy norms, and leaves out their
+    batches. A step that is missing here would do the same damage again.
     """
 
     start: int
@@ -87,21 +75,6 @@ class SuspectSteps(NamedTuple):
             for name, norm in step.norms.items():
                 if math.isfinite(norm):
                     found[name] = max(norm, found.get(name, 0.0))
-        return found
-
-    def with_unusual_norm(self, names: Container[str], healthy: HealthyValues) -> list[int]:
-        """Indices of the steps around the first sign at which an engine had an unusual norm.
-
-        Args:
-            names: names of the engines that count.
-            healthy: what was known as healthy before the trouble, for
-                `HealthyValues.is_unusual_norm`.
-        """
-        found = []
-        for step in self.around:
-            norms = step.norms.items()
-            if any(name in names and healthy.is_unusual_norm(name, norm) for name, norm in norms):
-                found.append(step.index)
         return found
 
 
@@ -126,10 +99,13 @@ class StepHistory:
 
     Which losses are usual is explained by `LossLevel`, and which gradient norms and learning rates
     are healthy by `NormHistory`.
+
+    Attributes:
+        level: the usual losses.
     """
 
     def __init__(self) -> None:
-        self._norms = NormHistory(_UNTIL_HEALTHY)
+        self.norms = NormHistory(_UNTIL_HEALTHY)
         self.forget()
 
     def forget(
@@ -144,10 +120,10 @@ class StepHistory:
                 the next `REGULAR_INTERVAL` steps would be high, and the bad batches of a repeat
                 would not be found.
         """
-        self._norms.forget(norms or {})
-        self._level = LossLevel(usual_loss)
-        self._newest: deque[tuple[int, float, float]] = deque(maxlen=REGULAR_INTERVAL)
-        """Step, loss and largest gradient norm of the last steps, for `digest`."""
+        self.norms.forget(norms or {})
+        self.level = LossLevel()
+        if usual_loss is not None:
+            self.level = LossLevel([usual_loss] * REGULAR_INTERVAL)
         self._last: deque[TrainedStep] = deque(maxlen=STEPS_BEFORE_SIGN)
         """The last steps, with their batches."""
         self._windows: deque[_Window] = deque(maxlen=WINDOWS)
@@ -162,73 +138,6 @@ class StepHistory:
         """First and last step of the newest burst of high steps."""
         self._last_sign = long_ago
         self._last_alarm = long_ago
-
-    def steps_with_batches(self) -> list[TrainedStep]:
-        """The steps whose batches may be compared.
-
-        A checkpoint holds the batches of these steps, so that a restart can name the batches that
-        caused some trouble. A step that is in several windows occurs several times.
-        """
-        found = [*self._last]
-        for window in self._windows:
-            found += window.steps
-        found += self._high
-        return found
-
-    def to_text(self) -> str:
-        """Everything but the batches of the steps, as text.
-
-        The record of a checkpoint holds the text. The batches are saved with the arrays, see
-        `Comparisons.batches_to_save`.
-
-        Returns:
-            A text for `restore`, in which NaN and Inf keep their value.
-        """
-        steps: dict[int, tuple[dict[str, float], dict[str, float]]] = {}
-        for step in (*self.steps_with_batches(), *self._norms.young, *self._norms.doubtful):
-            steps[step.index] = dict(step.norms), dict(step.rates)
-        windows: list[tuple[int, list[int]]] = []
-        for window in self._windows:
-            windows.append((window.start, [each.index for each in window.steps]))
-        found = {
-            "steps": steps,
-            "newest": self._newest,
-            "last": [each.index for each in self._last],
-            "windows": windows,
-            "high": [each.index for each in self._high],
-            "signs": (self._last_sign, self._last_alarm, *self._burst),
-            **self._level.to_values(),
-            **self._norms.to_values(),
-        }
-        return values.dumps({name: found[name] for name in _SAVED}, _TEXT)
-
-    def restore(self, text: str, contents: Mapping[int, Any]) -> dict[int, TrainedStep]:
-        """Restores what `to_text` has returned, in a history without a step.
-
-        Args:
-            text: the text.
-            contents: index of a step -> its batches, as far as they are known.
-
-        Returns:
-            The steps by their index.
-        """
-        found = values.loads(text, _TEXT)
-        steps: dict[int, TrainedStep] = {}
-        for index, (norms, rates) in found["steps"].items():
-            steps[index] = TrainedStep(index, contents.get(index, ()), norms, rates)
-        self._level.restore(found)
-        self._norms.restore(found, steps)
-        self._newest.extend(found["newest"])
-        self._last.extend(steps[index] for index in found["last"])
-        for index in found["high"]:
-            self._high.append(steps[index])
-            self._high_sizes.append(steps[index].nbytes)
-        for start, indices in found["windows"]:
-            self._windows.append(_Window(start, [steps[index] for index in indices]))
-        self._last_sign, self._last_alarm, *burst = found["signs"]
-        if burst:  # records of earlier versions have no burst
-            self._burst = (burst[0], burst[1])
-        return steps
 
     def add(
         self,
@@ -252,16 +161,15 @@ class StepHistory:
         Returns:
             What the loss and the norms of the step say.
         """
-        is_record = self._level.last.is_exceeded_by(loss)
-        is_bad = alarm or is_record or self._level.usual.is_exceeded_by(loss)
-        sign = alarm or is_record or self._norms.is_unusual(trained)
+        is_record = self.level.last.is_exceeded_by(loss)
+        is_bad = alarm or is_record or self.level.usual.is_exceeded_by(loss)
+        sign = alarm or is_record or self.norms.is_unusual(trained)
         high = is_bad or sign
         since_sign = trained.index - self._last_sign
         first_alarm = alarm and trained.index - self._last_alarm > STEPS_AFTER_SIGN
         if alarm:
             self._last_alarm = trained.index
-        self._newest.append((trained.index, loss, max(trained.norms.values(), default=math.nan)))
-        self._level.add(loss, high=is_bad)
+        self.level.add(loss, high=is_bad)
         if sign:
             if since_sign > STEPS_AFTER_SIGN:  # the first sign of a trouble
                 self._windows.append(_Window(trained.index, [*self._last]))
@@ -270,7 +178,7 @@ class StepHistory:
             self._windows[-1].steps.append(trained)
         if high:
             self._add_high(trained)
-        self._norms.add(trained, norm_limits, is_bad=is_bad, healthy=healthy)
+        self.norms.add(trained, norm_limits, is_bad=is_bad, healthy=healthy)
         self._last.append(trained)
         return Signs(sign, first_alarm, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
@@ -305,92 +213,12 @@ class StepHistory:
             return False
         return sum(itertools.islice(self._high_sizes, MAX_ALWAYS, None)) + size <= MAX_BYTES
 
-    def accept_level(self) -> None:
-        """Makes the last losses the usual losses, if most of them are high.
-
-        Call this where the weights were compared without evidence of damage. Then other data, or
-        another scale of the loss, have raised the losses.
-        """
-        self._level.accept()
-
-    def learn_doubtful_norms(self, step: int, norm_limits: Mapping[str, float]) -> None:
-        """Learns the norms near signs of trouble, at a healthy checkpoint of `step`.
-
-        Without this, a program with an alarm every few steps would have no healthy norm.
-
-        Args:
-            step: step of a checkpoint whose weights are not suspect.
-            norm_limits: as in `add`.
-        """
-        self._norms.learn_doubtful(step, norm_limits)
-
-    def healthy_rates(self, newest: Mapping[str, float]) -> dict[str, NumberRange]:
-        """The healthy learning rates of the steps since the last call.
-
-        A schedule may be at its peak between two checkpoints, for example at the first step.
-
-        Args:
-            newest: engine name -> rate of the newest step, at a healthy checkpoint.
-        """
-        return self._norms.take_rates(newest)
-
-    def largest_norms(self) -> dict[str, float]:
-        """The largest healthy gradient norm of each engine, see `NormHistory.largest`.
-
-        Returns:
-            Engine name -> gradient norm, without engines of which no healthy norm is known.
-        """
-        return self._norms.largest()
-
-    def largest_usual_loss(self) -> float | None:
-        """The largest of the last usual losses, see `LossLevel.largest_usual`.
-
-        Returns:
-            The loss, or None before `REGULAR_INTERVAL` usual losses are known.
-        """
-        return self._level.largest_usual()
-
-    def typical_norms(self) -> dict[str, float]:
-        """The median gradient norm of each engine, see `NormHistory.typical`.
-
-        Returns:
-            Engine name -> median of the last `REGULAR_INTERVAL` finite norms, without engines that
-            have fewer.
-        """
-        return self._norms.typical()
-
-    def mean(self) -> float | None:
-        """The mean of the last `RECENT` finite losses, or None before so many are known."""
-        return self._level.mean()
-
-    def spread(self) -> float:
-        """The standard deviation of the losses of `mean`. It is too slow for every step."""
-        return self._level.spread()
-
     @property
     def newest(self) -> int:
         """Index of the newest step, or -1 before the first."""
-        if not self._newest:
+        if not self._last:
             return -1
-        return self._newest[-1][0]
-
-    def digest(self, first: int) -> str:
-        """A digest of the last `REGULAR_INTERVAL` losses and norms.
-
-        Two passes over the same steps have the same digest if their losses and gradient norms are
-        equal bit for bit. Norms count because a loop need not report its losses.
-
-        Args:
-            first: index of the first step that counts.
-
-        Returns:
-            Hexadecimal digest of 8 bytes.
-        """
-        kept: list[float] = []
-        for entry in self._newest:
-            if entry[0] >= first:
-                kept += entry
-        return hashlib.blake2b(struct.pack(f"<{len(kept)}d", *kept), digest_size=8).hexdigest()
+        return self._last[-1].index
 
     def suspect_steps(self, onset: int, found: int) -> SuspectSteps | None:
         """The steps that may have caused some trouble.
@@ -414,8 +242,4 @@ class StepHistory:
             if step.index >= onset - STEPS_BEFORE_SIGN:
                 steps[step.index] = step
         ordered = [steps[index] for index in sorted(steps)]
-        return SuspectSteps(
-            start=min(window.start, onset),
-            steps=ordered,
-            around=window.steps,
-        )
+        return SuspectSteps(min(window.start, onset), ordered, window.steps)

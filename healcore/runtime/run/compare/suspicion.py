@@ -7,19 +7,13 @@
         | the evidence reaches the threshold                     Comparisons._weigh
         v
     verdict: carried out at once if the run has had its time to recover
-        | otherwise it waits until its step `due`                Suspicion.postpone
+        | otherwise it waits until then                          Suspicion.postpone
         v
-    pending verdict: nothing is compared before `due`, and then its anchor only
+    pending verdict: nothing is compared before `recovers_until`, and then its anchor only
         |---> no evidence is left: the run has recovered         Suspicion.report_recovery
         | the evidence reaches the threshold again
         v
-    trial: the steps are repeated with one thing changed         BetterWeights.carry_out_verdict
-        |---> no evidence: the trial has healed the run
-        |---> the same losses: the verdict comes back at once    Suspicion.recurred
-        |---> evidence as above: the next trial
-        | all trials have failed
-        v
-    accepted: no weights are compared for a while                Comparisons.pause_until
+    the run goes back, or accepts the damage                     Recovery.go_back
 
 A restart continues wherever the run was: `ComparisonState` holds the facts.
 """
@@ -27,21 +21,16 @@ A restart continues wherever the run was: `ComparisonState` holds the facts.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from healcore.runtime.run.compare.evidence import Anchor
 from healcore.runtime.run.compare.rises import Rises, rise_of
-from healcore.runtime.run.compare.step_history import STEPS_AFTER_SIGN, WINDOWS, StepHistory
-from healcore.runtime.run.compare.verdict import Verdict
+from healcore.runtime.run.compare.step_history import STEPS_AFTER_SIGN, WINDOWS
+from healcore.runtime.run.trouble import Trouble, TroubleCause
 
 if TYPE_CHECKING:
-    from healcore.runtime.reporting.run_log import RunLog
-    from healcore.runtime.run.compare.anchor_losses import AnchorLosses
-    from healcore.runtime.run.compare.comparison_state import ComparisonState
-    from healcore.runtime.run.compare.credit import Credit
-    from healcore.runtime.run.compare.holding import Holding
-    from healcore.runtime.run.record.ledger import Ledger
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.run import Run
 
 RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
@@ -50,49 +39,21 @@ RESTART_POWER = 0.5
 class Suspicion:
     """The suspicion that earlier weights are better: its onset, and the verdict that waits.
 
-    It owns `rates`, `bursts`, `verdict` and `repeated` of the `ComparisonState`. A checkpoint holds
+    It owns `bursts` and `verdict` of the `ComparisonState`. A checkpoint holds
     this state, so a restart continues the suspicion.
 
     Args:
-        log: the log, for a verdict that waits and for a recovery.
-        record: the step at which the run began.
-        ledger: the rollbacks so far.
-        state: the state of the comparisons.
-        history: the last steps.
-        credit: refilled when the suspicion ends.
-        anchor_losses: evaluates the weights at the end of the run.
-        holding: the learning rates, now and while the run was healthy.
+        run: the parts of the run.
 
     Attributes:
         threshold: evidence for a verdict, see `[rollback] evidence` of the policy.
         strong_evidence: evidence that is enough where a run cannot wait for the threshold.
     """
 
-    def __init__(
-        self,
-        *,
-        threshold: float,
-        log: RunLog,
-        record: RunRecord,
-        ledger: Ledger,
-        state: ComparisonState,
-        history: StepHistory,
-        credit: Credit,
-        anchor_losses: AnchorLosses,
-        holding: Holding,
-    ) -> None:
-        self.threshold = threshold
-        self.strong_evidence = threshold**RESTART_POWER
-        self._log = log
-        self._record = record
-        self._ledger = ledger
-        self._state = state
-        self._history = history
-        self._credit = credit
-        self._anchor_losses = anchor_losses
-        self._holding = holding
-        self._expected: Verdict | None = None
-        """The verdict whose rollback is about to begin, or None."""
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.threshold = run.policy.rollback.evidence
+        self.strong_evidence = self.threshold**RESTART_POWER
 
     # -- before a verdict -----------------------------------------------------------------------
 
@@ -103,7 +64,7 @@ class Suspicion:
             index: index of the step. It extends the newest burst of such steps, or begins another
                 burst after a gap.
         """
-        bursts = self._state.bursts
+        bursts = self.run.comparisons.state.bursts
         if bursts and index - bursts[-1][1] <= STEPS_AFTER_SIGN:
             first, _ = bursts[-1]
             bursts[-1] = (first, index)
@@ -111,25 +72,9 @@ class Suspicion:
             bursts.append((index, index))
             del bursts[:-WINDOWS]
 
-    def note_rates(self, *, has_evidence: bool) -> None:
-        """Notes the learning rates in force at a comparison.
-
-        The rates are suspects of a later verdict.
-
-        Args:
-            has_evidence: whether there is evidence of damage. Without evidence, the rates so far
-                are forgotten.
-        """
-        if not has_evidence:
-            self._state.rates.clear()
-            return
-        rates = self._holding.known_rates()
-        if rates:
-            self._state.rates.append(rates)
-
     # -- the verdict ----------------------------------------------------------------------------
 
-    def verdict_about(self, index: int, anchor: Anchor, compared: Rises) -> Verdict:
+    def verdict_about(self, index: int, anchor: Anchor, compared: Rises) -> Trouble:
         """The verdict about an anchor, or the pending verdict with its newest evidence.
 
         Args:
@@ -137,26 +82,20 @@ class Suspicion:
             anchor: the weights that are better. Their evidence is the evidence of the verdict.
             compared: what the newest comparison has shown.
         """
-        verdict = self._state.verdict
+        verdict = self.run.comparisons.state.verdict
         if verdict is None:
-            verdict = Verdict(
-                roll_back_at=index,
-                found_at=self._history.newest,
-                anchor_step=anchor.step,
-                onset=self._onset(index, anchor),
-                evidence=1.0,
-                rise=None,
-                rise_remembered=None,
-                healthy_rates=self._holding.highest_rates(anchor.step),
-                rates=tuple(self._state.rates),
-                losses=self._history.digest(anchor.step),
+            onset = self._onset(index, anchor)
+            verdict = Trouble(
+                cause=TroubleCause.BETTER_WEIGHTS,
+                onset=onset,
+                found_at=self.run.comparisons.history.newest,
+                since=onset,
+                finite=True,
+                sound_before=True,
+                better_step=anchor.step,
             )
-        return verdict._replace(
-            roll_back_at=index,
-            evidence=anchor.evidence,
-            rise=_finite_or_none(compared.rise),
-            rise_remembered=_finite_or_none(compared.rise_remembered),
-        )
+        rise = compared.rise if math.isfinite(compared.rise) else None
+        return replace(verdict, rise=rise)
 
     def _onset(self, index: int, anchor: Anchor) -> int:
         """The first step of a burst of high steps that lasts until shortly before the evidence.
@@ -167,45 +106,43 @@ class Suspicion:
         onset = index
         if anchor.onset is not None:
             onset = anchor.onset
-        for first, last in reversed(self._state.bursts):
+        for first, last in reversed(self.run.comparisons.state.bursts):
             if last >= onset - STEPS_AFTER_SIGN:
                 onset = min(onset, first)
         return max(onset, anchor.step)
 
-    def has_waited(self, verdict: Verdict) -> bool:
+    def has_waited(self, verdict: Trouble, index: int) -> bool:
         """Whether the run has had its time to recover from the trouble of a verdict.
 
-        True from step `due` on, and if the run was rolled back for this trouble before.
+        True from step `recovers_until` on, and if the run was rolled back for this trouble before.
 
         Args:
             verdict: the verdict.
+            index: index of the newest step.
         """
-        if verdict.roll_back_at >= verdict.due:
-            return True
-        return bool(self._ledger.same_trouble(verdict.onset))
+        return index >= verdict.recovers_until or bool(self.run.ledger.same_trouble(verdict.onset))
 
-    def postpone(self, verdict: Verdict) -> None:
-        """Keeps a verdict pending until its step `due`.
+    def postpone(self, verdict: Trouble, index: int) -> None:
+        """Keeps a verdict pending until its step `recovers_until`.
 
         Its anchor keeps a part of the evidence, so that the threshold is reached sooner the second
         time. The other anchors lose their evidence.
 
         Args:
             verdict: the verdict, which has just been found.
+            index: index of the newest step.
         """
-        self._state.verdict = verdict
-        for anchor in self._state.anchors:
+        self.run.comparisons.state.verdict = verdict
+        for anchor in self.run.comparisons.state.anchors:
             anchor.evidence, anchor.onset = 1.0, None
-            if anchor.step == verdict.anchor_step:
+            if anchor.step == verdict.better_step:
                 anchor.onset, anchor.evidence = verdict.onset, self.strong_evidence
-        self._log.assessment(
-            verdict.roll_back_at, verdict.onset, "worse", checkpoint=verdict.anchor_step
-        )
-        self._log.warning(
-            f"step {verdict.roll_back_at}: the weights of step {verdict.anchor_step} are better on "
-            f"the same batches, since step {verdict.onset}; the run has until step {verdict.due}, "
-            "or the end of the data, to recover. Then they are compared again, and it rolls back "
-            "if they are still better"
+        self.run.log.assessment(index, verdict.onset, "worse", checkpoint=verdict.better_step)
+        self.run.log.warning(
+            f"step {index}: the weights of step {verdict.better_step} are better on the same "
+            f"batches, since step {verdict.onset}; the run has until step "
+            f"{verdict.recovers_until}, or the end of the data, to recover. Then they are compared "
+            "again, and it rolls back if they are still better"
         )
 
     def report_recovery(self, index: int) -> None:
@@ -214,30 +151,16 @@ class Suspicion:
         Args:
             index: index of the newest step.
         """
-        verdict = self._state.verdict
+        verdict = self.run.comparisons.state.verdict
         if verdict is None:
             return
-        self._log.assessment(index, verdict.onset, "recovered", checkpoint=verdict.anchor_step)
+        self.run.log.assessment(index, verdict.onset, "recovered", checkpoint=verdict.better_step)
         recovered = f"the run has recovered from the damage of step {verdict.onset}"
-        self._log.info(f"step {index}: {recovered}")
-
-    def pending(self, index: int) -> Verdict | None:
-        """The verdict that waits to see whether the run recovers, or None if no verdict waits.
-
-        Args:
-            index: index of the newest step. It replaces `roll_back_at` of the verdict.
-        """
-        if self._state.verdict is None:
-            return None
-        return self._state.verdict._replace(roll_back_at=index)
-
-    def forget(self) -> None:
-        """Forgets the suspicion and its verdict. The credit is refilled for the next suspicion."""
-        self._state.forget_trouble(self._credit)
+        self.run.log.info(f"step {index}: {recovered}")
 
     # -- a run that cannot wait -----------------------------------------------------------------
 
-    def verdict_without_waiting(self, index: int, *, at_end: bool = False) -> Verdict | None:
+    def verdict_without_waiting(self, index: int, *, at_end: bool = False) -> Trouble | None:
         """The pending verdict, or a verdict with less evidence than the threshold.
 
         For a run that cannot wait for more evidence: at the end of the data, or if no step is
@@ -249,12 +172,12 @@ class Suspicion:
             at_end: whether any evidence is enough, for a question that `decide_at_end` answers.
                 Otherwise it has to be `strong_evidence`.
         """
-        if not self._anchor_losses.is_enabled:
+        if not self.run.comparisons.is_enabled:
             return None
-        if self._state.verdict is not None:
-            return self.pending(index)
+        if self.run.comparisons.state.verdict is not None:
+            return self.run.comparisons.state.verdict
         newest = None
-        for anchor in self._state.anchors:
+        for anchor in self.run.comparisons.state.anchors:
             is_strong = anchor.evidence >= self.strong_evidence
             if is_strong or (at_end and anchor.evidence > 1):
                 newest = anchor
@@ -262,7 +185,7 @@ class Suspicion:
             return None
         return self.verdict_about(index, newest, Rises(0))
 
-    def decide_at_end(self, index: int) -> Verdict | None:
+    def decide_at_end(self, index: int) -> Trouble | None:
         """Decides about a suspicion at the end of the run, after which no step can be compared.
 
         Any evidence is enough for the question, because the batches kept of usual steps answer it
@@ -281,10 +204,10 @@ class Suspicion:
             verdict = self.verdict_without_waiting(index, at_end=True)
         if verdict is None:
             return None
-        anchor = self._state.anchor_of(verdict.anchor_step)
+        anchor = self.run.comparisons.state.anchor_of(verdict.better_step)
         if anchor is None:
             return None
-        losses = self._anchor_losses.losses_of(anchor.usual or anchor.sample, anchor)
+        losses = self.run.comparisons.losses_of(anchor.usual or anchor.sample, anchor)
         if losses is None:
             return None
         is_lower = [rise_of(now, then) > 0 for now, then in zip(*losses, strict=True)]
@@ -304,59 +227,10 @@ class Suspicion:
         Args:
             anchor: the weights that seem to be better.
         """
-        first, mean = self._state.first_losses, self._history.mean()
-        if anchor.step > self._record.first_step or mean is None or not first:
+        first, mean = (
+            self.run.comparisons.state.first_losses,
+            self.run.comparisons.history.level.mean(),
+        )
+        if anchor.step > self.run.record.first_step or mean is None or not first:
             return False
         return mean < sum(first) / len(first)
-
-    # -- the repeat after a rollback ------------------------------------------------------------
-
-    def expect_again(self, verdict: Verdict) -> None:
-        """Keeps a verdict, to recognise its trouble in the repeat. Called before its rollback.
-
-        If the repeated steps have the same losses bit for bit, the program itself causes the
-        trouble. The verdict is then found at once, without comparing weights until the evidence is
-        strong again.
-
-        Args:
-            verdict: the verdict whose rollback is about to begin.
-        """
-        self._expected = verdict._replace(recurred=False)
-
-    def begin_repeat(self) -> None:
-        """Looks for the expected verdict from now on. Called at every rollback."""
-        self._state.repeated = self._expected
-        self._expected = None
-
-    def end_repeat(self) -> None:
-        """Stops looking for an earlier verdict. Called where its anchor is dropped."""
-        self._state.repeated = None
-        self._expected = None
-
-    def recurred(self, index: int) -> Verdict | None:
-        """The verdict of the last rollback, if the losses of its repeat are the same up to it.
-
-        Args:
-            index: index of the newest step.
-
-        Returns:
-            The verdict with `recurred`, at its step `found_at` only; else None.
-        """
-        repeated = self._state.repeated
-        if repeated is None or index < repeated.found_at:
-            return None
-        self._state.repeated = None
-        if index > repeated.found_at:
-            return None
-        if self._history.digest(repeated.anchor_step) != repeated.losses:
-            return None
-        if self._state.anchor_of(repeated.anchor_step) is None:
-            return None
-        return repeated._replace(roll_back_at=index, recurred=True)
-
-
-def _finite_or_none(rise: float) -> float | None:
-    """A rise for an event, which has no NaN and no Inf."""
-    if math.isfinite(rise):
-        return rise
-    return None

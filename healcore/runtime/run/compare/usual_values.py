@@ -10,8 +10,7 @@ import copy
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
@@ -88,25 +87,22 @@ class LossLevel:
     Attributes:
         last: the last `REGULAR_INTERVAL` losses. A loss that is not finite is -Inf here.
         usual: the last `REGULAR_INTERVAL` usual losses.
+        recent: the last `RECENT` finite losses, including high losses.
     """
 
-    def __init__(self, usual_loss: float | None = None) -> None:
+    def __init__(self, usual: Sequence[float] = (), recent: Sequence[float] = ()) -> None:
         """Begins a level.
 
         Args:
-            usual_loss: the largest usual loss so far. Until `REGULAR_INTERVAL` losses follow, a
-                loss is high if it exceeds this loss too. None if unknown; then no loss is high
-                until so many losses follow.
+            usual: usual losses from before a restart or a rollback. No loss is high until
+                `REGULAR_INTERVAL` losses are known.
+            recent: last losses from before a restart.
         """
-        first: list[float] = []
-        if usual_loss is not None:
-            first = [usual_loss] * REGULAR_INTERVAL
-        self.last = LastValues(REGULAR_INTERVAL, first)
-        self.usual = LastValues(REGULAR_INTERVAL, first)
+        self.last = LastValues(REGULAR_INTERVAL, usual)
+        self.usual = LastValues(REGULAR_INTERVAL, usual)
         self._were_high: deque[bool] = deque(maxlen=REGULAR_INTERVAL)
         """Whether each of the last losses was high."""
-        self._recent: deque[float] = deque(maxlen=RECENT)
-        """The last finite losses, including high losses."""
+        self.recent: deque[float] = deque(recent, maxlen=RECENT)
 
     def add(self, loss: float, *, high: bool) -> None:
         """Adds the loss of a step.
@@ -123,7 +119,7 @@ class LossLevel:
         self._were_high.append(high)
         if not is_finite:
             return
-        self._recent.append(loss)
+        self.recent.append(loss)
         if not high:
             self.usual.add(loss)
 
@@ -156,9 +152,9 @@ class LossLevel:
             The mean, or None before there are `RECENT` finite losses: a mean of few losses varies
             too much to be compared.
         """
-        if len(self._recent) < RECENT:
+        if len(self.recent) < RECENT:
             return None
-        return statistics.fmean(self._recent)
+        return statistics.fmean(self.recent)
 
     def spread(self) -> float:
         """The standard deviation of the losses of `mean`.
@@ -169,34 +165,7 @@ class LossLevel:
         Raises:
             statistics.StatisticsError: there are fewer than two losses.
         """
-        return statistics.stdev(self._recent)
-
-    def to_values(self) -> dict[str, Any]:
-        """What `restore` takes, for the text of a checkpoint.
-
-        Returns:
-            Name -> a series of losses or flags, which `store.values` can write as text.
-        """
-        return {
-            "losses": self.last.values,
-            "usual": self.usual.values,
-            "were_high": self._were_high,
-            "recent": self._recent,
-        }
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restores what `to_values` has returned, in a level without a loss.
-
-        Called when a run resumes. Without it, no loss would be high during the first
-        `REGULAR_INTERVAL` steps, because a short series exceeds nothing.
-
-        Args:
-            saved: the values.
-        """
-        self.last = LastValues(REGULAR_INTERVAL, saved["losses"])
-        self.usual = LastValues(REGULAR_INTERVAL, saved["usual"])
-        self._were_high.extend(saved["were_high"])
-        self._recent.extend(saved["recent"])
+        return statistics.stdev(self.recent)
 
 
 class NormHistory:
@@ -360,36 +329,3 @@ class NormHistory:
             if len(norms) == norms.maxlen:
                 found[name] = statistics.median(norms)
         return found
-
-    def to_values(self) -> dict[str, Any]:
-        """What `restore` takes, for the text of a checkpoint.
-
-        The steps that wait are given by their index, because several parts of a history share them.
-
-        Returns:
-            Name -> numbers, which `store.values` can write as text.
-        """
-        return {
-            "norms": {name: each.values for name, each in self._healthy.items()},
-            "rates": {name: tuple(each) for name, each in self._rates.items()},
-            "young": [each.index for each in self.young],
-            "doubtful": [each.index for each in self.doubtful],
-            "last_norms": self._last,
-        }
-
-    def restore(self, saved: Mapping[str, Any], steps: Mapping[int, TrainedStep]) -> None:
-        """Restores what `to_values` has returned, in a history without a step.
-
-        Args:
-            saved: the values.
-            steps: the steps by their index.
-        """
-        self._healthy = {}
-        for name, norms in saved["norms"].items():
-            self._healthy[name] = LastValues(_NORMS, norms)
-        self._rates = {}
-        for name, numbers in saved["rates"].items():
-            self._rates[name] = NumberRange(*numbers)
-        self.young.extend(steps[index] for index in saved["young"])
-        self.doubtful.extend(steps[index] for index in saved["doubtful"])
-        self._last = dict(saved["last_norms"])

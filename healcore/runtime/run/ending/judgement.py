@@ -1,10 +1,11 @@
-"""Judges a run at the end of its data: has it trained?"""
+"""Judges a run at the end of its data: has it trained, and what is left of accepted damage?"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from healcore.console import first_of
+from healcore.runtime.reporting.diagnosis import recovered_text
 from healcore.runtime.reporting.nonfinite_steps import likely_cause_text
 
 if TYPE_CHECKING:
@@ -48,3 +49,31 @@ def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
         f"{likely_cause_text(run.monitor.nonfinite_record)}",
         repeats_skips=True,
     )
+
+
+def report_recoveries(run: Run) -> None:
+    """Reports, at the end of a run, accepted damage of which nothing is left.
+
+    A program that makes its loss worse on purpose, for example by a restart of its rate, does
+    so in each repeat. If the mean loss is no higher at the end than before, nothing is damaged.
+
+    Args:
+        run: the parts of the run.
+    """
+    loss = run.comparisons.history.level.mean()
+    before: dict[int, float] = {}
+    for onset in run.ledger.damage_left:
+        level = run.log.history.losses_before.get(onset)
+        if loss is not None and level is not None and loss <= level:
+            before[onset] = level
+    if not before:
+        return
+    why = (
+        f"the mean loss is {loss:.4g} at the end, and was {min(before.values()):.4g} or more "
+        "before; probably your program made the change itself, for example by a restart of its "
+        "rate"
+    )
+    for onset in before:
+        run.ledger.recover(onset)
+        run.log.assessment(run.progress.step - 1, onset, "recovered", why=why)
+    run.log.info(f"{recovered_text([*before])}: {why}")

@@ -28,6 +28,7 @@ from healcore.runtime.run.ending.exits import (
     RunStopped,
     Terminated,
 )
+from healcore.runtime.run.ending.judgement import report_recoveries
 from healcore.runtime.run.ending.last_state import LastState, last_state
 from healcore.runtime.run.memory_profile import memory_text
 from healcore.runtime.store.checkpoints import StoreError
@@ -161,8 +162,7 @@ class Shutdown:
             together: whether all ranks end after this step, so that they can save together.
         """
         saver = self.run.saver
-        recoveries = self.run.better_weights.report_recoveries
-        self._collect("the damage could not be assessed", recoveries)
+        self._collect("the damage could not be assessed", partial(report_recoveries, self.run))
         state = self._last_state()
         if self.fault is not None and isinstance(self.raised, Exception):
             action = partial(self._save_and_log_fault, self.fault, self.raised)
@@ -290,10 +290,9 @@ class Shutdown:
         return self.raised is None
 
     def _read_last_steps(self) -> None:
-        """Reads the unread steps of a completed run, and leaves those of another run for a restart.
+        """Reads the last steps, and carries out their orders where the run can still go back.
 
-        The host reads each step some steps late. The last checkpoint holds the steps that were not
-        read, so that the next start carries out their orders.
+        The host reads each step some steps late. The last checkpoint is saved after all of them.
         """
         failed = "the last steps could not be read"
         if isinstance(self.error, Terminated | Interrupted | EndRequested):
@@ -302,10 +301,7 @@ class Shutdown:
             except RunStopped as stop:
                 self.error, self.ending = stop, Ending.STOPPED
         if self.completed:
-            read = self.run.loop.report_last_steps
-            if self.run.loop.state.break_place and self.run.saver.keeps_unread:
-                read = self._keep_or_report_last_steps  # the next start trains the rest
-            problem = self._collect(failed, read)
+            problem = self._collect(failed, self.run.loop.report_last_steps)
             error = self.run.progress.reading_error
             if error is not None:
                 # Raised, as for any earlier step: the next start would take the run for completed.
@@ -317,26 +313,17 @@ class Shutdown:
                     self.problems.pop()  # the line of the fault says the same
 
     def _act_on_last_steps(self) -> None:
-        """Leaves the last steps for the next start, or carries out their orders.
+        """Carries out the orders of the last steps, at an end between two steps.
 
-        The next start cannot resume from weights that are not finite, so the orders are carried out
-        here for them, and in a run that healcore does not save on disk. If the program has replaced
-        the weights, nothing is saved, and the steps are only reported.
+        If the program has replaced the weights, nothing is saved, and the orders are only reported.
         """
         loop = self.run.loop
         if not loop.count_last_step():
             return
         if self.replaced:  # an order may compare the weights, which the training has not made
             loop.report_last_steps()
-        elif self.run.saver.keeps_unread and self.run.nonfinite_recovery.weights_are_finite():
-            loop.keep_last_steps()
         else:
             loop.read_and_act(every=True)
-
-    def _keep_or_report_last_steps(self) -> None:
-        """Leaves the unread steps for the next start, or reports them after an alarm."""
-        if not self.run.loop.keep_last_steps():
-            self.run.loop.report_last_steps()
 
     def _find_replaced_weights(self) -> None:
         """Finds whether the program has replaced weights, so that they must not be saved.
@@ -399,7 +386,7 @@ class Shutdown:
         the saved state, such as best weights. In this process it has run on other values.
         """
         if self.run.driver.state_is_in_place and not self.run.loop.has_trainer:
-            self.run.program_loader.load_step(self.run.progress.step)
+            self.run.stored_checkpoints.load_step(self.run.progress.step)
 
     def _save_before_batches(self) -> None:
         """Saves the state before the batches that were read for the next step.
@@ -432,7 +419,7 @@ class Shutdown:
             obstacle = "the exception interrupted the updates of a step"
             try:
                 if self.run.loop.count_last_step():
-                    self._keep_or_report_last_steps()
+                    self.run.loop.report_last_steps()
                     obstacle = "a restart repeats the step, whose evaluation or log is incomplete"
                     if not self.run.loop.state.has_unfinished_work:
                         obstacle = self.run.saver.save_emergency(self._replaced_text())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Stopping:
     """Stops the run: whatever decides to stop calls `stop`.
 
-        failed trials    marked on disk, so that the next start undoes them
+        next start       written, so that it takes an earlier snapshot without the tries
         unread steps     counted
         diagnosis        made of the outcome (`outcome.py`), and written as the event `stop`
         RunStopped       raised; it leaves the loop
@@ -47,7 +47,7 @@ class Stopping:
     ) -> NoReturn:
         """Stops the run with a diagnosis.
 
-        The trials for the trouble of the stop have failed, so the next start undoes them.
+        What was tried for the trouble has failed, so the next start undoes it.
 
         Args:
             why: the reason, as a clause.
@@ -63,7 +63,7 @@ class Stopping:
         if error is None:
             if onset is None:
                 onset = self.run.ledger.first_consecutive(self.run.ledger.next_step - 1)
-            self.run.next_start.mark_failed_trials(onset, repeats_skips=repeats_skips)
+            self.run.next_starts.after_stop(onset, repeats_skips=repeats_skips)
         self.count_last_steps()
         outcome = outcome_of(self.run, Ending.STOPPED, why, fault=fault)
         text = explain(outcome)
@@ -83,7 +83,7 @@ class Stopping:
         for result in self.run.dispatch_queue.read_all():
             self.run.progress.step += self.run.dispatch_queue.take_count_correction()
             several = self.run.monitor.metrics.has_several_engines
-            records = self.run.holding.held.with_thresholds(result.index, result.records)
+            records = self.run.holding.envelope.with_thresholds(result.index, result.records)
             self.run.log.records(result.index, records, several=several)
             self.run.monitor.metrics.add(records)
             if any(each.skip for each in result.records):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 
 from healcore.core.decision import LASTING, NONFINITE, Action, Cause, names_of
@@ -21,8 +20,8 @@ from healcore.runtime.run.incidents.metrics import RunMetrics
 from healcore.runtime.run.incidents.program_clip import ProgramClip
 from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.orders import Order, OrderReason
 from healcore.runtime.run.record.ledger import IncidentRecord, Ledger
+from healcore.runtime.run.trouble import Trouble, TroubleCause
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Ranks
 
@@ -105,7 +104,7 @@ class IncidentMonitor:
         """Continues the incidents of an earlier process. Called after its ledger was read."""
         self._incident_log.continue_incidents()
 
-    def note_step(self, result: StepResult) -> Order | None:
+    def note_step(self, result: StepResult) -> Trouble | None:
         """Notes one step: counts it, writes its events, and asks for an action.
 
         Most steps have neither a cause nor an action. Such a step is only kept.
@@ -123,23 +122,6 @@ class IncidentMonitor:
         for record in result.records:
             self._rate_log.add(result.index, record)
         return None
-
-    def has_alarm(self, records: Sequence[StepRecord]) -> bool:
-        """Whether a step that was not noted yet is one after which nothing should be saved.
-
-        Args:
-            records: the records of the step.
-
-        Returns:
-            True if the step was not taken, belongs to an open incident, or was skipped for a cause
-            that opens one. A step that only has an alert, or is frozen, has no alarm.
-        """
-        for record in records:
-            if record.incident_open or not record.taken:
-                return True
-            if record.skip and record.cause & self._causes:
-                return True
-        return False
 
     def _keep(self, result: StepResult, flags: StepFlags) -> IncidentRecord | None:
         """Adds a step to the state, the ledger and the metrics. Returns its incident, or None."""
@@ -168,7 +150,7 @@ class IncidentMonitor:
 
     def _report(
         self, result: StepResult, flags: StepFlags, incident: IncidentRecord | None
-    ) -> Order | None:
+    ) -> Trouble | None:
         """Writes the events of a step with a cause or an action. Returns its order, or None."""
         judged = [JudgedRecord(result, record, incident) for record in result.records]
         if flags.causes:
@@ -277,7 +259,7 @@ class IncidentMonitor:
 
     # -- orders ---------------------------------------------------------------------------------
 
-    def _order(self, judged: JudgedRecord, *, has_line: bool) -> Order | None:
+    def _order(self, judged: JudgedRecord, *, has_line: bool) -> Trouble | None:
         """Makes an order of the actions of a record, after the hooks and all ranks (collective).
 
         Returns None if the policy only observes, or if the host has nothing to do.
@@ -320,16 +302,16 @@ class IncidentMonitor:
             if name in first_of_cause:
                 firsts.append(first_of_cause[name])
         first = max(min(firsts, default=onset), onset)
-        reason = OrderReason.RULE
+        cause = TroubleCause.RULE
         if action & ~record.action & (Action.ROLLBACK | Action.STOP):
-            reason = OrderReason.HOOK
-        return Order(
-            index=result.index,
+            cause = TroubleCause.HOOK
+        return Trouble(
+            cause=cause,
             onset=onset,
-            first_alarm_of_cause=first,
-            reason=reason,
+            found_at=result.index,
+            since=first,
             action=int(action),
-            cause=int(record.cause),
+            flags=int(record.cause),
             depth=max(depth, 1),
             batches=tuple(self.state.batches_between(first, result.index)),
         )
@@ -364,19 +346,19 @@ class IncidentMonitor:
         return answer.action
 
 
-def _merge(one: Order | None, other: Order | None) -> Order | None:
+def _merge(one: Trouble | None, other: Trouble | None) -> Trouble | None:
     """Joins the orders of two optimizers for the same step: the earlier start, the deeper depth."""
     if one is None or other is None:
         return one or other
-    reason = OrderReason.RULE
-    if OrderReason.HOOK in (one.reason, other.reason):
-        reason = OrderReason.HOOK
+    cause = TroubleCause.RULE
+    if TroubleCause.HOOK in (one.cause, other.cause):
+        cause = TroubleCause.HOOK
     return replace(
         one,
-        reason=reason,
+        cause=cause,
         action=one.action | other.action,
         depth=max(one.depth, other.depth),
-        first_alarm_of_cause=min(one.first_alarm_of_cause, other.first_alarm_of_cause),
+        since=min(one.since, other.since),
         batches=max(one.batches, other.batches, key=len),
-        cause=one.cause | other.cause,
+        flags=one.flags | other.flags,
     )

@@ -10,7 +10,7 @@ from healcore.core.step_record import StepRecord
 from healcore.runtime.driver import Driver, Engines, Rates
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.trouble import RollbackRecord
 
 _REMEMBERED = 10_000
 """Steps whose rates are remembered. A rollback hardly ever goes back further."""
@@ -136,10 +136,10 @@ class RateLog:
         Args:
             done: the rollback. If the trouble begins at this step, its rate may be wrong.
         """
-        self._target = done.continues_at
+        self._target = done.checkpoint
         self._undone.clear()
         for name, rates in self._rates.items():
-            if self._target in rates and self._target < done.order.onset:
+            if self._target in rates and self._target < done.onset:
                 self._undone[name] = rates[self._target]
             self._rates[name] = {step: rates[step] for step in rates if step < self._target}
 

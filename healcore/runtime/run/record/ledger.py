@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from pydantic import ConfigDict
 
 from healcore.core.decision import NONFINITE, Cause, names_of
 from healcore.core.step_record import StepRecord
 from healcore.runtime.run.monitor_state import NumberOrNone, take_fields
-from healcore.runtime.run.orders import RollbackRecord
-
-if TYPE_CHECKING:
-    from healcore.runtime.run.record.run_record import Trials
+from healcore.runtime.run.trouble import RollbackRecord
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""
+_WITH_ENVELOPES = 20
+"""Newest rollbacks whose envelopes are kept: one place of the run has fewer."""
 _MAX_UNREPAIRED = 1000
 """Max onsets of accepted damage in the ledger; the newest are dropped."""
 
@@ -56,7 +54,7 @@ class IncidentRecord:
     number_in_engine: NumberOrNone = 0
     """The engine's number of this incident, or None if the engine's count has restarted since."""
     engine: str = ""
-    """Name of the optimizer with the first alarm, or "" in a checkpoint of an older version."""
+    """Name of the optimizer with the first alarm."""
 
     @property
     def only_skips(self) -> bool:
@@ -109,7 +107,9 @@ class Ledger:
     open: bool = False
     """Whether an incident with more than skipped non-finite steps is open."""
     accepted: int = 0
-    """Number of troubles accepted in a row, see `Trial.ACCEPT`."""
+    """Number of troubles accepted in a row, see `Outcome.ACCEPT`."""
+    undone: int = 0
+    """Number of the oldest rollbacks that no longer count, because a stop has ended their run."""
     spent: int = 0
     """Rollbacks that the engine had made before this run, in another framework."""
     accepted_until: int = 0
@@ -197,25 +197,20 @@ class Ledger:
 
     @property
     def in_force(self) -> list[RollbackRecord]:
-        """The rollbacks that no start has undone after a stop, oldest first."""
-        return [each for each in self.rollbacks if not each.undone]
+        """The rollbacks since the last stop of the run, oldest first."""
+        return self.rollbacks[self.undone :]
 
     def same_trouble(self, onset: int, within: int = 0) -> list[RollbackRecord]:
         """The earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
         The trouble is the same if its onset is at most `within` steps after the step at which the
-        rollback began. Revivals of a dead run are not counted: their weights were finite, and
-        they have answers of their own (`dead_run`).
+        rollback began.
 
         Args:
             onset: step at which the trouble begins.
             within: number of steps by which the onset may be later.
         """
-        found: list[RollbackRecord] = []
-        for rollback in self.in_force:
-            if not rollback.order.changes.revival and onset <= rollback.step + within:
-                found.append(rollback)
-        return found
+        return [each for each in self.in_force if onset <= each.step + within]
 
     def accept(self, onset: int, until: int) -> None:
         """Records that damage is accepted, because it has come back after each rollback.
@@ -297,11 +292,11 @@ class Ledger:
             rollback: the rollback. The ledger continues where the run does.
             saved: the ledger in the restored checkpoint, or None if the checkpoint has no ledger.
         """
-        if self.rollbacks:
-            self.rollbacks[-1] = self.rollbacks[-1].outline()
         self.rollbacks.append(rollback)
-        self.not_restored = _before(rollback.continues_at, self.not_restored)
-        self._rewind(rollback.continues_at, saved)
+        for each in range(len(self.rollbacks) - _WITH_ENVELOPES):
+            self.rollbacks[each] = self.rollbacks[each].outline()
+        self.not_restored = _before(rollback.checkpoint, self.not_restored)
+        self._rewind(rollback.checkpoint, saved)
 
     def forget(self, before: int) -> None:
         """Drops unhealthy steps before a step, except consecutive ones up to the newest step.
@@ -322,27 +317,18 @@ class Ledger:
         take_fields(self, saved)
         self._rewind(step, None)
 
-    def without_trials(self, trials: Trials, saved: Ledger) -> Ledger:
-        """The ledger after a stop: the rollbacks for the trouble of the stop count no longer.
+    def stop(self, step: int) -> None:
+        """Ends the tries of a run that has stopped: the next start makes its own.
 
         Incidents, skips and the rollbacks themselves stay in the counts of the run.
 
         Args:
-            trials: what the rollbacks have changed.
-            saved: the ledger in the checkpoint that the run resumes from.
+            step: step from which the next start trains again.
         """
-        rollbacks = self.rollbacks[: trials.first]
-        for each in self.rollbacks[trials.first :]:
-            rollbacks.append(replace(each.outline(), undone=True))
-        return replace(
-            self,
-            rollbacks=rollbacks,
-            accepted=trials.accepted,
-            accepted_until=trials.accepted_until,
-            unrepaired=_before(trials.oldest, self.unrepaired),
-            not_restored=_before(trials.oldest, self.not_restored),
-            untrained=saved.untrained,
-        )
+        self.undone = len(self.rollbacks)
+        self.accepted = self.accepted_until = 0
+        self.unrepaired = _before(step, self.unrepaired)
+        self.not_restored = _before(step, self.not_restored)
 
     def _rewind(self, step: int, saved: Ledger | None) -> None:
         """Continues at a step, and closes the incident that was open."""

@@ -9,7 +9,7 @@ Steps are indexed from 0. A checkpoint of step n holds the state that step n sta
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -17,9 +17,9 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from healcore.runtime.run.batch_parts import PartGrowth
 from healcore.runtime.run.compare.comparison_state import ComparisonState
-from healcore.runtime.run.healthy_ranges import Held
+from healcore.runtime.run.envelope import Envelope
+from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.monitor_state import MonitorState, take_fields
-from healcore.runtime.run.orders import nested
 from healcore.runtime.run.record.ledger import Ledger
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
@@ -27,35 +27,16 @@ MAX_CHANGES = 100
 """Changes of the structure of the model to remember: a cloud of Gaussians changes it often."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trials:
-    """What was in force before the rollbacks for one trouble, the newest trouble of the run.
+class NextStart(NamedTuple):
+    """Where the next start resumes, if not from the newest checkpoint."""
 
-    A remedy is a trial. If the trouble stops the run all the same, the program itself causes the
-    trouble, and its author mends the program. The mended program must not keep the limited rate and
-    the skipped batches of these trials. So the next start undoes them: it resumes from the oldest
-    checkpoint that the trials have restored, with these values.
-    """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-    first: NonNegativeInt
-    """Number of rollbacks before the first rollback for this trouble."""
-    oldest: NonNegativeInt
-    """Step of the oldest checkpoint that was restored. Its arrays are from before the trials."""
-    engines: dict[str, dict[str, Any]]
-    """Name of an engine -> its limits and budgets, see `engine_states.limits_and_budgets`."""
-    skipped: dict[str, list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]]]
-    """Number of a loader -> ids of the batches that the loader skips."""
-    held: Held
-    """What is held in its healthy range."""
-    silent_until: int = 0
-    """Step before which weights are not compared."""
-    accepted: int = 0
-    """See `Ledger`."""
-    accepted_until: int = 0
-    """See `Ledger`."""
-    failed: bool = False
-    """Whether the trouble has stopped the run, so that the next start undoes the trials."""
+    step: int
+    """Step of the checkpoint."""
+    envelope: Envelope
+    """What is held from there on: what was held before the tries that have not kept the run from a
+    stop. A mended program must not keep their limited rate and their skipped batches."""
+    tries: NonNegativeInt = 0
+    """Number of these tries; 0 if only steps are repeated."""
 
 
 class StructureChange(NamedTuple):
@@ -71,7 +52,7 @@ class StructureChange(NamedTuple):
     """Epoch of this step."""
 
 
-SCHEMA = 6
+SCHEMA = 7
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 _BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
@@ -115,10 +96,12 @@ class RunRecord:
     """Largest number of calls of `batches` in a process of the run."""
     changes: list[StructureChange] = field(default_factory=list)
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
-    param_groups: dict[str, list[list[str]]] = field(default_factory=dict)
-    """Optimizer -> names of the parameters of each group, after a change; else empty."""
-    trials: Trials | None = None
-    """What the rollbacks for the newest trouble have changed, or None without a rollback."""
+    next_start: NextStart | None = None
+    """Set if the next start resumes from an earlier checkpoint than the newest one."""
+    healthy: HealthyValues = field(default_factory=HealthyValues)
+    """The ranges in which the run was healthy, up to the newest healthy checkpoint."""
+    envelope: Envelope = field(default_factory=Envelope)
+    """What is held in these ranges now."""
 
     # -- at the step of the checkpoint
     step: NonNegativeInt = 0
@@ -137,9 +120,6 @@ class RunRecord:
     """Number of a loader that cannot be rewound -> its position, which a rollback keeps."""
     comparisons: ComparisonState | None = None
     """Evidence of the comparisons of weights, or None without a `loss_fn`."""
-    unread: str = ""
-    """The steps before `step` that the run had not acted on, see
-    `checkpoints/unread_steps.py`; or empty."""
     is_in_body: bool = False
     """Whether the program saved in the body of its loop. The work between two steps that follows
     `step` was not done then."""
@@ -177,34 +157,20 @@ class RunRecord:
             step: step of the checkpoint that is restored.
         """
         rollbacks = self.ledger.in_force
-        return bool(rollbacks) and rollbacks[-1].continues_at >= step
+        return bool(rollbacks) and rollbacks[-1].checkpoint >= step
 
     def continue_from(self, saved: RunRecord) -> None:
         """Takes over the facts of an earlier process. The run is not completed any more.
 
         The ledger and the monitor's state stay: other parts of the run refer to these objects, so
-        they are continued in place.
+        they are continued in place. So do the ranges, which are those of the restored checkpoint.
 
         Args:
             saved: the newest record of the run.
         """
-        take_fields(self, saved, keep=("ledger", "monitor"))
+        take_fields(self, saved, keep=("ledger", "monitor", "healthy", "envelope"))
         self.completed = False
-
-    def trials_for(self, onset: int, probation: int) -> Trials | None:
-        """The trials so far for the trouble that begins at a step, or None if it is a new trouble.
-
-        The last trouble was healed, so that a later trouble is another one, if `probation` steps
-        have passed since the step at which its last rollback began.
-
-        Args:
-            onset: step at which the trouble begins.
-            probation: healthy steps after which a checkpoint is known-good.
-        """
-        rollbacks = self.ledger.in_force
-        if self.trials is None or not rollbacks or onset > rollbacks[-1].step + probation:
-            return None
-        return self.trials
+        self.next_start = None
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-safe values, with the version `SCHEMA` of its format.
@@ -212,9 +178,7 @@ class RunRecord:
         A checkpoint holds the result. `RunRecord.of` reads it, and raises if the version is not its
         own: a record that was understood in part could lead to a wrong decision.
         """
-        content = {**asdict(self), "schema": SCHEMA}
-        content["ledger"]["rollbacks"] = [each.to_saved() for each in self.ledger.rollbacks]
-        return content
+        return {**asdict(self), "schema": SCHEMA}
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> RunRecord:
@@ -230,10 +194,6 @@ class RunRecord:
         content = dict(stored)
         if content.pop("schema", None) != SCHEMA:
             raise StoreError("it is of another version of healcore: resume with that version")
-        ledger = content.get("ledger")
-        if isinstance(ledger, Mapping) and isinstance(ledger.get("rollbacks"), Sequence):
-            rollbacks = [nested(each) for each in ledger["rollbacks"]]
-            content["ledger"] = {**ledger, "rollbacks": rollbacks}
         return _RECORD.validate_json(json.dumps(content), strict=True)
 
 

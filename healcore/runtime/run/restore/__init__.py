@@ -1,8 +1,7 @@
 """Acts: restores a checkpoint, for a rollback that `rollback` has decided and at a start.
 
-`stored` lists the checkpoints and loads the first one that is intact on every rank, and
-`program_loader` puts the program's part of it into the live run. `rollback_restore` and
+`stored` lists the checkpoints, loads the first one that is intact on every rank, and puts the
+program's part of it into the live run. `rollback_restore` and
 `resumption` are the two kinds of a restore: within a run, and at the start of a process.
-`changed_model` has what both do if the program has changed its model. A start undoes rollbacks
-that have not helped: `next_start` marks them at the end of a run, and `trials` undoes them.
+`next_start` makes a start resume from an earlier checkpoint than the newest one.
 """

@@ -1,13 +1,12 @@
-"""`NextStart`: decides, at the end of a run, whether the next start resumes from an earlier step.
+"""`NextStarts`: makes the next start resume from an earlier checkpoint than the newest one.
 
 Usually the next start resumes from the newest checkpoint, and nothing here is called. It begins
 earlier in two cases:
 
-    `mark_failed_trials`    the run has stopped, so what its rollbacks have changed has not helped
-    `repeat_from`           the loop took steps that the Healer has not seen
-
-Both mark trials as failed in the newest record (`RunRecord.trials`), and the start undoes them
-(`trials.py`). In the second case the trials have changed nothing, so only the steps are repeated.
+    `after_stop`     the run has stopped, so what was tried for its trouble has not helped: the
+                     start takes the oldest snapshot that was restored, with the envelope from
+                     before these tries
+    `repeat_from`    the loop took steps that the Healer has not seen
 """
 
 from __future__ import annotations
@@ -15,22 +14,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from healcore.runtime.run.record.run_record import Trials
-from healcore.runtime.run.restore.trials import in_force_now
+from healcore.runtime.driver import Engines
+from healcore.runtime.run.engine_states import engines_of_new_start
+from healcore.runtime.run.record.run_record import NextStart, RunRecord
+from healcore.runtime.run.restore.stored import SavedCheckpoint
 from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 
-class NextStart:
-    """Makes the next start resume from an earlier checkpoint than the newest one."""
+class NextStarts:
+    """Writes `RunRecord.next_start` at the end of a run. Collective."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def mark_failed_trials(self, onset: int, *, repeats_skips: bool) -> None:
-        """Marks the trials for the trouble of a stop as failed. Collective.
+    def after_stop(self, onset: int, *, repeats_skips: bool) -> None:
+        """Lets the next start take the oldest snapshot that was restored for the trouble of a stop.
 
         If the record cannot be written, the log says so, because the run stops all the same.
 
@@ -39,32 +40,35 @@ class NextStart:
             repeats_skips: whether the next start repeats the steps since the first skipped step,
                 also if no rollback was tried for them.
         """
-        if self.run.store.trainer_save is not None:
+        run = self.run
+        if run.store.trainer_save is not None:
             return
-        trials = self.run.record.trials_for(onset, self.run.policy.rollback.probation)
+        tries = run.ledger.same_trouble(onset, run.policy.rollback.probation)
         which = "the oldest one that a rollback has restored"
+        start = None
         try:
-            self.run.saver.wait()
-            if trials is None and repeats_skips:
+            run.saver.wait()
+            if tries:
+                oldest = min(each.checkpoint for each in tries)
+                start = NextStart(oldest, tries[0].before, len(tries))
+            elif repeats_skips:
                 which = "the newest one before the first skipped step"
-                first_skip = next(iter(self.run.ledger.unhealthy), self.run.progress.step)
-                trials = self._no_trials(before=first_skip + 1)
-            if trials is None:
+                first_skip = next(iter(run.ledger.unhealthy), run.progress.step)
+                start = self._newest(before=first_skip + 1)
+            if start is None:
                 return
-            self._mark_failed(trials)
-            if self.run.store.durable:
-                self.run.log.info(
-                    f"the next start resumes from the checkpoint of step {trials.oldest}, {which}: "
+            self._write(start)
+            if run.store.durable:
+                run.log.info(
+                    f"the next start resumes from the checkpoint of step {start.step}, {which}: "
                     "mend the program, and start it again"
                 )
         except (StoreError, OSError) as error:
             problem = f"the stop could not be written: {error}; a restart begins with the limits"
-            self.run.log.problem(
-                self.run.progress.step, f"{problem} and the skipped batches of today"
-            )
+            run.log.problem(run.progress.step, f"{problem} and the skipped batches of today")
 
     def repeat_from(self, *, before: int) -> int | None:
-        """Makes the next start resume from the newest checkpoint before a step. Collective.
+        """Makes the next start resume from the newest checkpoint before a step.
 
         Args:
             before: steps from here on are repeated.
@@ -72,50 +76,64 @@ class NextStart:
         Returns:
             The step of the checkpoint, or None if the next start resumes from the newest one.
         """
-        if self.run.store.trainer_save is not None:
-            return None
-        trials = self._no_trials(before=before)
-        if trials is None:
-            return None
+        start = None
         try:
-            self._mark_failed(trials)
+            if self.run.store.trainer_save is None:
+                start = self._newest(before=before)
+            if start is not None:
+                self._write(start)
         except (StoreError, OSError):
             return None
-        return trials.oldest
+        return start.step if start is not None else None
 
-    def _no_trials(self, *, before: int) -> Trials | None:
-        """Trials that have changed nothing, for a start from the newest checkpoint before a step.
-
-        Args:
-            before: steps from here on are repeated.
-
-        Returns:
-            The trials, or None without such a checkpoint or if the store cannot be read.
-        """
-        steps: list[int] = []
-        try:
-            for saved in self.run.known_checkpoints.listed():
-                if saved.step < before and saved.is_usable:
-                    steps.append(saved.step)
-        except StoreError:
-            return None
+    def _newest(self, *, before: int) -> NextStart | None:
+        """A start from the newest usable checkpoint before a step, or None without one."""
+        steps = []
+        for saved in self.run.known_checkpoints.listed():
+            if saved.step < before and saved.is_usable:
+                steps.append(saved.step)
         if not steps:
             return None
-        return in_force_now(self.run, oldest=max(steps), engines={})
+        return NextStart(max(steps), self.run.holding.envelope)
 
-    def _mark_failed(self, trials: Trials) -> None:
-        """Marks trials as failed in the newest record: the next start undoes them. Collective.
+    def _write(self, start: NextStart) -> None:
+        """Writes the start into the newest record.
 
         One rename replaces the record, so a process that is killed meanwhile leaves either the run
         before the stop, which finds the trouble again, or the stopped run.
-
-        Args:
-            trials: what was in force before the trials.
-
-        Raises:
-            StoreError: the record cannot be written.
         """
         newest = self.run.stored_checkpoints.newest_record()
         if newest is not None:
-            marked = replace(newest, trials=replace(trials, failed=True))
+            marked = replace(newest, next_start=start)
             self.run.store.replace_record(newest.step, marked.to_dict())
+
+
+def content_at_start(
+    run: Run, saved: SavedCheckpoint, newest: RunRecord | None
+) -> tuple[RunRecord, Engines]:
+    """The record and the engine states with which a start continues from a checkpoint.
+
+    Args:
+        run: the parts of the run.
+        saved: the checkpoint.
+        newest: the newest record in the store, or None. If it names no other start, the record and
+            the states are those of the checkpoint.
+
+    Returns:
+        The record, or a new record if the checkpoint has none; and the engine states.
+    """
+    own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
+    start = None if newest is None else newest.next_start
+    if newest is None or start is None or not start.tries:
+        return own, saved.engines
+    envelope, ledger = start.envelope, replace(newest.ledger)
+    ledger.stop(saved.step)
+    ledger.untrained = own.ledger.untrained
+    read_again = [list(each) for each in own.envelope.beyond(envelope).left_out]
+    skipped = {}
+    for loader, batches in own.skipped.items():
+        skipped[loader] = [each for each in batches if each not in read_again]
+    if own.comparisons is not None:
+        own = replace(own, comparisons=replace(own.comparisons, silent_until=0))
+    own = replace(own, ledger=ledger, skipped=skipped, envelope=envelope)
+    return own, engines_of_new_start(run.policy.engine, saved.engines)

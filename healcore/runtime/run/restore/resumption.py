@@ -7,20 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from healcore.console import counted, first_of
 from healcore.runtime.data.other_ranks import position_of_other_ranks
-from healcore.runtime.driver import Engines
-from healcore.runtime.run.checkpoints.unread_steps import unread_from_text, with_orders_of
-from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import SavedDataState
-from healcore.runtime.run.dispatch_queue import UnreadDispatch
-from healcore.runtime.run.engine_states import limit_norms
-from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.record.run_record import RunRecord
-from healcore.runtime.run.restore.changed_model import advice_for, forget_changes
+from healcore.runtime.run.restore.next_start import content_at_start
 from healcore.runtime.run.restore.stored import SavedCheckpoint, loader_positions
-from healcore.runtime.run.restore.trials import failed_trials, without_failed_trials
-from healcore.runtime.run.rollback.rate_limits import limit_rates
 from healcore.runtime.store.checkpoints import StateMismatch
 
 if TYPE_CHECKING:
@@ -28,9 +19,8 @@ if TYPE_CHECKING:
 
 
 class Resumption:
-    """Resumes a run in a new process, and leaves out what failed trials have changed.
+    """Resumes a run in a new process, and leaves out what tries before a stop have changed.
 
-        parameter groups   added to the optimizer, as the run had done in its loop
         weights            loaded with the engines; copies of older weights for the comparisons
         facts of the run   comparisons, ledger, monitor and loaders continue from the checkpoint;
                            attempts and settings from the newest record
@@ -62,25 +52,26 @@ class Resumption:
             StateMismatch: the newest intact one is of another state. An older checkpoint that fits
                 would lose the steps since then.
         """
-        trials = failed_trials(newest)
-        if trials is not None and trials.oldest in steps:
-            steps = [each for each in steps if each <= trials.oldest]
-        self._add_param_groups(steps)
+        start = None if newest is None else newest.next_start
+        if start is not None and start.step in steps:
+            steps = [each for each in steps if each <= start.step]
         load = partial(self._load_resumed, newest=newest)
         try:
             weights, saved = self.run.stored_checkpoints.load_first_intact(steps, load)
         except StateMismatch as error:
             where = self.run.store.place
-            raise replace(error, where=where, advice=advice_for(newest)) from None
-        own, _ = without_failed_trials(saved, newest)
+            raise replace(error, where=where, advice=_advice_for(newest)) from None
+        own, _ = content_at_start(self.run, saved, newest)
         self._continue_from(own, saved, weights)
         record = self.run.record
         record.continue_from(newest or own)
-        if trials is not None:
-            record.trials = None
+        self.run.holding.hold(own.envelope, own.step)
         record.part_growth.on_rollback(own.step)
         record.evaluation_growth.on_rollback(own.step)
-        forget_changes(self.run, since=own.step)
+        # The program will make a change in undone steps once more.
+        record.changes = [each for each in record.changes if each.step < own.step]
+        epochs = [each.epoch for each in record.changes]
+        self.run.loaders.epoch_loop.changed_in = max(epochs, default=None)
         # Drops the changes that the restart has made: they are not the program's.
         self.run.driver.structure_changes()
         self.run.saver.begin_attempt(own.step)
@@ -89,53 +80,36 @@ class Resumption:
             self.run.schedule.last_regular = own.last_regular
         return own.step, saved.data_state
 
-    def _add_param_groups(self, steps: Sequence[int]) -> None:
-        """Adds the parameter groups of the newest checkpoint that the program has not added yet."""
-        groups = self.run.stored_checkpoints.param_groups(steps)
-        added = self.run.driver.add_param_groups(groups) if groups else []
-        if added:
-            self.run.log.info(
-                f"the optimizer has received {counted(len(added), 'parameter')} that the run had "
-                f"added with add_param_group: {first_of(added)}. A call for the same parameters "
-                "finds the group there"
-            )
-
     def _load_resumed(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> dict[int, Any]:
         """Loads the state of a checkpoint of an earlier process.
 
         Returns:
             Step -> weights of that step, which a comparison needs.
         """
-        own, engines = without_failed_trials(saved, newest)
-        weights = self._copies(own.comparisons, saved.step)
-        repeats = own.repeats_undone_steps(saved.step)
-        reset = repeats and self.run.policy.rollback.reset_moments
-        if not self.run.comparisons.is_enabled:
-            engines = limit_norms(self.run.policy.engine, engines, {})
-        self.run.program_loader.load(saved.state, engines, reset=reset)
-        if failed_trials(newest) is not None:
-            self._apply_rates(engines, saved)
+        own, engines = content_at_start(self.run, saved, newest)
         needed: list[int] = []
         if own.comparisons is not None and self.run.comparisons.is_enabled:
-            needed = own.comparisons.needed()
+            needed = [each.step for each in own.comparisons.anchors]
+        weights = self._copies(needed, saved.step)
+        repeats = own.repeats_undone_steps(saved.step)
+        reset = repeats and self.run.policy.rollback.reset_moments
+        self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
         if saved.step in needed:
             weights[saved.step] = self.run.driver.copy_weights()
         return weights
 
-    def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
-        """The weights of older checkpoints that a comparison needs, by step; changes live state.
+    def _copies(self, needed: Sequence[int], resumed: int) -> dict[int, Any]:
+        """The weights of the needed checkpoints before the resumed one; changes live state.
 
         A checkpoint that some rank cannot load is skipped. The resumed one is not affected.
         """
         copies: dict[int, Any] = {}
-        if saved is None or not self.run.comparisons.is_enabled:
-            return copies
-        for step in saved.needed():
+        for step in needed:
             if step >= resumed:
                 continue
             weights = None
             try:
-                self.run.program_loader.load_step(step)
+                self.run.stored_checkpoints.load_step(step)
                 weights = self.run.driver.copy_weights()
             except Exception as error:
                 problem = f"the weights of checkpoint {step} cannot be compared: {error}"
@@ -144,59 +118,25 @@ class Resumption:
                 copies[step] = weights
         return copies
 
-    def _apply_rates(self, engines: Engines, saved: SavedCheckpoint) -> None:
-        """Computes the multipliers again, for the learning rates of the loaded checkpoint."""
-        rates, engine = self.run.driver.learning_rates(saved.engines), self.run.policy.engine
-        none = HealthyValues()
-        after = limit_rates(engine, engines, None, rates, healthy=False, learnt=none)
-        self.run.driver.load(None, after.engines)
-
     def _continue_from(
         self, own: RunRecord, saved: SavedCheckpoint, weights: Mapping[int, Any]
     ) -> None:
         """Continues comparisons, ledger, monitor and loaders from a checkpoint that was loaded.
 
         Args:
-            own: the record of the checkpoint, see `without_failed_trials`.
+            own: the record of the checkpoint, see `content_at_start`.
             saved: the checkpoint.
             weights: result of `_load_resumed`.
         """
-        batches = None
-        if saved.data_state is not None:
-            batches = saved.data_state.batches
-        if own.unread:
-            unread = unread_from_text(own.unread, batches or {})
-            if self._has_other_policy(own):
-                unread = with_orders_of(unread, self.run.policy.engine.config.rules)
-            self.run.dispatch_queue.resume(self._comparable_on_all_ranks(unread))
+        self.run.record.healthy = own.healthy
         if own.comparisons is not None:
-            self.run.comparisons.continue_from(
-                own.comparisons, weights, step=saved.step, batches=batches
-            )
+            self.run.comparisons.continue_from(own.comparisons, weights)
         self.run.ledger.continue_from(own.ledger, saved.step)
         self.run.monitor.state.continue_from(own.monitor)
         positions = {**(saved.position or {})}
         if own.repeats_undone_steps(saved.step):
             positions |= _kept_positions(own, saved)
         self.run.loaders.resume(positions, own.skipped)
-
-    def _has_other_policy(self, own: RunRecord) -> bool:
-        """Whether another policy than the given one has judged the steps of a checkpoint."""
-        given = self.run.policy.engine.fingerprint
-        return any(saved.get("policy") != given for saved in own.engines.values())
-
-    def _comparable_on_all_ranks(self, unread: Sequence[UnreadDispatch]) -> list[UnreadDispatch]:
-        """Marks the steps whose batches any rank has lost, because comparing is collective.
-
-        Each rank saves its own batches, up to a limit in bytes.
-        """
-        lost = self.run.ranks.gather([each.first.has_lost_contents for each in unread])
-        agreed: list[UnreadDispatch] = []
-        for number, each in enumerate(unread):
-            is_lost = any(flags[number] for flags in lost)
-            first = each.first._replace(has_lost_contents=is_lost)
-            agreed.append(each._replace(first=first))
-        return agreed
 
 
 def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:
@@ -216,3 +156,22 @@ def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:
     for name, position in own.forward.items():
         moved[name] = position_of_other_ranks(position, saved_by)
     return moved
+
+
+def _advice_for(newest: RunRecord | None) -> str:
+    """What to do about a checkpoint that does not fit, if the program has changed its model.
+
+    Args:
+        newest: the newest record in the store, or None.
+
+    Returns:
+        Sentences for the error message, or an empty string without a change.
+    """
+    if newest is None or not newest.changes:
+        return ""
+    which = ", ".join(f"at step {each.step} (epoch {each.epoch})" for each in newest.changes[-3:])
+    return (
+        f"The program has changed the structure of its model while it trained, {which}. Make the "
+        "same changes before `with Healer(...)`, and not again in the loop; "
+        'docs/data-and-resume.md shows it under "A model that changes while it trains"'
+    )

@@ -1,10 +1,10 @@
 """`RollbackRestore`: restores a checkpoint for a rollback.
 
-    choose steps            the checkpoints to try, the best first
-    load                    read and check the first intact one, put it into the live run
-    limit                   learning rates, norms and numbers, as the order says
-    rewind                  loaders, ledger, random states; the undone steps are forgotten
-    commit                  replace the record of the checkpoint by one rename
+    choose      the checkpoints to try, the best first
+    load        read and check the first intact one, put it into the live run
+    hold        rates, norms and numbers, as the remedy says
+    rewind      loaders, ledger, random states; the undone steps are forgotten
+    commit      replace the record of the checkpoint by one rename
 
 All checks pass before live state changes. A process that is killed before the rename has changed
 nothing on disk, and its successor finds the trouble again. After the rename every start resumes
@@ -13,70 +13,103 @@ from this checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
-from healcore.runtime.run.engine_states import engines_after_rollback, limit_norms, with_lr_states
-from healcore.runtime.run.healthy_ranges import Held
-from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
-from healcore.runtime.run.restore.changed_model import (
-    forget_changes,
-    restore_common,
-    steps_after_change,
-)
+from healcore.runtime.run.engine_states import engines_after_rollback, rates_of, with_rates
+from healcore.runtime.run.envelope import SavedRate
+from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.restore.stored import SavedCheckpoint
-from healcore.runtime.run.restore.trials import trials_with
-from healcore.runtime.run.rollback.dead_run import Revival, revivals_at
-from healcore.runtime.run.rollback.next_trial import Trial
-from healcore.runtime.run.rollback.rate_limits import RatesAfterRollback, limit_rates
+from healcore.runtime.run.rollback.rate_limits import limit_rates
+from healcore.runtime.run.rollback.remedy import Outcome, Remedy
+from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from healcore.runtime.store.checkpoints import (
     NoGoodCheckpoint,
     StateMismatch,
     StoreError,
     choose_checkpoints,
 )
-from healcore.runtime.store.ranks import run_on_first
+from healcore.runtime.store.ranks import broadcast, run_on_first
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
-
-LostSteps: TypeAlias = Callable[[int, RewindObstacle | None], int]
-"""Step of the restored checkpoint, and why the data was not rewound or None -> number of undone
-steps that the run does not repeat."""
-
-
-def _none_lost(target: int, obstacle: RewindObstacle | None) -> int:
-    """The `LostSteps` of a loop that repeats every step."""
-    return 0
 
 
 class RollbackRestore:
     """Restores a checkpoint for a rollback, in the order at the top of this file.
 
-    It does not decide whether to roll back. An `Order` has the reason, the onset of the trouble and
-    what changes. For an order this class chooses the checkpoint, and another one where the first
-    cannot be read or no longer fits the model. It also decides whether the learning rates of the
-    checkpoint count as healthy; `limit_rates` (`rollback/rate_limits.py`) then computes the rates
-    that follow. The restore is collective: either every rank loads the same checkpoint, or no rank
-    loads one.
+    It does not decide whether to roll back, and what is held: that is the table of
+    `rollback/remedy.py`. The restore is collective: either every rank loads the same checkpoint, or
+    no rank loads one.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def restore(
-        self, order: Order, lost_steps: LostSteps = _none_lost, lr_scale: float = 1.0
-    ) -> RollbackRecord:
-        """Restores a checkpoint for an order.
+    def choose(self, trouble: Trouble, *, depth: int = 1, tried: Sequence[int] = ()) -> list[int]:
+        """Steps of the snapshots that may be restored for a trouble, the best first. Collective.
 
         Args:
-            order: what to restore, and what to change.
-            lost_steps: says how many undone steps the run does not repeat.
-            lr_scale: the lowest learning-rate multiplier now, for the record.
+            trouble: the trouble.
+            depth: known-good checkpoint to begin with, 1 for the newest before the onset.
+            tried: steps of the snapshots that were restored for it. Older ones are better.
+
+        Raises:
+            NoGoodCheckpoint: there is none.
+            StateMismatch: all are from before the newest change of the model's structure, and do
+                not fit.
+            StoreError: the store cannot be read.
+        """
+        known, onset = self.run.known_checkpoints, trouble.onset
+        self.run.saver.wait()
+        known.end_probation(before=onset)
+        self.run.stored_checkpoints.find_damage()
+        if trouble.better_step is not None:
+            onset, tried = trouble.better_step, ()
+        initial = [self.run.record.first_step]
+        if known.started_from is not None:
+            initial.append(known.started_from)
+        saves, changes = self.run.stored_checkpoints.listed(), self.run.record.changes
+        fitting = saves
+        if changes:  # the run with the new structure begins with the first save after the change
+            fitting = [each for each in saves if each.step > changes[-1].step and each.is_usable]
+            initial += [each.step for each in fitting[:1]]
+        among = partial(
+            choose_checkpoints,
+            onset=onset,
+            depth=depth,
+            tried=tried,
+            initial=initial,
+            sound_until_onset=trouble.sound_before,
+        )
+        try:
+            return [*among(fitting)]
+        except NoGoodCheckpoint:
+            if not changes:
+                raise
+            at = changes[-1].step
+            difference = f"the program has changed the structure of its model at step {at}"
+            advice = "No rollback crosses such a change"
+            raise StateMismatch(among(saves)[0], [difference], advice=advice) from None
+
+    def restore(
+        self,
+        trouble: Trouble,
+        chosen: Remedy,
+        steps: Sequence[int],
+    ) -> RollbackRecord:
+        """Restores a snapshot for a trouble, and holds an envelope.
+
+        Args:
+            trouble: the trouble.
+            chosen: what is held from then on.
+            steps: steps of the snapshots to try, the best first.
 
         Returns:
             The rollback, as it is in the record of the restored checkpoint.
@@ -87,207 +120,133 @@ class RollbackRestore:
             StateMismatch: the state differs in structure from every checkpoint.
             StoreError: the store cannot be read.
         """
-        # Choose.
-        saver = self.run.saver
-        saver.wait()
-        self.run.known_checkpoints.end_probation(before=order.onset)
-        self.run.stored_checkpoints.find_damage()
-        steps = self._choose(order)
+        run, accepts = self.run, chosen.outcome is Outcome.ACCEPT
+        live, rates = run.driver.engines(), run.driver.learning_rates()
+        lr_scale = run.rate_log.lr_scale
+        undone = chosen.envelope.rates if accepts else {}
 
         # Load.
-        live, rates = self.run.driver.engines(), self.run.driver.learning_rates()
-        order = order.with_changes(lr_at_fault=self._fault_rates(order, live, rates))
-        try:
-            engines, saved = self._load_first_fitting(
-                order, steps, partial(self._load_target, order, live)
-            )
-        except StateMismatch as mismatch:
-            if order.reason.is_optional:
-                raise  # the weights are finite: what fits only in part is no remedy
-            return restore_common(self.run, order, steps, mismatch, lr_scale)
+        load = partial(self._load_target, undone, live)
+        engines, saved = run.stored_checkpoints.load_first_intact(steps, load, run.progress.step)
 
-        # Limit.
-        after = self._limit_rates(order, saved, engines)
+        # Hold.
+        healthy = run.record.healthy
+        if saved.record is not None:
+            healthy = healthy.with_better(saved.record.healthy)
+        at_fault = self._fault_rates(live, rates, healthy) if chosen.limits_rate else None
+        before = replace(run.holding.envelope, rates=self._rates_before(live, saved))
+        after = limit_rates(
+            run.policy.engine,
+            engines,
+            at_fault,
+            run.driver.learning_rates(saved.engines),
+            # No step has been trained at the rate of the very first state.
+            healthy=saved.step > run.record.first_step or chosen.is_last,
+            learnt=healthy,
+        )
+        envelope = replace(chosen.envelope, rates={})
 
         # Rewind.
-        self.run.record.trials = trials_with(self.run, order, live, saved)
-        skip_more = self.run.policy.rollback.skip_batches
-        if order.reason is OrderReason.BATCH:
-            skip_more = 0
-        obstacle = self.run.loaders.rewind(
-            saved.position, order.batches, skip_more, order.changes.read_again
+        new = envelope.beyond(before).left_out
+        obstacle = run.loaders.rewind(
+            saved.position,
+            new,
+            0 if trouble.exact else run.policy.rollback.skip_batches,
+            before.beyond(envelope).left_out,
         )
-        lost = lost_steps(saved.step, obstacle)
-        done = self._record_of(order, saved.step, after, rates, lost, obstacle, lr_scale)
+        lost = self._lost_steps(saved.step, obstacle)
+        why_lost = obstacle.reason if obstacle is not None and lost else ""
+        skipped_steps = run.step_batches.steps_of(len({*new}))
+        lowest = min(
+            after.scales,
+            key=lambda name: (after.scales[name], name not in after.limits),
+            default="",
+        )
+        done = RollbackRecord(
+            trouble=trouble,
+            accepts=accepts,
+            limits_rate=chosen.limits_rate,
+            before=before,
+            after=envelope,
+            number=len(run.ledger.rollbacks) + 1,
+            step=run.progress.step,
+            checkpoint=saved.step,
+            repeated=max(run.progress.step - saved.step - lost - skipped_steps, 0),
+            lost=lost,
+            why_lost=why_lost,
+            rewind_obstacle="" if obstacle is None else str(obstacle),
+            engine=lowest,
+            lr=rates.get(lowest),
+            lr_at_fault=None if at_fault is None else at_fault.get(lowest),
+            lr_limit=after.limits.get(lowest),
+            lr_scale=after.scales.get(lowest, 1.0),
+            lr_scale_before=lr_scale,
+        )
         saved_ledger = None if saved.record is None else saved.record.ledger
-        self.run.ledger.on_rollback(done, saved_ledger)
+        run.ledger.on_rollback(done, saved_ledger)
         if saved.data_state is not None:  # after the loaders, which draw random numbers
-            self.run.data_state.set_random_states(saved.data_state)
-        self.run.holding.held = self._held_after(order)
+            run.data_state.set_random_states(saved.data_state)
+        run.record.healthy = healthy
         self._forget_undone_steps(saved.step)
+        run.driver.load(None, after.engines)
+        run.holding.hold(envelope, saved.step)
 
         # Commit.
-        saver.begin_attempt(saved.step)
+        run.saver.begin_attempt(saved.step)
         self._commit_rollback(done)
         return done
 
-    def _choose(self, order: Order) -> tuple[int, ...]:
-        """Steps of the checkpoints to try, the best first."""
-        if order.anchor_step is not None:
-            saves = self.run.stored_checkpoints.listed()
-            return choose_checkpoints(saves, onset=order.anchor_step, sound_until_onset=True)
-        ledger = self.run.ledger
-        past = ledger.same_trouble(order.onset, self.run.policy.rollback.region)
-        if order.reason is OrderReason.DEAD_RUN:
-            past = revivals_at(order.onset, ledger.in_force)
-        if order.reason is OrderReason.BATCH:
-            past = []  # the steps since the last rollback have shown that its checkpoint is sound
-        initial = [self.run.record.first_step]
-        if self.run.known_checkpoints.started_from is not None:
-            initial.append(self.run.known_checkpoints.started_from)
-        return choose_checkpoints(
-            self.run.stored_checkpoints.listed(),
-            onset=order.onset,
-            depth=order.depth,
-            tried=[each.checkpoint for each in past],
-            initial=initial,
-            sound_until_onset=order.sound_until_onset,
-        )
+    def _fault_rates(self, live: Engines, rates: Rates, healthy: HealthyValues) -> dict[str, float]:
+        """Engine name -> the rate in force that a ceiling answers.
 
-    def _fault_rates(self, order: Order, live: Engines, rates: Rates) -> Mapping[str, float] | None:
-        """`lr_at_fault` of the order, completed by the rates in force of the other optimizers."""
-        at_fault = order.changes.lr_at_fault
-        if at_fault is None:
-            return None
-        completed = {}
-        for name, state in live.items():
-            scale = float(self.run.policy.engine.from_dict(state).lr.scale)
-            rate = rates.get(name)
-            completed[name] = (1.0 if rate is None else rate) * scale
-        return completed | {**at_fault}
-
-    def _load_first_fitting(
-        self,
-        order: Order,
-        steps: Sequence[int],
-        load: Callable[[SavedCheckpoint], Engines],
-    ) -> tuple[Engines, SavedCheckpoint]:
-        """Calls `load` with the first intact checkpoint of `steps` that fits the live state.
-
-        If the best checkpoint is from before a change of the model's structure, checkpoints from
-        after the change are tried before older ones. Raises StateMismatch of the best one if none
-        fits.
+        The highest rate since the last rollback if it was above every healthy one, else the present
+        one; and the multiplier alone where the rate is unknown, or where the policy cuts the
+        multiplier, whatever the rate is.
         """
-        mismatch: StateMismatch | None = None
-        remaining = [*steps]
-        while remaining:
-            try:
-                return self.run.stored_checkpoints.load_first_intact(
-                    remaining, load, self.run.progress.step
-                )
-            except StateMismatch as error:
-                if error.step is None or error.step not in remaining:
-                    raise
-                remaining = remaining[remaining.index(error.step) + 1 :]
-                if mismatch is None:
-                    mismatch = error
-                    remaining = [*steps_after_change(self.run, order, error.step), *remaining]
-            except NoGoodCheckpoint:
-                if mismatch is None:
-                    raise
-                break
-        assert mismatch is not None
-        raise mismatch
+        highest = self.run.monitor.state.rates
+        engine, at_fault = self.run.policy.engine, dict[str, float]()
+        for name, state in live.items():
+            scale = float(engine.from_dict(state).lr.scale)
+            rate = rates.get(name)
+            at_fault[name] = (1.0 if rate is None else rate) * scale
+            if not engine.limits_lr:
+                at_fault[name] = scale
+            elif name in highest and healthy.healthy_rate(name, highest[name]) < highest[name]:
+                at_fault[name] = highest[name]
+        return broadcast(self.run.ranks, at_fault)
 
-    def _load_target(self, order: Order, live: Engines, saved: SavedCheckpoint) -> Engines:
+    def _rates_before(self, live: Engines, saved: SavedCheckpoint) -> dict[str, SavedRate]:
+        """The multipliers and ceilings from before the trouble, which undoing restores.
+
+        The live multiplier may be cut already, by the step that has asked for the rollback. But a
+        checkpoint from before an earlier rollback does not know the ceilings of that rollback.
+        """
+        known = None if saved.record is None else len(saved.record.ledger.rollbacks)
+        if saved.engines and known == len(self.run.ledger.rollbacks):
+            return rates_of(saved.engines)
+        return rates_of(live)
+
+    def _load_target(
+        self, undone: Mapping[str, SavedRate], live: Engines, saved: SavedCheckpoint
+    ) -> Engines:
         """Loads the target of a rollback. Returns the engine states that are loaded with it."""
         engines = engines_after_rollback(self.run.policy.engine, live, saved.engines)
-        changes = order.changes
-        if changes.trial == Trial.ACCEPT or changes.revival == Revival.UNDO:
-            engines = with_lr_states(engines, changes.lr_states)
+        engines = with_rates(engines, undone)
         reset = self.run.policy.rollback.reset_moments
-        self.run.program_loader.load(saved.state, engines, reset=reset)
+        self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
         return engines
 
-    def _limit_rates(
-        self, order: Order, saved: SavedCheckpoint, engines: Engines
-    ) -> RatesAfterRollback:
-        """Loads the engine states with the limits of rates, norms and numbers after a rollback.
+    def _lost_steps(self, target: int, obstacle: RewindObstacle | None) -> int:
+        """Steps since `target` that the loop does not repeat, where the data was not rewound.
 
-        Args:
-            order: the order.
-            saved: the restored checkpoint, to whose step the schedules have returned.
-            engines: result of `_load_target`.
+        A loop that counts steps takes as many steps as without the rollback, with later data.
         """
-        engine, step = self.run.policy.engine, saved.step
-        # No step has been trained at the rate of the very first state: it may be the start of a
-        # warm-up, so it limits only the last rollback that the budget allows.
-        trained = step > self.run.record.first_step or order.is_last
-        after = limit_rates(
-            engine,
-            engines,
-            order.changes.lr_at_fault,
-            self.run.driver.learning_rates(saved.engines),
-            healthy=trained,
-            learnt=self.run.comparisons.state.ranges.values,
-        )
-        held = self._held_after(order)
-        engines = limit_norms(engine, after.engines, held.norm_limits, freeze=held.freezes(step))
-        self.run.driver.load(None, engines)
-        self.run.driver.hold_numbers(held.number_ranges)
-        return after
-
-    def _held_after(self, order: Order) -> Held:
-        """What is held in its healthy range after the rollback of an order."""
-        if order.changes.held is None:
-            return self.run.holding.held
-        return order.changes.held
-
-    def _record_of(
-        self,
-        order: Order,
-        step: int,
-        after: RatesAfterRollback,
-        rates: Rates,
-        lost: int,
-        obstacle: RewindObstacle | None,
-        lr_scale: float,
-    ) -> RollbackRecord:
-        """The record of a rollback, with the numbers of repeated and of lost steps.
-
-        Args:
-            order: the order.
-            step: step of the restored checkpoint.
-            after: the learning rates that follow.
-            rates: the learning rates before the rollback.
-            lost: undone steps that the run does not repeat.
-            obstacle: why the data was not rewound, or None.
-            lr_scale: the lowest multiplier of all optimizers before the rollback.
-        """
-        why_lost = rewind_obstacle = ""
-        if obstacle is not None:
-            rewind_obstacle = str(obstacle)
-            if lost:
-                why_lost = obstacle.reason
-        skipped_steps = self.run.step_batches.steps_of(len({*order.batches}))
-        scales, limits = after.scales, after.limits
-        lowest = min(scales, key=lambda name: (scales[name], name not in limits), default="")
-        return RollbackRecord(
-            order=order,
-            number=len(self.run.ledger.rollbacks) + 1,
-            step=self.run.progress.step,
-            continues_at=step,
-            skipped=len(order.batches),
-            repeated=max(self.run.progress.step - step - lost - skipped_steps, 0),
-            lost=lost,
-            why_lost=why_lost,
-            rewind_obstacle=rewind_obstacle,
-            engine=lowest,
-            lr=rates.get(lowest),
-            lr_limit=limits.get(lowest),
-            lr_scale=scales.get(lowest, 1.0),
-            lr_scale_before=lr_scale,
-        )
+        if obstacle is None or self.run.recovery.counts_steps or self.run.recovery.ends_by_steps:
+            return 0
+        end = self.run.progress.step
+        if obstacle == EPOCH_LOST:
+            end = self.run.monitor.state.loader_start
+        return max(end - target, 0)
 
     def _forget_undone_steps(self, target: int) -> None:
         """Makes the parts that remember single steps forget the steps from `target` on."""
@@ -298,11 +257,10 @@ class RollbackRestore:
         run.monitor.state.on_rollback(target)
         run.record.part_growth.on_rollback(target)
         run.record.evaluation_growth.on_rollback(target)
-        forget_changes(run, since=target)
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
-        saver, step = self.run.saver, done.continues_at
+        saver, step = self.run.saver, done.checkpoint
         try:
             saver.replace_record(step)
             on_disk = self.run.store.steps_on_disk
@@ -324,11 +282,11 @@ class RollbackRestore:
             step: step of the checkpoint.
         """
         driver = self.run.driver
-        engines, reset = driver.engines(), self.run.program_loader.resets_moments_at(step)
+        engines, reset = driver.engines(), self.run.stored_checkpoints.resets_moments_at(step)
 
         def load(saved: SavedCheckpoint) -> None:
             if driver.state_is_in_place:
-                self.run.program_loader.load(saved.state, engines, reset=reset)
+                self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
 
         self.run.saver.wait()
         try:

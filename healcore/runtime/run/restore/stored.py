@@ -13,15 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from healcore.core.decision import Cause
-from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.driver import Engines
 from healcore.runtime.faults.classification import classify
-from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
 from healcore.runtime.run.engine_states import compatible_states
+from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.record.run_record import RunRecord
-from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointInfo,
@@ -32,12 +30,11 @@ from healcore.runtime.store.checkpoints import (
     StoreError,
 )
 from healcore.runtime.store.host_copy import MEMORY
-from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_each
-from healcore.runtime.store.store import CheckpointStore
+from healcore.runtime.store.ranks import RankFailed, broadcast, run_on_each
 from healcore.runtime.store.values import attribute
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.checkpoints.known import KnownCheckpoints
+    from healcore.runtime.run.run import Run
 
 T = TypeVar("T")
 SavedItems: TypeAlias = Mapping[str, Any]
@@ -81,39 +78,40 @@ class StoredCheckpoints:
     would train different weights, so all methods agree between the ranks first.
 
     Args:
-        policy: its engine decides which saved engine states fit.
-        store: the store with the checkpoints.
-        ranks: the ranks, which load the same checkpoint.
-        log: the log, for parts of a checkpoint that are not used.
-        known_checkpoints: knows damaged checkpoints, and hears of damage.
-        loaders: check the positions in a checkpoint.
-        items: returns name -> item of the live state, see `Saver.items`.
+        run: the parts of the run.
     """
 
-    def __init__(
-        self,
-        *,
-        policy: HostPolicy,
-        store: CheckpointStore,
-        ranks: Ranks,
-        log: RunLog,
-        known_checkpoints: KnownCheckpoints,
-        loaders: LoaderRegistry,
-        items: Callable[[], dict[str, Any]],
-    ) -> None:
-        self._policy = policy
-        self._store = store
-        self._ranks = ranks
-        self._log = log
-        self._known_checkpoints = known_checkpoints
-        self._loaders = loaders
-        self._items = items
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def listed(self) -> list[CheckpointInfo]:
         """The checkpoints that every rank lists, as rank 0 sees them. Collective."""
-        of_ranks = self._ranks.gather(self._known_checkpoints.listed())
+        of_ranks = self.run.ranks.gather(self.run.known_checkpoints.listed())
         common = set.intersection(*({saved.step for saved in saves} for saves in of_ranks))
         return [saved for saved in of_ranks[0] if saved.step in common]
+
+    def healthy_values(self, steps: Sequence[int]) -> dict[int, HealthyValues]:
+        """What was known as healthy at some checkpoints. Collective.
+
+        Names that were unknown there are taken from later knowledge.
+
+        Args:
+            steps: steps of the checkpoints.
+
+        Returns:
+            Step -> healthy values, without checkpoints that have no readable record.
+        """
+        stored: Mapping[int, Mapping[str, Any]] = {}
+        if self.run.ranks.rank == 0:
+            stored = self.run.store.ring.records()
+            with suppress(StoreError):  # a restore reports it
+                stored = self.run.store.records()
+        found: dict[int, HealthyValues] = {}
+        for step, each in broadcast(self.run.ranks, stored).items():
+            if step in steps:
+                with suppress(Exception):  # the same
+                    found[step] = self.run.record.healthy.with_better(RunRecord.of(each).healthy)
+        return found
 
     def newest_record(self) -> RunRecord | None:
         """The newest record in the store, or None. Reads no arrays. Collective.
@@ -121,29 +119,14 @@ class StoredCheckpoints:
         The newest record is of the latest attempt, and in it of the latest step. A record that
         cannot be read is left to the resume, which reports it.
         """
-        stored = self._store.records() if self._ranks.rank == 0 else {}
+        stored = self.run.store.records() if self.run.ranks.rank == 0 else {}
         newest: RunRecord | None = None
-        for each in broadcast(self._ranks, stored).values():
+        for each in broadcast(self.run.ranks, stored).values():
             with suppress(Exception):
                 record = RunRecord.of(each)
                 if newest is None or _age(record) > _age(newest):
                     newest = record
         return newest
-
-    def param_groups(self, steps: Sequence[int]) -> dict[str, list[list[str]]]:
-        """The parameter groups that the run had added by the newest of `steps`. Collective.
-
-        Returns:
-            Optimizer -> names of the parameters of each group; empty without any, or if the record
-            is malformed, which the resume reports.
-        """
-        stored: Mapping[str, Any] = {}
-        if self._ranks.rank == 0 and steps:
-            stored = self._store.records().get(max(steps), {})
-        stored = broadcast(self._ranks, stored)
-        with suppress(Exception):
-            return RunRecord.of(stored).param_groups
-        return {}
 
     def find_damage(self) -> None:
         """Reports checkpoints that are too damaged for a listing. Collective.
@@ -153,9 +136,9 @@ class StoredCheckpoints:
         """
         damaged = []
         with suppress(StoreError):  # a missing disk is reported where it is needed
-            damaged = self._store.damaged()
-        for error in broadcast(self._ranks, damaged):
-            self._known_checkpoints.report_damage(error)
+            damaged = self.run.store.damaged()
+        for error in broadcast(self.run.ranks, damaged):
+            self.run.known_checkpoints.report_damage(error)
 
     def load_first_intact(
         self,
@@ -185,18 +168,18 @@ class StoredCheckpoints:
 
         def note_damage(error: CheckpointDamaged) -> None:
             problems.append(str(error))
-            self._known_checkpoints.report_damage(error)
+            self.run.known_checkpoints.report_damage(error)
 
         for step in steps:
             restored = None
             try:
-                restored = self._store.restore(step, self._items())
+                restored = self.run.store.restore(step, self.run.saver.items())
             except CheckpointNotFound:
                 pass
             except CheckpointDamaged as error:
                 note_damage(error)
             # The ranks' copies in memory may differ.
-            if not all(self._ranks.gather(restored is not None)):
+            if not all(self.run.ranks.gather(restored is not None)):
                 continue
             assert restored is not None
             loaded = self._load_on_all_ranks(step, restored, load)
@@ -206,10 +189,42 @@ class StoredCheckpoints:
             _, saved = loaded
             if saved.problem:
                 at = step if now is None else now
-                self._log.event("problem", step=at, problem=saved.problem)
+                self.run.log.event("problem", step=at, problem=saved.problem)
             return loaded
         reasons = "; ".join(problems) or "none of them is on every rank"
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(steps)} can be restored: {reasons}")
+
+    def load_program(self, saved: SavedItems, engines: Engines, *, reset: bool) -> None:
+        """Puts the program's state of a checkpoint into the live run, and nothing else.
+
+        Args:
+            saved: items of the checkpoint, by name. Healcore's own item is not loaded.
+            engines: engine states to load with it.
+            reset: whether the moments of the optimizers start again at zero.
+        """
+        state = {name: each for name, each in saved.items() if name != DATA_STATE_ITEM}
+        self.run.driver.load(state, engines, reset_moments=reset)
+
+    def load_step(self, step: int) -> None:
+        """Loads the program's state of a checkpoint, without healcore's record.
+
+        The engines keep their states, and no step is undone. Moments of the optimizers are reset as
+        after a rollback, if the policy says so.
+
+        Args:
+            step: step of the checkpoint.
+        """
+        saved = self.run.store.restore(step, self.run.saver.items()).state
+        self.load_program(saved, {}, reset=self.resets_moments_at(step))
+
+    def resets_moments_at(self, step: int) -> bool:
+        """Whether the moments start again at a checkpoint, because a rollback repeats from it.
+
+        Args:
+            step: step of the checkpoint.
+        """
+        resets = self.run.policy.rollback.reset_moments
+        return resets and self.run.record.repeats_undone_steps(step)
 
     def _damage_of(self, step: int, error: Exception) -> CheckpointDamaged:
         """The error of a checkpoint whose digests are intact, and whose values cannot be loaded."""
@@ -232,7 +247,7 @@ class StoredCheckpoints:
         result: tuple[T, SavedCheckpoint] | None = None
         failure: Exception | None = None
         try:
-            saved = run_on_each(self._ranks, partial(self._checked, step, restored))
+            saved = run_on_each(self.run.ranks, partial(self._checked, step, restored))
             saved = self._adapted_to_world(saved)
             result = load(saved), saved
         except Exception as error:
@@ -242,7 +257,7 @@ class StoredCheckpoints:
         ends: bool | None = None  # whether the failure ends the search, or None without a failure
         if failure is not None:
             ends = isinstance(failure, StateMismatch) or classify(failure).cause is Cause.OOM
-        outcomes = self._ranks.gather(ends)
+        outcomes = self.run.ranks.gather(ends)
         if result is not None and all(each is None for each in outcomes):
             return result
         failure = failure or RankFailed("another rank cannot load it")
@@ -259,12 +274,12 @@ class StoredCheckpoints:
             stored = record.engines
             if record.step != step:
                 raise StoreError(f"its record is of step {record.step}")
-            if data_state is None and record.world == self._ranks.world:
+            if data_state is None and record.world == self.run.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
-            self._loaders.check(record.forward)
-        engines, problem = compatible_states(self._policy.engine, stored)
+            self.run.loaders.check(record.forward)
+        engines, problem = compatible_states(self.run.policy.engine, stored)
         saved = SavedCheckpoint(step, restored.state, record, engines, problem, data_state)
-        self._loaders.check(saved.position or {})
+        self.run.loaders.check(saved.position or {})
         return saved
 
     def _adapted_to_world(self, saved: SavedCheckpoint) -> SavedCheckpoint:
@@ -272,13 +287,13 @@ class StoredCheckpoints:
 
         Random generators stay as the program has set them: added ranks have no saved state.
         """
-        world = self._ranks.world
+        world = self.run.ranks.world
         saved_by = world if saved.record is None else saved.record.world
         if saved_by == world:
             return saved
-        parts = self._ranks.gather(saved.position)
+        parts = self.run.ranks.gather(saved.position)
         wrong = []
-        for name, item in self._items().items():
+        for name, item in self.run.saver.items().items():
             if name != DATA_STATE_ITEM and attribute(item, "per_rank"):
                 wrong.append(
                     f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of '
@@ -289,7 +304,7 @@ class StoredCheckpoints:
             wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
         if wrong:
             raise StateMismatch(saved.step, wrong)
-        self._log.problem(
+        self.run.log.problem(
             saved.step,
             f"checkpoint {saved.step} was saved by {saved_by} ranks, but this run has {world}: the "
             "saved random generators are not used; the loaders begin the epoch again and discard "
@@ -300,7 +315,7 @@ class StoredCheckpoints:
         moved = dict(parts[0])
         for name, position in loader_positions(parts[0]).items():
             moved[name] = position_of_other_ranks(position, saved_by)
-        return saved._replace(data_state=SavedDataState(None, None, None, {}, moved, {}))
+        return saved._replace(data_state=SavedDataState(None, None, None, {}, moved))
 
 
 def _age(record: RunRecord) -> tuple[int, int]:

@@ -1,9 +1,14 @@
-"""Decides: whether the run is rolled back, and what it changes when it repeats the steps.
+"""Decides what is done about trouble: one value for every cause, and one table.
 
-`recovery` answers the records of each step, and carries out orders. `host_rules` counts the hits of
-the rules whose rollback needs evidence. The reasons for an order that no rule of the policy has are
-`nonfinite` (NaN in weights or in a save), `dead_run` (no step is finite any more) and
-`better_weights` (a comparison of weights). `next_trial` says what is tried, and `rate_limits` which
-learning rates follow. `report` writes what the log says. `next_trial`, `limit_rates` and
-`dead_run.next_revival` are pure functions of values. `restore` carries out what is decided here.
+    trouble          why the run goes back, and the tries so far
+    envelope         what the run is held in
+    remedy           the table: a pure function of both
+    recovery         answers each step, asks the table, and has the answer carried out
+    nonfinite        notices NaN and Inf in weights, saves and steps
+    host_rules       counts the rules of the policy that need evidence
+    holding          learns the healthy ranges, and holds what has left them
+    rate_limits      which learning rates follow a ceiling
+    report           what the log says
+
+`restore` carries out what is decided here.
 """

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.core.engine import Engine, EngineState
+from healcore.core.engine import Engine
 from healcore.core.numerics import FLOAT32_MAX
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.healthy_ranges import HealthyValues
@@ -64,8 +64,15 @@ def limit_rates(
             # A rate beyond float32 counts as unknown. Without the limit NumPy would warn of it.
             known[name] = np.float32(min(rate, FLOAT32_MAX))
     if at_fault is not None:
-        last_healthy = _last_healthy(states, known, rates, learnt) if healthy else {}
-        for name, limit in _new_limits(engine, states, at_fault, last_healthy).items():
+        factor = float(engine.config.lr.factor)
+        new = {name: factor * at_fault[name] for name in states}
+        lower: dict[str, float] = {}
+        for name in known if healthy else ():
+            in_force = float(rates[name] or 0) * float(states[name].lr.scale)
+            last_healthy = learnt.healthy_rate(name, in_force)
+            if 0 < last_healthy < at_fault[name]:
+                lower[name] = last_healthy
+        for name, limit in (lower or new).items():
             limited = engine.limit_lr(states[name], np.float32(limit), known.get(name), xp=np)
             states[name] = limited
     limits: dict[str, float] = {}
@@ -83,36 +90,3 @@ def limit_rates(
     scales = {name: float(state.lr.scale) for name, state in states.items()}
     saved = {name: engine.to_dict(state) for name, state in states.items()}
     return RatesAfterRollback(saved, limits, scales)
-
-
-def _last_healthy(
-    states: Mapping[str, EngineState],
-    known: Mapping[str, np.float32],
-    rates: Rates,
-    learnt: HealthyValues,
-) -> dict[str, float]:
-    """Engine name -> the last healthy rate in force, where it is known and not 0."""
-    found = {}
-    for name in known:
-        rate = rates[name]
-        if rate:
-            found[name] = learnt.healthy_rate(name, rate * float(states[name].lr.scale))
-    return found
-
-
-def _new_limits(
-    engine: Engine,
-    states: Mapping[str, EngineState],
-    at_fault: Mapping[str, float],
-    last_healthy: Mapping[str, float],
-) -> dict[str, float]:
-    """Engine name -> the rate to which a rollback limits it.
-
-    The engines whose rate at the fault was above their last healthy rate; or, if there is no such
-    engine, all of them.
-    """
-    lower = {name: rate for name, rate in last_healthy.items() if rate < at_fault[name]}
-    if lower:
-        return lower
-    factor = float(engine.config.lr.factor)
-    return {name: factor * at_fault[name] for name in states}

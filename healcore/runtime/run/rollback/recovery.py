@@ -1,47 +1,47 @@
-"""`Recovery`: answers the records of steps with rollbacks.
+"""`Recovery`: answers the records of steps, and has the remedy of each trouble carried out.
 
-Each reason to roll back (`OrderReason`) has its file in this folder:
-
-    RULE, HOOK                           `Recovery.carry_out_order`
-    SAVED_NAN, BATCH, WEIGHTS_NAN        `nonfinite`
-    DEAD_RUN                             `dead_run`
-    BETTER_WEIGHTS, INTENDED             `better_weights`
-
-All of them make an `Order`. `Recovery.roll_back` has it carried out, and the loop then continues at
-the step of the restored checkpoint:
-
-    find_order(step)                   log and monitor the step; an order of the policy, or None
-    act(step, order)                   the order, or one of the other reasons to roll back
-        roll_back(order)               the restore, events, the undone steps are forgotten
+    find_order(step)              log and monitor the step; a trouble that the policy names, or None
+    act(step, order)              the trouble of the step, whatever has shown it
+        answer(trouble)           of rules, hooks and NaN: is there evidence?
+            go_back(trouble)      the one way back, for every cause:
+                tries             the rollbacks for this trouble so far
+                facts             what had left its healthy range since a snapshot
+                remedy            the table: repeat in an envelope, accept, or stop
+                restore           `restore/rollback_restore.py`; the loop continues at its step
 
 Where no rollback can help, the run stops (`ending/stopping.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.events.sentences import flags_text
-from healcore.runtime.data.loader_registry import EPOCH_LOST
-from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.run.dispatch_queue import StepResult
+from healcore.runtime.run.envelope import Envelope
+from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.missing_rate import MissingRate
-from healcore.runtime.run.orders import Order, OrderReason, RollbackRecord
+from healcore.runtime.run.rollback import report
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
-from healcore.runtime.run.rollback.report import nonfinite_save, reason_of, report_rollback
+from healcore.runtime.run.rollback.remedy import Facts, Outcome, Remedy, remedy
+from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StateMismatch, StoreError
+from healcore.runtime.store.ranks import broadcast
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 
 class Recovery:
-    """Processes the steps that the loop reads, and carries out orders of rules and comparisons.
+    """Processes the steps that the loop reads, and answers each trouble.
 
     It is the place where a run decides to roll back, to save or to stop. `RollbackRestore` does the
     rollback, `Stopping` the stop, and `Loop` calls this class between two steps.
@@ -52,6 +52,7 @@ class Recovery:
             need.
 
     Attributes:
+        ends_by_steps: see the argument.
         counts_steps: whether the loop asks for the number of each step, so that a rollback repeats
             steps also where healcore reads no data for the loop.
     """
@@ -61,59 +62,67 @@ class Recovery:
         policy, state = run.policy, run.monitor.state
         self._host_rules = HostRules(policy.host_rules, policy.engine.config, state)
         self.counts_steps = False
-        self._ends_by_steps = ends_by_steps
+        self.ends_by_steps = ends_by_steps
         self._missing_rate = MissingRate(run)
         self._declined: Counter[str] = Counter()
-        """Reason -> declined orders, to log lasting trouble only now and then."""
+        """Reason -> troubles without a rollback, to log lasting trouble only now and then."""
 
-    def note_counted_steps(self) -> None:
-        """Notes that the loop asks for the number of each step, see `counts_steps`."""
-        self.counts_steps = True
+    @property
+    def repeats_batches(self) -> bool:
+        """Whether the steps after a rollback have the same batches again.
 
-    def find_order(self, result: StepResult) -> Order | None:
-        """Finds the order for a step that was read. Logs the step, and gives it to the monitor.
+        They have if the loaders can be rewound, and in a loop without a loader that asks for the
+        number of each step.
+        """
+        loaders = self.run.loaders
+        return loaders.can_rewind or (loaders.last_trained is None and self.counts_steps)
+
+    def find_order(self, result: StepResult) -> Trouble | None:
+        """Logs a step that was read, gives it to the monitor, and finds what the policy orders.
 
         Args:
             result: the oldest step that was not given to this method yet.
 
         Returns:
-            The order that the rules of the policy or a hook give, or None.
+            The trouble that the rules of the policy or a hook name, or None.
         """
+        run = self.run
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
-        self.run.progress.step += self.run.dispatch_queue.take_count_correction()
+        run.progress.step += run.dispatch_queue.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in result.records]
-        held = self.run.holding.held
-        if held.norms:  # a step has few calls
-            records = held.with_thresholds(result.index, records)
-        result = result._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
-        self.run.log.records(
+        if run.record.envelope.norms:  # a step has few calls
+            records = run.record.envelope.with_thresholds(result.index, records)
+        result = result._replace(records=run.monitor.metrics.with_loss_ratios(records))
+        run.log.records(
             result.index,
             result.records,
-            several=self.run.monitor.metrics.has_several_engines,
+            several=run.monitor.metrics.has_several_engines,
             steps_at_once=result.steps_at_once,
         )
-        self.run.dead_run.trained_rates.add(result.records)
         if not self._missing_rate.is_done:
             self._missing_rate.note_step(result.records)
-        order = self.run.monitor.note_step(result)
-        if self.run.monitor.state.nonfinite_streak == 1:
-            self.run.dead_run.trained_rates.add_rates(self.run.rate_log.rates_in_force())
+        order = run.monitor.note_step(result)
+        highest = run.monitor.state.rates
+        for record in result.records:
+            rate = record.trained_rate
+            if rate is not None and rate > highest.get(record.engine, 0.0):
+                highest[record.engine] = rate
+        if run.monitor.state.nonfinite_streak == 1:  # not every record has the rate of its step
+            for name, rate in run.holding.known_rates().items():
+                highest[name] = max(rate, highest.get(name, 0.0))
         return order
 
-    def act(self, result: StepResult, order: Order | None) -> RollbackRecord | None:
+    def act(self, result: StepResult, order: Trouble | None) -> RollbackRecord | None:
         """Decides after a step whether the run rolls back, and carries out the rollback.
 
         The order of the calls is part of the decision:
 
-        1. Without an order, NaN or Inf in the weights make one
-           (`NonfiniteRecovery.order_for_damage`).
-        2. A run in which no step is finite any more rolls back (`DeadRun.revive`), and the order is
-           dropped.
-        3. A run that trains nothing stops (`NonfiniteRecovery.stop_if_never_finite`).
-        4. The weights are compared with earlier weights (`BetterWeights.compare`).
-        5. The order is carried out, or without an order the verdict of the comparison.
-        6. Without both, values that the program has kept for long are accepted
-           (`BetterWeights.accept_intended`).
+        1. Without an order of the policy, NaN or Inf in the weights is a trouble.
+        2. A run in which no step is finite any more goes back, and the order is dropped.
+        3. A run that trains nothing stops.
+        4. The weights are compared with earlier weights.
+        5. The trouble is answered, or else the verdict of the comparison, or else numbers that the
+           program has kept outside of their range for long.
 
         Args:
             result: the step.
@@ -123,162 +132,140 @@ class Recovery:
             The rollback, or None if the run continues with the next step.
 
         Raises:
-            RunStopped: the order stops the run, or the run trains nothing any more.
+            RunStopped: the trouble stops the run, or the run trains nothing any more.
         """
-        if order is None:
-            order = self.run.nonfinite_recovery.order_for_damage(result)
-        revived = self.run.dead_run.revive(result)
-        if revived is not None:
-            return revived
-        self.run.nonfinite_recovery.stop_if_never_finite(order)
-        verdict = self.run.better_weights.compare(result)
-        if order is not None:
-            return self.carry_out_order(order)
+        run = self.run
+        trouble = order or run.nonfinite_recovery.in_weights(result)
+        dead = run.nonfinite_recovery.without_finite_step(result)
+        if dead is not None:
+            rollback = self.go_back(dead, result.index)
+            if rollback is not None:
+                return rollback
+        run.nonfinite_recovery.stop_if_never_finite(trouble)
+        verdict = run.comparisons.observe_result(result)
+        if trouble is not None:
+            return self.answer(trouble)
         if verdict is not None:
-            return self.run.better_weights.carry_out_verdict(verdict)
-        return self.run.better_weights.accept_intended(result.index)
+            return self.go_back(verdict, result.index)
+        if run.record.envelope.numbers:  # a step has few calls
+            return self.accept_intended(result.index)
+        return None
 
-    def carry_out_order(self, order: Order) -> RollbackRecord | None:
-        """Carries out an order of the policy, of a hook, or because of NaN.
+    def accept_intended(self, index: int, *, at_end: bool = False) -> RollbackRecord | None:
+        """Accepts the numbers that are held although the program keeps its own value for long.
+
+        The run goes back to before the numbers were held, and repeats the steps with the program's
+        values, as it would have trained without healcore. Where this cannot be, or where a later
+        rollback has healed other trouble that would come back, the values are used from now on.
+
+        Args:
+            index: the newest step.
+            at_end: whether the data have ended.
+
+        Returns:
+            The rollback, or None without one.
+        """
+        run, holding = self.run, self.run.holding
+        intended = holding.intended(run.progress.step, at_end=at_end)
+        if not intended or (run.comparisons.has_evidence and not at_end):
+            return None
+        values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
+        past, done = run.ledger.in_force, None
+        holds = [each for each in past if intended.keys() & each.after.numbers.keys()]
+        since = past[past.index(holds[0]) :] if holds else []
+        is_alone = all(later.onset <= each.step for each, later in pairwise(since))
+        is_alone = is_alone and not any(each.trouble.is_asked_for for each in since)
+        if holds and is_alone and run.loaders.can_rewind:
+            trouble = replace(
+                holds[0].trouble,
+                cause=TroubleCause.INTENDED,
+                found_at=index,
+                finite=True,
+                better_step=holds[0].checkpoint,
+                intended=values,
+            )
+            done = self.go_back(trouble, index)
+        if done is None:
+            until = run.progress.step + 1
+            kept = holding.envelope.without_numbers(intended)
+            holding.hold(kept, until)
+            run.comparisons.pause_until(until)
+            run.log.warning(f"step {index}: {values}: {report.INTENDED}, and is used from now on")
+        return done
+
+    # -- rules, hooks and NaN: is there evidence? -----------------------------------------------
+
+    def answer(self, trouble: Trouble) -> RollbackRecord | None:
+        """Answers a trouble that the policy, a hook or NaN has shown.
 
         Under `[rollback] confirm` an order of the policy needs evidence that the model is worse:
         weights or state with NaN or Inf. All other evidence comes from the comparisons. Weights
-        that are not finite do not recover, so a verdict that waits for a recovery is carried out
-        now.
+        that are not finite do not recover, so a verdict that waits for a recovery is followed now.
 
         Args:
-            order: what to do. An order without the action rollback or stop does nothing here: the
+            trouble: the trouble. Without the action rollback or stop nothing is done here: the
                 monitor has written its alert, and `Loop.read_and_act` saves.
 
         Returns:
             The rollback, or None without one.
 
         Raises:
-            RunStopped: the order stops the run, or its budget of rollbacks is exhausted.
+            RunStopped: the trouble stops the run, or its budget of rollbacks is exhausted.
         """
-        is_damaged = self.run.nonfinite_recovery.is_damaged(order)
-        needs_evidence = self._needs_evidence(order)
-        if is_damaged:
-            order = self._from_damaging_step(order)
-        if needs_evidence and is_damaged:
-            by = "state" if self.run.nonfinite_recovery.weights_are_finite() else "weights"
-            cause = Cause(order.cause)
-            self.run.log.assessment(order.index, order.onset, "damage", by, cause=cause)
-        elif needs_evidence:
-            return self._decline(order, "nothing", self._missing_evidence(order))
-        if order.action & Action.STOP:
-            self.run.stopping.stop(self._stop_reason(order), onset=order.onset)
-        if not order.action & Action.ROLLBACK:
+        run = self.run
+        damage = run.nonfinite_recovery.damage_of(trouble)
+        if self._needs_evidence(trouble):
+            if damage is None:
+                return self._decline(trouble)
+            cause = Cause(trouble.flags)
+            run.log.assessment(
+                damage.found_at, damage.onset, "damage", damage.cause.value, cause=cause
+            )
+        if damage is not None:
+            trouble = damage
+        if trouble.action & Action.STOP:
+            run.stopping.stop(self._stop_reason(trouble), onset=trouble.onset)
+        if not trouble.action & Action.ROLLBACK:
             return None
-        if is_damaged:
-            verdict = self.run.comparisons.suspicion.pending(order.index)
+        if damage is not None:
+            verdict = run.comparisons.state.verdict
             if verdict is not None:
-                better = self.run.better_weights.carry_out_verdict(verdict, finite=False)
-                if better is not None:
-                    return better
-        return self._roll_back_within_budget(order, needs_evidence=needs_evidence)
+                return self.go_back(replace(verdict, finite=damage.finite), trouble.found_at)
+        return self.go_back(trouble, trouble.found_at)
 
-    def _from_damaging_step(self, order: Order) -> Order:
-        """An order for damage, from the step that has done it: the last one that was trained.
-
-        Skipped steps change no weights, so the last step before them has done the damage. With an
-        accumulation around the optimizer, NaN in the accumulator comes from the batches of the bad
-        update itself, and the order stays as it is.
-        """
-        state = self.run.monitor.state
-        first = state.last_trained
-        if state.has_micro_steps or first is None or first >= order.first_alarm_of_cause:
-            return order
-        return replace(
-            order,
-            onset=min(order.onset, first),
-            sound_until_onset=True,
-            batches=tuple(state.batches_between(first, order.index)),
-        )
-
-    def _missing_evidence(self, order: Order) -> str:
-        """Why nothing shows that the model is worse, as a clause."""
-        if self.run.comparisons.is_enabled:
-            return "no comparison shows that the weights are worse"
-        if order.cause & NONFINITE:
-            return "the weights are finite"
-        return "healcore cannot tell without loss_fn whether the model is worse"
-
-    def _roll_back_within_budget(
-        self, order: Order, *, needs_evidence: bool
-    ) -> RollbackRecord | None:
-        """Rolls back, if the policy's budget has a rollback left for this trouble.
-
-        Otherwise stops the run. An order that needed evidence and found it in the state only is
-        declined instead: weights that are finite may still train.
-        """
-        # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
-        # refund it, and rollbacks by a hook do not use it.
-        policy, ledger = self.run.policy.budget, self.run.ledger
-        reach = max(policy.refund_after, 1)
-        count = len(self._spent_on(order, reach))
-        if order.onset <= self.run.record.first_step + reach:
-            count += ledger.spent  # by a run in another framework, whose engine was ported
-        budget = max(policy.recoveries, 1)
-        if count < budget:
-            is_last = count + 1 == budget and not order.is_harmless
-            return self.roll_back(replace(self._with_depth_and_limit(order), is_last=is_last))
-        if order.is_harmless:
-            self._report_impossible(order, NoGoodCheckpoint("the budget of rollbacks is exhausted"))
-            return None
-        if not needs_evidence or not self.run.nonfinite_recovery.weights_are_finite():
-            rollbacks = counted(count, "rollback has", "rollbacks have")
-            why = f"{rollbacks} been made within {counted(reach, 'step')} of the run"
-            self.run.stopping.stop(why, onset=order.onset)
-        return self._decline(order, "budget", "the budget of rollbacks is exhausted")
-
-    def _spent_on(self, order: Order, within: int) -> list[RollbackRecord]:
-        """The earlier rollbacks that count for an order.
-
-        A rollback for arrays that the run does not train on says nothing about a later trouble, and
-        neither does the skip of one batch for them.
-
-        Args:
-            order: the order.
-            within: see `Ledger.same_trouble`.
-        """
-        past = self.run.ledger.same_trouble(order.onset, within)
-        if order.is_harmless:
-            return past
-        return [each for each in past if not each.order.is_harmless]
-
-    def _needs_evidence(self, order: Order) -> bool:
+    def _needs_evidence(self, trouble: Trouble) -> bool:
         """Whether an order needs evidence. Only rules need it, and not a rule that stops."""
-        if not self.run.policy.rollback.confirm or not order.action & SERIOUS:
+        if not self.run.policy.rollback.confirm or not trouble.action & SERIOUS:
             return False
-        if order.reason is not OrderReason.RULE:
+        if trouble.cause is not TroubleCause.RULE:
             return False
         for rule in self.run.policy.engine.config.rules:
-            if rule.action & Action.STOP and rule.causes & order.cause:
+            if rule.action & Action.STOP and rule.causes & trouble.flags:
                 return False
         return True
 
-    def _decline(self, order: Order, by: str, why: str) -> None:
-        """Declines an order, and logs that the run continues without it.
+    def _decline(self, trouble: Trouble) -> None:
+        """Declines a rollback without evidence, and logs that the run continues.
 
-        Args:
-            order: the order.
-            by: what decided, for the event: "nothing" without evidence, or "budget".
-            why: the reason, as a clause. Of lasting trouble only the 1st, 10th, 100th, ... decline
-                for a reason has a line.
+        Of lasting trouble only the 1st, 10th, 100th, ... decline for a reason has a line.
         """
-        cause = Cause(order.cause)
-        self.run.log.assessment(order.index, order.onset, "unknown", by, cause=cause)
+        why = "healcore cannot tell without loss_fn whether the model is worse"
+        if self.run.comparisons.is_enabled:
+            why = "no comparison shows that the weights are worse"
+        elif trouble.flags & NONFINITE:
+            why = "the weights are finite"
+        cause = Cause(trouble.flags)
+        self.run.log.assessment(trouble.found_at, trouble.onset, "unknown", "nothing", cause=cause)
         times = self._times_to_log(why)
         if times:
             cause_names = flags_text(names_of(cause))
-            line = f"step {order.index}: no rollback for {cause_names}, because {why}"
+            line = f"step {trouble.found_at}: no rollback for {cause_names}, because {why}"
             if times > 1:
                 line += f" ({times} times so far)"
             self.run.log.info(line)
 
     def _times_to_log(self, why: str) -> int:
-        """Counts an order that is not carried out for a reason.
+        """Counts a trouble without a rollback.
 
         Returns:
             How often the reason has occurred, or 0 if this time has no line.
@@ -289,80 +276,228 @@ class Recovery:
             return times
         return 0
 
-    def _with_depth_and_limit(self, order: Order) -> Order:
-        """An order of the policy with its depth and learning-rate limit.
-
-        The rate is limited if an earlier rollback for the same trouble has not helped.
-        """
-        past = self._spent_on(order, self.run.policy.rollback.region)
-        if order.reason is OrderReason.RULE:
-            rollback = self.run.policy.engine.config.rollback
-            order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
-        if self.run.policy.may_limit_lr and past and not order.is_harmless:
-            return order.with_changes(lr_at_fault={})
-        return order
-
-    def _stop_reason(self, order: Order) -> str:
+    def _stop_reason(self, trouble: Trouble) -> str:
         """Why an order stops the run, as a clause."""
-        if order.reason is OrderReason.SAVED_NAN:
-            return nonfinite_save(order)
-        if order.reason is OrderReason.WEIGHTS_NAN:
-            return "the weights have NaN or Inf"
-        if order.reason is OrderReason.HOOK:
+        if trouble.arrays:
+            return report.nonfinite_save(trouble)
+        if trouble.cause is TroubleCause.HOOK:
             return "an on_incident hook stopped it"
         engines = self.run.driver.engines().values()
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is exhausted, and the trouble continues"
+        if trouble.cause is TroubleCause.WEIGHTS:
+            return "the weights have NaN or Inf"
         return "a rule of the policy stops it"
 
-    def roll_back(self, order: Order) -> RollbackRecord | None:
-        """Restores a checkpoint for an order, reports the rollback, and forgets the undone steps.
+    # -- the one way back -----------------------------------------------------------------------
+
+    def go_back(self, trouble: Trouble, index: int) -> RollbackRecord | None:
+        """Does what the table says about a trouble: repeats, accepts or stops. Collective.
 
         Args:
-            order: what to restore, and what to change when the steps are repeated.
+            trouble: the trouble.
+            index: the newest step.
 
         Returns:
-            The rollback. None if no checkpoint is usable for better earlier weights or for a dead
-            run: then the run continues, and the steps that were read meanwhile are due again.
+            The rollback, or None if the run continues where it is.
 
         Raises:
-            RunStopped: no checkpoint is usable, and the weights are damaged.
+            RunStopped: the table stops the run, or no snapshot is usable and the weights cannot be
+                kept.
         """
-        # Unread steps belong to the trouble up to their last alarm.
-        unread = list(self.run.dispatch_queue.read_all())
-        self.run.progress.step += self.run.dispatch_queue.take_count_correction()
-        skips = 0
-        for late in unread:
-            if any(each.skip for each in late.records):
-                skips += 1
-        self.run.ledger.skips += skips
-        if not order.reason.is_optional:
-            of_alarms = self.run.monitor.batches_of_alarms(unread)
-            order = replace(order, batches=(*order.batches, *of_alarms))
+        run = self.run
+        tries = self._tries(trouble)
+        past = run.ledger.in_force
+        if past and not tries and past[-1].step > run.ledger.accepted_until:
+            run.ledger.accepted = 0  # the tries at the last place have helped
         try:
-            lr_scale = self.run.rate_log.lr_scale
-            done = self.run.rollback_restore.restore(order, self._lost_steps, lr_scale)
+            steps = self._snapshots(trouble, tries)
+            better = run.comparisons.better_steps(trouble)
+            healthy = run.stored_checkpoints.healthy_values(
+                [each for each in steps if tries or each == steps[0]]
+            )
         except StoreError as error:
-            if not _may_continue(order, error):
-                self.run.stopping.stop(str(error), onset=order.onset)
-            self._report_impossible(order, error)
-            self.run.ledger.skips -= skips
-            self.run.dispatch_queue.make_due_again(unread)  # their own orders are carried out next
+            return self._without_snapshot(trouble, error)
+        if better:  # the other snapshots are there in case that one is damaged
+            healthy = {step: each for step, each in healthy.items() if step in better}
+        steps, outside = self._with_unusual(trouble, steps, healthy)
+        facts = self._facts(trouble, tries, steps[0], replace(outside, until=index + 1), healthy)
+        chosen = broadcast(run.ranks, remedy(trouble, tries, facts))
+        if chosen.outcome is Outcome.STOP:
+            reach = counted(self._reach, "step")
+            rollbacks = counted(self._spent(trouble), "rollback has", "rollbacks have")
+            why = f"{rollbacks} been made within {reach} of the run"
+            run.stopping.stop(why, onset=trouble.onset)
+        if chosen.outcome is Outcome.ACCEPT:
+            return self._accept(trouble, tries, chosen, index)
+        if trouble.cause is TroubleCause.BETTER_WEIGHTS:
+            self._log_verdict("damage", trouble, index)
+        return self._restore(trouble, chosen, steps, index)
+
+    def _tries(self, trouble: Trouble) -> list[RollbackRecord]:
+        """The rollbacks for a trouble so far, oldest first.
+
+        Where alarms explain NaN in an array, where a batch that makes NaN was left out, and where
+        another change was accepted, later NaN is another trouble.
+        """
+        region = self.run.policy.rollback.region if trouble.is_in_budget else 0
+        past = self.run.ledger.same_trouble(trouble.onset, region)
+        if trouble.cause is TroubleCause.STATE:
+            if trouble.batches and not trouble.exact:
+                return []
+            return [each for each in past if {*trouble.arrays} <= {*each.trouble.arrays}]
+        for place, each in reversed([*enumerate(past)]):
+            is_healed = each.trouble.exact and trouble.onset > each.step
+            if is_healed or (each.accepts and not trouble.finite):
+                return past[place + 1 :]
+        return past
+
+    def _snapshots(self, trouble: Trouble, tries: Sequence[RollbackRecord]) -> list[int]:
+        """Steps of the snapshots that may be restored for a trouble, the best first.
+
+        Raises:
+            NoGoodCheckpoint: there is none.
+            StoreError: the store cannot be read.
+        """
+        run = self.run
+        depth = trouble.depth
+        if trouble.cause is TroubleCause.RULE:
+            depth = run.policy.rollback.depth + run.policy.rollback.deepen * len(tries)
+        tried = [] if trouble.exact else [each.checkpoint for each in tries]
+        return run.rollback_restore.choose(trouble, depth=depth, tried=tried)
+
+    def _with_unusual(
+        self, trouble: Trouble, steps: list[int], healthy: dict[int, HealthyValues]
+    ) -> tuple[list[int], Envelope]:
+        """Looks for a snapshot since which something new is unusual. Collective.
+
+        The newest sound snapshot may already have a part of the trouble.
+
+        Args:
+            trouble: the trouble.
+            steps: steps of the snapshots, the best first.
+            healthy: step of each snapshot that is looked at -> what was known as healthy there.
+
+        Returns:
+            The steps from this snapshot on, or all; and what was unusual.
+        """
+        holding = self.run.holding
+        for place, step in enumerate(steps):
+            if step in healthy:
+                found = holding.outside(trouble, step, healthy[step]).beyond(holding.envelope)
+                if found:
+                    return steps[place:], found
+        return steps, Envelope()
+
+    def _facts(
+        self,
+        trouble: Trouble,
+        tries: Sequence[RollbackRecord],
+        step: int,
+        outside: Envelope,
+        healthy: dict[int, HealthyValues],
+    ) -> Facts:
+        """What the table reads besides the trouble and the tries."""
+        run = self.run
+        limits = run.policy.engine.scales_lr
+        if trouble.is_asked_for or not trouble.finite:
+            limits = run.policy.may_limit_lr
+        cuts = [run.policy.budget.lr_cuts - sum(each.limits_rate for each in tries)]
+        cuts += [each["state"]["budget"]["lr_cuts"] for each in run.driver.engines().values()]
+        left = math.inf
+        if trouble.is_in_budget and not trouble.exact:  # each of these follows another try
+            left = max(run.policy.budget.recoveries, 1) - self._spent(trouble)
+        return Facts(
+            now=run.holding.envelope,
+            outside=outside,
+            snapshot=step,
+            from_start=step <= run.record.first_step,
+            rate=run.holding.rate_fact(trouble, step, healthy.get(step, run.record.healthy)),
+            lr_cuts=int(min(cuts)) if limits else 0,
+            rollbacks_left=left,
+            repeats_batches=self.repeats_batches,
+            accepted=run.ledger.accepted,
+        )
+
+    @property
+    def _reach(self) -> int:
+        """Steps within which the budget of the policy counts rollbacks.
+
+        The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
+        refund it, and rollbacks by a hook do not use it.
+        """
+        return max(self.run.policy.budget.refund_after, 1)
+
+    def _spent(self, trouble: Trouble) -> int:
+        """Number of rollbacks within reach that count for a trouble, without those for the loss.
+
+        A rollback for arrays that no loss reads says nothing about a later trouble.
+        """
+        ledger, count = self.run.ledger, 0
+        for each in ledger.same_trouble(trouble.onset, self._reach):
+            counts = each.trouble.is_in_budget and not each.trouble.exact
+            if counts and (trouble.finite or not each.trouble.finite):
+                count += 1
+        if trouble.onset <= self.run.record.first_step + self._reach:
+            count += ledger.spent  # by a run in another framework, whose engine was ported
+        return count
+
+    def _restore(
+        self, trouble: Trouble, chosen: Remedy, steps: Sequence[int], index: int
+    ) -> RollbackRecord | None:
+        """Restores a snapshot, reports the rollback, and forgets the undone steps.
+
+        Args:
+            trouble: the trouble.
+            chosen: what is held when the steps are repeated.
+            steps: steps of the snapshots to try, the best first.
+            index: the newest step.
+
+        Returns:
+            The rollback. None if no snapshot is usable and the weights can be kept: then the run
+            continues, and the steps that were read meanwhile are due again.
+
+        Raises:
+            RunStopped: no snapshot is usable, and the weights are damaged.
+        """
+        run = self.run
+        # Unread steps belong to the trouble up to their last alarm.
+        unread = list(run.dispatch_queue.read_all())
+        run.progress.step += run.dispatch_queue.take_count_correction()
+        skips = sum(any(each.skip for each in late.records) for late in unread)
+        run.ledger.skips += skips
+        if trouble.batches and not trouble.exact:
+            batches = tuple(run.monitor.batches_of_alarms(unread))
+            more = chosen.envelope.joined(Envelope(left_out=batches))
+            chosen = replace(chosen, envelope=more)
+        try:
+            done = run.rollback_restore.restore(trouble, chosen, steps)
+        except StoreError as error:
+            self._without_snapshot(trouble, error)
+            run.ledger.skips -= skips
+            run.dispatch_queue.make_due_again(unread)  # their own troubles are answered next
             return None
-        report_rollback(self.run, done)
-        self.run.batches.on_rollback(done.continues_at)
-        self.run.dispatch_queue.forget_accumulation()
-        self.run.nonfinite_recovery.on_rollback()
-        self.run.rate_log.on_rollback(done)
-        self.run.monitor.read_engines()
+        report.report_rollback(run, done, index)
+        run.batches.on_rollback(done.checkpoint)
+        run.dispatch_queue.forget_accumulation()
+        run.nonfinite_recovery.on_rollback()
+        run.rate_log.on_rollback(done)
+        run.monitor.read_engines()
         return done
 
-    def _report_impossible(self, order: Order, error: StoreError) -> None:
-        """Logs that no checkpoint can be restored for an order, and that the run continues.
+    def _without_snapshot(self, trouble: Trouble, error: StoreError) -> None:
+        """Continues where no snapshot can be restored and the weights can be kept, or stops.
 
-        Where every step orders a rollback, only the 1st, 10th, 100th, ... has a line.
+        After an error other than these two, the live state may have changed in part. Where every
+        step finds the trouble, only the 1st, 10th, 100th, ... has a line.
         """
-        why = reason_of(order)
+        run = self.run
+        may_continue = trouble.finite and isinstance(error, NoGoodCheckpoint | StateMismatch)
+        if isinstance(error, StateMismatch) and not may_continue:
+            may_continue = run.nonfinite_recovery.weights_are_finite()
+        if not may_continue:
+            run.stopping.stop(str(error), onset=trouble.onset)
+        why = report.reason_of(trouble)
         if self._times_to_log(why):
             reason = str(error)
             if isinstance(error, StateMismatch):
@@ -370,27 +505,74 @@ class Recovery:
                 reason = f"the checkpoint of step {error.step} does not fit: "
                 reason += first_of(error.differences, separator="; ")
             problem = f"{why}, but {reason}; the run continues without a rollback"
-            self.run.log.problem(self.run.progress.step, problem)
+            run.log.problem(run.progress.step, problem)
+        if trouble.cause is TroubleCause.BETTER_WEIGHTS and trouble.finite:
+            run.ledger.leave(trouble.onset)
+            self._log_verdict(
+                "accepted", trouble, run.progress.step - 1, by="nothing", why=report.NOT_RESTORED
+            )
+            run.comparisons.pause_until(run.progress.step + 1)
 
-    def _lost_steps(self, target: int, obstacle: RewindObstacle | None) -> int:
-        """Steps since `target` that the loop does not repeat, where the data was not rewound.
+    def _accept(
+        self,
+        trouble: Trouble,
+        tries: Sequence[RollbackRecord],
+        chosen: Remedy,
+        index: int,
+    ) -> RollbackRecord | None:
+        """Accepts the program's own way. No later rollback is for this trouble.
 
-        A loop that counts steps takes as many steps as without the rollback, with later data.
+        The tries are undone by a last rollback if they have held anything: the repeat differs
+        without it. Otherwise the run continues where it is.
         """
-        if obstacle is None or self.counts_steps or self._ends_by_steps:
-            return 0
-        end = self.run.progress.step
-        if obstacle == EPOCH_LOST:
-            end = self.run.monitor.state.loader_start
-        return max(end - target, 0)
+        run = self.run
+        if any(each.accepts for each in tries):
+            return None  # it was accepted before
+        if trouble.cause is TroubleCause.STATE:
+            run.nonfinite_recovery.allow(trouble, tries)
+            return None
+        until = run.progress.step + 1
+        why = report.why_accepted(trouble, len(tries))
+        if trouble.cause is TroubleCause.BETTER_WEIGHTS:
+            run.ledger.accepted += 1
+        if trouble.cause is not TroubleCause.NO_FINITE_STEP:
+            run.ledger.accept(trouble.onset, until)
+            self._log_verdict(
+                "accepted", trouble, index, by=report.decided_by(trouble) or "state", why=why
+            )
+        done, undone = None, any(each.holds for each in tries)
+        if undone:
+            oldest = min(each.checkpoint for each in tries)
+            to_oldest = replace(trouble, better_step=oldest, sound_before=True)
+            try:
+                done = self._restore(trouble, chosen, run.rollback_restore.choose(to_oldest), index)
+            except StoreError as error:
+                self._without_snapshot(trouble, error)
+            if done is None:
+                run.holding.hold(chosen.envelope, until)
+        run.comparisons.pause_until(until)
+        if trouble.cause is TroubleCause.BETTER_WEIGHTS:
+            run.log.warning(report.accepted_line(trouble, index, why, done=done, undone=undone))
+        return done
 
-
-def _may_continue(order: Order, error: StoreError) -> bool:
-    """Whether the run can continue although an order could not be carried out.
-
-    Checkpoints that do not fit the model's structure never will, and other damage is not known. A
-    rollback to better weights, of a dead run, or for one batch is optional: the weights are finite.
-    """
-    if isinstance(error, StateMismatch):
-        return True
-    return order.reason.is_optional and isinstance(error, NoGoodCheckpoint)
+    def _log_verdict(
+        self,
+        name: str,
+        trouble: Trouble,
+        index: int,
+        *,
+        by: str = "earlier_weights",
+        why: str | None = None,
+    ) -> None:
+        """Writes the event of a verdict about the weights."""
+        anchor = self.run.comparisons.state.anchor_of(trouble.better_step)
+        self.run.log.assessment(
+            index,
+            trouble.onset,
+            name,
+            by,
+            checkpoint=trouble.better_step,
+            rise=trouble.rise,
+            loss_before=anchor.level if anchor is not None and name == "accepted" else None,
+            why=why,
+        )

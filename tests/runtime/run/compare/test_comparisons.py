@@ -130,9 +130,9 @@ def test_an_anchor_of_other_parameters_costs_the_other_anchors_no_comparison(cha
     run.take(run.step, weight=level, alarm=True)
 
     assert run.assessments == ["worse"]
-    verdict = run.comparisons.suspicion.pending(run.step)
+    verdict = run.comparisons.state.verdict
     assert verdict is not None
-    assert (verdict.anchor_step, verdict.found_at) == (found, last)
+    assert (verdict.better_step, verdict.found_at) == (found, last)
     assert run.comparisons.state.anchor_of(changed) is None
     assert run.comparisons.credit.left < 0.0, "the comparison with the other anchor is charged"
 
@@ -149,9 +149,9 @@ def test_no_verdict_stands_about_weights_that_were_dropped_in_the_same_compariso
     anchor.weights = OTHER_PARAMETERS  # its strong evidence makes it the anchor of the verdict
 
     run.take(run.step, weight=level, alarm=True)
-    assert run.comparisons.suspicion.pending(run.step) is None
+    assert run.comparisons.state.verdict is None
 
     run.take(run.step, weight=level, alarm=True)
-    verdict = run.comparisons.suspicion.pending(run.step)
+    verdict = run.comparisons.state.verdict
     assert verdict is not None
-    assert verdict.anchor_step == 100
+    assert verdict.better_step == 100

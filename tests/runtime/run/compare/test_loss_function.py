@@ -53,7 +53,7 @@ def test_parts_of_a_batch_count_by_their_weights():
     parts = (ObservedBatch(1.0, weight=0.75), ObservedBatch(5.0, weight=0.25))
     mean = 0.75 * 1.0 + 0.25 * 5.0
 
-    found: Any = run.comparisons.anchor_losses.losses_of([TrainedStep(run.step, parts)], first)
+    found: Any = run.comparisons.losses_of([TrainedStep(run.step, parts)], first)
 
     [now], [then] = found
     assert now == pytest.approx(run.driver.weight + mean)

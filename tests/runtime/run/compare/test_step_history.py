@@ -21,7 +21,6 @@ from healcore.runtime.run.compare.step_history import (
     StepHistory,
 )
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
-from healcore.runtime.run.healthy_ranges import HealthyValues
 
 
 def add(
@@ -58,9 +57,9 @@ def test_high_losses_do_not_become_usual_until_a_comparison_shows_no_damage():
     history = StepHistory()
     add(history, [1.0] * 150)
     assert all(each.high for each in add(history, [5.0] * 500, first=150))
-    history.accept_level()
+    history.level.accept()
     assert not any(each.high for each in add(history, [5.0] * 50, first=650))
-    history.accept_level()
+    history.level.accept()
     assert add(history, [6.0], first=700)[0].high
 
 
@@ -68,7 +67,7 @@ def test_a_few_high_losses_are_not_a_new_level():
     history = StepHistory()
     add(history, [1.0] * 150)
     add(history, [5.0] * 30, first=150)
-    history.accept_level()
+    history.level.accept()
     assert add(history, [5.0], first=180)[0].high
 
 
@@ -77,8 +76,8 @@ def test_losses_that_are_not_finite_are_never_the_usual_level():
     history = StepHistory()
     add(history, [1.0] * 150)
     add(history, [math.nan] * 150, first=150, alarm=True)
-    history.accept_level()
-    assert history.largest_usual_loss() == 1.0
+    history.level.accept()
+    assert history.level.largest_usual() == 1.0
     signs = add(history, [1.0] * 50, first=300)
     assert [each.high for each in signs] == [True] + [False] * 49  # the first ends the stretch
 
@@ -88,15 +87,13 @@ def test_the_norms_of_the_bad_steps_before_the_first_sign_are_not_healthy():
     history = StepHistory()
     add(history, [1.0] * 150)
     add(history, [1.0] * 4, first=150, norm=4096.0)
-    assert history.largest_norms() == {"a": 1.0}
+    assert history.norms.largest() == {"a": 1.0}
     add(history, [9.0], first=154, alarm=True)
     found = history.suspect_steps(154, 160)
     assert found is not None
     assert found.largest_norms() == {"a": 4096.0}
-    healthy = HealthyValues(norms=history.largest_norms())
-    assert found.with_unusual_norm(["a"], healthy) == [150, 151, 152, 153]
     add(history, [1.0] * 200, first=155)
-    assert history.largest_norms() == {"a": 1.0}, "a sign came in time, so they never are"
+    assert history.norms.largest() == {"a": 1.0}, "a sign came in time, so they never are"
 
 
 def test_a_norm_without_a_sign_after_it_becomes_healthy():
@@ -104,9 +101,9 @@ def test_a_norm_without_a_sign_after_it_becomes_healthy():
     add(history, [1.0] * 150)
     add(history, [1.0], first=150, norm=2.0)
     add(history, [1.0] * 19, first=151)
-    assert history.largest_norms() == {"a": 1.0}
+    assert history.norms.largest() == {"a": 1.0}
     add(history, [1.0], first=170)
-    assert history.largest_norms() == {"a": 2.0}
+    assert history.norms.largest() == {"a": 2.0}
 
 
 def test_norms_while_evidence_is_pending_and_norms_that_are_not_finite_are_not_healthy():
@@ -115,7 +112,7 @@ def test_norms_while_evidence_is_pending_and_norms_that_are_not_finite_are_not_h
     add(history, [1.0] * 50, first=150, norm=7.0, healthy=False)
     add(history, [1.0] * 50, first=200, norm=math.inf)
     add(history, [1.0] * 50, first=250)
-    assert history.largest_norms() == {"a": 1.0}
+    assert history.norms.largest() == {"a": 1.0}
 
 
 def test_suspects_are_the_steps_around_the_first_sign_and_all_later_high_ones():
@@ -174,30 +171,6 @@ def test_the_batches_of_late_steps_take_a_bounded_memory(content: object, later:
     assert len(found.steps) == STEPS_BEFORE_SIGN + MAX_ALWAYS + later
 
 
-def test_equal_passes_have_equal_digests():
-    one, other = StepHistory(), StepHistory()
-    losses = falling(300)
-    add(one, losses)
-    add(other, losses[100:], first=100)
-    assert one.digest(150) == other.digest(150)
-    assert one.digest(200) == other.digest(150), "of the last hundred losses at most"
-    add(one, [1.0], first=300)
-    add(other, [math.nextafter(1.0, 2.0)], first=300)
-    assert one.digest(150) != other.digest(150)
-    shorter = StepHistory()
-    add(shorter, losses[250:], first=250)
-    assert shorter.digest(150) != one.digest(150), "a restart within the pass proves nothing"
-
-
-def test_passes_without_losses_are_told_apart_by_their_norms():
-    """A loop need not report its losses. Its healthy repeat was taken for the same damage."""
-    damaged, again, healthy = StepHistory(), StepHistory(), StepHistory()
-    for history, norm in ((damaged, 9.0), (again, 9.0), (healthy, 1.0)):
-        add(history, [math.nan] * 50, first=100, norm=norm)
-    assert damaged.digest(100) == again.digest(100)
-    assert damaged.digest(100) != healthy.digest(100)
-
-
 @given(st.integers(0, 2**32))
 def test_the_cached_maxima_are_the_maxima(seed):
     """An oracle of `sign` and `high` that remembers all losses; many of them are equal."""
@@ -222,35 +195,35 @@ def test_a_norm_above_a_limit_in_force_never_becomes_healthy():
     limits = {"a": 3.0}
     add(history, [1.0] * 100, first=100, norm=4096.0, limits=limits)
     add(history, [1.0] * 100, first=200, norm=2.5, limits=limits)
-    history.learn_doubtful_norms(300, limits)
-    assert history.largest_norms() == {"a": 2.5}
+    history.norms.learn_doubtful(300, limits)
+    assert history.norms.largest() == {"a": 2.5}
 
 
 def test_the_typical_norm_is_the_median_of_the_last_norms():
     history = StepHistory()
     add(history, [1.0] * 99, norm=2.0)
-    assert history.typical_norms() == {}
+    assert history.norms.typical() == {}
     add(history, [1.0] * 60, first=99, norm=4.0)
-    assert history.typical_norms() == {"a": 4.0}
+    assert history.norms.typical() == {"a": 4.0}
     add(history, [1.0] * 2, first=159, norm=4096.0)
-    assert history.typical_norms() == {"a": 4.0}
+    assert history.norms.typical() == {"a": 4.0}
 
 
 def test_a_rollback_takes_back_the_norms_that_were_learnt_after_its_target():
     history = StepHistory()
     add(history, [1.0] * 100)
-    at_target = history.largest_norms()
+    at_target = history.norms.largest()
     add(history, [1.0] * 60, first=100, norm=8.0)
-    assert history.largest_norms() == {"a": 8.0}
+    assert history.norms.largest() == {"a": 8.0}
     history.forget(at_target)
-    assert history.largest_norms() == {"a": 1.0}
+    assert history.norms.largest() == {"a": 1.0}
 
 
 def test_a_loss_that_was_high_before_a_rollback_is_high_in_the_repeat():
     """Without it, only the first bad batches of a repeat would be found, and not the others."""
     history = StepHistory()
     add(history, [1.0] * 150)
-    at_target = history.largest_usual_loss()
+    at_target = history.level.largest_usual()
     add(history, [5.0] * 30, first=150)
     history.forget({}, at_target)
     add(history, [1.0] * 10, first=150)
@@ -264,7 +237,7 @@ def test_a_loss_that_was_high_before_a_rollback_is_high_in_the_repeat():
 def test_few_losses_say_nothing_about_the_usual_loss():
     history = StepHistory()
     add(history, [1.0] * 99)
-    assert history.largest_usual_loss() is None
+    assert history.level.largest_usual() is None
 
 
 def test_the_rates_of_all_healthy_steps_are_learnt_and_not_those_at_a_sign():
@@ -280,9 +253,9 @@ def test_the_rates_of_all_healthy_steps_are_learnt_and_not_those_at_a_sign():
     add(range(30, 95), 0.05)
     add(range(95, 99), 3.0)
     add(range(99, 100), 0.01, alarm=True)
-    assert history.healthy_rates({"a": 0.01}) == {"a": NumberRange(0.01, 0.1, 0.01)}
-    assert history.healthy_rates({"a": 0.02}) == {"a": NumberRange(0.02, 0.02, 0.02)}
-    assert history.healthy_rates({}) == {}
+    assert history.norms.take_rates({"a": 0.01}) == {"a": NumberRange(0.01, 0.1, 0.01)}
+    assert history.norms.take_rates({"a": 0.02}) == {"a": NumberRange(0.02, 0.02, 0.02)}
+    assert history.norms.take_rates({}) == {}
 
 
 def test_suspects_are_looked_for_from_the_alarm_on_that_began_the_trouble():

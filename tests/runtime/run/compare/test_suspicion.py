@@ -6,8 +6,8 @@ import random
 import pytest
 
 from healcore.runtime.run.compare.evidence import STAKE
-from healcore.runtime.run.orders import Order, RollbackRecord
-from tests.runtime.run.compare.arithmetic import AGAIN, THRESHOLD, TO_VERDICT
+from healcore.runtime.run.trouble import RollbackRecord, Trouble
+from tests.runtime.run.compare.arithmetic import AGAIN, TO_VERDICT
 from tests.runtime.run.compare.toy_driver import (
     LASTS,
     ToyRun,
@@ -31,15 +31,12 @@ def test_damage_that_lasts_is_found_after_twenty_comparisons(alarm):
     # What was found, and where the damage began.
     assert verdict.onset == DAMAGE
     assert verdict.found_at == AT_ONCE
-    assert verdict.anchor_step == 200, "the anchor with the lowest mean loss, although it is young"
-    assert verdict.evidence >= THRESHOLD
+    assert verdict.better_step == 200, "the anchor with the lowest mean loss, although it is young"
     assert verdict.rise > 1
-    assert verdict.rise_remembered > 1
-    assert run.holding.unusual_batches(verdict) == []
 
     # The run has had its time to recover, and is still worse.
-    assert verdict.due == DAMAGE + LASTS
-    assert verdict.roll_back_at == verdict.due + AGAIN - 1
+    assert verdict.recovers_until == DAMAGE + LASTS
+    assert run.step == verdict.recovers_until + AGAIN
     assert run.assessments == ["worse"]
 
 
@@ -132,13 +129,13 @@ def test_damage_soon_after_the_anchor_is_not_waited_for():
     run = ToyRun(noisy, interval=8)
     train_healthy(run, DAMAGE)
     verdict = train_damaged(run)
-    assert verdict.roll_back_at == verdict.found_at == AT_ONCE
-    assert verdict.anchor_step > DAMAGE - TO_VERDICT
+    assert run.step - 1 == verdict.found_at == AT_ONCE
+    assert verdict.better_step > DAMAGE - TO_VERDICT
     assert run.assessments == []
 
 
 ROLLED_BACK = RollbackRecord(
-    order=Order(index=299, onset=DAMAGE, first_alarm_of_cause=DAMAGE), step=300, continues_at=200
+    trouble=Trouble(onset=DAMAGE, found_at=299, since=DAMAGE), step=300, checkpoint=200
 )
 
 
@@ -146,7 +143,7 @@ def test_trouble_that_was_rolled_back_already_has_no_second_wait():
     run = healthy_run(DAMAGE)
     run.record.ledger.rollbacks.append(ROLLED_BACK)
     verdict = train_damaged(run)
-    assert verdict.roll_back_at == verdict.found_at == AT_ONCE
+    assert run.step - 1 == verdict.found_at == AT_ONCE
     assert run.assessments == []
 
 
@@ -154,15 +151,15 @@ def test_trouble_after_the_rolled_back_steps_has_its_own_wait():
     damage = 350  # ROLLED_BACK has undone the steps up to 300
     run = healthy_run(damage)
     run.record.ledger.rollbacks.append(ROLLED_BACK)
-    verdict = train_damaged(run)
-    assert verdict.roll_back_at > damage + TO_VERDICT - 1
+    train_damaged(run)
+    assert run.step > damage + TO_VERDICT
     assert run.assessments == ["worse"]
 
 
 # -- what the verdict says of the onset ------------------------------------------------------------
 
 
-def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
+def test_the_trouble_begins_at_its_first_alarm_and_its_rate_is_not_healthy():
     # The rate is healthy up to step 245, also that of the first anchor.
     run = ToyRun(noisy)
     run.driver.rate = 0.25
@@ -177,8 +174,7 @@ def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
     verdict = train_damaged(run)
 
     assert verdict.onset == 246
-    assert verdict.healthy_rates == {"optimizer": 0.25}
-    assert all(rates == {"optimizer": 8.0} for rates in verdict.rates)
+    assert run.record.healthy.rates["optimizer"].high == 0.25
 
 
 def test_the_onset_reaches_back_over_the_gaps_of_a_burst():
@@ -218,7 +214,4 @@ def test_at_the_end_of_the_data_the_kept_batches_decide(won, harmed):
     verdict = run.comparisons.suspicion.decide_at_end(newest)
 
     has_strong_evidence = won > 3
-    is_damaged = harmed == 1.0 or has_strong_evidence
-    assert (verdict is not None) == is_damaged
-    if verdict is not None:
-        assert verdict.roll_back_at == newest
+    assert (verdict is not None) == (harmed == 1.0 or has_strong_evidence)

@@ -9,10 +9,10 @@ from healcore.events import Log
 from healcore.runtime.driver import NumberRange, WeightsChanged
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
-from healcore.runtime.run.compare.verdict import Verdict
 from healcore.runtime.run.construction import add_comparing_parts
 from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.monitor_state import MonitorState
+from healcore.runtime.run.trouble import Trouble
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
@@ -84,7 +84,7 @@ class ToyRun:
 
     def take(
         self, batch: Any, *, weight: Any = None, loss: Any = None, norm: Any = math.nan, alarm=False
-    ) -> Verdict | None:
+    ) -> Trouble | None:
         """One step on a batch; `weight` is the weight before its update."""
         if weight is not None:
             self.driver.weight = weight

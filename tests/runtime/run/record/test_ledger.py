@@ -5,8 +5,8 @@ import pytest
 from healcore.core.decision import Cause
 from healcore.core.engine import incidents
 from healcore.policy import load
-from healcore.runtime.run.orders import Order, RepeatChanges, RollbackRecord
 from healcore.runtime.run.record.ledger import Ledger
+from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from tests.healer.step_records import record
 
 SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)
@@ -47,12 +47,10 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
 
 
 def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
-    """Its trials continue where they were. New trouble would get the first trial again."""
+    """Its tries go on where they were. New trouble would get the first row of the table again."""
     ledger = Ledger()
-    order = Order(
-        index=0, onset=250, first_alarm_of_cause=250, changes=RepeatChanges(lr_at_fault={"": 0.1})
-    )
-    rollback = RollbackRecord(order=order, continues_at=100, step=420)
+    trouble = Trouble(onset=250, found_at=419, since=250)
+    rollback = RollbackRecord(trouble=trouble, checkpoint=100, step=420)
     ledger.on_rollback(rollback, None)
 
     # Within the steps up to 420 that the rollback has undone.

@@ -1,0 +1,204 @@
+"""`Envelope`: what the run is held in while it repeats steps, and after them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
+
+from pydantic import ConfigDict
+
+from healcore.core.numerics import SIGNAL_LIMIT
+from healcore.core.step_record import StepRecord
+from healcore.runtime.data import BatchId
+from healcore.runtime.driver import NumberRange
+
+SavedRate: TypeAlias = dict[str, Any]
+"""The learning-rate part of an engine state: multiplier, ceiling and cuts, as JSON-safe values."""
+
+
+class HeldNumber(NamedTuple):
+    """A number of an optimizer that is held in its healthy range.
+
+    The optimizer uses a healthy value instead of the value that the program sets, until the program
+    sets a value within the range again.
+    """
+
+    bounds: NumberRange
+    """Lowest and highest healthy value, and the value that is held."""
+    program_value: float | None
+    """The value outside of the range that the program has set; None for NaN and Inf."""
+
+
+class HeldNorm(NamedTuple):
+    """A gradient norm that is limited to the largest healthy norm.
+
+    Gradients above the limit are scaled down before the update, as by clipping. A norm leaves its
+    range at single steps, so that it is in its range now says nothing about the next step: the
+    limit stays, and grows with the norms of the run.
+    """
+
+    limit: float
+    """Largest norm from now on."""
+    reached: float
+    """Largest norm at the onset of the trouble."""
+    typical: float | None = None
+    """Median of the norms of the program to which `limit` belongs; None before a checkpoint."""
+
+    def following(self, typical: float) -> HeldNorm:
+        """The limit after a checkpoint at which the norms had the median `typical`.
+
+        It grows as the median grows, and never falls: a norm that is held would pull itself down.
+
+        Args:
+            typical: median of the last gradient norms.
+
+        Returns:
+            A copy with the new limit. The first call only keeps the median, to which later medians
+            are compared.
+        """
+        if self.typical is None:
+            return self._replace(typical=typical)
+        if not typical > self.typical > 0:
+            return self
+        return self._replace(limit=self.limit * typical / self.typical, typical=typical)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Envelope:
+    """What the run is held in. It is empty, and false, most of the time.
+
+    A value that never changes: undoing is taking the older value. Checkpoints hold it.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    rates: dict[str, SavedRate] = field(default_factory=dict)
+    """Engine name -> its multiplier and the ceiling of its learning rate when the envelope was
+    taken. Engines without an entry keep what they have."""
+    is_guess: bool = False
+    """Whether the ceilings are a guess, because no healthy rate was known at the start of the run.
+    They then end at the first healthy checkpoint."""
+    numbers: dict[str, HeldNumber] = field(default_factory=dict)
+    """Name, see `Driver.numbers` -> the number."""
+    norms: dict[str, HeldNorm] = field(default_factory=dict)
+    """Engine name -> the limit of its gradient norm."""
+    left_out: tuple[BatchId, ...] = ()
+    """Batches that are not read."""
+    frozen: tuple[int, int] | None = None
+    """First and last frozen step, or None. A frozen step computes its gradient and changes no
+    weights: the gradient is wrong, and nothing shows where."""
+    until: int = 0
+    """Steps done when the rollback began. Nothing is released up to this step."""
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.norms or self.left_out or self.frozen or self.is_guess)
+
+    def joined(self, newer: Envelope) -> Envelope:
+        """What both hold. Where both hold a name, the older bounds and limits (`self`) stay."""
+        new_batches = [each for each in newer.left_out if each not in self.left_out]
+        return Envelope(
+            rates=newer.rates or self.rates,
+            is_guess=self.is_guess or newer.is_guess,
+            numbers=newer.numbers | self.numbers,
+            norms=newer.norms | self.norms,
+            left_out=(*self.left_out, *new_batches),
+            frozen=newer.frozen or self.frozen,
+            until=max(self.until, newer.until),
+        )
+
+    def beyond(self, older: Envelope) -> Envelope:
+        """What `older` does not hold yet, without the rates."""
+        return replace(
+            self.without_numbers(older.numbers),
+            is_guess=self.is_guess and not older.is_guess,
+            frozen=None if self.frozen == older.frozen else self.frozen,
+            norms={name: each for name, each in self.norms.items() if name not in older.norms},
+            left_out=tuple(each for each in self.left_out if each not in older.left_out),
+        )
+
+    def without_numbers(self, names: Collection[str]) -> Envelope:
+        """A copy without the numbers of some names."""
+        kept = {name: each for name, each in self.numbers.items() if name not in names}
+        return replace(self, numbers=kept)
+
+    def freezes(self, step: int) -> bool:
+        """Whether a step is frozen."""
+        return self.frozen is not None and self.frozen[0] <= step <= self.frozen[1]
+
+    @property
+    def number_ranges(self) -> dict[str, NumberRange]:
+        """The argument of `Driver.hold_numbers`."""
+        return {name: each.bounds for name, each in self.numbers.items()}
+
+    @property
+    def norm_limits(self) -> dict[str, float]:
+        """Engine name -> limit of the gradient norm."""
+        return {name: each.limit for name, each in self.norms.items()}
+
+    def sentences(self) -> list[str]:
+        """What is held and where, for the line and the report of a rollback.
+
+        Returns:
+            One sentence for each number and norm: "momentum held at 0.9, the program sets 0.1".
+        """
+        lines = []
+        for name, number in self.numbers.items():
+            program = "NaN or Inf"
+            if number.program_value is not None:
+                program = f"{number.program_value:.4g}"
+            lines.append(f"{name} held at {number.bounds.last:.4g}, the program sets {program}")
+        for name, norm in self.norms.items():
+            of = ""
+            if name.isdigit():  # the place of an optimizer in a tuple
+                of = f" of state[{name}]"
+            elif name:
+                of = f' of "{name}"'
+            reached = f"{norm.reached:.4g}"
+            if norm.reached >= SIGNAL_LIMIT:
+                reached += " or more"
+            lines.append(f"gradient norm{of} kept below {norm.limit:.4g} (it was {reached})")
+        if self.frozen is not None:
+            first, last = self.frozen
+            lines.append(f"steps {first} to {last} are frozen: they change no weights")
+        return lines
+
+    def with_thresholds(self, step: int, records: Sequence[StepRecord]) -> list[StepRecord]:
+        """The records of a step with the limits of the norm, for the metrics and the report.
+
+        An engine reports only the threshold of its clipping rule.
+
+        Args:
+            step: index of the step.
+            records: the records of the step.
+
+        Returns:
+            The records. Where a norm has a limit, `threshold` is the lower of both.
+        """
+        if not self.norms or self.freezes(step):
+            return [*records]
+        found = []
+        for record in records:
+            norm = self.norms.get(record.engine)
+            if norm is not None and not 0 < record.threshold < norm.limit:
+                record = record._replace(threshold=norm.limit)
+            found.append(record)
+        return found
+
+
+def held_number(bounds: NumberRange, seen: NumberRange) -> HeldNumber | None:
+    """The number that holds a value which has left its range, or None if it has not left it.
+
+    Args:
+        bounds: lowest, highest and last healthy value.
+        seen: lowest, highest and last value of the program.
+    """
+    value = seen.low
+    if seen.high > bounds.high:
+        value = seen.high
+    if bounds.low <= value <= bounds.high:
+        return None
+    program_value = None
+    if math.isfinite(value):
+        program_value = value
+    return HeldNumber(bounds, program_value)

@@ -1,0 +1,266 @@
+"""`Holding`: learns the ranges in which a run is healthy, and holds what has left them.
+
+healthy checkpoint --> learn, and release what is back in its range
+trouble            --> outside: what had left its range since a snapshot
+remedy             --> hold: rates, numbers and norms, or nothing
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from healcore.runtime.driver import NumberRange
+from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
+from healcore.runtime.run.compare.evidence import Anchor
+from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
+from healcore.runtime.run.engine_states import limit_norms, with_rates
+from healcore.runtime.run.envelope import Envelope
+from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE, HealthyValues
+from healcore.runtime.run.rollback.remedy import RateFact
+from healcore.runtime.run.trouble import Trouble, TroubleCause
+from healcore.runtime.store.ranks import broadcast
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+LASTING_STEPS = 2 * REGULAR_INTERVAL
+"""Steps after the trouble from which on a number that the program has not taken back is intended. A
+fault that ends by itself is shorter in all our benchmarks, at most 100 steps."""
+
+
+class Holding:
+    """What a run holds in its healthy range, and what was outside of it at a trouble.
+
+    It owns `healthy` and `envelope` of the record. Learning rates and the optimizers' numbers are
+    set by the program, so a rollback alone does not change them: trouble that they cause comes back
+    until they are held.
+
+    Args:
+        run: the parts of the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.freezes = False
+        """Whether the next step is frozen."""
+
+    @property
+    def envelope(self) -> Envelope:
+        """What is held now."""
+        return self.run.record.envelope
+
+    def hold(self, envelope: Envelope, step: int) -> None:
+        """Holds this, and nothing else.
+
+        Args:
+            envelope: what is held. It replaces what was held before.
+            step: the next step, from which on it is held.
+        """
+        self.run.record.envelope = replace(envelope, rates={})
+        self.freezes = envelope.freezes(step)
+        engines = with_rates(self.run.driver.engines(), envelope.rates)
+        limited = limit_norms(
+            self.run.policy.engine, engines, envelope.norm_limits, freeze=self.freezes
+        )
+        self.run.driver.load(None, limited)
+        self.run.driver.hold_numbers(envelope.number_ranges)
+
+    # -- healthy checkpoints --------------------------------------------------------------------
+
+    def learn(self, step: int) -> None:
+        """Learns the rates, numbers and norms at a healthy checkpoint, and releases what is back.
+
+        Args:
+            step: step of the checkpoint.
+        """
+        if self.run.record.monitor.nonfinite_streak:
+            return  # the weights may be damaged
+        history, envelope = self.run.comparisons.history, self.envelope
+        seen = broadcast(self.run.ranks, dict(self.run.driver.numbers()))
+        history.norms.learn_doubtful(step, envelope.norm_limits)
+        rates: dict[str, float] = {}
+        if step > self.run.record.first_step:  # no step was trained before the first checkpoint
+            rates = self.known_rates()
+            if not self.run.comparisons.is_enabled:  # the history has no steps
+                rates = {**rates, **self.run.record.monitor.rates}
+        free = {name: each for name, each in seen.items() if name not in envelope.numbers}
+        self.run.record.healthy = self.run.record.healthy.with_checkpoint(
+            history.norms.take_rates(rates),
+            free,
+            history.norms.largest(),
+            history.level.largest_usual(),
+        )
+        if envelope and step > envelope.until:
+            self._release(step, seen)
+
+    def _release(self, step: int, seen: Mapping[str, NumberRange]) -> None:
+        """Ends what is not needed any more, and lets the limits of the norms grow."""
+        envelope = self.envelope
+        back = []
+        for name, each in envelope.numbers.items():
+            if name in seen and each.bounds.low <= seen[name].last <= each.bounds.high:
+                back.append(name)
+        norms = dict(envelope.norms)
+        if not self.run.comparisons.is_enabled:
+            norms = {}  # a `loss_fn` that failed: nothing is known of later norms
+        for name, median in self.run.comparisons.history.norms.typical().items():
+            if name in norms:
+                norms[name] = norms[name].following(median)
+        released = replace(envelope.without_numbers(back), norms=norms, rates={}, is_guess=False)
+        if envelope.is_guess:
+            released = replace(released, rates=self._rates_before_guess())
+            self.run.log.info(
+                f"step {step}: the learning rate is the program's own again; its limit was for the "
+                "first steps"
+            )
+        if back:
+            self.run.log.info(
+                f"step {step}: {', '.join(back)}: the program's own value is in its healthy "
+                "range again, and is used"
+            )
+        if released != envelope:
+            self.hold(released, step)
+
+    def _rates_before_guess(self) -> dict[str, dict[str, object]]:
+        """The rates from before the first rollback that has guessed a ceiling."""
+        for each in self.run.record.ledger.in_force:
+            if each.after.is_guess:
+                return each.before.rates
+        return {}
+
+    def intended(self, step: int, *, at_end: bool = False) -> dict[str, float]:
+        """The held numbers that the program keeps outside of their range: they are intended.
+
+        Such a value makes the training loss worse, as a regulariser that is switched on late does.
+        So the run would look better as long as the number is held.
+
+        Args:
+            step: steps done.
+            at_end: whether the data have ended, so that the program has no time left to take the
+                number back. Else `LASTING_STEPS` have to pass.
+
+        Returns:
+            Name -> the program's value. It is finite: NaN and Inf are never intended.
+        """
+        envelope = self.envelope
+        if not envelope.numbers or not (at_end or step >= envelope.until + LASTING_STEPS):
+            return {}
+        seen, lasting = broadcast(self.run.ranks, dict(self.run.driver.numbers())), {}
+        for name, each in envelope.numbers.items():
+            if name not in seen or not math.isfinite(seen[name].last):
+                continue
+            if not each.bounds.low <= seen[name].last <= each.bounds.high:
+                lasting[name] = seen[name].last
+        return lasting
+
+    # -- troubles -------------------------------------------------------------------------------
+
+    def known_rates(self) -> dict[str, float]:
+        """The learning rate of each engine at the last step, with the multiplier of the engine.
+
+        Returns:
+            Engine name -> learning rate, without rates that are unknown, NaN or Inf.
+        """
+        known = {}
+        for name, rate in self.run.rate_log.rates_in_force().items():
+            if rate is not None and math.isfinite(rate):
+                known[name] = rate
+        return known
+
+    def rate_fact(self, trouble: Trouble, step: int, healthy: HealthyValues) -> RateFact:
+        """What is known of the rates since the last rollback or start.
+
+        Where earlier weights are better, a rate has no room above its range, even if the program
+        raises it steadily: then the rise itself is a suspect. NaN has other causes, so a schedule
+        may continue.
+
+        Args:
+            trouble: the trouble.
+            step: step of the snapshot.
+            healthy: what was known as healthy there.
+        """
+        is_suspect = trouble.cause is TroubleCause.BETTER_WEIGHTS
+        rates, fact = self.run.record.monitor.rates, RateFact.HEALTHY
+        if not rates and self.run.record.monitor.last_trained is not None:
+            fact = RateFact.UNKNOWN
+        for name, rate in rates.items():
+            if name not in healthy.rates:
+                fact = RateFact.UNKNOWN
+                continue
+            highest = healthy.rates[name].high
+            if not is_suspect:
+                highest = healthy.rates[name].bounds(self._intervals(trouble, step)).high
+            if rate > highest * RATE_TOLERANCE:
+                fact = RateFact.HIGHER
+                break
+        return broadcast(self.run.ranks, fact)  # rates may differ by rank
+
+    def outside(self, trouble: Trouble, step: int, healthy: HealthyValues) -> Envelope:
+        """What had left its healthy range at a trouble since a snapshot. Collective.
+
+        Where a limit of the gradient norm has not helped, the batches of the steps with an unusual
+        norm are unusual too: the cause may be the batch, and its norm only a symptom.
+
+        Args:
+            trouble: the trouble.
+            step: step of the snapshot.
+            healthy: what was known as healthy there. Later knowledge may be a part of trouble that
+                had not shown yet.
+
+        Returns:
+            What to hold, without regard to what is held already.
+        """
+        suspects = None
+        if trouble.cause is TroubleCause.BETTER_WEIGHTS:
+            suspects = self.run.comparisons.history.suspect_steps(trouble.onset, trouble.found_at)
+        norms: Mapping[str, float] = {}
+        if suspects is not None:
+            norms = suspects.largest_norms()
+        found = healthy.outside(self.run.driver.numbers(), norms, self._intervals(trouble, step))
+        left_out = trouble.batches
+        anchor = self.run.comparisons.state.anchor_of(step)
+        if suspects is not None and anchor is not None:
+            unusual = {*self._unusual_steps(suspects, anchor)}
+            for each in suspects.around:
+                for name in self.envelope.norms:
+                    norm = each.norms.get(name, 0.0)
+                    if each.index >= step and healthy.is_unusual_norm(name, norm):
+                        unusual.add(each.index)
+            left_out += tuple(self.run.record.monitor.batches_of(sorted(unusual)))
+        return broadcast(self.run.ranks, replace(found, left_out=left_out))
+
+    def _intervals(self, trouble: Trouble, step: int) -> float:
+        """Checkpoint intervals from a snapshot to the onset of a trouble; may be a fraction."""
+        return (trouble.onset - step) / self.run.schedule.every
+
+    def _unusual_steps(self, suspects: SuspectSteps, anchor: Anchor) -> list[int]:
+        """Suspect steps whose batches are unusual under the better weights, ascending. Collective.
+
+        A batch is unusual if its loss under the better weights exceeds the largest loss of the
+        usual batches of all anchors from before the onset by more than their range.
+        """
+        before = suspects.start - STEPS_BEFORE_SIGN
+        usual_by_index = {}
+        for each in self.run.comparisons.state.anchors:
+            for step in each.usual:
+                if step.index < before:
+                    usual_by_index[step.index] = step
+        usual = [*usual_by_index.values()]
+        steps = [step for step in suspects.steps if step.batches and step.index >= anchor.step]
+        if not usual or not steps:
+            return []
+        both = [*usual, *steps]
+        losses = self.run.comparisons.losses_of(both, anchor, [math.nan] * len(both))
+        if losses is None:
+            return []
+        _, under_better = losses
+        ordinary, rest = under_better[: len(usual)], under_better[len(usual) :]
+        limit = max(ordinary) + (max(ordinary) - min(ordinary))
+        high = []
+        for step, loss in zip(steps, rest, strict=True):
+            if not loss <= limit:  # written with `not`, so that a loss of NaN counts as high
+                high.append(step.index)
+        return high
