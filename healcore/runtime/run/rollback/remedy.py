@@ -116,12 +116,15 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
     envelope = facts.now.joined(facts.outside)
     if facts.from_start and limits:
         envelope = replace(envelope, is_guess=True)
+    if trouble.exact:  # its batch is left out, and nothing else is a suspect
+        return Remedy(Outcome.REPEAT, facts.now.joined(facts.outside))
+    tries = [each for each in tries if not each.trouble.exact]
     if trouble.is_asked_for or not tries:
         return Remedy(Outcome.REPEAT, envelope, limits)
     is_last = facts.rollbacks_left <= 1
     may_help = _may_help(trouble, tries, facts)
     if limits or may_help:
-        if may_help and facts.repeats_batches and not (trouble.exact or tries[-1].lost):
+        if may_help and facts.repeats_batches and not tries[-1].lost:
             envelope = replace(envelope, frozen=_suspect_steps(trouble, tries, facts.snapshot))
         return Remedy(Outcome.REPEAT, envelope, limits, is_last)
     if trouble.finite:
