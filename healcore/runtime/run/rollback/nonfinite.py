@@ -325,6 +325,8 @@ class NonfiniteRecovery:
         if not arrays and self.weights_are_finite():
             return None
         index = run.progress.step - 1
+        if any(each.trouble.exact and each.onset == index for each in rollbacks):
+            return None  # another batch at the same step: the step is at fault
         return replace(
             last.trouble,
             onset=index,

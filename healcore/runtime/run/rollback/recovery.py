@@ -175,7 +175,7 @@ class Recovery:
         since = past[past.index(holds[0]) :] if holds else []
         is_alone = all(later.onset <= each.step for each, later in pairwise(since))
         is_alone = is_alone and not any(each.trouble.is_asked_for for each in since)
-        if holds and is_alone and run.loaders.can_rewind:
+        if holds and is_alone and self.repeats_batches:
             trouble = replace(
                 holds[0].trouble,
                 cause=TroubleCause.INTENDED,

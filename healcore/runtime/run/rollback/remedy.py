@@ -116,12 +116,16 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
     envelope = facts.now.joined(facts.outside)
     if facts.from_start and limits:
         envelope = replace(envelope, is_guess=True)
+    if trouble.exact:  # its batch is left out, and nothing else is a suspect
+        return Remedy(Outcome.REPEAT, facts.now.joined(facts.outside))
+    tries = [each for each in tries if not each.trouble.exact]
     if trouble.is_asked_for or not tries:
         return Remedy(Outcome.REPEAT, envelope, limits)
     is_last = facts.rollbacks_left <= 1
     may_help = _may_help(trouble, tries, facts)
     if limits or may_help:
-        if may_help and facts.repeats_batches and not (trouble.exact or tries[-1].lost):
+        is_rate = limits and trouble.cause is TroubleCause.NO_FINITE_STEP
+        if may_help and not is_rate and facts.repeats_batches and not tries[-1].lost:
             envelope = replace(envelope, frozen=_suspect_steps(trouble, tries, facts.snapshot))
         return Remedy(Outcome.REPEAT, envelope, limits, is_last)
     if trouble.finite:
@@ -133,7 +137,8 @@ def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts
     """Whether the rates get a ceiling.
 
     A rate above every healthy rate gets one at once. A rate of which no healthy value is known is
-    the last suspect, and at the start of the run, if earlier weights are better, the first one.
+    the last suspect, but the first one at the start of the run if earlier weights are better, and
+    the second one if no step is finite any more.
     """
     if facts.lr_cuts <= 0 or trouble.arrays:
         return False
@@ -145,7 +150,7 @@ def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts
         return True
     if not tries or facts.rate is not RateFact.UNKNOWN:
         return False
-    return not _may_help(trouble, tries, facts)
+    return trouble.cause is TroubleCause.NO_FINITE_STEP or not _may_help(trouble, tries, facts)
 
 
 def _may_help(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> bool:

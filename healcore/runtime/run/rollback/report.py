@@ -137,7 +137,7 @@ def reason_of(trouble: Trouble) -> str:
         case TroubleCause.BETTER_WEIGHTS:
             return f"the weights of step {trouble.better_step} are better on the same batches"
     if trouble.exact:
-        arrays = first_of(trouble.arrays)
+        arrays = first_of(trouble.arrays) or "the weights"
         return f"the batch of step {trouble.found_at} makes {arrays} NaN or Inf"
     if trouble.arrays:
         return nonfinite_save(trouble)
