@@ -270,7 +270,7 @@ def newest(rows: jax.Array) -> dict[str, jax.Array]:
     names = (*RECORD_FIELDS[:RECORD_INTS], *Tally._fields)
     values = dict(zip(names, row[STEP:CHANGE_EXPECTED], strict=True))
     values |= zip(RECORD_FIELDS[RECORD_INTS:], _view(row[-_FLOAT_COUNT:], np.float32), strict=True)
-    return values | {"skip": values["skip"] != 0}
+    return values | {"why": values["why"] != 0}
 
 
 def _chained(numbers: Sequence[jax.Array]) -> jax.Array:

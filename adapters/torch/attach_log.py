@@ -145,7 +145,7 @@ class AttachLog:
             has_seen_loss=self._measurer.has_seen_loss, is_late=self._measurer.first_loss_is_late
         ):
             self._write(line)
-        if not record.skip:
+        if record.taken:
             line = self._program_clip.add(record.grad_norm)
             if line:
                 self._write(line)
@@ -156,7 +156,7 @@ class AttachLog:
         self._incident = record.incident
         if is_new and record.cause and is_logged(record.incident):
             self._write(self._incident_line(record))
-            if record.skip and record.cause & NONFINITE and not self._has_named_buffers:
+            if not record.taken and record.cause & NONFINITE and not self._has_named_buffers:
                 self._name_nan_buffers()
         if record.action and self._engine.mode != "observe":
             self._log_action(record)
@@ -208,7 +208,7 @@ class AttachLog:
             alarm.lr = float(rate)
         # What was done at an earlier onset is unknown: this is the record of a later step.
         if record.onset == record.step - 1:
-            alarm.skip = record.skip
+            alarm.skip = not record.taken
             alarm.action = names_of(record.action)
             if not self._engine.per_tensor:
                 alarm.grad_scale = record.grad_scale

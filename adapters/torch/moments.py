@@ -102,7 +102,7 @@ class MomentReset:
                 `note` has looked for a cut in it, and the records are not examined.
         """
         for record in self._unread.take_arrived():
-            if not decision_is_known and is_cut(record.action, record.skip):
+            if not decision_is_known and is_cut(record.action, not record.taken):
                 self._is_due = True
 
     def forget(self) -> None:

@@ -5,6 +5,7 @@ The runtime reads this record of every step. Metrics, events and `replay` show i
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,30 @@ class SuspectGradient(NamedTuple):
     """L2 norm in float32 before clipping; may be NaN or Inf."""
 
 
+class Why(enum.IntEnum):
+    """Why a step was not taken. `TAKEN`, which is false, for a step that was.
+
+    A batch that is left out or cannot be read is no step, and has no record.
+    """
+
+    TAKEN = 0
+    """The optimizer has stepped."""
+    POLICY = 1
+    """The policy has skipped the step. In observe mode it would have."""
+    FROZEN = 2
+    """The run repeats the step without an update, see `Envelope.frozen`."""
+    STATE_KEPT = 3
+    """The training step has kept its old state, including the healing state (JAX)."""
+    EXTERNAL = 4
+    """The program has left the step out: a GradScaler at an overflow, `externally_skipped`."""
+    NOT_DUE = 5
+    """No update was due: gradients accumulate, or another optimizer has stepped (JAX)."""
+
+
+SKIPS = (Why.POLICY, Why.FROZEN, Why.STATE_KEPT)
+"""Reasons for which a step counts as skipped. What a loss scale leaves out is counted apart."""
+
+
 class StepRecord(NamedTuple):
     """One step as judged by one engine: Python values on the host, arrays in a replay.
 
@@ -76,8 +101,8 @@ class StepRecord(NamedTuple):
     """`Cause` flags."""
     rollback_depth: Int
     """Known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK."""
-    skip: Flag
-    """Whether the step was ordered to keep parameters, moments and counters unchanged."""
+    why: Int
+    """Why the step was not taken, a `Why`; in the numbers of an engine `Decision.skip`."""
     grad_scale: Float
     """Factor on the gradients, 1 = unchanged."""
     lr_scale: Float
@@ -104,15 +129,6 @@ class StepRecord(NamedTuple):
     Only a step with a cause has them, and only a run on several ranks."""
     by_optimizer: bool = False
     """Whether the gradients were finite and the optimizer's update was not."""
-    judged: bool = True
-    """Whether the engine has judged the step. False if the step only accumulated gradients, or was
-    not taken."""
-    taken: bool = True
-    """Whether the step was taken. False if the training step kept its old state, including the
-    healing state."""
-    dropped: bool = False
-    """Whether a GradScaler has dropped the step, because its gradients had NaN or Inf at this
-    scale."""
     loss_ratio: float | None = None
     """Loss over the mean of recent healthy losses, or None if unknown."""
     eval_loss: float | None = None
@@ -121,13 +137,26 @@ class StepRecord(NamedTuple):
     """`eval_loss` minus the mean of recent healthy losses, or None."""
 
     @property
+    def taken(self) -> bool:
+        """Whether the optimizer has stepped; in observe mode whether the policy would let it."""
+        return not self.why
+
+    @property
+    def judged(self) -> bool:
+        """Whether the engine has judged the step: it was taken, skipped by the policy, or frozen.
+
+        Otherwise the loss and the norm are of an earlier step.
+        """
+        return self.why <= Why.FROZEN
+
+    @property
     def trained_rate(self) -> float | None:
         """The learning rate with which the step has trained: `lr` times `lr_scale`.
 
-        None if the rate is unknown, or if the step has trained nothing: it was not judged, was
-        skipped, or had a rate of 0.
+        None if the rate is unknown, or if the step has trained nothing: it was not taken, or had a
+        rate of 0.
         """
-        if not self.judged or self.skip or not self.lr:
+        if self.why or not self.lr:
             return None
         return float(self.lr) * float(self.lr_scale)
 
@@ -136,7 +165,7 @@ class StepRecord(NamedTuple):
         """The ordered decision, without `group_scale`, which may be large."""
         return Decision(
             grad_scale=self.grad_scale,
-            skip=self.skip,
+            skip=not self.taken,
             lr_scale=self.lr_scale,
             action=self.action,
             cause=self.cause,
@@ -171,14 +200,17 @@ class StepRecord(NamedTuple):
         others: tuple[Any, ...] = self[:_BEFORE_RATIOS]
         return StepRecord(*others, loss_ratio=loss_ratio, eval_loss=eval_loss, eval_gap=eval_gap)
 
-    def unjudged(self) -> StepRecord:
-        """Removes the cause and the orders, for a step that was not judged.
+    def unjudged(self, why: Why) -> StepRecord:
+        """Removes the cause and the orders, for a step that the engine has not judged.
 
-        Such a step only accumulated gradients, or was not taken. The state of the engine is still
-        the state of an earlier step, whose orders must not be carried out twice.
+        The state of the engine is still the state of an earlier step, whose orders must not be
+        carried out twice.
+
+        Args:
+            why: why the step was not taken.
         """
         return self._replace(
-            action=Action(0), cause=Cause(0), rollback_depth=0, skip=False, grad_scale=1.0
+            action=Action(0), cause=Cause(0), rollback_depth=0, why=why, grad_scale=1.0
         )
 
 
@@ -206,6 +238,9 @@ def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
         The record. Evidence and comparisons are empty: the host adds them.
     """
     step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:RECORD_INTS])
+    why = Why.TAKEN
+    if skip:  # every rule has a cause, and a frozen step needs none
+        why = Why.POLICY if cause else Why.FROZEN
     *floats, rate = map(float, values[RECORD_INTS:])
     lr: float | None = None
     if rate >= 0:
@@ -218,7 +253,7 @@ def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
         Action(action) if action else _NO_ACTION,
         Cause(cause) if cause else _NO_CAUSE,
         depth,
-        bool(skip),
+        why,
         *floats,
         lr=lr,
         engine=engine,
@@ -251,7 +286,7 @@ _METRICS = (
     "z",
     "z_loss",
     "grad_scale",
-    "skip",
+    "why",
     "lr_scale",
     "cause",
     "action",
@@ -263,7 +298,7 @@ _METRICS = (
     "lr_cuts",
     "incident",
 )
-_COUNTS = {"step": "steps", "incident": "incidents"}
+_NAMES = {"why": "skip", "step": "steps", "incident": "incidents"}
 
 
 def record_metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,7 +308,7 @@ def record_metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
     finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
     flags. In observe mode the numbers say what healing would have done.
     """
-    return {f"heal/{_COUNTS.get(name, name)}": numbers[name] for name in _METRICS}
+    return {f"heal/{_NAMES.get(name, name)}": numbers[name] for name in _METRICS}
 
 
 def is_nan_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:

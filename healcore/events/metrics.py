@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from healcore.core.decision import Cause, names_of
-from healcore.core.step_record import StepRecord
+from healcore.core.step_record import SKIPS, StepRecord, Why
 from healcore.events.json_lines import append, warn_of_loss
 
 _METRICS_SCHEMA = 1
@@ -75,13 +75,13 @@ class MetricsLog:
 
         Returns:
             The fields of the line, without its head. None for a step without a line, unless
-            `tracked`, and for a step that was not judged.
+            `tracked`, and where no step was due.
         """
         if self.path is None and not self.tracked:
             return None
         every = self._steps_per_line(step, record, steps_at_once)
         written = self.path is not None and step % every == 0
-        if not record.judged or not (written or self.tracked):
+        if record.why == Why.NOT_DUE or not (written or self.tracked):
             return None
         try:
             fields = self._fields(record, several)
@@ -133,7 +133,7 @@ class MetricsLog:
         fields: dict[str, Any] = {}
         if several:
             fields["engine"] = record.engine
-        if not record.dropped:  # otherwise the record has the numbers of the step before
+        if record.judged:  # otherwise the record has the numbers of the step before
             self._add_signal(fields, record, "loss", Cause.NONFINITE_LOSS)
             self._add_signal(fields, record, "grad_norm", Cause.NONFINITE_GRAD)
         for name in (*NUMBERS, *COMPARED):
@@ -142,8 +142,8 @@ class MetricsLog:
                 fields[name] = _number(value)
         if record.lr is not None:
             fields["lr"] = _number(record.lr)
-        fields["skip"] = record.skip
-        if record.dropped:
+        fields["skip"] = record.why in SKIPS
+        if record.why == Why.EXTERNAL:
             fields["scaler_skip"] = True
         fields["cause"] = names_of(record.cause)
         fields["action"] = names_of(record.action)

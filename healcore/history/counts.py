@@ -30,7 +30,7 @@ class Counts(NamedTuple):
     lr_cuts: int = 0
     """Cuts of the learning rate, which only a live run counts."""
     dropped: int = 0
-    """Steps that a GradScaler has not taken, which only a live run counts."""
+    """Steps that a loss scale has left out, which only a live run counts."""
 
 
 def name_changes(*, observes: bool, **counts: _Count) -> dict[str, _Count | int]:

@@ -720,7 +720,7 @@ class Healer(Generic[State]):
             Name -> value. Of the newest step: `heal/loss`, `heal/threshold`, `heal/grad_scale`,
             `heal/lr_scale`. Counts since the run began: `heal/clips` (unless each tensor is clipped
             by itself), `heal/skips`, `heal/lr_cuts`, `heal/rollbacks`, `heal/alarms`,
-            `heal/incidents`, and `heal/scaler_skips` once a GradScaler has skipped a step. With
+            `heal/incidents`, and `heal/scaler_skips` once a loss scale has left out a step. With
             several optimizers the names are `heal/<name>/loss` and so on. Empty until the first
             step is read.
         """

@@ -1,5 +1,6 @@
 """A training step with a guard of its own, which keeps its old state at NaN."""
 
+import json
 import math
 from typing import Any
 
@@ -74,3 +75,29 @@ def test_damaged_weights_behind_a_guard_are_found_by_the_loss_of_the_batches(tmp
     (rollback,) = events(tmp_path, "rollback")
     assert (rollback["checkpoint"], rollback["onset"]) == (100, 201), "the comparisons know more"
     assert float(loss_fn(healer.state, INPUTS[0])) < 1e-3
+
+
+def test_a_step_that_a_loss_scale_leaves_out_is_no_step_of_an_accumulation(tmp_path, capsys):
+    """Its batch is not one of the next step, which a rollback would leave out as well."""
+    tx = protect(optax.sgd(0.01))
+
+    @jax.jit
+    def step(state: Any, x: Any) -> Any:
+        params, memory = state
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        overflow = ~jnp.isfinite(loss)
+        updates, memory = tx.update(grads, memory, params, value=loss, externally_skipped=overflow)
+        return optax.apply_updates(params, updates), memory
+
+    state = (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    with Healer("default", state=state, store=tmp_path) as healer:
+        for number in healer.batches(range(30)):
+            factor = np.float32(math.inf if number in (9, 10, 20) else 1.0)
+            healer.update(step(healer.state, INPUTS[number] * factor))
+    assert healer.metrics()["heal/scaler_skips"] == 3
+    assert healer.report().counts["skips"] == 0
+    assert "the loss scale skipped 3 steps" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "healcore.metrics.jsonl").open()]
+    assert [row["step"] for row in rows if row.get("scaler_skip")] == [9, 10, 20]
+    monitor = run_of(healer).monitor.state
+    assert [len(monitor.batches_of([index])) for index in (10, 11, 21)] == [1, 1, 1]

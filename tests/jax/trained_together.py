@@ -141,7 +141,7 @@ def advance(kind: str, params: Any, state: Any, steps: range) -> tuple[Any, Any,
 def read(record: Any) -> list[Any]:
     """A record's decision and numbers."""
     r = unpack_record(np.asarray(record), "")
-    decided = [r.step, int(r.cause), int(r.action), bool(r.skip)]
+    decided = [r.step, int(r.cause), int(r.action), r.taken]
     return [*decided, r.lr_scale, r.grad_scale, r.loss, r.grad_norm]
 
 

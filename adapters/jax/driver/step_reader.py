@@ -26,9 +26,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.decision import NONFINITE
 from healcore.core.step_record import (
     RECORD_FIELDS,
     StepRecord,
+    Why,
     is_nan_by_optimizer,
     suspect_gradients,
     unpack_record,
@@ -235,7 +237,7 @@ class StepReader:
         steps, changed = self._steps_of_update(before, after)
         self._stride = len(steps)
         if not self._was_taken(changed):
-            return [[record._replace(taken=False) for record in steps[0]]]
+            return [[record.unjudged(Why.STATE_KEPT) for record in steps[0]]]
         return steps
 
     def _steps_of_block(
@@ -275,15 +277,24 @@ class StepReader:
         changed = False
         for engine, old, new in zip(self._engines, before, after, strict=True):
             _check_continues(engine, old, new)
-            self._add(engine, old.step, new, steps)
-            # A step with `externally_skipped` has new norms, unlike one that keeps its old state.
-            changed |= new.step != old.step or new.norms.tobytes() != old.norms.tobytes()
+            left_out = _is_left_out(old, new)
+            without_step = Why.EXTERNAL if left_out else Why.NOT_DUE
+            self._add(engine, old.step, new, steps, without_step)
+            changed |= new.step != old.step or left_out
         return steps, changed
 
     def _add(
-        self, engine: EngineEntry, first: int, new: EngineReading, steps: list[list[StepRecord]]
+        self,
+        engine: EngineEntry,
+        first: int,
+        new: EngineReading,
+        steps: list[list[StepRecord]],
+        without_step: Why,
     ) -> None:
-        """Adds an engine's records of the steps after step `first`."""
+        """Adds an engine's records of the steps after step `first`.
+
+        `without_step` is why the engine has no step of its own where it has none.
+        """
         for number in range(first, new.step):
             record = self._record(engine, new, number + 1)
             if record.step == new.step:  # norms of earlier steps are overwritten
@@ -302,8 +313,8 @@ class StepReader:
             if not any(record.engine == engine.name for record in records):
                 # An engine does not judge steps of other optimizers, or micro-batches of an
                 # optax.MultiSteps around `protect`. The Healer knows the order in the last row.
-                idle = self._record(engine, new, new.step).unjudged()
-                records.append(idle._replace(step=new.step, judged=False))
+                idle = self._record(engine, new, new.step).unjudged(without_step)
+                records.append(idle._replace(step=new.step))
 
     def _record(self, engine: EngineEntry, view: EngineReading, step: int) -> StepRecord:
         """The record of one step of an engine."""
@@ -356,6 +367,18 @@ def _check_continues(engine: EngineEntry, old: EngineReading, new: EngineReading
             f"one dispatch has {steps} steps, and the state holds the records of {len(new.ring)}: "
             f"write protect(tx, policy, records={steps})"
         )
+
+
+def _is_left_out(old: EngineReading, new: EngineReading) -> bool:
+    """Whether a step without a judgment was called with `externally_skipped`.
+
+    Such a step has norms of its own, unlike one that keeps its old state. Two overflows in a row
+    may have equal norms, but these are not of the last step that was judged, which was finite.
+    """
+    if new.norms.tobytes() != old.norms.tobytes():
+        return True
+    judged_as = new.record(new.step)[RECORD_FIELDS.index("cause")]
+    return not (judged_as & NONFINITE or np.isfinite(new.norms).all())
 
 
 def _has_changed(old: EngineReading, new: EngineReading) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from healcore.core.step_record import (
     StepRecord,
     SuspectGradient,
+    Why,
     is_nan_by_optimizer,
     suspect_gradients,
 )
@@ -185,7 +186,7 @@ class Recorder:
         record = entry.record()
         if record.step == self._last_step:
             # A GradScaler has skipped this step: the state has the previous step's record.
-            return record.unjudged()._replace(dropped=True)
+            return record.unjudged(Why.EXTERNAL)
         self._last_step = record.step
         # The engine reads the rate only if the host has limited it. Otherwise the record has the
         # rate of an earlier step, or none.

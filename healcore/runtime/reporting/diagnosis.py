@@ -589,7 +589,7 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
     if outcome.history.observes and outcome.compares is False:
         text += '; "observe" compares no weights, so it names no rollback to better weights'
     if outcome.counts.dropped:
-        text += f"; the GradScaler skipped {counted(outcome.counts.dropped, 'step')}"
+        text += f"; the loss scale skipped {counted(outcome.counts.dropped, 'step')}"
     if outcome.steps_lost:
         text += f"; {lost_steps_text(outcome)}"
     checkpoints: list[str] = []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from healcore.console import listed
 from healcore.core.decision import Cause
-from healcore.core.step_record import StepRecord
+from healcore.core.step_record import StepRecord, Why
 
 FROM_START = 100
 """Steps after which a run ends that has had no finite step."""
@@ -56,7 +56,7 @@ def nonfinite_streak_text(
     text = f"none of the {which} {steps:,} steps was finite, so nothing was trained"
     if weights:
         return f"{text}: the {loaded}weights are NaN or Inf; the first tensor is {weights[0]}"
-    if not record.taken:
+    if record.why == Why.STATE_KEPT:
         return f"{text}: the training step has kept its old state{since}"
     if record.by_optimizer:
         return f"{text}: the gradients were finite, and the optimizer made NaN or Inf of them"

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from healcore.core.step_record import StepRecord
+from healcore.core.step_record import StepRecord, Why
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch
 
@@ -48,41 +48,23 @@ class StepResult(NamedTuple):
     """Whether the dispatch asks the ranks to vote on the end, see `PendingDispatch`. Only the last
     step of a dispatch has it."""
 
-
-class StepFlags(NamedTuple):
-    """What the records of all optimizers say of one step, together."""
-
-    causes: int
-    """`Cause` flags of all records."""
-    actions: int
-    """`Action` flags of all records."""
-    is_judged: bool
-    """Whether an engine has judged the step. A micro-step of an accumulation is not judged."""
-    has_trained: bool
-    """Whether an optimizer has changed weights: its step was judged and not skipped."""
-
-    @classmethod
-    def of(cls, records: list[StepRecord]) -> StepFlags:
-        """The flags of one step.
-
-        Args:
-            records: one record per engine, or more if an engine judged several times.
-        """
-        causes = actions = 0
-        is_judged = has_trained = False
-        for record in records:
-            causes |= int(record.cause)
-            actions |= int(record.action)
-            if record.judged:
-                is_judged = True
-                if not record.skip:
-                    has_trained = True
-        return cls(causes, actions, is_judged, has_trained)
+    @property
+    def taken(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return any(not each.why for each in self.records)
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether the step has neither a cause nor an action, as most steps."""
-        return not self.causes and not self.actions
+    def why(self) -> Why:
+        """Why an optimizer has not stepped, the first reason of `Why`; `TAKEN` if all have."""
+        return min((each.why for each in self.records if each.why), default=Why.TAKEN)
+
+    @property
+    def causes(self) -> int:
+        """`Cause` flags of all records."""
+        flags = 0
+        for record in self.records:
+            flags |= int(record.cause)
+        return flags
 
 
 class DispatchQueue:
@@ -175,7 +157,7 @@ class DispatchQueue:
             self._correction += more
             self._shift_later(more)
         is_whole = len(steps) == 1 and not (self._accumulated or self._contents)
-        if is_whole and _has_stepped(steps[0]):  # most dispatches: one step with its own batches
+        if is_whole and _is_due(steps[0]):  # most dispatches: one step with its own batches
             result = StepResult(
                 index=first.index,
                 records=steps[0],
@@ -222,7 +204,7 @@ class DispatchQueue:
         if is_last:
             contents = self._contents + first.contents
         # Accumulated batches belong to the update that their gradients go into.
-        if _has_stepped(records):
+        if _is_due(records):
             self._accumulated = ()
             if is_last:
                 self._contents = ()
@@ -251,6 +233,6 @@ class DispatchQueue:
         self._contents = ()
 
 
-def _has_stepped(records: list[StepRecord]) -> bool:
+def _is_due(records: list[StepRecord]) -> bool:
     """Whether a step is more than a part of an accumulation."""
-    return not records[0].taken or any(each.judged for each in records)
+    return any(each.why != Why.NOT_DUE for each in records)

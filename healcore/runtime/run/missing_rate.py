@@ -49,13 +49,13 @@ class MissingRate:
         Args:
             records: the records of the step.
         """
-        judged = [record for record in records if record.judged]
-        for record in judged:
+        taken = [record for record in records if record.taken]
+        for record in taken:
             if record.lr is None:
                 self._unknown[record.engine] = None
             else:
                 self._known.add(record.engine)
-        if judged:
+        if taken:
             self._steps += 1
         self.is_done = self._steps == _STEPS
         if self.is_done and self._needs_rates():

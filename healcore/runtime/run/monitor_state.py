@@ -109,7 +109,7 @@ class MonitorState:
         rule_fired: engine -> the last step at which a rule fired.
         rates: engine -> the highest learning rate in force at a trained step since the last start
             or rollback, where it is known.
-        dropped: number of steps that a GradScaler has not taken.
+        dropped: number of steps that a loss scale has left out.
         first_change: engine -> the two rates of the program between which its rate has changed
             first since the start of the run or the last rollback; empty for a cyclic rate.
     """

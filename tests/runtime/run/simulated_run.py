@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from healcore.core.decision import Cause
+from healcore.core.step_record import Why
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.reporting.run_log import RunLog
@@ -18,6 +19,7 @@ from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, DataState
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.loop_state import LoopState
 from healcore.runtime.run.restore.resumption import Resumption
@@ -189,8 +191,8 @@ class Process:
         self.incident += alarm and not self._goes_on
         self._goes_on = alarm or is_open
         incident = {"incident": self.incident, "incident_open": is_open}
-        judged = record(step=self.step + 1, cause=cause, skip=skip, **incident)
-        self.ledger.add_step(self.step, [judged])
+        judged = record(step=self.step + 1, cause=cause, why=Why(skip), **incident)
+        self.ledger.add_step(StepResult(self.step, [judged], ()))
         self.run.progress.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
             self.save(SaveReason.REGULAR)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from healcore.core.step_record import StepRecord
+from healcore.core.step_record import StepRecord, Why
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.dispatch_queue import DispatchQueue, DispatchStart
 from tests.healer.step_records import record
@@ -18,7 +18,7 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
     queue = DispatchQueue()
 
     # A micro-step accumulates a batch, and the accumulation is undone.
-    micro_step = record(judged=False)
+    micro_step = record(why=Why.NOT_DUE)
     queue.push(dispatch_of(micro_step), DispatchStart(0, (BatchId(0, 0),)))
     list(queue.read_all())
     queue.forget_accumulation()

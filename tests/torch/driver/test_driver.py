@@ -16,6 +16,7 @@ import healcore
 from healcore.core.decision import Action, Cause
 from healcore.core.detectors import OverfitConfig
 from healcore.core.engine import Engine, EngineConfig
+from healcore.core.step_record import Why
 from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import TorchDriver
@@ -139,7 +140,7 @@ def test_each_of_many_steps_per_batch_has_its_record():
         run.step(i, NAN if i == 5 else 1.0)
     (records,) = driver.take_dispatch().read()  # type: ignore[union-attr]
     assert [each.step for each in records] == [*range(1, 3 * MAX_PENDING + 1)]
-    assert [i for i, each in enumerate(records) if each.skip] == [5]
+    assert [i for i, each in enumerate(records) if not each.taken] == [5]
     assert driver.take_dispatch() is None
 
 
@@ -215,7 +216,7 @@ def test_a_record_has_what_the_engine_ordered(where: str):
     driver.observe(NAN)
     run.step(1, NAN)
     bad = single_record(driver)
-    assert bad.skip is True
+    assert bad.why is Why.POLICY
     assert bad.cause is Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
     assert bad.action is Action.ROLLBACK | Action.CUT_LR
     assert (bad.lr_scale, bad.rollback_depth) == (0.5, 1)
@@ -240,7 +241,7 @@ def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
     record = single_record(driver)
     assert judged.action
     assert record.step == judged.step == 1
-    assert (record.cause, record.action, record.skip) == (0, 0, False)
+    assert (record.cause, record.action, record.why) == (0, 0, Why.EXTERNAL)
     assert (record.lr_scale, record.incident_open, record.evidence) == (0.5, True, ())
 
 
@@ -374,6 +375,6 @@ def test_added_parameters_are_judged_named_and_skipped(where: str):
             head.weight.grad.fill_(NAN)  # type: ignore[union-attr]
         optimizer.step()
         record = single_record(driver)
-        assert bool(record.cause) == record.skip == (i > WARMUP)
+        assert bool(record.cause) == (not record.taken) == (i > WARMUP)
     assert [each.name for each in record.evidence] == ["head.weight"]
     assert_same(snapshot(optimizer), before)

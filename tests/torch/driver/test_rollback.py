@@ -116,7 +116,7 @@ def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
         roll_back(driver, store.restore(1, driver.state()))
         run.step(0, NAN)
         record = single_record(driver)
-        assert (record.step, record.skip) == (2, True), "the number of the last record, again"
+        assert (record.step, record.taken) == (2, False), "the number of the last record, again"
 
 
 def test_a_repeat_begins_without_the_gradients_of_undone_steps():

@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Cause
+from healcore.core.step_record import Why
 from healcore.runtime.run.compare.anchor_choice import (
     best_on_average,
     newest_better,
@@ -169,19 +170,20 @@ class Comparisons:
         """`observe` for a step as the host reads it. Its records are joined into one step.
 
         Args:
-            result: the newest step that was read. A step that was not taken, or whose loss was not
-                finite, counts as a loss of NaN.
+            result: the newest step that was read. A step that kept its old state, or whose loss was
+                not finite, counts as a loss of NaN.
 
         Returns:
             A verdict if the run has to roll back, or None.
         """
         if not self.is_enabled:
             return None
-        records, taken = result.records, result.records[0].taken
-        if taken and not any(each.judged for each in records):
-            return None  # the step is a micro-step of an accumulation
+        records = result.records
+        keeps_state = result.why == Why.STATE_KEPT
+        if not (keeps_state or any(each.judged for each in records)):
+            return None  # a micro-step of an accumulation, or an overflow at a loss scale
         loss = math.nan
-        if taken and not any(each.cause & Cause.NONFINITE_LOSS for each in records):
+        if not keeps_state and not any(each.cause & Cause.NONFINITE_LOSS for each in records):
             loss = sum(each.loss for each in records) / len(records)
         norms: dict[str, float] = {}
         rates: dict[str, float] = {}
@@ -194,8 +196,8 @@ class Comparisons:
         return self.observe(
             TrainedStep(result.index, result.contents, norms, rates),
             loss,
-            alarm=not taken or any(each.cause & ~_NOT_ABOUT_WEIGHTS for each in records),
-            has_trained=taken and not all(each.skip for each in records),
+            alarm=keeps_state or any(each.cause & ~_NOT_ABOUT_WEIGHTS for each in records),
+            has_trained=result.taken,
         )
 
     def observe(

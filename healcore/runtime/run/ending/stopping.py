@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from healcore.core.decision import Cause
+from healcore.core.step_record import SKIPS
 from healcore.events.models import Ending
 from healcore.runtime.reporting.diagnosis import explain
 from healcore.runtime.run.ending.exits import RunStopped
@@ -86,5 +87,4 @@ class Stopping:
             records = self.run.holding.envelope.with_thresholds(result.index, result.records)
             self.run.log.records(result.index, records, several=several)
             self.run.monitor.metrics.add(records)
-            if any(each.skip for each in result.records):
-                self.run.ledger.skips += 1
+            self.run.ledger.skips += result.why in SKIPS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action
-from healcore.core.step_record import StepRecord
+from healcore.core.step_record import SKIPS, StepRecord
 from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.history.incidents import MAX_ALARMS
@@ -77,16 +77,12 @@ class AlarmLog:
         incident = lead.incident
         if incident is not None and incident.alarms == 1 and is_logged(incident.number):
             return True
-        alarms = 0
-        has_skip = False
-        for record in lead.result.records:
-            alarms += record.cause != 0
-            has_skip = has_skip or bool(record.skip)
         skips = self._ledger.skips
-        if passes_power_of_ten(skips - has_skip, skips):
+        if passes_power_of_ten(skips - (lead.result.why in SKIPS), skips):
             return True
         if incident is not None:
             return False
+        alarms = sum(record.cause != 0 for record in lead.result.records)
         return passes_power_of_ten(self._outside, self._outside + alarms)
 
     def write(self, judged: JudgedRecord, *, has_line: bool) -> None:
@@ -110,7 +106,7 @@ class AlarmLog:
             explanation = by_optimizer or failures_of(record.cause)[0].diagnosis
             self._write_line(judged, sentence(event), explanation)
         begins = incident is not None and incident.alarms == 1
-        if begins and record.skip and record.cause & NONFINITE:
+        if begins and not record.taken and record.cause & NONFINITE:
             text = self._bad_rows.add(result.batches)
             if text:
                 self._log.warning(f"step {result.index}: {text}")
@@ -141,7 +137,7 @@ class AlarmLog:
             rate = self._rate_of(record)
             rate_before = self.rate_jumps.rate_before(result.index, record)
         skips = None
-        if record.skip and not self._policy.observes:
+        if not record.taken and not self._policy.observes:
             skips = self._ledger.skips
         grad_scale = None
         if not self._policy.engine.per_tensor:
@@ -152,7 +148,7 @@ class AlarmLog:
             engine=record.engine,
             incident=judged.number,
             cause=record.cause,
-            skip=record.skip,
+            skip=not record.taken,
             skips=skips,
             grad_scale=grad_scale,
             lr=rate,

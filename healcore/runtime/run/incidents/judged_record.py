@@ -51,7 +51,7 @@ class JudgedRecord(NamedTuple):
         action = int(self.record.action)
         cuts = bool(action & _CUT_LR)
         alerts = bool(action & _ALERT)
-        return cuts, bool(self.record.skip), alerts, self.record.cause != 0
+        return cuts, not self.record.taken, alerts, self.record.cause != 0
 
 
 def batch_fields(result: StepResult) -> dict[str, Any]:

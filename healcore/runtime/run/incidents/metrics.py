@@ -9,6 +9,7 @@ from healcore.core.decision import Action, Cause
 from healcore.core.step_record import StepRecord
 from healcore.events.metrics import COMPARED
 from healcore.history.counts import name_changes
+from healcore.runtime.run.monitor_state import MonitorState
 
 COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 """Counts since the run began: keys of an engine's `tally`."""
@@ -28,13 +29,13 @@ class RunMetrics:
 
     Attributes:
         eval_loss: loss of an evaluation since the last step that was read, or None.
-        dropped: steps of the run that a GradScaler has not taken.
     """
 
-    def __init__(self, *, per_tensor: bool, observes: bool) -> None:
+    def __init__(self, state: MonitorState, *, per_tensor: bool, observes: bool) -> None:
         """Begins without a step.
 
         Args:
+            state: counts the steps that a loss scale has left out.
             per_tensor: whether the policy clips each tensor by itself.
             observes: whether the policy only observes. The counts are then of changes that it
                 would have made.
@@ -44,7 +45,7 @@ class RunMetrics:
             self._changes = ("skips", "lr_cuts")
         self._observes = observes
         self.eval_loss: float | None = None
-        self.dropped = 0
+        self._state = state
         self._means: dict[str, tuple[float, int]] = {}
         """Engine -> mean of its healthy losses, and their number, at most `_MEAN_STEPS`."""
         self._counts: dict[str, dict[str, int]] = {}
@@ -104,11 +105,10 @@ class RunMetrics:
             counts = self._counts.get(record.engine)
             if counts is None:
                 counts = self._counts[record.engine] = dict.fromkeys(COUNTS, 0)
-            if record.judged:
-                counts["clips"] += record.grad_scale < 1 and not record.skip
-                counts["skips"] += record.skip
-                counts["lr_cuts"] += bool(record.action and record.action & Action.CUT_LR)
-                counts["alarms"] += record.cause != 0
+            counts["clips"] += record.grad_scale < 1 and record.taken
+            counts["skips"] += record.judged and not record.taken
+            counts["lr_cuts"] += bool(record.action and record.action & Action.CUT_LR)
+            counts["alarms"] += record.cause != 0
             last = self._last.get(record.engine)
             if last is not None and last.eval_loss is not None and record.eval_loss is None:
                 record = record._replace(eval_loss=last.eval_loss, eval_gap=last.eval_gap)
@@ -163,8 +163,8 @@ class RunMetrics:
             numbers |= name_changes(observes=self._observes, **changes)
             for field, number in numbers.items():
                 metrics[f"{prefix}/{field}"] = float(number)
-        if self.dropped and metrics:
-            metrics["heal/scaler_skips"] = float(self.dropped)
+        if self._state.dropped and metrics:
+            metrics["heal/scaler_skips"] = float(self._state.dropped)
         return metrics
 
 

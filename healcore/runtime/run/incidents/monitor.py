@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from healcore.core.decision import LASTING, NONFINITE, Action, Cause, names_of
 from healcore.core.engine.incidents import incident_causes
-from healcore.core.step_record import StepRecord
+from healcore.core.step_record import StepRecord, Why
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Driver
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.dispatch_queue import StepFlags, StepResult
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.incidents.alarms import AlarmLog
 from healcore.runtime.run.incidents.incident_log import IncidentLog
 from healcore.runtime.run.incidents.judged_record import JudgedRecord
@@ -79,7 +79,9 @@ class IncidentMonitor:
         self._ledger = ledger
         self._hooks = hooks
         self._causes = incident_causes(policy.engine.config)
-        self.metrics = RunMetrics(per_tensor=policy.engine.per_tensor, observes=policy.observes)
+        self.metrics = RunMetrics(
+            state, per_tensor=policy.engine.per_tensor, observes=policy.observes
+        )
         self.state = state
         self.nonfinite_record: StepRecord | None = None
         several = _MIN_INTERVALS_REMEMBERED * save_every
@@ -115,45 +117,41 @@ class IncidentMonitor:
         Returns:
             An order if the host has to save, roll back or stop, or None.
         """
-        flags = StepFlags.of(result.records)
-        incident = self._keep(result, flags)
-        if not flags.is_quiet:
-            return self._report(result, flags, incident)
+        incident = self._keep(result)
+        if any(each.cause or each.action for each in result.records):
+            return self._report(result, incident)
         for record in result.records:
             self._rate_log.add(result.index, record)
         return None
 
-    def _keep(self, result: StepResult, flags: StepFlags) -> IncidentRecord | None:
+    def _keep(self, result: StepResult) -> IncidentRecord | None:
         """Adds a step to the state, the ledger and the metrics. Returns its incident, or None."""
         self.state.add_batches(result.index, result.batches, kept=self._kept)
         self._count_nonfinite(result)
-        incident = self._ledger.add_step(result.index, result.records, self._causes)
+        incident = self._ledger.add_step(result, self._causes)
         for record in result.records:
-            self.state.dropped += record.dropped
+            self.state.dropped += record.why == Why.EXTERNAL
             self._alarm_log.rate_jumps.add(result.index, record)
-        if flags.has_trained:
+        if result.taken:
             self.state.last_trained = result.index
-        if not flags.is_judged:
+        elif result.why == Why.NOT_DUE:
             self.state.has_micro_steps = True
         if incident is not None and incident.alarms == 1:
             self._incident_log.begin(incident, result)
         self.metrics.add(result.records)
-        self.metrics.dropped = self.state.dropped
         self._incident_log.report_over(result)
         for record in result.records:
-            if record.judged and not record.skip:
+            if record.taken:
                 line = self._program_clips[record.engine].add(record.grad_norm)
                 if line:
                     self._log.warning(f"step {result.index}: {line}")
-        self._newest_causes = flags.causes
+        self._newest_causes = result.causes
         return incident
 
-    def _report(
-        self, result: StepResult, flags: StepFlags, incident: IncidentRecord | None
-    ) -> Trouble | None:
+    def _report(self, result: StepResult, incident: IncidentRecord | None) -> Trouble | None:
         """Writes the events of a step with a cause or an action. Returns its order, or None."""
         judged = [JudgedRecord(result, record, incident) for record in result.records]
-        if flags.causes:
+        if result.causes:
             judged = [self._alarm_log.alerts.with_alert(each) for each in judged]
         lead = max(judged, key=JudgedRecord.priority)
         has_line = False
@@ -238,7 +236,7 @@ class IncidentMonitor:
     # -- steps that are not finite --------------------------------------------------------------
 
     def _count_nonfinite(self, result: StepResult) -> None:
-        """Counts a step at which every optimizer had NaN or Inf, or which was not taken."""
+        """Counts a step at which every optimizer had NaN or Inf, or that kept the old state."""
         state = self.state
         if state.nonfinite_streak is None:  # also of a checkpoint that another program has saved
             state.never_finite = self._ledger.untrained >= result.index
@@ -251,7 +249,7 @@ class IncidentMonitor:
                 state.nonfinite_streak = 0
                 state.never_finite = False
                 return
-            if record.judged or not record.taken:
+            if record.judged or record.why == Why.STATE_KEPT:
                 last_counted = record
         if last_counted is not None:
             state.nonfinite_streak += 1

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pydantic import ConfigDict
 
 from healcore.core.decision import NONFINITE, Cause, names_of
-from healcore.core.step_record import StepRecord
+from healcore.core.step_record import SKIPS, StepRecord, Why
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.monitor_state import NumberOrNone, take_fields
 from healcore.runtime.run.trouble import RollbackRecord
 
@@ -121,59 +122,52 @@ class Ledger:
     last_alarms: dict[str, int] = field(default_factory=dict)
     """Optimizer and cause, as in `actor/PLATEAU` -> last step with this cause."""
 
-    def add_step(
-        self, index: int, records: Sequence[StepRecord], opening: int = -1
-    ) -> IncidentRecord | None:
-        """Adds the records of one step.
+    def add_step(self, result: StepResult, opening: int = -1) -> IncidentRecord | None:
+        """Adds one step.
 
         Args:
-            index: index of the step.
-            records: its records, one per engine, or more if an engine judged several times.
+            result: the step.
             opening: `Cause` flags that open an incident. All other alarms only alert.
 
         Returns:
             The incident that the step belongs to, or None.
         """
+        index = result.index
         self.next_step = index + 1
-        judged = is_open = skip = False
-        all_skip = True
+        skipped = result.why in SKIPS
+        self.skips += skipped
+        judged = is_open = False
         cause = 0
         engine = ""  # the engine that has the first alarm
-        for record in records:
+        for record in result.records:
             judged |= record.judged
             is_open |= record.incident_open
-            skip |= record.skip
-            all_skip &= record.skip
             # An alert alone (a clipped gradient spike) opens no incident.
-            if record.incident_open or record.skip:
+            if record.incident_open or record.why:
                 cause |= int(record.cause) & opening
                 if cause and not engine:
                     engine = record.engine
-        if not judged:
-            if not records[0].taken:
-                self.unhealthy.append(index)
-                self.skips += 1
-                self.untrained += 1
+        if judged:
+            self.open = is_open
+            if not cause:
+                if self.incidents and not is_open:
+                    self.incidents[-1].over = True
                 return None
-            # A micro-step of an optax.MultiSteps around protect neither ends an incident nor a row
-            # of unhealthy steps: the next update decides.
+        elif result.why != Why.STATE_KEPT:
+            # Neither a micro-step nor an overflow at a loss scale ends an incident, or a row of
+            # unhealthy steps: the next update decides.
             if self.unhealthy and self.unhealthy[-1] == index - 1:
                 self.unhealthy.append(index)
             return None
-        self.open = is_open
-        if not cause:
-            if self.incidents and not is_open:
-                self.incidents[-1].over = True
-            # Frozen steps have no cause, but they train nothing.
-            self.skips += skip
-            return None
         self.unhealthy.append(index)
-        incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
+        self.untrained += not result.taken
+        if not cause:
+            return None
+        harmless = skipped and not Cause(cause) & ~NONFINITE
+        incident = self._current(index, result.records, harmless)
         incident.engine = incident.engine or engine
         incident.add(index, cause)
-        incident.skips += skip
-        self.skips += skip
-        self.untrained += all_skip
+        incident.skips += skipped
         return incident
 
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
+from healcore.core.step_record import SKIPS
 from healcore.events.sentences import flags_text
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope
@@ -464,7 +465,7 @@ class Recovery:
         # Unread steps belong to the trouble up to their last alarm.
         unread = list(run.dispatch_queue.read_all())
         run.progress.step += run.dispatch_queue.take_count_correction()
-        skips = sum(any(each.skip for each in late.records) for late in unread)
+        skips = sum(late.why in SKIPS for late in unread)
         run.ledger.skips += skips
         if trouble.batches and not trouble.exact:
             batches = tuple(run.monitor.batches_of_alarms(unread))

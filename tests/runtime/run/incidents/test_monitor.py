@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from healcore.core.decision import Action, Cause
+from healcore.core.step_record import Why
 from healcore.events import Log
 from healcore.runtime.data import BatchId
 from healcore.runtime.reporting.run_log import RunLog
@@ -19,7 +20,7 @@ from tests.healer.step_records import record
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run
 
-NAN_ALARM = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
+NAN_ALARM = {"cause": Cause.NONFINITE_LOSS, "why": Why.POLICY, "action": Action.ALERT}
 """What the record of a step says whose loss is NaN, and which is skipped."""
 IN_INCIDENT = {**NAN_ALARM, "incident": 1, "incident_open": True}
 

@@ -4,13 +4,15 @@ import pytest
 
 from healcore.core.decision import Cause
 from healcore.core.engine import incidents
+from healcore.core.step_record import Why
 from healcore.policy import load
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.record.ledger import Ledger
 from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from tests.healer.step_records import record
 
-SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)
-MICRO_STEP = record(judged=False)
+SKIPPED = record(cause=Cause.NONFINITE_GRAD, why=Why.POLICY)
+MICRO_STEP = record(why=Why.NOT_DUE)
 TRAINED = record()
 
 
@@ -26,7 +28,7 @@ def test_a_row_of_skips_goes_on_through_the_micro_steps_of_an_accumulation(last,
     ledger = Ledger()
     update = [MICRO_STEP, MICRO_STEP, MICRO_STEP, SKIPPED]
     for index, step in enumerate([*update, *update, *update, last]):
-        ledger.add_step(index, [step])
+        ledger.add_step(StepResult(index, [step], ()))
     assert ledger.first_consecutive(ledger.next_step - 1) == onset
 
 
@@ -39,7 +41,8 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
         causes = Cause.NONFINITE_GRAD
         if index == 6:
             causes |= alert
-        ledger.add_step(index, [record(cause=causes, skip=True)], opening)
+        skip = record(cause=causes, why=Why.POLICY)
+        ledger.add_step(StepResult(index, [skip], ()), opening)
 
     (incident,) = ledger.incidents
     assert (incident.onset, incident.only_skips) == (3, True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from healcore.core.decision import Action, Cause
+from healcore.core.step_record import Why
 from healcore.policy import load
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.rollback.host_rules import HostRules
@@ -29,7 +30,7 @@ def ordered_rollbacks(
     due = []
     for index, is_bad in enumerate(steps, first):
         cause = Cause.NONFINITE_LOSS if is_bad else Cause(0)
-        step = record(step=index + 1, cause=cause, skip=is_bad, engine=engine)
+        step = record(step=index + 1, cause=cause, why=Why(is_bad), engine=engine)
         if rules.with_rollback_order(step).action & Action.ROLLBACK:
             due.append(index)
     return due
