@@ -1,5 +1,6 @@
 """Calls that a Healer refuses: outside of its block, of the other framework, of wrong types."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -73,22 +74,39 @@ def test_steps_without_gradients_have_a_warning_and_an_error_that_names_the_caus
     """`zero_grad` is called between `backward` and `step`, so no step has a gradient."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters())
-    said = "called 20 times, and no parameter had a gradient"
+    said = "called 100 times, and no parameter had a gradient"
 
     def train() -> None:
         with Healer(state={"model": model, "optimizer": optimizer}) as healer:
-            for number, batch in enumerate(healer.batches([torch.ones(4, 2)] * 30)):
-                assert (said in caplog.text) == (number >= 20)
+            for number, batch in enumerate(healer.batches([torch.ones(4, 2)] * 110)):
+                assert (said in caplog.text) == (number >= 100)
                 loss = model(batch).square().mean()
                 healer.observe(loss)
                 loss.backward()
                 optimizer.zero_grad()
                 optimizer.step()
 
-    with pytest.raises(IncompleteRun, match=r"30 batches read.*called 30 times") as error:
+    with pytest.raises(IncompleteRun, match=r"110 batches read.*called 110 times") as error:
         train()
     assert "zero_grad() is not called between backward() and step()" in str(error.value)
     assert caplog.text.count("no parameter had a gradient") == 1
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_steps_that_nobody_reads_have_one_line(reads: bool, caplog):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with contextlib.suppress(IncompleteRun), Healer(state={"m": model, "o": optimizer}) as healer:
+        for _ in range(40):
+            model(torch.ones(4, 2)).square().mean().backward()
+            optimizer.step()
+            if reads:
+                healer.after_step()
+    lines = [r.message for r in caplog.records if "nor healer.after_step()" in r.message]
+    assert len(lines) == (not reads)
+    for line in lines:
+        assert line.startswith("20 steps, and "), "soon enough to start again"
+        assert "ends with status 1" in line
 
 
 def test_an_optimizer_that_trains_later_needs_no_warning(caplog):

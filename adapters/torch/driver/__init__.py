@@ -9,8 +9,7 @@ layer_buffers         the buffers that a skipped step restores, of two kinds:
 batch_statistics        the buffers of torch's norm layers, which every step writes
 written_buffers         the floating buffers of other layers
 unsaved_buffers     the buffers that `state_dict()` leaves out, for a checkpoint
-optimizer_steps     all optimizers: which have stepped; their learning rates and other numbers
-gradient_window     gradients that are computed again in smaller parts after a lack of memory
+gradient_window     all optimizers: which have stepped; gradients that are computed again
 ddp_gradients       the same with DistributedDataParallel, where all ranks have to repeat
 weights             copies, replaces and evaluates the weights
 weight_sample       notices other weights in the model, as in an evaluation

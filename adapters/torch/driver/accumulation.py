@@ -31,11 +31,12 @@ class Accumulation:
         after_step: a bound method, called after each step. Only a weak reference to it is kept.
 
     Attributes:
-        stepped: whether the optimizer has stepped; the reader resets it.
-        steps: number of steps so far.
+        is_new: whether a backward pass has run since the last step of any optimizer.
+        stepped: whether the optimizer has stepped for the last batch.
+        has_ended: whether a step has ended or was dropped since the window began.
         idle: number of steps of other optimizers since this optimizer's last step.
-        reached_since_any_step: whether a backward pass has run since the last step of any
-            optimizer; `OptimizerSteps.on_step` resets it.
+
+    `GradientWindow` resets the last four.
     """
 
     def __init__(self, healing: Healing, after_step: Callable[[], object]) -> None:
@@ -43,14 +44,14 @@ class Accumulation:
         self._after_step = weakref.WeakMethod(after_step)  # hooks are not collected in cycles
         self._reached = False
         """Whether a backward pass has run since the optimizer's last step."""
+        self.is_new = False
         self.stepped = False
-        self.reached_since_any_step = False
-        self.steps = 0
+        self.has_ended = False
         self.idle = 0
         self._watched: Tensor | None = None
         """The parameter with the hook."""
-        self._backward_handle: Any = None
-        self._backward_hook: Any = torch.compiler.disable(self._on_backward)
+        self._handle: Any = None
+        self._hook: Any = torch.compiler.disable(self._on_backward)
         self._watch()
 
     @property
@@ -66,11 +67,10 @@ class Accumulation:
             return False
         return any(p.grad is not None for p in gradients.parameters(self.healing.optimizer))
 
-    def drop_by_products(self) -> None:
-        """Ignores gradients and losses that a step of another optimizer has left.
+    def ignore(self) -> None:
+        """Drops the losses since the last step, and takes the gradients for used.
 
-        `zero_grad` drops the gradients. The losses are dropped here, because a checkpoint has no
-        losses: a restored run judges its next step without them.
+        A checkpoint has no losses, so a restored run judges its next step without them.
         """
         self._reached = False
         self.healing.drop_losses()
@@ -90,41 +90,7 @@ class Accumulation:
             elif p.grad is not None:
                 with torch.no_grad(), suppress(RuntimeError):  # an expanded tensor is not writable
                     p.grad.zero_()
-        self._reached = False
-        self.healing.drop_losses()
-
-    def on_new_structure(self) -> None:
-        """Moves the hook if the optimizer does not train the watched parameter any more.
-
-        Called after the program has changed its model. Without this, no later backward pass would
-        be seen, and a save within an accumulation would lose gradients.
-        """
-        params = gradients.parameters(self.healing.optimizer)
-        if all(p is not self._watched for p in params):
-            self._watched = None
-            self._watch()
-
-    def close(self) -> None:
-        """Removes the hook."""
-        if self._backward_handle is not None:
-            self._backward_handle.remove()
-
-    def _watch(self) -> None:
-        """Moves the hook to a trained parameter if the watched parameter has been frozen."""
-        if self._watched is not None and self._watched.requires_grad:
-            return
-        params = gradients.parameters(self.healing.optimizer)
-        trained = next((p for p in params if p.requires_grad and p.is_leaf), None)
-        if trained is None:
-            return  # all parameters are frozen while another network trains
-        if self._backward_handle is not None:
-            self._backward_handle.remove()
-        self._watched = trained
-        self._backward_handle = trained.register_post_accumulate_grad_hook(self._backward_hook)
-
-    def _on_backward(self, _: Tensor) -> None:
-        self._reached = True
-        self.reached_since_any_step = True
+        self.ignore()
 
     def on_step(self) -> None:
         """Notes a step of the optimizer, see `StepListener.stepped`.
@@ -134,9 +100,28 @@ class Accumulation:
         """
         self._reached = False
         self.stepped = True
-        self.steps += 1
+        self.has_ended = True
         self.idle = 0
         self._watch()
         after_step = self._after_step()
         if after_step is not None:
             after_step()
+
+    def close(self) -> None:
+        """Removes the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _watch(self) -> None:
+        """Puts the hook on the first trained parameter, which the program may freeze or replace."""
+        params = gradients.parameters(self.healing.optimizer)
+        trained = next((p for p in params if p.requires_grad and p.is_leaf), None)
+        if trained is None or trained is self._watched:
+            return  # None: all parameters are frozen while another network trains
+        self.close()
+        self._watched = trained
+        self._handle = trained.register_post_accumulate_grad_hook(self._hook)
+
+    def _on_backward(self, _: Tensor) -> None:
+        self._reached = True
+        self.is_new = True

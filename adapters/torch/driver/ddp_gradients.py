@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -13,86 +13,69 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from healcore.runtime.faults.microbatches import MicrobatchError
-from healcore.torch.ranks import StepRanks
+from healcore.torch import gradients
 from healcore.torch.store.gloo import GlooRanks
 
-_WAITING = "the other ranks wait in a collective that this rank has left: "
+_EXCHANGING = ("SyncBatchNorm", "FullyShardedDataParallel", "DeepSpeedEngine")
+"""Classes of modules that exchange values in forward or backward passes."""
 
 
-def obstacle_of(
-    ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: list[int]
-) -> str:
+def ddp_modules(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
+    """The DDP modules that train any parameter of these optimizers. Visits all Python objects.
+
+    A state often has the module inside DDP, which does not refer to DDP.
+
+    Args:
+        optimizers: the optimizers of the run, without wrappers.
+    """
+    trained: set[Tensor] = set()
+    for optimizer in optimizers:
+        trained.update(gradients.parameters(optimizer))
+    found: list[DistributedDataParallel] = []
+    for each in gc.get_objects():
+        is_ddp = issubclass(type(each), DistributedDataParallel)
+        if is_ddp and not trained.isdisjoint(each.parameters()):
+            found.append(each)
+    return found
+
+
+def obstacle_of(modules: Iterable[nn.Module], ranks: GlooRanks) -> str:
     """Finds out why ranks that train these modules cannot repeat a step together.
 
     A rank that runs out of memory leaves its forward or backward pass. If the ranks exchange
     something there, and the exchange cannot be delayed (`DDPGradients`), the other ranks wait.
 
     Args:
-        ranks: the ranks of each optimizer.
-        modules: all modules that the run trains, with their submodules.
-        members: the ranks that vote, in the default group.
+        modules: the modules that the run trains, which have submodules.
+        ranks: the ranks that vote.
 
     Returns:
         The obstacle as a sentence without a full stop, or an empty string if the ranks can.
     """
-    if any(rank.has_parts for rank in ranks):
-        return (
-            _WAITING + "the parameters are spread over the ranks (FSDP2, tensor parallel, "
-            "pipeline), which exchange them in the forward and backward passes"
-        )
-    for module in modules:
-        kind = type(module).__name__
-        if isinstance(module, nn.SyncBatchNorm):
-            return _WAITING + "SyncBatchNorm exchanges batch statistics in the forward pass"
-        if kind in ("FullyShardedDataParallel", "DeepSpeedEngine"):
-            return _WAITING + f"{kind} communicates in forward and backward passes"
-        if not isinstance(module, DistributedDataParallel):
-            continue
-        if (
-            module.static_graph
-            or module.mixed_precision is not None
-            or module._delay_all_reduce_params
-            or module._use_python_reducer
-            or module._join_config.enable
-            or module._comm_hooks
-            or hasattr(module, "buffer_hook")
-        ):
-            return (
-                _WAITING + "DistributedDataParallel cannot be delayed with static_graph=True, "
-                "mixed_precision, join(), a communication hook or another reducer"
-            )
-        if not set(dist.get_process_group_ranks(module.process_group)) <= set(members):
-            return (
-                _WAITING + "DistributedDataParallel has ranks that this Healer does not have: "
-                "pass its group, Healer(..., attach={'process_group': group})"
-            )
-    return ""
-
-
-def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules with their submodules, and the DDP modules that train any of `params`.
-
-    A state often has the module inside DDP, which does not refer to DDP. Visits all Python objects.
-
-    Args:
-        params: the parameters that the run trains.
-        roots: the modules of the state.
-
-    Returns:
-        Each module once: first the modules of the state, then the others.
-    """
-    trained = {id(p) for p in params}
-    modules: dict[int, nn.Module] = {}
-    for root in roots:
+    members = {*dist.get_process_group_ranks(ranks.group)}
+    for root in modules:
         for module in root.modules():
-            modules[id(module)] = module
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), DistributedDataParallel) or id(candidate) in modules:
-            continue
-        if any(id(p) in trained for p in candidate.parameters()):
-            for module in candidate.modules():
-                modules[id(module)] = module
-    return [*modules.values()]
+            kind = type(module).__name__
+            if kind in _EXCHANGING:
+                return f"{kind} exchanges values between the ranks in its forward or backward pass"
+            if not isinstance(module, DistributedDataParallel):
+                continue
+            if (
+                module.static_graph
+                or module.mixed_precision is not None
+                or module._delay_all_reduce_params
+                or module._use_python_reducer
+                or module._join_config.enable
+                or module._comm_hooks
+                or hasattr(module, "buffer_hook")
+                or not members.issuperset(dist.get_process_group_ranks(module.process_group))
+            ):
+                return (
+                    "DistributedDataParallel cannot be delayed with static_graph=True, "
+                    "mixed_precision, join(), a communication hook, another reducer, or ranks that "
+                    "this Healer does not have"
+                )
+    return ""
 
 
 class DDPGradients:
@@ -100,8 +83,8 @@ class DDPGradients:
 
     DDP broadcasts buffers in the forward pass, and reduces gradients in the backward pass. After a
     failure on one rank the other ranks would wait there. Therefore buffers are broadcast before the
-    first part of a batch, the parts run as within `no_sync`, and the gradients are reduced after
-    the last part, when all ranks have voted that no part has failed:
+    first part of a batch, the parts run within `no_sync`, and the gradients are reduced after the
+    last part, when all ranks have voted that no part has failed:
 
         begin_batch    broadcast buffers
         part 1, 2, ..  nothing is exchanged
@@ -110,33 +93,23 @@ class DDPGradients:
 
     Args:
         modules: the DDP modules. Without DDP the loop reduces gradients itself, after the parts.
-        optimizers: the optimizers, which must not step within a part.
+        has_stepped: whether an optimizer has stepped within the window.
         ranks: the ranks that vote.
     """
 
     def __init__(
         self,
         modules: Sequence[DistributedDataParallel],
-        optimizers: Iterable[Optimizer],
+        has_stepped: Callable[[], bool],
         ranks: GlooRanks,
     ) -> None:
         self._modules = modules
+        self._has_stepped = has_stepped
         self._ranks = ranks
-        self._params: list[list[Tensor]] = []
-        """The parameters that each module reduces."""
-        for module in modules:
-            params: list[Tensor] = []
-            for name, p in module.module.named_parameters():
-                if p.requires_grad and name not in module.parameters_to_ignore:
-                    params.append(p)
-            self._params.append(params)
-        self._syncs = [True] * len(modules)
-        """Whether the loop wants each module's gradients reduced after this batch."""
-        self._broadcasts = [True] * len(modules)
+        self._broadcasts: list[bool] = []
         """Whether each module was to broadcast its buffers at the start of the window."""
-        self._within_batch = False
-        check: Any = torch.compiler.disable(self._check_step)
-        self._handles = [optimizer.register_step_pre_hook(check) for optimizer in optimizers]
+        self._no_sync = ExitStack()
+        """The `no_sync` of each module, within a batch."""
 
     def begin_batch(self, *, first: bool) -> None:
         """Broadcasts buffers, as DDP's next forward pass would, and prevents other exchanges.
@@ -144,17 +117,14 @@ class DDPGradients:
         Args:
             first: whether it is the first batch since the last step, or of a repeated window.
         """
-        if self._within_batch:  # the loop has left the last batch early
-            self._end_batch(self._broadcasts)
+        self._no_sync.close()  # the loop may have left the last batch early
         if first:
             self._broadcasts = [module.require_forward_param_sync for module in self._modules]
-        self._syncs = [module.require_backward_grad_sync for module in self._modules]
-        self._within_batch = True
         for module in self._modules:
             if module.will_sync_module_buffers():
                 module._sync_buffers()
             module.require_forward_param_sync = False
-            module.require_backward_grad_sync = False
+            self._no_sync.enter_context(module.no_sync())
 
     @torch.no_grad()
     def end_batch(self, failed: bool) -> bool:
@@ -169,58 +139,47 @@ class DDPGradients:
 
         Returns:
             Whether a part has failed on any rank.
+
+        Raises:
+            MicrobatchError: the loop has stepped before the gradients were reduced.
         """
-        votes: list[int] = [failed]
-        for params in self._params:
-            for p in params:
-                votes.append(p.grad is not None)
-        any_failed, *has_gradient = self._ranks.largest(votes)
-        if any_failed:
-            # The repeated window broadcasts buffers as the failed window has.
-            self._end_batch(self._broadcasts)
-            return True
-        self._end_batch(self._syncs)
-        remaining = iter(has_gradient)
-        # Parameter, gradient, the contiguous gradient that is reduced, and the running reduction.
-        sums: list[tuple[Tensor, Tensor, Tensor, Any]] = []
-        for module, params, is_reduced in zip(
-            self._modules, self._params, self._syncs, strict=True
-        ):
-            group = module.process_group
-            for p in params:
-                has_any_gradient = next(remaining)
-                if not has_any_gradient or not is_reduced:
-                    continue
-                grad = p.grad
-                if grad is None:
-                    grad = torch.zeros_like(p)
-                total = grad.contiguous().div_(dist.get_world_size(group))
-                work = dist.all_reduce(total, group=group, async_op=True)
-                sums.append((p, grad, total, work))
-        for p, grad, total, work in sums:
-            work.wait()
-            if grad is not total:
-                grad.copy_(total)  # keeps the gradient's strides
-            p.grad = grad
-        return False
-
-    def close(self) -> None:
-        """Restores the modules."""
-        if self._within_batch:
-            self._end_batch(self._broadcasts)
-        for handle in self._handles:
-            handle.remove()
-
-    def _end_batch(self, broadcasts: list[bool]) -> None:
-        """Restores the modules' flags. `broadcasts`: whether each broadcasts buffers next."""
-        self._within_batch = False
-        for module, syncs, broadcast in zip(self._modules, self._syncs, broadcasts, strict=True):
-            module.require_backward_grad_sync = syncs
-            module.require_forward_param_sync = broadcast
-
-    def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._within_batch and self._modules:
+        if self._modules and self._has_stepped():
             raise MicrobatchError(
                 "optimizer.step() was called before the end of the loop over healer.microbatches, "
                 "where the gradients are not reduced over the ranks yet: call it after the loop"
             )
+        params: list[tuple[DistributedDataParallel, Tensor]] = []
+        votes: list[int] = [failed]
+        for module in self._modules:
+            for name, p in module.module.named_parameters():
+                if p.requires_grad and name not in module.parameters_to_ignore:
+                    params.append((module, p))
+                    votes.append(p.grad is not None)
+        any_failed, *has_gradient = self._ranks.largest(votes)
+        self._no_sync.close()
+        for module, broadcasts in zip(self._modules, self._broadcasts, strict=True):
+            # The repeated window broadcasts buffers as the failed window has.
+            module.require_forward_param_sync = (
+                broadcasts if any_failed else module.require_backward_grad_sync
+            )
+        if any_failed:
+            return True
+        # Gradient, the contiguous gradient that is reduced, and the running reduction.
+        running: list[tuple[Tensor, Tensor, dist.Work]] = []
+        for (module, p), has_any_gradient in zip(params, has_gradient, strict=True):
+            if not has_any_gradient or not module.require_backward_grad_sync:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            group = module.process_group
+            total = p.grad.contiguous().div_(dist.get_world_size(group))
+            running.append((p.grad, total, dist.all_reduce(total, group=group, async_op=True)))
+        for grad, total, work in running:
+            work.wait()
+            if grad is not total:
+                grad.copy_(total)  # keeps the gradient's strides
+        return False
+
+    def close(self) -> None:
+        """Restores the modules."""
+        self._no_sync.close()

@@ -21,14 +21,12 @@ from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
-from healcore.torch.driver import optimizer_steps
 from healcore.torch.driver.accumulation import Accumulation
 from healcore.torch.driver.attaching import attach_all
 from healcore.torch.driver.followed_optimizer import FollowedOptimizer
 from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.layer_buffers import buffers_of
 from healcore.torch.driver.memory import cuda_profiles, memory_of
-from healcore.torch.driver.optimizer_steps import OptimizerSteps
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.unsaved_buffers import UnsavedBuffers
@@ -107,14 +105,13 @@ class TorchDriver(Driver):
             self._state, lambda: len(self._members) > 1, self.warnings.append
         )
         accumulations = [followed.accumulation for followed in self._followed]
-        self._steps = OptimizerSteps(accumulations, self.warnings)
         self._weights = TorchWeights(self._state, healings, accumulations)
         self._sample: WeightSample | None = None
         """Sample of the weights after the last step, or None before `keep_weight_sample`."""
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
         for healing in healings.values():
             healing.healed_step.measurer.clip_order.use_modules(modules)
-        self.window = GradientWindow(self._followed, live_state.scaler(self._state), modules)
+        self.window = GradientWindow(self._followed, modules)
         optimizers = self._optimizers()
         self._structure = StructureWatch(self._state, optimizers)
         self._ranks: Ranks | None = None
@@ -145,7 +142,7 @@ class TorchDriver(Driver):
             AttachError: the state has no such optimizer.
             SignalError: see `Healing.observe`.
         """
-        self._steps.observed = True
+        self.window.observed = True
         kind = "cpu"
         if isinstance(loss, Tensor):
             kind = loss.device.type
@@ -184,27 +181,13 @@ class TorchDriver(Driver):
         """
         for followed in self._followed:
             followed.healing.judge_dropped()
-        if not self._steps.in_progress:
+        if not self.window.is_accumulating():
             for followed in self._followed:
                 if followed.buffers is not None:
                     followed.buffers.keep_written()
         step = self._pending.take()
-        self._steps.end_batch(judged=step is not None)
-        if step is None:
-            self._drop_losses_of_skipped_batches()
+        self.window.end_batch(judged=step is not None)
         return step
-
-    def _drop_losses_of_skipped_batches(self) -> None:
-        """Drops losses of NaN or Inf if the loop itself has skipped their batch.
-
-        Such a batch has no backward pass.
-        """
-        if self._steps.has_backward:
-            return
-        for healing in self.healings.values():
-            loss = healing.healed_step.measurer.losses.mean()
-            if loss is not None and not bool(loss.isfinite()):
-                healing.drop_losses()
 
     def pending_steps(self) -> int:
         """See `Driver.pending_steps`."""
@@ -212,7 +195,7 @@ class TorchDriver(Driver):
 
     def no_step_reason(self) -> str:
         """See `Driver.no_step_reason`."""
-        return self._steps.no_step_reason()
+        return self.window.no_step_reason()
 
     def request_vote(self) -> None:
         """Requests a vote in the all_reduce of each optimizer that all ranks step together.
@@ -304,13 +287,10 @@ class TorchDriver(Driver):
     def structure_changes(self) -> list[str]:
         """See `Driver.structure_changes`.
 
-        After a change the hooks move to the current parameters, and skipped steps restore the
-        buffers of the current layers.
+        After a change, skipped steps restore the buffers of the current layers.
         """
         changes = self._structure.changes()
         if changes:
-            for followed in self._followed:
-                followed.accumulation.on_new_structure()
             self._find_buffers()
         return changes
 
@@ -334,7 +314,7 @@ class TorchDriver(Driver):
         """
         if any(attribute(item, "mid_accumulation") for item in self._state.values()):
             return False
-        return self._steps.may_save(patience)
+        return self.window.may_save(patience)
 
     def is_interrupted(self) -> bool:
         """Whether an exception has interrupted an update, see `Driver.is_interrupted`.
@@ -344,7 +324,7 @@ class TorchDriver(Driver):
         """
         if any(healing.healed_step.in_update for healing in self.healings.values()):
             return True
-        return self._steps.is_incomplete()
+        return self.window.is_incomplete()
 
     def undo_window(self) -> str:
         """See `Driver.undo_window`.
@@ -428,11 +408,20 @@ class TorchDriver(Driver):
 
     def learning_rates(self, engines: Engines | None = None) -> dict[str, float | None]:
         """See `Driver.learning_rates`. The optimizers have the rates, so no state is read."""
-        return optimizer_steps.learning_rates(self.healings)
+        largest: dict[str, float | None] = {}
+        for name, optimizer in self._optimizers().items():
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            largest[name] = max((float(rate) for rate in rates if rate is not None), default=None)
+        return largest
 
     def trained_rates(self) -> dict[str, float | None]:
         """See `Driver.trained_rates`."""
-        return optimizer_steps.trained_rates(self.healings)
+        rates = self.learning_rates()
+        for name, healing in self.healings.items():
+            numbers = healing.healed_step.numbers
+            if numbers is not None and numbers.rate is not None:
+                rates[name] = numbers.rate
+        return rates
 
     def watch_numbers(self) -> None:
         """See `Driver.watch_numbers`."""
@@ -441,7 +430,13 @@ class TorchDriver(Driver):
 
     def numbers(self) -> dict[str, NumberRange]:
         """See `Driver.numbers`. No sync: tensors on an accelerator are not read."""
-        return optimizer_steps.number_ranges(self.healings)
+        ranges: dict[str, NumberRange] = {}
+        for name, healing in self.healings.items():
+            numbers = healing.healed_step.numbers
+            if numbers is not None:
+                for place, number_range in numbers.ranges().items():
+                    ranges[f"{name}{place}"] = number_range
+        return ranges
 
     def suspect_numbers(self) -> list[str]:
         """See `Driver.suspect_numbers`. A scheduler may have changed the rates since the step."""
@@ -460,7 +455,15 @@ class TorchDriver(Driver):
         """
         if ranges:
             self.watch_numbers()
-        optimizer_steps.hold_numbers(self.healings, ranges)
+        for name, healing in self.healings.items():
+            numbers = healing.healed_step.numbers
+            if numbers is None:
+                continue
+            own: dict[str, NumberRange] = {}
+            for full_name, number_range in ranges.items():
+                if full_name.startswith(name):
+                    own[full_name.removeprefix(name)] = number_range
+            numbers.hold(own)
 
     # -- the run --------------------------------------------------------------------------------
 
@@ -506,7 +509,6 @@ class TorchDriver(Driver):
         self._structure.close()
         self.window.close()
         for followed in self._followed:
-            followed.accumulation.close()
             followed.healing.healed_step.remove_listener()
         for healing in self._own_healings:
             healing.detach()
@@ -526,7 +528,7 @@ class TorchDriver(Driver):
 
         Each `Accumulation` calls it.
         """
-        self._steps.on_step(judged=len(self._pending) > 0)
+        self.window.on_step(judged=len(self._pending) > 0)
         self._unsaved.has_stepped = True
         self.on_step()
 

@@ -47,6 +47,7 @@ class FollowedOptimizer:
 
     def ended(self, skipped: bool | Tensor) -> None:
         """See `StepListener.ended`."""
+        self.accumulation.has_ended = True
         if self.buffers is not None:
             self.buffers.on_step_ended(skipped)
 

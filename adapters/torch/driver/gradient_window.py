@@ -1,4 +1,4 @@
-"""`GradientWindow`: drops the gradients of a step that ran out of memory, to compute them again."""
+"""`GradientWindow`: the gradients of all optimizers since the last step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch import nn
 
+from healcore.console import counted
 from healcore.runtime.data.random_states import set_torch_states, torch_states
 from healcore.runtime.store.ranks import Ranks
-from healcore.torch import gradients
-from healcore.torch.driver.ddp_gradients import DDPGradients, obstacle_of, replicas
+from healcore.torch.driver.accumulation import Accumulation
+from healcore.torch.driver.ddp_gradients import DDPGradients, ddp_modules, obstacle_of
 from healcore.torch.driver.followed_optimizer import FollowedOptimizer
 from healcore.torch.live_state import tensors_in
-from healcore.torch.ranks import StepRanks
 from healcore.torch.store.gloo import GlooRanks
 
 _MAX_ITEMS = 1000
@@ -29,36 +26,137 @@ _MAX_DEPTH = 4
 
 
 class GradientWindow:
-    """The gradients of a window, which can be computed again in smaller parts.
+    """Knows which optimizers have stepped, and computes gradients again in smaller parts.
 
-    Implements `healcore.runtime.faults.microbatches.Gradients`. A window is all parts since the
-    last step. It starts without gradients, and `LayerBuffers` has already saved the buffers, so
-    only the states of random generators are saved here. A repeated window gives bit for bit the
-    result of a window that started with the smaller parts:
+    One `Accumulation` knows one optimizer. Questions about the whole run need all of them, because
+    an optimizer may step in every batch, in some batches, or not any more:
+
+        GAN           both optimizers step for each batch, one after the other
+        fine-tuning   the optimizer of the first stage does not step any more
+
+    It implements `healcore.runtime.faults.microbatches.Gradients`. A window is all parts since the
+    last step. It starts without gradients, and the buffers are saved after each step, so only the
+    states of random generators are saved here. A repeated window gives bit for bit the result of a
+    window that started with the smaller parts:
 
         begin_window ─► part 1 ─► part 2 fails ─► redo_window ─► parts 1a, 1b, 2a, 2b ─► step
 
     Args:
         optimizers: the optimizers of the state.
-        scaler: the GradScaler of the state, or None.
         modules: the modules of the state.
+
+    Attributes:
+        observed: whether a loss was observed since the last step of any optimizer. The driver sets
+            it.
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[FollowedOptimizer],
-        scaler: torch.amp.GradScaler | None,
-        modules: Sequence[nn.Module],
+        self, optimizers: Sequence[FollowedOptimizer], modules: Sequence[nn.Module]
     ) -> None:
         self._optimizers = optimizers
-        self._scaler = scaler
+        self._accumulations = [optimizer.accumulation for optimizer in optimizers]
         self._modules = modules
+        self.observed = False
+        self._usual = set(self._accumulations)
+        """The accumulations whose optimizers stepped for the last batch; at first all."""
+        self._without_gradient = 0
+        """Number of steps of all optimizers before the first step with a gradient."""
+        self._has_judged = False
+        """Whether any step had a gradient, and so was judged."""
         self._shared: DDPGradients | None = None
         self.begin_window()
 
+    # -- steps and losses -----------------------------------------------------------------------
+
+    def on_step(self, *, judged: bool) -> None:
+        """Notes a step of any optimizer. No loss and no backward pass has followed it yet.
+
+        Args:
+            judged: whether a step was judged since the last `end_batch`. A step without gradients
+                is not judged.
+        """
+        self.observed = False
+        for accumulation in self._accumulations:
+            accumulation.is_new = False
+        self._has_judged = self._has_judged or judged
+        self._without_gradient += not self._has_judged
+
+    def end_batch(self, *, judged: bool) -> None:
+        """Takes note of the optimizers that have stepped since the last call.
+
+        Once each of several optimizers has stepped, their remaining gradients and losses are
+        by-products: a GAN's generator loss also has gradients in the discriminator. A loss of NaN
+        or Inf without a backward pass belongs to a batch that the loop itself has skipped.
+
+        Args:
+            judged: whether any step was judged since the last call.
+        """
+        stepped = self._stepped()
+        for accumulation in self._accumulations:
+            if judged and not accumulation.stepped:
+                accumulation.idle += 1
+            accumulation.stepped = False
+        if stepped:
+            self._usual = stepped
+        if len(stepped) == len(self._accumulations) > 1:
+            for accumulation in self._accumulations:
+                accumulation.ignore()
+        if not judged and not self._has_backward:
+            for accumulation in self._accumulations:
+                loss = accumulation.healing.healed_step.measurer.losses.mean()
+                if loss is not None and not bool(loss.isfinite()):
+                    accumulation.healing.drop_losses()
+
+    def no_step_reason(self) -> str:
+        """See `Driver.no_step_reason`."""
+        if self._has_judged or not self._without_gradient:
+            return ""
+        return (
+            f"optimizer.step() was called {counted(self._without_gradient, 'time')}, and no "
+            "parameter had a gradient, so nothing was trained. Check that zero_grad() is not "
+            "called between backward() and step(), that the loss is not detached, and that the "
+            "optimizer has the parameters of the model"
+        )
+
+    def may_save(self, patience: int | None) -> bool:
+        """See `TorchDriver.may_save`.
+
+        Args:
+            patience: number of steps of the other optimizers after which gradients of an optimizer
+                that does not step count as abandoned, or None to wait for every optimizer.
+        """
+        has_begun = self.observed or self._has_backward
+        for accumulation in self._accumulations:
+            is_abandoned = patience is not None and accumulation.idle >= patience
+            if accumulation.in_progress and (has_begun or not is_abandoned):
+                return False
+        return True
+
+    def is_incomplete(self) -> bool:
+        """Whether only some of the optimizers that stepped for the last batch have stepped since.
+
+        For example the discriminator of a GAN, and not yet its generator.
+        """
+        stepped = self._stepped()
+        return bool(stepped) and stepped < self._usual
+
+    @property
+    def _has_backward(self) -> bool:
+        """Whether a backward pass has run since the last step of any optimizer.
+
+        An evaluation reads batches too, and has no backward pass.
+        """
+        return any(accumulation.is_new for accumulation in self._accumulations)
+
+    def _stepped(self) -> set[Accumulation]:
+        """The optimizers that have stepped since the last `end_batch`."""
+        return {accumulation for accumulation in self._accumulations if accumulation.stepped}
+
+    # -- a window that is repeated --------------------------------------------------------------
+
     def is_accumulating(self) -> bool:
         """Whether any optimizer has gradients that it has not stepped with."""
-        return any(optimizer.accumulation.in_progress for optimizer in self._optimizers)
+        return any(accumulation.in_progress for accumulation in self._accumulations)
 
     def begin_window(self) -> None:
         """Saves the state at the start of a window: steps, random generators, graph nodes.
@@ -66,7 +164,8 @@ class GradientWindow:
         A window is the micro-batches of one step. If memory runs out in it, it is repeated with the
         same random numbers.
         """
-        self._steps_at_start, self._records_at_start = self._steps_and_records()
+        for accumulation in self._accumulations:
+            accumulation.has_ended = False
         self._random = torch_states()
         self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
@@ -76,8 +175,7 @@ class GradientWindow:
         A step that a GradScaler has dropped counts too. The window cannot be repeated then: its
         micro-batches would train the changed weights, and the step would count twice.
         """
-        steps, records = self._steps_and_records()
-        return steps != self._steps_at_start or records is not self._records_at_start
+        return any(accumulation.has_ended for accumulation in self._accumulations)
 
     def redo_window(self, kept_alive: list[Any], *, clear_cache: bool) -> None:
         """Drops gradients and observed losses; restores random states and buffers.
@@ -109,35 +207,25 @@ class GradientWindow:
             without a full stop.
         """
         assert isinstance(ranks, GlooRanks)
-        optimizers: list[Optimizer] = []
-        step_ranks: list[StepRanks] = []
-        params: list[Tensor] = []
-        for followed in self._optimizers:
-            optimizer = followed.healing.optimizer
-            optimizers.append(optimizer)
-            step_ranks.append(followed.healing.healed_step.all_reduce.ranks)
-            params += gradients.parameters(optimizer)
-        modules = replicas(params, self._modules)
-        obstacle = obstacle_of(step_ranks, modules, dist.get_process_group_ranks(ranks.group))
+        steps = [accumulation.healing.healed_step for accumulation in self._accumulations]
+        replicas = ddp_modules([step.optimizer for step in steps])
+        obstacle = obstacle_of([*self._modules, *replicas], ranks)
+        if any(step.all_reduce.ranks.has_parts for step in steps):
+            obstacle = (
+                "the parameters are spread over the ranks (FSDP2, tensor parallel, pipeline), "
+                "which exchange them in the forward and backward passes"
+            )
         if obstacle:
-            return obstacle
-        ddp_modules = [each for each in modules if isinstance(each, DistributedDataParallel)]
-        self._shared = DDPGradients(ddp_modules, optimizers, ranks)
+            return f"the other ranks wait in a collective that this rank has left: {obstacle}"
+        self._shared = DDPGradients(replicas, self.has_stepped, ranks)
         return self._shared
 
     def close(self) -> None:
-        """Removes hooks."""
+        """Removes hooks, and restores the modules."""
+        for accumulation in self._accumulations:
+            accumulation.close()
         if self._shared is not None:
             self._shared.close()
-
-    def _steps_and_records(self) -> tuple[int, Any]:
-        """Steps so far, and the GradScaler's records.
-
-        A GradScaler's update() replaces the records, even if it has called no optimizer.
-        """
-        steps = sum(optimizer.accumulation.steps for optimizer in self._optimizers)
-        records = getattr(self._scaler, "_per_optimizer_states", None)
-        return steps, records
 
 
 def free_graphs(values: Iterable[Any], *, since: int) -> None:

@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from healcore import console
 from healcore.core.decision import Action, names_of
 from healcore.core.errors import HealcoreError
 from healcore.runtime.data.run_loader import RunLoader
@@ -41,6 +42,7 @@ from healcore.runtime.run.ending.judgement import stop_if_not_trained
 from healcore.runtime.run.loop_state import LoopPhase, LoopState
 from healcore.runtime.run.program_watch import (
     MAX_ITERATIONS,
+    MAX_UNSEEN_STEPS,
     MAX_WITHOUT_STEP,
     StructureChanges,
     warn_of_unseen_steps,
@@ -65,6 +67,8 @@ class Loop:
         self.run = run
         self.has_trainer = has_trainer
         self.state = LoopState(run.loaders, run.progress, has_trainer=has_trainer)
+        self._unseen_steps = 0
+        """Number of optimizer steps before the program has first called the Healer."""
         self._rolled_back_by_update: RollbackRecord | None = None
         """The newest rollback by an `update` since the last `after_step`, or None without one."""
         self._structure = structure
@@ -74,6 +78,10 @@ class Loop:
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
         self.run.hang_guard.on_step()
+        if not self.state.was_used:
+            self._unseen_steps += 1
+            if self._unseen_steps == MAX_UNSEEN_STEPS:
+                console.warning(_UNSEEN_STEPS)
         self.run.saver.keep_weight_sample()
 
     # -- the loops of the program ---------------------------------------------------------------
@@ -555,3 +563,11 @@ class Loop:
         self.run.log.report_trackers(self.run.progress.step)
         while self.run.driver.warnings:
             self.warn(self.run.driver.warnings.pop(0))
+
+
+_UNSEEN_STEPS = (
+    f"{MAX_UNSEEN_STEPS} steps, and neither healer.batches(loader) nor healer.after_step() was "
+    "called. If none of these calls follows, the Healer cannot save, roll back or stop: the run "
+    "cannot be resumed, and it ends with status 1. Write `for batch in healer.batches(loader)`, or "
+    "healer.after_step() after each step"
+)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from healcore.runtime.run.record.run_record import RunRecord
     from healcore.runtime.run.run import Run
 
+MAX_UNSEEN_STEPS = 20
+"""Steps without a call of the Healer after which a line says what follows from that."""
 MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
 MAX_ITERATIONS = 1000
@@ -29,14 +31,16 @@ def warn_of_unseen_steps(run: Run, waiting: int) -> None:
     """Warns a loop that reads batches and takes no step of an optimizer in the state.
 
     Such a program may train an optimizer that is not in the state. Then its weights change before
-    the first step, or it reads more batches than any gradient accumulation. The driver warns of
-    steps without a gradient.
+    the first step, or it reads more batches than any gradient accumulation. Or its steps have no
+    gradients.
 
     Args:
         run: the parts of the run.
         waiting: number of batches since the last step: `MAX_WITHOUT_STEP` or `MAX_ITERATIONS`.
     """
-    if run.driver.no_step_reason():
+    reason = run.driver.no_step_reason()
+    if reason:
+        run.loop.warn(reason)
         return
     step, loader = run.progress.step, run.step_batches.last_read
     weights_change = False

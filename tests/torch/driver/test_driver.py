@@ -20,7 +20,6 @@ from healcore.core.step_record import Why
 from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import TorchDriver
-from healcore.torch.driver.optimizer_steps import STEPS_WITHOUT_DISPATCH
 from healcore.torch.driver.pending_step import MAX_PENDING
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, SmallTorchRun, single_record
@@ -115,21 +114,6 @@ def test_losses_go_to_all_optimizers_or_to_one_and_each_step_has_a_record():
         driver.observe(1.0, "three")
     with pytest.raises(SignalError):
         driver.observe(torch.ones(2))
-
-
-@pytest.mark.parametrize("polls", [True, False])
-def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCaptureFixture):
-    run, driver = driven()
-    for i in range(2 * STEPS_WITHOUT_DISPATCH):
-        run.step(i)
-        if polls and i == 0:
-            driver.take_dispatch()
-    lines = [r.message for r in caplog.records if "healer.batches(loader)" in r.message]
-    assert len(lines) == (not polls)
-    for line in lines:
-        assert line.startswith("20 steps, and "), "soon enough to start again"
-        assert "cannot be resumed" in line
-        assert "ends with status 1" in line
 
 
 @pytest.mark.slow
