@@ -6,9 +6,7 @@ edits             edits of the state by the Healer, from which the next step has
 processes         the processes of a run, and their votes
 leaf_forms        a leaf in the live state, and in a checkpoint
 weights           the weights in the state: copies, losses with earlier weights
-averages          which of several equal parts of the state are trained
-engines           the engines in the state
-engine_tensors    the tensors that an engine judges, and their names
+engines           the engines in the state, and the arrays that they train
 held_numbers      numbers of the optimizers that are kept in a range
 step_reader       the records of the steps, made some dispatches after each step
 engine_readings   what the host reads of the engines, copied after each dispatch

@@ -19,16 +19,15 @@ from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import Scan, ScanPrograms, Update
 from healcore.jax.driver.edits import Edits
 from healcore.jax.driver.engine_readings import BlockRecords
-from healcore.jax.driver.engines import (
-    find_engines,
-    has_parameters,
-    map_states,
-    trains_its_parameters,
-    with_engines,
-)
+from healcore.jax.driver.engines import find_engines, fits_moments, map_states, with_engines
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.processes import Processes
-from healcore.jax.driver.program_state import check_not_donated, is_donated, program_state_of
+from healcore.jax.driver.program_state import (
+    check_not_donated,
+    floating_arrays,
+    is_donated,
+    program_state_of,
+)
 from healcore.jax.driver.step_reader import LOOP_LINE, Dispatch, StepReader, counters_of
 from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
@@ -82,7 +81,7 @@ class JaxDriver(Driver):
         self.warnings: list[str] = []
         if any(nodes(HealState, guard) for _, guard in nodes(optax.ApplyIfFiniteState, tree)):
             self.warnings.append(_GUARDED)
-        if not has_parameters(tree, self._engines):
+        if not floating_arrays(tree):
             self.warnings.append(_NO_PARAMETERS)
         self.on_step: Callable[[], None] = lambda: None
         steps = nodes(optax.MultiStepsState, tree)
@@ -173,9 +172,8 @@ class JaxDriver(Driver):
         known_names = [entry.name for entry in self._engines]
         if live.in_place or names != known_names:
             return False
-        for entry in engines:
-            if not trains_its_parameters(tree, entry):
-                return False
+        if not all(fits_moments(tree, entry) for entry in engines):
+            return False
         self._live = live
         self._engines = engines
         self._weights = self._make_weights()
@@ -186,7 +184,10 @@ class JaxDriver(Driver):
 
     def _make_weights(self) -> JaxWeights:
         """The part of the state that comparisons replace."""
-        return JaxWeights(self._live, [entry.candidates for entry in self._engines])
+        parameters: set[str] = set()
+        for entry in self._engines:
+            parameters.update(entry.parameters)
+        return JaxWeights(self._live, parameters)
 
     def structure_changes(self) -> list[str]:
         """See `Driver.structure_changes`."""
@@ -337,7 +338,7 @@ class JaxDriver(Driver):
         return self._weights.losses_of(loss_fn, batches, weights, redraw=redraw)
 
     def nonfinite_weights(self) -> list[str]:
-        """See `Driver.nonfinite_weights`. Paths in the state, averages included. One sync."""
+        """See `Driver.nonfinite_weights`. Paths in the state. One sync."""
         return self._weights.nonfinite()
 
     def has_finite_weights(self) -> bool:

@@ -1,11 +1,17 @@
 """The engines of a run: finds their states in a train state, and replaces them.
 
 A program passes its whole train state to the Healer, and each optimizer in the state that contains
-`protect`, `heal` or `heal_zclip` has an engine. The other files of this folder do the rest:
+`protect`, `heal` or `heal_zclip` has an engine. An optimizer state does not name the parameters
+that it optimizes, and a state may contain several trees that look like them: an average of the
+weights, a target network. An engine only knows how many gradients it judges. So a candidate is a
+subtree outside of the optimizers with that many floating arrays:
 
-    engine_tensors.py    which tensors an engine judges, and their names
-    step_reader.py       what the engines have decided, read after each dispatch
-    held_numbers.py      numbers of the optimizers that the Healer holds in a range
+    state                         engine with 4 gradients
+    ├─ params      4 arrays       candidate, the likelier one by its name
+    ├─ ema         4 arrays       candidate
+    └─ opt_state                  never a candidate, though the moments have 4 arrays
+
+Messages name these arrays, and comparisons of weights replace them.
 """
 
 from __future__ import annotations
@@ -17,26 +23,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.core.engine import Engine
 from healcore.jax import engine_rows, heal_state
 from healcore.jax.array_leaves import PyTree
-from healcore.jax.driver.engine_tensors import (
-    Path,
-    candidates_of,
-    is_within,
-    key_name,
-    tensor_names,
-)
 from healcore.jax.driver.leaf_forms import to_live_leaf
-from healcore.jax.driver.program_state import array_of
+from healcore.jax.driver.program_state import array_of, floating_arrays, is_floating, key_name
 from healcore.jax.heal_state import HealState, ScaleByHealLrState
 from healcore.jax.nested_states import warn_if_after_optimizer
 from healcore.jax.opt_state import without_heal_state
-from healcore.jax.optax_states import check_second_iterates, is_optax_state
+from healcore.jax.optax_states import check_second_iterates
 from healcore.jax.state_policy import HealStateError
-from healcore.jax.tree_nodes import map_nodes, node_at, node_getter, nodes
+from healcore.jax.tree_nodes import Path, map_nodes, node_at, node_getter, nodes
 from healcore.runtime.engine_names import check_engines
+
+_MASKS = (optax.MaskedState, optax.transforms.PartitionState)
+"""States of optimizers whose parameters may be no subtree of the program's state."""
 
 
 class EngineEntry(NamedTuple):
@@ -51,10 +54,11 @@ class EngineEntry(NamedTuple):
     path of its HealState if this item contains several engines."""
     path: Path
     """Path of its HealState in the state."""
+    parameters: tuple[str, ...]
+    """Paths of the arrays that it trains. Of several equally likely candidates, all arrays, and
+    without a candidate all floating arrays outside of the optimizers."""
     tensor_names: tuple[str, ...]
     """Names of the tensors whose gradients it judges."""
-    candidates: tuple[tuple[str, ...], ...]
-    """The parts of the state that may be its parameters, or empty if these cannot be identified."""
     state_in: Callable[[PyTree], HealState]
     """Takes its HealState from the state."""
 
@@ -89,13 +93,7 @@ def find_engines(
     if engine.scales_lr and engine.mode != "observe" and nodes(ScaleByHealLrState, tree):
         check_second_iterates(tree, "scale_by_heal_lr")
     items = [_item_of(path) for path in states]
-    optimizers = [_optimizer_of(path) for path in states]
-    # In a chain with an engine, averages of updates have the structure of the parameters.
-    in_chains = [path for path, _ in nodes(_has_no_engine, tree)]
-    not_parameters = [*optimizers, *in_chains]
-    # The parameters of an engine inside a mask or partition may be no subtree.
-    masked = (optax.MaskedState, optax.transforms.PartitionState)
-    masks = [path for path, _ in nodes(masked, tree)]
+    masks = [path for path, _ in nodes(_MASKS, tree)]
     engines = []
     for item, (path, state) in zip(items, states.items(), strict=True):
         _check_is_one_run(path, state)
@@ -103,36 +101,80 @@ def find_engines(
         warn_if_after_optimizer(tree, path)
         name = item
         if items.count(item) > 1:
-            name = jax.tree_util.keystr(path)
+            name = keystr(path)
         count = state.heal_leaf_norms.shape[0]
-        candidates = candidates_of(trained(item), count, not_parameters)
-        names = tensor_names(candidates, name, path, count, optimizers)
-        # Any part outside the optimizers may be the trained parameters.
-        outside = []
-        for place, tensors in candidates.items():
-            if not (is_within(place, not_parameters) or is_within(path, masks)):
-                outside.append(tuple(map(jax.tree_util.keystr, tensors)))
-        entry = EngineEntry(name, path, names, tuple(outside), node_getter(path))
-        engines.append(entry)
+        arrays = floating_arrays(trained(item))
+        likeliest: list[list[Path]] = []
+        if not _is_within(path, masks):
+            likeliest = _likeliest(arrays, count, path)
+        parameters = [array for candidate in likeliest for array in candidate]
+        names = tuple(map(keystr, parameters))
+        tensor_names = names
+        if len(likeliest) != 1:
+            tensor_names = tuple(f"{name}: gradient {i} of {count}" for i in range(count))
+        if not likeliest:
+            names = tuple(map(keystr, floating_arrays(tree)))
+        engines.append(EngineEntry(name, path, names, tensor_names, node_getter(path)))
     return engines
 
 
-def has_parameters(tree: PyTree, engines: Sequence[EngineEntry]) -> bool:
-    """Whether a state has any floating array outside of the optimizers' states.
+def _likeliest(arrays: Sequence[Path], count: int, engine: Path) -> list[list[Path]]:
+    """The arrays of each of the likeliest candidates for the parameters of an engine.
 
-    Without the parameters, a restart would continue with old moments and new weights.
+    The likeliest candidate is called `params` or `model`, and its path is similar to the path of
+    the engine's HealState: the networks of a GAN may be next to their optimizers.
+    """
+    ranked: dict[tuple[bool, int], list[list[Path]]] = {}
+    for path, inside in _subtrees(arrays, count).items():
+        is_named = bool(path) and key_name(path[-1]) in ("params", "model")
+        alike = sum(key == other for key, other in zip(path, engine, strict=False))
+        ranked.setdefault((is_named, alike), []).append(inside)
+    if not ranked:
+        return []
+    return ranked[max(ranked)]
+
+
+def _subtrees(arrays: Sequence[Path], count: int) -> dict[Path, list[Path]]:
+    """Path of each outermost subtree with `count` of the arrays -> paths of these arrays."""
+    inside: dict[Path, list[Path]] = {}
+    for path in arrays:
+        for depth in range(len(path) + 1):
+            inside.setdefault(path[:depth], []).append(path)
+    found = {}
+    for path, paths in inside.items():
+        parent_fits = bool(path) and len(inside[path[:-1]]) == count
+        if len(paths) == count and not parent_fits:
+            found[path] = paths
+    return found
+
+
+def fits_moments(tree: PyTree, entry: EngineEntry) -> bool:
+    """Whether the moments of an optimizer have the shapes of its parameters.
+
+    A tree that a step has returned by mistake has other parameters than its optimizer has moments.
+    Without this check, such a tree would become the state of the run and would be saved.
 
     Args:
-        tree: the live state, as `ProgramState.read` returns it.
-        engines: the engines of this state.
+        tree: a state of another structure than the live one.
+        entry: an engine in this state.
     """
-    optimizers = [_optimizer_of(entry.path) for entry in engines]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        dtype = getattr(array_of(leaf), "dtype", None)
-        is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-        if is_floating and not is_within(path, optimizers):
-            return True
-    return False
+    shapes = {}
+    for path, leaf in tree_leaves_with_path(without_heal_state(tree)):
+        if is_floating(leaf):
+            shapes[path] = leaf.shape
+    parameters = [shape for path, shape in shapes.items() if keystr(path) in entry.parameters]
+    count = len(entry.tensor_names)
+    optimizer = entry.path[: max(1, len(entry.path) - 1)]
+    arrays = [path for path in shapes if path[: len(optimizer)] == optimizer]
+    for moments in _subtrees(arrays, count).values():
+        if [shapes[path] for path in moments] != parameters[:count]:
+            return False
+    return bool(parameters) and len(parameters) % count == 0
+
+
+def _is_within(path: Path, others: Sequence[Path]) -> bool:
+    """Whether a path leads to one of the nodes at the other paths, or into it."""
+    return any(path[: len(other)] == other for other in others)
 
 
 def _item_of(path: Path) -> str:
@@ -142,51 +184,16 @@ def _item_of(path: Path) -> str:
     return key_name(path[0])
 
 
-def _optimizer_of(engine: Path) -> Path:
-    """The path of the optimizer state, such as a chain, around a HealState at a path."""
-    return engine[: max(1, len(engine) - 1)]
-
-
 def _check_is_one_run(path: Path, state: HealState) -> None:
     """Raises HealStateError if a HealState has the axis of a `vmap` or `pmap` over runs."""
     if jnp.ndim(state.heal_engine) > 2:
         raise HealStateError(
-            f"the healing state at state{jax.tree_util.keystr(path)} holds "
+            f"the healing state at state{keystr(path)} holds "
             f"{len(state.heal_engine)} runs at once (a leading axis, from vmap or pmap), and a "
             "Healer saves and restores one run. Without a Healer, protect() heals each lane "
             "separately. For a Healer, pass the state of one run: shard its batch with jit or "
             "shard_map, and run the lanes of a sweep in sequence"
         )
-
-
-def trains_its_parameters(tree: PyTree, entry: EngineEntry) -> bool:
-    """Whether an optimizer's state fits parameters outside of it, as far as the shapes show it.
-
-    Moments have the shapes of their parameters. A tree that a step has returned by mistake has
-    other parameters than its optimizer has moments. Without this check, such a tree would become
-    the state of the run and would be saved.
-
-    Args:
-        tree: a state of another structure than the live one.
-        entry: an engine in this state.
-    """
-    count = node_at(tree, entry.path).heal_leaf_norms.shape[0]
-    leaves = jax.tree_util.tree_leaves_with_path(without_heal_state(tree))
-    shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
-    optimizer = _optimizer_of(entry.path)
-    of_moments = []
-    of_parameters = []
-    for place, tensors in candidates_of(tree, count, [optimizer]).items():
-        found = [shapes[path] for path in tensors]
-        if is_within(place, [optimizer]):
-            of_moments.append(found)
-        else:
-            of_parameters.append(found)
-
-    def fits(candidate: list[tuple[int, ...]]) -> bool:
-        return all(candidate == moments for moments in of_moments)
-
-    return any(map(fits, of_parameters))
 
 
 def with_engines(
@@ -233,7 +240,7 @@ def with_engines(
             return ScaleByHealLrState(to_live_leaf(np.float32(scale), node.heal_lr_scale))
         return new.get(path, node)
 
-    return jax.tree_util.tree_map_with_path(replaced, tree, is_leaf=is_healing)
+    return tree_map_with_path(replaced, tree, is_leaf=is_healing)
 
 
 def map_states(change: Callable[[HealState], HealState], tree: PyTree) -> PyTree:
@@ -262,8 +269,3 @@ def edit_numbers(states: Sequence[HealState]) -> list[int]:
     """
     arrays = jax.device_get([array_of(state.heal_engine) for state in states])
     return [int(rows[0, engine_rows.EDIT]) for rows in arrays]
-
-
-def _has_no_engine(node: PyTree) -> bool:
-    """Whether a node is the state of an optimizer and contains no engine."""
-    return is_optax_state(node) and not nodes(HealState, node)

@@ -27,7 +27,9 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from healcore.console import first_of
 from healcore.jax.array_leaves import Leaf, PyTree, arrays_of, is_number, is_static, with_arrays
 from healcore.jax.driver.leaf_forms import to_live_leaf, to_saved_leaf
+from healcore.jax.heal_state import HealState, ProtectState
 from healcore.jax.opt_state import with_heal_state, without_heal_state
+from healcore.jax.optax_states import is_optax_state
 from healcore.jax.state_policy import HealStateError
 from healcore.jax.tree_nodes import Path, map_nodes, nodes
 
@@ -35,8 +37,6 @@ STATE = "state"
 """Name of the only item of a state that is not a dictionary."""
 SIDE_STATE = "healcore.side_state"
 """Name of the item with `ExactLeaves`. Only checkpoints of a Healer have this item."""
-BATCH_STATS = "batch_stats"
-"""flax's name of the collection with the statistics of batch normalization."""
 _RESET_FIELD = "heal_reset_moments"
 """Field of `ProtectState` that belongs to the moments, not to the engine."""
 
@@ -132,18 +132,21 @@ class ProgramState:
         del optimizer  # a pytree does not say which part of it an optimizer trains
         return self.read()
 
-    def batch_statistics(self) -> list[Path]:
-        """Finds the leaves of each part that is called `batch_stats`, as flax calls it.
+    def leaves_within(self, name: str) -> list[str]:
+        """Finds the floating arrays of the parts of the state that have a name.
 
-        A layer in evaluation mode reads them, so a comparison of weights replaces them too.
+        A layer in evaluation mode reads those of `batch_stats`, as flax calls its collection.
+
+        Args:
+            name: the key or attribute, at any depth.
 
         Returns:
-            The path in `read` of each leaf.
+            Their paths in `read`.
         """
         found = []
-        for path, _ in tree_leaves_with_path(self.read()):
-            if any(_is_named(key, BATCH_STATS) for key in path):
-                found.append(path)
+        for path, leaf in tree_leaves_with_path(self.read()):
+            if is_floating(leaf) and name in map(key_name, path):
+                found.append(keystr(path))
         return found
 
     def check_if_new(self) -> None:
@@ -394,17 +397,17 @@ class NnxProgramState(ProgramState):
         wrt = getattr(self.state.get(optimizer), "wrt", nnx.Param)
         return self._variables(wrt)
 
-    def batch_statistics(self) -> list[Path]:
-        """Finds the leaves of parts called `batch_stats`, and each `nnx.BatchStat`.
+    def leaves_within(self, name: str) -> list[str]:
+        """See `ProgramState.leaves_within`. Each `nnx.BatchStat` is one of `batch_stats`.
 
-        Returns:
-            The path in `read` of each leaf.
+        Args:
+            name: the key or attribute, at any depth.
         """
         from flax import nnx
 
-        found = super().batch_statistics()
-        for path, _ in tree_leaves_with_path(self._variables(nnx.BatchStat)):
-            found.append(path)
+        found = super().leaves_within(name)
+        if name == "batch_stats":
+            found += map(keystr, floating_arrays(self._variables(nnx.BatchStat)))
         return found
 
     def _variables(self, kind: Any) -> dict[str, PyTree]:
@@ -442,6 +445,44 @@ def program_state_of(state: PyTree) -> ProgramState:
             'state={"model": model, "optimizer": optimizer}'
         )
     return ProgramState(state)
+
+
+def floating_arrays(tree: PyTree) -> list[Path]:
+    """The paths of the floating arrays outside of the optimizers' states.
+
+    Args:
+        tree: the live state, as `ProgramState.read` returns it, or a part of it.
+    """
+    optimizers = {path for path, _ in nodes(_is_of_optimizer, tree)}
+    found = []
+    for path, leaf in tree_leaves_with_path(tree):
+        is_inside = any(path[:depth] in optimizers for depth in range(len(path) + 1))
+        if not is_inside and is_floating(leaf):
+            found.append(path)
+    return found
+
+
+def is_floating(leaf: Leaf) -> bool:
+    """Whether a leaf is an array of a floating or complex dtype."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_of_optimizer(node: PyTree) -> bool:
+    """Whether a node is a state of optax or of healcore."""
+    return is_optax_state(node) or isinstance(node, ProtectState | HealState)
+
+
+def key_name(key: Any) -> str:
+    """The name of a key without brackets or quotes: ``params`` of ``['params']``, ``0`` of ``[0]``.
+
+    Args:
+        key: a key of a path, of any of the classes of `jax.tree_util`.
+    """
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    raise TypeError(f"a key of a path has a name, a key or an index, not {key!r}")
 
 
 def array_of(leaf: Leaf) -> Any:
@@ -513,11 +554,6 @@ def _without_nan(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
 def _is_of_protect(path: Path) -> bool:
     """Whether a path leads to `ProtectState.heal_reset_moments`."""
     return bool(path) and getattr(path[-1], "name", None) == _RESET_FIELD
-
-
-def _is_named(key: Any, name: str) -> bool:
-    """Whether a key of a path is this attribute, or this key of a mapping."""
-    return name in (getattr(key, "name", None), getattr(key, "key", None))
 
 
 def _texts(state: PyTree) -> dict[str, str | bytes]:

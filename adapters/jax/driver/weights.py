@@ -1,13 +1,9 @@
-"""`JaxWeights`: copies the weights of a state, and evaluates the loss with earlier weights.
-
-A comparison replaces the weights that are trained, and only these weights. An average of the
-weights has the same structure, so `averages` finds out which part of the state is trained.
-"""
+"""`JaxWeights`: copies the weights of a state, and evaluates the loss with earlier weights."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,13 +12,9 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.core.signals import SignalError
-from healcore.jax.array_leaves import Leaf, PyTree
-from healcore.jax.driver.averages import Part, mixed_groups, untrained
+from healcore.jax.array_leaves import Leaf
 from healcore.jax.driver.program_state import ProgramState, is_donated
-from healcore.jax.heal_state import ProtectState
-from healcore.jax.opt_state import without_heal_state
-from healcore.jax.optax_states import is_optax_state
-from healcore.jax.tree_nodes import Path, nodes
+from healcore.jax.tree_nodes import Path
 from healcore.runtime.driver import WeightsChanged
 from healcore.runtime.program_settings import DIGESTED
 from healcore.runtime.run.compare.loss_function import NotComparable
@@ -39,33 +31,23 @@ class JaxWeights:
     """Copies the weights of a state by path, and computes losses with earlier weights.
 
     The weights are the arrays that one comparison replaces together: the parameters that the
-    optimizers train, and their batch statistics, which a layer in evaluation mode reads. With the
+    optimizers train, and the batch statistics, which a layer in evaluation mode reads. With the
     current statistics, damage in them would spoil the loss of the earlier weights too, and the
-    comparison would not show it. Everything else stays as it is now, see
-    `healcore.torch.driver.weights.TorchWeights`.
+    comparison would not show it. Everything else stays as it is now, such as an average of the
+    weights. Where the state does not show which of several equal parts is trained, all of them are
+    replaced, see `EngineEntry.parameters`.
 
     Args:
         live: the state of the run, in which the weights are found, and replaced for an evaluation.
-        candidates: the parts that may be the parameters of each engine. If they are unknown for an
-            engine, all floating arrays count as parameters.
+        parameters: paths of the arrays that the optimizers train.
     """
 
-    def __init__(self, live: ProgramState, candidates: Sequence[Sequence[Part]]) -> None:
+    def __init__(self, live: ProgramState, parameters: Collection[str]) -> None:
         self._live = live
-        known: Sequence[Sequence[Part]] = []
-        if all(candidates):
-            known = candidates
-        self._paths: set[str] = set()
-        """Paths of all parts that may be parameters. Empty if they are unknown."""
-        for parts in known:
-            for part in parts:
-                self._paths.update(part)
-        self._averages = frozenset[str]()
-        """Paths that are known not to be trained."""
-        self._mixed = mixed_groups(known, self.arrays())
-        """Equal parts of which not all are trained, until their movement has shown which."""
-        self._owners = _owners(live, self._paths)
-        """Path of each array of batch statistics -> paths of the parameters to which it belongs."""
+        self._parameters = frozenset(parameters)
+        self._compared = self._parameters.union(live.leaves_within("batch_stats"))
+        self._finite = self._parameters.union(live.leaves_within("acc_grads"))
+        """With the accumulators of optax.MultiSteps: a NaN stays there, and 0 * NaN is NaN."""
 
     def copy(self) -> dict[str, Any]:
         """Copies the weights into host memory, to compare later weights with them.
@@ -73,7 +55,7 @@ class JaxWeights:
         Returns:
             Path -> copy of each array. The copies stay valid when a step donates the state.
         """
-        return {path: _copy(leaf) for path, leaf in self._compared().items()}
+        return {path: _copy(leaf) for path, leaf in self._leaves(self._compared).items()}
 
     def digest(self) -> str:
         """A digest of some values of each parameter, see `Driver.settings`.
@@ -92,12 +74,14 @@ class JaxWeights:
         return found.hexdigest()
 
     def nonfinite(self) -> list[str]:
-        """Finds the parameters with a NaN or Inf, averages included. One sync.
+        """Finds the parameters and accumulated gradients with a NaN or Inf. One sync.
 
         Returns:
             Their paths, such as ``['params']['w']``.
         """
-        found = {path: jnp.isfinite(leaf).all() for path, leaf in self.arrays().items()}
+        found = {
+            path: jnp.isfinite(leaf).all() for path, leaf in self._leaves(self._finite).items()
+        }
         return [path for path, finite in jax.device_get(found).items() if not finite]
 
     @transferring
@@ -130,7 +114,7 @@ class JaxWeights:
         """
         weights = weights or {}
         if weights:
-            for path, leaf in self._compared().items():
+            for path, leaf in self._leaves(self._compared).items():
                 if getattr(weights.get(path), "shape", None) != leaf.shape:
                     raise WeightsChanged
         for leaf in jax.tree.leaves(batches):
@@ -138,7 +122,7 @@ class JaxWeights:
                 raise NotComparable("the step has donated the batch: remove it from donate_argnums")
         live = self._live.read()
         in_place = self._live.in_place
-        replaced = self._without_averages(weights)
+        replaced = dict(weights)
         if redraw:
             for path, leaf in tree_leaves_with_path(live):
                 replaced[keystr(path)] = _other_key(leaf)
@@ -159,96 +143,22 @@ class JaxWeights:
             if in_place:
                 self._live.write(live)
 
-    def arrays(self, tree: PyTree = None) -> dict[str, Any]:
-        """Finds the parameters, or all floating arrays if the parameters are unknown.
-
-        The healing states do not count: they contain norms of gradients that were not applied.
-
-        Args:
-            tree: a state, or None for the live state.
+    def arrays(self) -> dict[str, Any]:
+        """The parameters.
 
         Returns:
             Path -> array, in the same order in all processes.
         """
-        if tree is None:
-            tree = self._live.read()
+        return self._leaves(self._parameters)
+
+    def _leaves(self, paths: Collection[str]) -> dict[str, Any]:
+        """Path -> leaf of the live state, for some paths, in the order of the state."""
         found = {}
-        for path, leaf in tree_leaves_with_path(without_heal_state(tree)):
+        for path, leaf in tree_leaves_with_path(self._live.read()):
             name = keystr(path)
-            if self._paths:
-                is_wanted = name in self._paths
-            else:
-                is_wanted = _is_floating(leaf)
-            if is_wanted:
+            if name in paths:
                 found[name] = leaf
         return found
-
-    def _compared(self) -> dict[str, Any]:
-        """Path -> array that a comparison replaces: a parameter, or batch statistics."""
-        found = self.arrays()
-        if self._owners:
-            for path, leaf in tree_leaves_with_path(self._live.read()):
-                name = keystr(path)
-                if name in self._owners:
-                    found[name] = leaf
-        return {path: leaf for path, leaf in found.items() if not self._is_average(path)}
-
-    def _is_average(self, path: str) -> bool:
-        """Whether an array is not trained, or batch statistics of parameters that are not."""
-        return self._owners.get(path, frozenset({path})) <= self._averages
-
-    def _without_averages(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """The trained part of a copy, or nothing while it is unknown which part is trained.
-
-        The first copy whose movement shows it settles this for the rest of the run.
-        """
-        if weights and self._mixed:
-            before = self.arrays(_with_weights(self._live.read(), weights))
-            found = untrained(self._mixed, before, self.arrays())
-            if found is None:
-                return {}
-            self._averages = found
-            self._mixed = []
-        return {path: leaf for path, leaf in weights.items() if not self._is_average(path)}
-
-
-def _owners(live: ProgramState, parameters: Collection[str]) -> dict[str, frozenset[str]]:
-    """Path of each floating array of batch statistics -> paths of the parameters it belongs to.
-
-    These are the parameters in the nearest enclosing part of the state that has any. Empty if the
-    parameters are unknown: then the batch statistics count as parameters.
-    """
-    tree = live.read()
-    leaves: dict[Any, Any] = dict(tree_leaves_with_path(tree))
-    within: dict[Any, set[str]] = {}
-    for path in leaves:
-        name = keystr(path)
-        if name in parameters:
-            for depth in range(len(path) + 1):
-                within.setdefault(path[:depth], set()).add(name)
-    optimizers = {path for path, _ in nodes(_is_of_optimizer, tree)}
-    found = {}
-    for path in live.batch_statistics():
-        parts = [path[:depth] for depth in reversed(range(len(path)))]
-        if path in within or not optimizers.isdisjoint(parts):
-            continue
-        if not _is_floating(leaves[path]):
-            continue
-        for part in parts:  # the innermost part first
-            if part in within:
-                found[keystr(path)] = frozenset(within[part])
-                break
-    return found
-
-
-def _is_floating(leaf: Leaf) -> bool:
-    """Whether a leaf is an array of a floating dtype."""
-    return jnp.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jnp.floating)
-
-
-def _is_of_optimizer(node: PyTree) -> bool:
-    """Whether a node is a state of optax or of `protect`."""
-    return is_optax_state(node) or isinstance(node, ProtectState)
 
 
 def _copy(leaf: Leaf) -> Any:

@@ -13,7 +13,6 @@ from jax.core import Tracer
 
 from healcore import Action, Healer, Hooks
 from healcore.jax import from_dict, protect, to_dict
-from healcore.jax.driver.averages import mixed_groups, untrained
 from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.engine_rows import steps_judged
 from healcore.jax.nested_states import find
@@ -222,61 +221,37 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, plain, compared)
     comparison: Any = run_of(healer).comparisons
     assert comparison.credit.left < 30, "weights were compared"
-    assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
+    assert {path[:3] for path in comparison.anchors[-1].weights} == {"[0]", "[1]", "[2]"}
 
 
 def test_damage_is_found_next_to_an_average_and_a_teacher(tmp_path):
     assert averaged_run(tmp_path, compares=True, damaged=True)[0].rollbacks == 1
 
 
-def test_an_earlier_copy_replaces_the_trained_parameters_only():
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_earlier_copy_replaces_the_trained_parameters(is_named):
+    """Where no part is called `params`, it replaces all parts that may be trained, together."""
     params = initial()
-    state: Any = (params, params, jax.tree.map(jnp.copy, params), TX.init(params))
-    driver = JaxDriver(state, "default")
+    names: Any = ("teacher", "params", "average", "opt") if is_named else range(4)
+
+    def form(parts: Any) -> Any:
+        return dict(zip(names, parts, strict=True)) if is_named else parts
+
+    parts: Any = (params, params, jax.tree.map(jnp.copy, params), TX.init(params))
+    driver = JaxDriver(form(parts), "default")
     weights = driver.copy_weights()
 
     def first_value(state: Any, part: int) -> Any:
-        return state[part]["a"][0, 0]
+        return state[names[part]]["a"][0, 0]
 
     assert driver.losses_of(first_value, [0, 1, 2], weights) == [float(params["a"][0, 0])] * 3
     for number in range(10):
-        state = averaged_step(state, data(number))
-        driver.update(state)
+        parts = averaged_step(parts, data(number))
+        driver.update(form(parts))
     current = driver.losses_of(first_value, [0, 1, 2])
     earlier = driver.losses_of(first_value, [0, 1, 2], weights)
-    assert earlier == [current[0], float(params["a"][0, 0]), current[2]]
-    assert current[1] != earlier[1]
-    assert set(driver.copy_weights()) == {"[1]['a']", "[1]['b']"}
-
-
-# -- which part is trained ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("before", "decay"),
-    [(0, 0.0), (3_000, 0.0), (0, 0.5), (300, 0.99), (0, 0.9999), (3_000, 0.9999)],
-)
-def test_an_average_follows_the_parameters(before, decay):
-    """In 20 steps, late in a run with a decaying rate: the average moves farther."""
-    random = np.random.default_rng(0)
-    candidates = [[("average",), ("params",)]]
-    earlier: Any = dict.fromkeys(("params", "average"), random.standard_normal(200))
-    now = earlier
-    for number in range(before + 20):
-        earlier = now if number == before else earlier
-        params = now["params"] - 0.1 * 0.999**number * (1 + random.standard_normal(200))
-        average = decay * now["average"] + (1 - decay) * params
-        now = {"params": params, "average": average}
-    found = untrained(mixed_groups(candidates, now), earlier, now)
-    assert found == (None if decay == 0 else {"average"})
-
-
-def test_parts_are_of_one_group_only_if_all_their_tensors_have_the_same_shapes():
-    """Earlier parameters beside the statistics of later ones would have a wrong loss."""
-    tensors = {"a": np.ones(3), "b": np.ones(3), "mean": np.ones(2)}
-    assert not mixed_groups([[("a",), ("mean",)]], tensors)
-    assert not mixed_groups([[("a",), ("b",)]] * 2, tensors)
-    assert mixed_groups([[("a",), ("b",), ("mean",)]], tensors) == [([("a",), ("b",)], 1)]
+    assert earlier[1] == float(params["a"][0, 0]) != current[1]
+    assert earlier[2] == (current[2] if is_named else earlier[1])
 
 
 # -- random keys ----------------------------------------------------------------------------------
