@@ -16,7 +16,6 @@ fingerprint, so each of them takes the engine, and checks that the state belongs
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,32 +77,6 @@ class HealState(NamedTuple):
     """float32 (6, n): ranges of the `optax.inject_hyperparams` numbers in the optimizer of
     `protect`, and the ranges in which the Healer holds them; see `optimizer_numbers`. None if the
     optimizer has no such number."""
-
-    @property
-    def heal_decision(self) -> dict[str, jax.Array]:
-        """The decision of the last step, as healcore 0.3.0 stored it. Deprecated.
-
-            decision = healcore.jax.last_decision(opt_state)  # write this instead
-
-        Reading it warns with DeprecationWarning. It is not a leaf of the state: `jax.tree` and
-        `optax.tree.get` do not see it.
-
-        Returns:
-            `heal_skip`, `heal_grad_scale`, `heal_lr_scale`, `heal_action`, `heal_cause`,
-            `heal_rollback_depth`, and `heal_group_scale` if the policy clips per tensor. The types
-            are the same as in `healcore.Decision`.
-        """
-        warnings.warn(
-            "HealState.heal_decision is deprecated: use healcore.jax.last_decision(opt_state), "
-            "whose fields have the same names without heal_",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        fields = {}
-        for name, value in last_decision(self)._asdict().items():
-            if value is not None:
-                fields[f"heal_{name}"] = value
-        return fields
 
 
 class ProtectState(NamedTuple):

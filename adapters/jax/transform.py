@@ -23,9 +23,6 @@ from healcore.jax import flax_statistics, gradients, heal_state
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.clipping import clip
 from healcore.jax.heal_state import DEFAULT_RECORDS, HealState, ScaleByHealLrState
-
-# Exported here too, because healcore 0.3.0 had it in this file.
-from healcore.jax.heal_state import ProtectState as ProtectState
 from healcore.jax.optax_states import replicate_over_mesh
 from healcore.jax.protection import Protection, keywords_of
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import NamedTuple
 
 from healcore.events.json_lines import (
@@ -46,15 +45,6 @@ class EventsFile(NamedTuple):
         for events in processes.values():
             events.sort(key=lambda event: event["seq"])
         return processes
-
-    def runs(self) -> dict[str, list[Event]]:
-        """Groups the events by process. Deprecated: write `by_process()`."""
-        warnings.warn(
-            "EventsFile.runs() is deprecated, because it groups by process: write by_process()",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.by_process()
 
 
 def read(path: str | os.PathLike[str]) -> EventsFile:

@@ -6,24 +6,9 @@ next start of a killed run writes the postmortem.
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from healcore.history.counts import Counts
 from healcore.history.curves import Curves
 from healcore.history.incidents import Incident, Mode
 from healcore.history.run_history import RunHistory, RunState, runs_of
 
 __all__ = ["Counts", "Curves", "Incident", "Mode", "RunHistory", "RunState", "runs_of"]
-
-
-def __getattr__(name: str) -> Any:
-    """Returns a class by its deprecated name."""
-    if name == "Run":
-        warnings.warn(
-            "healcore.history.Run is deprecated: write healcore.history.RunHistory",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return RunHistory
-    raise AttributeError(f"module 'healcore.history' has no attribute {name!r}")

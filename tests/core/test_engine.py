@@ -364,10 +364,3 @@ def test_an_evaluation_at_a_step_that_the_caller_skips_counts():
     # An evaluation that is as low as the training loss ends the overfitting in the same way.
     runner.step(loss=3.0, eval_loss=1.0, externally_skipped=True)
     assert not runner.step(loss=1.0, eval_loss=nan, externally_skipped=False).cause
-
-
-def test_a_clipping_rule_with_its_name_is_deprecated():
-    config = policies.full("fixed")
-    with pytest.warns(DeprecationWarning, match="write clip=rule"):
-        engine = Engine(config._replace(clip=("fixed", config.clip)))
-    assert engine.fingerprint == Engine(config).fingerprint

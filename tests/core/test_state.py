@@ -90,8 +90,6 @@ def test_a_state_that_an_earlier_version_saved_has_the_same_names():
     assert state.finite_skip_streak == 4
     assert state.tally.skips == 19
     assert state.clip.shift.rejections == 16
-    with pytest.warns(DeprecationWarning, match="read finite_skip_streak"):
-        assert state.skips == 4
     written = engine.to_dict(state)
     assert json.dumps(written["state"]) == json.dumps(saved["state"])
 

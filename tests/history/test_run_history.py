@@ -7,16 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import healcore.events
-import healcore.history
-import healcore.tools.replay
-from healcore.events import EventsFile
 from healcore.events.json_lines import Event
 from healcore.history import Mode, RunHistory, RunState, runs_of
 from healcore.history.curves import _values, thin
 from healcore.runtime.reporting.diagnosis import STATES
 from healcore.runtime.reporting.faults_found import faults_found
-from healcore.tools.replay import DecidedRow
 from healcore.tools.report.incident_text import response_text
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
@@ -216,18 +211,6 @@ def test_a_thinned_curve_keeps_its_outliers(length, limit, places):
 def test_a_limit_of_0_is_none_in_force():
     """A page would draw a line at 0 for a policy that has no limit."""
     assert np.isnan(_values({"threshold": 0.0})[3])
-
-
-def test_the_old_names_work_and_warn():
-    with pytest.warns(DeprecationWarning, match="write healcore.history.RunHistory"):
-        assert healcore.history.Run is RunHistory
-    with pytest.warns(DeprecationWarning, match="write healcore.events.EventsFile"):
-        assert healcore.events.History is EventsFile
-    with pytest.warns(DeprecationWarning, match="write healcore.tools.replay.DecidedRow"):
-        assert healcore.tools.replay.Decided is DecidedRow
-    file = EventsFile(events(START), [])
-    with pytest.warns(DeprecationWarning, match=r"write by_process\(\)"):
-        assert file.runs() == file.by_process()
 
 
 def test_a_fault_is_undone_by_the_first_rollback_after_it():

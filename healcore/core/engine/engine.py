@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
@@ -72,13 +71,6 @@ class Engine:
         """
         if config.mode not in ("heal", "observe"):
             raise ValueError(f"mode must be 'heal' or 'observe', got {config.mode!r}")
-        if type(config.clip) is tuple:
-            warnings.warn(
-                "EngineConfig(clip=(kind, rule)) is deprecated: write clip=rule",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            config = config._replace(clip=config.clip[1])
         if config.clip is not None and getattr(config.clip, "kind", None) not in RULES:
             raise ValueError(
                 f"clip must be a rule of one of the kinds {sorted(RULES)}, got {config.clip!r}"

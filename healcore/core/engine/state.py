@@ -5,7 +5,6 @@ The state is a fixed-size pytree of NumPy, JAX or torch arrays. `saved_state` co
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,17 +170,6 @@ class EngineState(NamedTuple):
     """Counts since the run began."""
     last: Telemetry
     """Decision and readings of the last step."""
-
-    @property
-    def skips(self) -> Int:
-        """Finite steps skipped in a row. Deprecated: read `finite_skip_streak`."""
-        warnings.warn(
-            "EngineState.skips is deprecated: read finite_skip_streak, or tally.skips for the "
-            "number of skipped steps",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.finite_skip_streak
 
 
 def neutral(*, groups: int | None = None) -> Decision:

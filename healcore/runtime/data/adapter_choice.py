@@ -53,8 +53,7 @@ def adapter_for(loader: AnyLoader) -> LoaderAdapter:
     """
     if isinstance(loader, LoaderAdapter):
         return loader
-    # A Cursor has its reason as data; its own `why_not` is deprecated.
-    explains = hasattr(loader, "why_not") and not hasattr(loader, "rewind_obstacle")
+    explains = hasattr(loader, "why_not")
     obstacle = None
     if not explains:
         obstacle = _state_obstacle(loader)

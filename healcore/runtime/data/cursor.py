@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -263,17 +262,6 @@ class Cursor(BatchStream):
         the weights and continues with the next batches.
         """
         return self._epoch.adapter.obstacle or self._rewind_error
-
-    @property
-    def why_not(self) -> str | None:
-        """Deprecated: the text of `rewind_obstacle`, or None."""
-        warnings.warn(
-            "Cursor.why_not is deprecated: read str(cursor.rewind_obstacle)",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        obstacle = self.rewind_obstacle
-        return None if obstacle is None else str(obstacle)
 
     def rewind(self, position: Mapping[str, Any]) -> bool:
         """Moves to a position, backwards or forwards, also into another epoch.

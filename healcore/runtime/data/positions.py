@@ -43,7 +43,7 @@ COUNT = "count"
 """Key next to the positions of loaders: the number of loaders so far."""
 BEGUN = "begun"
 """Key next to the positions of loaders: the numbers of the loaders that the loop has begun in this
-epoch, in order. Checkpoints of 0.3.0 do not have it."""
+epoch, in order."""
 LEFT = "left"
 """Key next to the positions of loaders: the numbers of the loaders whose epoch a `break` has left,
 while the body of `Healer.epochs` runs on. A restart reads no further batch of this epoch."""

@@ -9,27 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import ConfigDict, NonNegativeInt
 
 from healcore.runtime.data import BatchId
-
-
-def none_if_negative(saved: Any) -> Any:
-    """A saved number, or None for the -1 that checkpoints of earlier versions have in its place.
-
-    Args:
-        saved: the value in a record. Anything but a number is returned as it is, for the validation
-            of the record.
-    """
-    if isinstance(saved, int) and saved < 0:
-        return None
-    return saved
-
-
-NumberOrNone: TypeAlias = Annotated[int | None, BeforeValidator(none_if_negative)]
-"""A number from 0, or None. Records of earlier versions have -1 for None."""
 
 
 class BatchRange(NamedTuple):
@@ -115,8 +99,8 @@ class MonitorState:
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    last_trained: NumberOrNone = None
-    nonfinite_streak: NumberOrNone = None
+    last_trained: NonNegativeInt | None = None
+    nonfinite_streak: NonNegativeInt | None = None
     never_finite: bool = True
     has_micro_steps: bool = False
     loader_start: int = 0

@@ -12,9 +12,6 @@ rows it would have skipped or clipped, and where it would have rolled back.
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from healcore.tools.replay.replayed import (
     DecidedRow,
     Replay,
@@ -24,15 +21,3 @@ from healcore.tools.replay.replayed import (
 )
 
 __all__ = ["DecidedRow", "Replay", "ReplayError", "Summary", "replay"]
-
-
-def __getattr__(name: str) -> Any:
-    """Returns a class by its deprecated name."""
-    if name == "Decided":
-        warnings.warn(
-            "healcore.tools.replay.Decided is deprecated: write healcore.tools.replay.DecidedRow",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return DecidedRow
-    raise AttributeError(f"module 'healcore.tools.replay' has no attribute {name!r}")

@@ -39,7 +39,7 @@ def test_the_last_begun_loader_is_the_last_one_that_has_read_a_batch():
     """Loader 2 is of an evaluation that has not begun."""
     positions = {"0": position(0, 4), "1": position(0, 1), "2": position(0, 0)}
     assert loaded(positions, count=3, begun=[0, 1, 2]).last_begun == 1
-    assert loaded(positions, count=3).last_begun is None, "a checkpoint of 0.3.0"
+    assert loaded(positions, count=3).last_begun is None
 
 
 def test_a_shorter_pass_over_an_epoch_does_not_forget_its_later_loaders():

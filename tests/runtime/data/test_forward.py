@@ -35,8 +35,6 @@ def test_a_rewind_is_refused_and_moves_nothing(kind):
     handed = take(cursor, 1)
     assert not cursor.can_rewind
     assert cursor.rewind_obstacle
-    with pytest.deprecated_call(match="rewind_obstacle"):
-        assert cursor.why_not == str(cursor.rewind_obstacle)
     assert not cursor.rewind(start)
     handed += take(cursor)
     assert handed == take(Cursor(kind.make(), epochs=kind.epochs))

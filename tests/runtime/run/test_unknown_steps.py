@@ -1,19 +1,16 @@
-"""A step that is unknown is None in a record, and -1 in the records of earlier versions."""
+"""A step that is unknown is None in a record."""
 
 import json
 from dataclasses import asdict
-
-import pytest
 
 from healcore.runtime.run.record.ledger import IncidentRecord
 from healcore.runtime.run.record.run_record import RunRecord
 
 
-@pytest.mark.parametrize("unknown", [-1, None], ids=["earlier versions", "this version"])
-def test_a_checkpoint_says_that_no_step_was_trained(unknown):
+def test_a_checkpoint_says_that_no_step_was_trained():
     content = json.loads(json.dumps(RunRecord().to_dict()))
-    content["monitor"] |= {"last_trained": unknown, "nonfinite_streak": unknown}
-    incident = asdict(IncidentRecord(1, 3, 4, 1)) | {"number_in_engine": unknown}
+    content["monitor"] |= {"last_trained": None, "nonfinite_streak": None}
+    incident = asdict(IncidentRecord(1, 3, 4, 1)) | {"number_in_engine": None}
     content["ledger"]["incidents"] = [incident]
 
     record = RunRecord.of(content)

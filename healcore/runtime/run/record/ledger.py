@@ -9,12 +9,12 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, NonNegativeInt
 
 from healcore.core.decision import NONFINITE, Cause, names_of
 from healcore.core.step_record import SKIPS, StepRecord, Why
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.monitor_state import NumberOrNone, take_fields
+from healcore.runtime.run.monitor_state import take_fields
 from healcore.runtime.run.trouble import RollbackRecord
 
 _MAX_INCIDENTS = 1000
@@ -52,7 +52,7 @@ class IncidentRecord:
     """Whether the engine has closed the incident, so that the next alarm opens another one."""
     reported_over: bool = False
     """Whether its event `over` was written."""
-    number_in_engine: NumberOrNone = 0
+    number_in_engine: NonNegativeInt | None = 0
     """The engine's number of this incident, or None if the engine's count has restarted since."""
     engine: str = ""
     """Name of the optimizer with the first alarm."""

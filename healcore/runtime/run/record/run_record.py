@@ -124,7 +124,7 @@ class RunRecord:
     """Whether the program saved in the body of its loop. The work between two steps that follows
     `step` was not done then."""
     last_regular: int | None = None
-    """Step of the last regular save, or None in a checkpoint of an older version."""
+    """Step of the last regular save, or None without one."""
 
     def add_change(self, step: int, epoch: int) -> None:
         """Adds a change of the structure of the model, and drops the oldest of too many.
