@@ -7,12 +7,13 @@ shares its program with another run, and pipeline stages.
 
 DistributedDataParallel reduces gradients but not losses: after a loss spike on one rank only that
 rank would skip. Sharded gradients differ between ranks. So before a step is judged, one
-`all_reduce` of ten float64 sums its signals, see `_Sums`. Per-tensor clipping adds eight bytes for
+`all_reduce` of ten float64 sums its signals. Per-tensor clipping adds eight bytes for
 each parameter.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -95,11 +96,8 @@ class StepRanks:
         if self._auto and dist.is_available() and dist.is_initialized():
             self._auto = False
             # The ranks of the largest root mesh of the parameters, or all ranks.
-            root = max(_root_meshes(self._params), key=lambda r: len(_ranks_of(r)), default=None)
-            if root is None:
-                self._set(dist.group.WORLD)
-            else:
-                self._set(_group_of_mesh(root))
+            roots = _root_meshes(self._params)
+            self._set(max(roots, key=lambda root: root.size(), default=dist.group.WORLD))
         return self._members
 
     @property
@@ -152,12 +150,18 @@ class StepRanks:
 
     def _set(self, group: Any) -> None:
         """Sets the group, its ranks and the pipeline stages, and checks the parameters."""
+        if _is_mesh(group):
+            ranks = sorted(_ranks_of(group))
+            group = dist.group.WORLD
+            if len(ranks) < dist.get_world_size():
+                group = dist.new_group(ranks, use_local_synchronization=True)
         if group is not None:
-            if _is_mesh(group):
-                group = _group_of_mesh(group)
             self.group = group
-            self._members = dist.get_process_group_ranks(self.group)
-        stages = self._pipeline()
+            self._members = dist.get_process_group_ranks(group)
+        stages = self._pp_mesh
+        for root in _root_meshes(self._params):
+            if stages is None and self._members and _PIPELINE in (root.mesh_dim_names or ()):
+                stages = root[_PIPELINE]
         if stages is not None:
             if not set(_ranks_of(stages)) <= set(self._members):
                 raise AttachError(
@@ -166,20 +170,9 @@ class StepRanks:
                     "out"
                 )
             self.stages = stages.size()
-        world = len(self._members) or 1
         # All parameters are counted, because `_copies` raises for one that does not fit the ranks.
-        copies = [self._copies(p) for p in self._params]
-        self.has_parts = self.stages > 1 or any(number != world for number in copies)
-
-    def _pipeline(self) -> Any:
-        """The mesh of the pipeline stages, given or found, or None."""
-        if self._pp_mesh is not None:
-            return self._pp_mesh
-        if self.group is not None:
-            for root in _root_meshes(self._params):
-                if _PIPELINE in (root.mesh_dim_names or ()):
-                    return root[_PIPELINE]
-        return None
+        copies = {self._copies(p) for p in self._params}
+        self.has_parts = self.stages > 1 or bool(copies - {self.world})
 
     def _copies(self, param: Tensor) -> int:
         """Number of ranks that hold the same part of a parameter."""
@@ -192,8 +185,6 @@ class StepRanks:
             if placement.is_replicate():
                 same *= mesh.size(dim)
         ranks = _ranks_of(mesh)
-        if not members and same == len(ranks):
-            return 1
         if not set(ranks) <= set(members) or len(members) % (self.stages * len(ranks)):
             raise AttachError(
                 f"a parameter is spread over ranks {ranks}, which do not fit the ranks that step "
@@ -203,34 +194,20 @@ class StepRanks:
         return same * (len(members) // self.stages // len(ranks))
 
 
-def _group_of_mesh(mesh: Any) -> Any:
-    """The process group of a mesh's ranks, perhaps a new group. All of these ranks must call it."""
-    ranks = sorted(_ranks_of(mesh))
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    return dist.new_group(ranks, use_local_synchronization=True)
-
-
 def _root_meshes(params: Sequence[Tensor]) -> list[Any]:
-    """The root meshes of the distinct meshes of these parameters, in order."""
+    """The root meshes of the meshes of these parameters, in order. A mesh may be its own root."""
     roots: dict[Any, Any] = {}
     for p in params:
         mesh = getattr(p, "device_mesh", None)
-        if mesh is not None and mesh not in roots:
-            roots[mesh] = _root(mesh)
+        if mesh is None or mesh in roots:
+            continue
+        if hasattr(mesh, "_get_root_mesh"):
+            roots[mesh] = mesh._get_root_mesh()
+        else:  # torch < 2.9
+            from torch.distributed import device_mesh
+
+            roots[mesh] = device_mesh._mesh_resources.get_root_mesh(mesh)
     return [*roots.values()]
-
-
-def _root(mesh: Any) -> Any:
-    """The root mesh of a mesh, which may be the mesh itself."""
-    get_root = getattr(mesh, "_get_root_mesh", None)
-    if get_root is not None:
-        return get_root()
-    from torch.distributed import device_mesh  # torch < 2.9
-
-    return device_mesh._mesh_resources.get_root_mesh(mesh)
 
 
 def _ranks_of(mesh: Any) -> list[int]:
@@ -242,40 +219,6 @@ def _is_mesh(value: Any) -> bool:
 
 
 # -- the signals of all ranks ----------------------------------------------------------------------
-
-
-class _Sums(NamedTuple):
-    """What one `all_reduce` sums: the terms of one rank, or the sums over the ranks.
-
-    All fields but the last two are 0-d.
-    """
-
-    loss: Tensor
-    """Losses of the ranks that have one."""
-    eval_loss: Tensor
-    """Evaluations of the ranks that have one."""
-    evaluations: Tensor
-    """Number of ranks with an evaluation."""
-    overflows: Tensor
-    """Number of ranks with an overflow."""
-    losses: Tensor
-    """Number of ranks with a loss."""
-    gradients: Tensor
-    """Number of ranks with gradients."""
-    marks: Tensor
-    """(3,) float64, the fields of `StepMarks`."""
-    squares: Tensor
-    """(1 + tensors,) float64: squared norms, or these times `gradients`."""
-
-    def pack(self) -> Tensor:
-        """The fields in order, (n,) float64."""
-        *numbers, marks, squares = self
-        return torch.cat([torch.stack(numbers).double(), marks, squares])
-
-    @classmethod
-    def unpack(cls, packed: Tensor) -> _Sums:
-        """Reverses `pack`."""
-        return cls._make([*packed[:6].unbind(), packed[6:9], packed[9:]])
 
 
 class StepMarks(NamedTuple):
@@ -292,12 +235,9 @@ class StepMarks(NamedTuple):
 class SignalAllReduce:
     """Reduces the signals of a step over `ranks`, on the device `home`.
 
-    In float64, so that the mean of equal float32 values is exactly that value.
-
-        signals of each rank ─► _terms ─► pack ─► all_reduce ─► unpack ─► signals of all ranks
-
-    After the reduction every rank has the same numbers, so every rank decides the same. To be sure,
-    each step also carries a checksum of the decision of the step before (`_marks`).
+    In float64, so that the mean of equal float32 values is exactly that value. After the reduction
+    every rank has the same numbers, so every rank decides the same. To be sure, each step also
+    carries a checksum of the decision of the step before (`_marks`).
 
     Args:
         ranks: the ranks.
@@ -307,7 +247,7 @@ class SignalAllReduce:
     def __init__(self, ranks: StepRanks, home: torch.device) -> None:
         self.ranks = ranks
         self._home = home
-        self._zero = torch.zeros((), dtype=torch.float32, device=home)
+        self._zero = torch.zeros((), dtype=torch.float64, device=home)
         self._unchecked: AsyncCopy | None = None
         """Marks that have not been compared between the ranks yet."""
         self.requests_vote = False
@@ -343,72 +283,50 @@ class SignalAllReduce:
                 their parameters. On an accelerator it is raised some steps later, when the marks
                 can be read without waiting.
         """
-        if self._unchecked is not None and self._unchecked.has_arrived():
-            marks = self._unchecked
-            self._unchecked = None
-            self._raise_if_different(marks)
-        own = self._terms(signals, squares, found_inf, self._marks(last))
-        sums = _Sums.unpack(self._summed(own.pack()))
-        self.last_marks = AsyncCopy(sums.marks)
-        if self._home.type == "cpu":
-            self._raise_if_different(self.last_marks)
-        elif self._unchecked is None:
-            self._unchecked = self.last_marks
         has_loss = signals.loss is not None
         has_norm = signals.grad_norm is not None
-        if not (has_loss and has_norm):
-            has_loss, has_norm = torch.stack([sums.losses, sums.gradients]).tolist()
-        loss: Tensor | None = None
-        if has_loss:
-            loss = (sums.loss / sums.losses).to(torch.float32)
-        total_squares = sums.squares
-        if not self.ranks.has_parts:
-            total_squares = total_squares / sums.gradients
-        norms = total_squares.sqrt().to(torch.float32)
-        grad_norm: Tensor | None = None
-        if has_norm:
-            grad_norm = norms[0]
-        group_norms: Tensor | None = None
-        if signals.group_norms is not None:
-            group_norms = norms[1:]
-        eval_loss: Tensor | None = None
-        if signals.eval_loss is not None:
-            eval_loss = (sums.eval_loss / sums.evaluations).to(torch.float32)
-        reduced = signals._replace(
-            loss=loss, grad_norm=grad_norm, group_norms=group_norms, eval_loss=eval_loss
-        )
-        overflows: Tensor | None = None
-        if found_inf is not None:
-            overflows = sums.overflows.to(torch.float32)
-        return reduced, overflows
-
-    def _terms(
-        self, signals: Signals, squares: Tensor | None, found_inf: Tensor | None, marks: Tensor
-    ) -> _Sums:
-        """The terms of this rank; see `reduce`."""
         if squares is None:
-            norms = [self._or_zero(signals.grad_norm).reshape(1)]
+            squares = self._number(signals.grad_norm).square().reshape(1)
             if signals.group_norms is not None:
-                norms.append(signals.group_norms)
-            squares = torch.cat(norms).to(torch.float64).square()
-        eval_loss = self._or_zero(signals.eval_loss)
-        is_evaluated = ~torch.isnan(eval_loss)  # NaN means that the step has no evaluation
-        return _Sums(
-            loss=self._or_zero(signals.loss),
-            eval_loss=torch.where(is_evaluated, eval_loss, self._zero),
-            evaluations=is_evaluated,
-            overflows=self._or_zero(found_inf) > 0,
-            losses=torch.full_like(self._zero, signals.loss is not None),
-            gradients=torch.full_like(self._zero, signals.grad_norm is not None),
-            marks=marks,
-            squares=squares,
+                squares = torch.cat([squares, signals.group_norms.double().square()])
+        evaluation = self._number(signals.eval_loss)
+        is_evaluated = ~torch.isnan(evaluation)  # NaN means that the step has no evaluation
+        numbers = [
+            self._number(signals.loss),
+            self._zero + has_loss,
+            self._zero + has_norm,
+            evaluation.nan_to_num(0.0, math.inf, -math.inf),
+            is_evaluated,
+            self._number(found_inf) > 0,
+        ]
+        packed = torch.cat([torch.stack(numbers), self._marks(last), squares])
+        # The group may not reduce on the device of the signals, as NCCL with offloaded parameters.
+        devices = [device.type for device in self.ranks.group._device_types]
+        if devices and self._home.type not in devices:
+            packed = packed.to(devices[0])
+        dist.all_reduce(packed, group=self.ranks.group)
+        packed = to_device(packed, self._home)
+        loss, losses, gradients, evaluation, evaluations, overflows = packed[:6].unbind()
+        self._check(packed[6:9])
+        if not (has_loss and has_norm):
+            has_loss, has_norm = packed[1:3].tolist()
+        squares = packed[9:]
+        if not self.ranks.has_parts:
+            squares = squares / gradients
+        norms = squares.sqrt().float()
+        reduced = signals._replace(
+            loss=(loss / losses).float() if has_loss else None,
+            grad_norm=norms[0] if has_norm else None,
+            group_norms=None if signals.group_norms is None else norms[1:],
+            eval_loss=None if signals.eval_loss is None else (evaluation / evaluations).float(),
         )
+        return reduced, None if found_inf is None else overflows.float()
 
-    def _or_zero(self, value: Tensor | None) -> Tensor:
-        """The value, or 0 for a signal that this rank does not have."""
+    def _number(self, value: Tensor | None) -> Tensor:
+        """The value as 0-d float64, or 0 for a signal that this rank does not have."""
         if value is None:
             return self._zero
-        return value
+        return value.double()
 
     def _marks(self, last: Decision | None) -> Tensor:
         """(3,) float64: the terms of this rank in `StepMarks`.
@@ -419,17 +337,22 @@ class SignalAllReduce:
         float64 both sides are exact, because a checksum has 16 bits.
         """
         if last is None:
-            bits = torch.full_like(self._zero, self.ranks.fingerprint(), dtype=torch.float64)
+            bits = self._zero + self.ranks.fingerprint()
         else:
-            values = 8.0 * last.skip + 2.0 * last.lr_scale + last.grad_scale
-            if not isinstance(values, Tensor):
-                values = torch.full_like(self._zero, float(values))
-            folded = values.to(torch.float32).view(torch.int32)
-            bits = ((folded ^ (folded >> 16)) & 0xFFFF).to(torch.float64)
-        return torch.stack([torch.full_like(bits, self.requests_vote), bits, bits * bits])
+            values = self._zero + 8.0 * last.skip + 2.0 * last.lr_scale + last.grad_scale
+            folded = values.float().view(torch.int32)
+            bits = ((folded ^ (folded >> 16)) & 0xFFFF).double()
+        return torch.stack([self._zero + self.requests_vote, bits, bits * bits])
 
-    def _raise_if_different(self, marks: AsyncCopy) -> None:
-        sums = StepMarks(*marks.read())
+    def _check(self, marks: Tensor) -> None:
+        """Keeps the marks of a step, and compares the oldest ones that were not compared."""
+        self.last_marks = AsyncCopy(marks)
+        unchecked = self._unchecked or self.last_marks
+        self._unchecked = unchecked
+        if not unchecked.has_arrived():
+            return
+        self._unchecked = None
+        sums = StepMarks(*unchecked.read())
         if self.ranks.world * sums.squares != sums.checksums * sums.checksums:
             raise RanksDisagreeError(
                 "the ranks decided differently at the previous step, so their parameters differ, "
@@ -438,14 +361,3 @@ class SignalAllReduce:
                 "and on_rollback() on every rank before the same step; for the stages of a "
                 "pipeline pass pp_mesh=mesh['pp'], for ranks of another model process_group="
             )
-
-    def _summed(self, packed: Tensor) -> Tensor:
-        """The sum over the ranks, on the signals' device if the group can reduce there."""
-        reducible = [device.type for device in self.ranks.group._device_types]
-        device = self._home
-        if reducible and device.type not in reducible:
-            kind = reducible[0]
-            device = torch.device(kind, torch.get_device_module(kind).current_device())
-        packed = packed.to(device)
-        dist.all_reduce(packed, group=self.ranks.group)
-        return to_device(packed, self._home)

@@ -105,7 +105,7 @@ def trained(kind: str) -> dict[str, Any]:
         unmoved += [i] * same
         added += [nbytes] * (nbytes not in added)
         n = heal.live_engine.pending_record()()
-        decided = n.step, int(n.cause), int(n.action), bool(n.skip)
+        decided = n.step, int(n.cause), int(n.action), bool(n.why)
         records.append([*decided, n.lr_scale, n.grad_scale, n.loss, n.grad_norm])
     return {
         "records": records,
