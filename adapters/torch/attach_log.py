@@ -1,4 +1,4 @@
-"""`AttachLog`: the listener of `attach` without a Healer, which logs a line per incident."""
+"""`AttachLog`: what `attach` logs without a Healer, a line per incident."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from healcore.events.sentences import alarm_text
 from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_streak_text
 from healcore.runtime.run.incidents.program_clip import ProgramClip
 from healcore.torch import gradients
-from healcore.torch.engines import LiveEngine, UnreadRecords
-from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.ranks import StepRanks
-
-STEPS_WITHOUT_LOSS = 20
-"""Steps without a loss after which a warning is logged."""
 
 _ANSWERS = {
     Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback()",
@@ -39,86 +34,34 @@ class AttachLog:
     Without a Healer nothing rolls back or stops the run, so a line also says what the loop has to
     do if the policy orders it. With a Healer the `IncidentMonitor` of the run writes these lines.
 
-    It is the first `StepListener` of every healed step:
-
-        judged ─► UnreadRecords ─► ended reads the records that have arrived ─► a line, or nothing
-
     Args:
         optimizer: the optimizer, whose class and learning rate the lines name.
-        live_engine: the policy's engine with its state, whose records are read.
-        measurer: knows whether any step has had a loss.
+        engine: the policy's engine.
         ranks: the ranks that step together.
-        resets_moments: see the attribute.
+        resets_moments: whether a cut of the learning rate resets the moments too.
 
     Attributes:
-        resets_moments: whether a cut of the learning rate resets the moments too.
         console: see `attach`.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        live_engine: LiveEngine,
-        measurer: Measurer,
-        ranks: StepRanks,
-        *,
-        resets_moments: bool,
+        self, optimizer: Optimizer, engine: Engine, ranks: StepRanks, *, resets_moments: bool
     ) -> None:
         self._optimizer = optimizer
-        self._engine = live_engine.engine
-        self._measurer = measurer
+        self._engine = engine
         self._ranks = ranks
-        self.resets_moments = resets_moments
+        self._resets_moments = resets_moments
         self.console: console.Console = "auto"
         self._incident = 0
         """Number of the newest incident."""
         self._logged: set[str] = set()
         """Lines of `write_once`."""
-        self._missing_loss = MissingLoss(self._engine)
         self._program_clip = ProgramClip("torch")
-        self._nonfinite_streak = NonfiniteStreak()
+        self._nonfinite = 0
+        """Steps in a row that were not finite."""
         self._has_named_buffers = False
         """Whether a line has said that NaN is in buffers."""
-        self._unread = UnreadRecords(live_engine)
         self.restart()
-
-    # -- the listener ---------------------------------------------------------------------------
-
-    def judged(self, norms: StepNorms) -> None:
-        """Keeps the record of a step, to be read when it has arrived.
-
-        Args:
-            norms: not read: only a Healer names the tensors whose gradients were unusual.
-        """
-        self._unread.add()
-
-    def ended(self, skipped: bool | Tensor) -> None:
-        """Logs the records that have arrived.
-
-        Args:
-            skipped: not read: the record of the step has it.
-        """
-        for record in self._unread.take_arrived():
-            self._log(record)
-
-    def stepped(self) -> None:
-        """Does nothing: a step that was not judged has no record."""
-
-    def log_unread(self) -> None:
-        """Logs all records that were not read yet. Waits for the device.
-
-        Called before the engine's state is replaced, so that no alarm of the earlier steps is lost.
-        """
-        for record in self._unread.take_all():
-            self._log(record)
-
-    def drop_unread(self) -> None:
-        """Drops the records that were not read yet. Call it when another listener is set.
-
-        The other listener logs the same steps from its own records, so a line would be written
-        twice.
-        """
-        self._unread.clear()
 
     def restart(self) -> None:
         """Forgets the last step. Call it after the engine's state is replaced.
@@ -132,41 +75,63 @@ class AttachLog:
         """Logs a line, unless it was logged by an earlier call."""
         if line not in self._logged:
             self._logged.add(line)
-            self._write(line)
+            self.write(line)
 
-    def _log(self, record: StepRecord) -> None:
-        """Logs what is new in the record of a step."""
+    def write(
+        self, line: str, write: Callable[[str, console.Console], None] = console.warning
+    ) -> None:
+        """Logs a line, on the first rank.
+
+        Args:
+            line: the line, without the optimizer's class.
+            write: `console.warning` or `console.error`.
+        """
+        if self._ranks.is_first:
+            write(f"{type(self._optimizer).__name__}: {line}", self.console)
+
+    def log(self, record: StepRecord) -> None:
+        """Logs what is new in the record of a step.
+
+        Args:
+            record: the record of a judged step, in the order of the steps.
+        """
         if record.step == self._last_step:
             return  # a step that a GradScaler skips has the record of the step before
         if self._last_step < 0 and record.onset < record.step - 1:
             self._incident = record.incident  # it began before the state was loaded
         self._last_step = record.step
-        for line in self._missing_loss.add(
-            has_seen_loss=self._measurer.has_seen_loss, is_late=self._measurer.first_loss_is_late
-        ):
-            self._write(line)
         if record.taken:
             line = self._program_clip.add(record.grad_norm)
             if line:
-                self._write(line)
-        error = self._nonfinite_streak.add(record)
-        if error:
-            self._write(error, console.error)
+                self.write(line)
+        self._log_nonfinite_streak(record)
         is_new = record.incident > self._incident
         self._incident = record.incident
         if is_new and record.cause and is_logged(record.incident):
-            self._write(self._incident_line(record))
+            self.write(self._incident_line(record))
             if not record.taken and record.cause & NONFINITE and not self._has_named_buffers:
                 self._name_nan_buffers()
         if record.action and self._engine.mode != "observe":
             self._log_action(record)
+
+    def _log_nonfinite_streak(self, record: StepRecord) -> None:
+        """Logs that every step is non-finite: after 100, 1,000, 10,000 steps in a row."""
+        if not record.cause & NONFINITE:
+            self._nonfinite = 0
+            return
+        self._nonfinite += 1
+        steps = self._nonfinite
+        if steps >= FROM_START and passes_power_of_ten(steps - 1, steps):
+            from_start = steps == record.step
+            text = nonfinite_streak_text(record, steps, (), from_start=from_start)
+            self.write(text, console.error)
 
     def _name_nan_buffers(self) -> None:
         """Logs which buffers have taken in the NaN of a batch whose step was skipped, if any."""
         names = _nan_buffers(self._optimizer)
         if names:
             self._has_named_buffers = True
-            self._write(
+            self.write(
                 f"there is NaN in {first_of(names)}. The forward pass of a skipped step has "
                 "written it, and attach() restores no buffers, so an evaluation can be NaN. Reset "
                 "these buffers, for example by reset_running_stats(). A healcore.Healer with the "
@@ -178,9 +143,9 @@ class AttachLog:
         # Only at a cut, because a rising schedule also changes the multiplier afterwards.
         if record.action & Action.CUT_LR and is_logged(record.incident):
             line = f"step {record.step - 1}: learning rate × {record.lr_scale:g}"
-            if self.resets_moments:
+            if self._resets_moments:
                 line += ", moments reset"
-            self._write(line)
+            self.write(line)
         for order, answer in _ANSWERS.items():
             if record.action & order:
                 self.write_once(
@@ -214,12 +179,6 @@ class AttachLog:
                 alarm.grad_scale = record.grad_scale
         return f"step {record.onset}: incident {record.incident}: {alarm_text(alarm)}"
 
-    def _write(
-        self, line: str, write: Callable[[str, console.Console], None] = console.warning
-    ) -> None:
-        if self._ranks.is_first:
-            write(f"{type(self._optimizer).__name__}: {line}", self.console)
-
 
 def _nan_buffers(optimizer: Optimizer) -> list[str]:
     """Finds the buffers with NaN in the modules that an optimizer trains.
@@ -243,72 +202,3 @@ def _nan_buffers(optimizer: Optimizer) -> list[str]:
             if not (buffer.is_meta or buffer.is_nested) and buffer.isnan().any():
                 found.add(f"{name} of {type(module).__name__}")
     return sorted(found)
-
-
-class NonfiniteStreak:
-    """Notices that every step is non-finite: after 100, 1,000, 10,000 steps in a row."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        """Steps in a row that were not finite."""
-
-    def add(self, record: StepRecord) -> str:
-        """Adds the record of a judged step.
-
-        Args:
-            record: the record.
-
-        Returns:
-            An error for the log, or an empty string.
-        """
-        if not record.cause & NONFINITE:
-            self._steps = 0
-            return ""
-        self._steps += 1
-        if self._steps < FROM_START or not passes_power_of_ten(self._steps - 1, self._steps):
-            return ""
-        from_start = self._steps == record.step
-        return nonfinite_streak_text(record, self._steps, (), from_start=from_start)
-
-
-class MissingLoss:
-    """Notices, once, that the loop observes no loss, or observes each loss after its step.
-
-    Without a loss, detectors would be disabled silently. After its step, a loss would be judged
-    with the gradient of the next step.
-
-    Args:
-        engine: the policy's engine, which says whether any detector reads the loss.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._reads_loss = "loss" in engine.needs
-        self._steps = 0
-        self._has_told_late = False
-
-    def add(self, *, has_seen_loss: bool, is_late: bool) -> list[str]:
-        """Adds a judged step.
-
-        Args:
-            has_seen_loss: whether any step so far has had a loss.
-            is_late: see `Measurer.first_loss_is_late`.
-
-        Returns:
-            One warning at step `STEPS_WITHOUT_LOSS` of a loop without losses, or if the losses are
-            late, otherwise nothing.
-        """
-        self._steps += 1
-        if is_late and self._reads_loss and not self._has_told_late:
-            self._has_told_late = True
-            return [
-                "the first step had no loss, and the second step has one: if the loop observes "
-                "each loss after its step, the loss is judged with the gradient of the next step. "
-                "Then call observe(loss) before optimizer.step()"
-            ]
-        if has_seen_loss or not self._reads_loss or self._steps != STEPS_WITHOUT_LOSS:
-            return []
-        return [
-            f"no loss has been observed in {STEPS_WITHOUT_LOSS} steps, so detectors that read it "
-            "are inactive: write loss = healer.loss(batch) if the Healer has a loss_fn, or call "
-            "observe(loss) before each optimizer.step()"
-        ]

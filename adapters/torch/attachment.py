@@ -20,8 +20,8 @@ from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.overrides import check_spelling
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer
-from healcore.torch.engines import DeviceEngine, HostEngine
 from healcore.torch.healed_step import HealedStep
+from healcore.torch.live_engine import LiveEngine
 from healcore.torch.loss_mean import one_number
 from healcore.torch.measurement import Measurer
 from healcore.torch.ranks import SignalAllReduce, StepRanks
@@ -37,10 +37,10 @@ def attach(
     *,
     scaler: torch.amp.GradScaler | None = None,
     engine: Literal["auto", "host", "device"] = "auto",
-    compile: bool | Literal["auto"] = "auto",
     process_group: ProcessGroup | DeviceMesh | Literal["auto"] | None = "auto",
     pp_mesh: DeviceMesh | None = None,
     console: Console = "auto",
+    compile: Any = None,
     **overrides: Unpack[Overrides],
 ) -> Healing:
     """Heals an optimizer: the policy judges every `optimizer.step()`, then clips it or skips it.
@@ -66,7 +66,6 @@ def attach(
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
             make the same decisions.
-        compile: whether torch.compile compiles the device engine; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
             and the global norm, which costs one all_reduce of 80 bytes per step. "auto": the ranks
             of the parameters' meshes (FSDP2, tensor parallel), or for plain parameters the default
@@ -77,6 +76,7 @@ def attach(
         console: whether lines are printed to standard error. "auto": unless the program has set up
             logging for the logger `healcore`; False: never; True: unless the program's logging
             already prints them to the terminal.
+        compile: deprecated, and has no effect: no engine is compiled any more.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`.
 
@@ -90,6 +90,8 @@ def attach(
         TypeError: an unknown keyword resembles the name of an argument.
     """
     check_spelling(overrides, attach)
+    if compile is not None:
+        warnings.warn("attach(compile=) has no effect: omit it", DeprecationWarning, stacklevel=2)
     checked = checked_console(console)
     wrapper_scaler = scaler_of(optimizer)
     if scaler is None:
@@ -99,7 +101,6 @@ def attach(
         engine_of(policy, overrides),
         scaler=scaler,
         engine=engine,
-        compile=compile,
         process_group=process_group,
         pp_mesh=pp_mesh,
     )
@@ -108,7 +109,7 @@ def attach(
         # its state with nothing makes it store the current `step`.
         wrapper: Any = optimizer
         wrapper.__setstate__({})
-        healing.healed_step.replacement.undo_stack.callback(wrapper.__setstate__, {})
+        healing.healed_step.undo_stack.callback(wrapper.__setstate__, {})
     healing.healed_step.attach_log.console = checked
     return healing
 
@@ -119,7 +120,6 @@ def heal_optimizer(
     *,
     scaler: torch.amp.GradScaler | None = None,
     engine: str = "auto",
-    compile: bool | Literal["auto"] = "auto",
     process_group: ProcessGroup | DeviceMesh | Literal["auto"] | None = "auto",
     pp_mesh: DeviceMesh | None = None,
     measurer: Callable[..., Measurer] = Measurer,
@@ -130,14 +130,13 @@ def heal_optimizer(
     Everything that can fail is done before the optimizer is changed, so a failed call leaves it as
     it was. The parts are made in this order, each from the parts before it:
 
-        StepRanks ─► Enforcer ─► HostEngine or DeviceEngine ─► Measurer ─► HealedStep ─► Healing
+        StepRanks ─► Enforcer ─► LiveEngine ─► Measurer ─► HealedStep ─► Healing
 
     Args:
         optimizer: a torch.optim optimizer, see `unwrapped`.
         policy_engine: the policy's engine, without a state.
         scaler: see `attach`. A disabled GradScaler counts as None.
         engine: "auto", "host" or "device", see `attach`.
-        compile: see `attach`.
         process_group: see `attach`.
         pp_mesh: see `attach`.
         measurer: `Measurer`, or a subclass for a trainer that holds the gradients elsewhere.
@@ -151,8 +150,6 @@ def heal_optimizer(
     """
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
-    if compile not in (True, False, "auto"):
-        raise AttachError(f"compile must be 'auto', True or False, got {compile!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise AttachError(
             f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: "
@@ -177,19 +174,13 @@ def heal_optimizer(
             "different parameters: use a policy with one limit for all, clip={'kind': 'zclip'}"
         )
     enforcer = Enforcer(optimizer)
-    if engine == "auto":
-        # On a CPU reading a tensor costs nothing, and without a fused kernel the host needs the
-        # decision anyway.
-        if home.type != "cpu" and enforcer.has_kernel:
-            engine = "device"
-        else:
-            engine = "host"
-    if engine == "device":
-        if compile == "auto":
-            compile = home.type != "cpu"
-        live_engine = DeviceEngine(policy_engine, len(params), home, compile=compile)
-    else:
-        live_engine = HostEngine(policy_engine, len(params))
+    device = None
+    # On a CPU reading a tensor costs nothing, and without a fused kernel the host needs the
+    # decision anyway.
+    is_faster = home.type != "cpu" and enforcer.has_kernel
+    if engine == "device" or (engine == "auto" and is_faster):
+        device = home
+    live_engine = LiveEngine(policy_engine, len(params), device)
     measured = measurer(live_engine, optimizer, home, scaler)
     step = healed_step(optimizer, live_engine, measured, enforcer, SignalAllReduce(ranks, home))
     return Healing(step)
@@ -295,7 +286,7 @@ class Healing:
         self.engine = healed_step.live_engine.engine
         self.healed_step = healed_step
         self._measurer = healed_step.measurer
-        healed_step.replacement.pre_hook.__healing__ = self
+        healed_step.pre_hook.__healing__ = self
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Pickles and copies the handle as None, with a warning.
@@ -327,7 +318,7 @@ class Healing:
             raise SignalError(f"weight must be a finite number from 0 on, got {weight!r}")
         self.healed_step.judge_dropped()
         if weight:
-            self._measurer.observe(value, weight)
+            self._measurer.losses.add(value, weight)
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
         """Reports the loss of an evaluation, which the policy reads at the next step.

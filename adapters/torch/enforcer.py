@@ -7,30 +7,17 @@ step, and restored afterwards unless other code has written there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from healcore.torch import gradients
-from healcore.torch.engines import EnforcedDecision
+from healcore.torch.live_engine import EnforcedDecision
 from healcore.torch.moments import is_third_party
 
 _ABSENT = object()
-
-
-class _Replaced(NamedTuple):
-    """A value of a dictionary that is replaced for one step."""
-
-    values: dict[str, Any]
-    """The dictionary: a parameter group, or the attributes of the optimizer."""
-    name: str
-    """The key."""
-    value: Any
-    """The value for one step."""
-    before: Any
-    """The value before, or `_ABSENT`."""
 
 
 class Enforcer:
@@ -51,28 +38,24 @@ class Enforcer:
         self.has_kernel = _has_kernel(optimizer)
         self._optimizer = optimizer
         self._home = gradients.parameters(optimizer)[0].device
-        self._replaced: list[_Replaced] = []
-        """The values that are replaced for the step, the oldest first."""
+        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """What is replaced for the step, the oldest first: dictionary, key, value for the step, and
+        value before or `_ABSENT`."""
 
-    def amp_flags(self) -> tuple[Tensor | None, Tensor | None]:
-        """The attributes that a GradScaler sets on a fused optimizer for one step.
+    def amp_flag(self, name: str) -> Tensor | None:
+        """An attribute that a GradScaler sets on a fused optimizer for one step.
+
+        Args:
+            name: "grad_scale", the scale that the gradients still contain; or "found_inf", above 0
+                after an overflow.
 
         Returns:
-            The scale that the gradients still contain, and `found_inf`, above 0 after an overflow.
-            Each is 0-d float32 on the device of the first parameter, or None if it is not set.
+            0-d float32 on the device of the first parameter, or None if it is not set.
         """
-        attributes = vars(self._optimizer)
-        scale = attributes.get("grad_scale")
-        if isinstance(scale, Tensor):
-            scale = gradients.to_device(scale, self._home, torch.float32)
-        else:
-            scale = None
-        found_inf = attributes.get("found_inf")
-        if isinstance(found_inf, Tensor):
-            found_inf = gradients.to_device(found_inf, self._home, torch.float32)
-        else:
-            found_inf = None
-        return scale, found_inf
+        value = vars(self._optimizer).get(name)
+        if isinstance(value, Tensor):
+            return gradients.to_device(value, self._home, torch.float32)
+        return None
 
     def needs_host(self, params: Sequence[Tensor]) -> bool:
         """Whether enforcing this step needs the decision on the host.
@@ -85,13 +68,12 @@ class Enforcer:
         """
         if not self._uses_kernel():
             return True
-        if not isinstance(self._optimizer, SGD):
+        optimizer = self._optimizer
+        if not isinstance(optimizer, SGD):
             return False
-        has_momentum = any(group["momentum"] != 0 for group in self._optimizer.param_groups)
-        if not has_momentum:
+        if all(group["momentum"] == 0 for group in optimizer.param_groups):
             return False
-        state = self._optimizer.state
-        return any(state.get(p, {}).get("momentum_buffer") is None for p in params)
+        return any(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in params)
 
     def enforce(
         self, parameters: Sequence[Tensor], enforced: EnforcedDecision, divisor: Tensor | None
@@ -106,22 +88,14 @@ class Enforcer:
             enforced: what the engine has decided for this step.
             divisor: a GradScaler's scale that the gradients still contain, 0-d float32, or None.
         """
+        if enforced.skip is True:
+            return
+        self.clip(parameters, enforced, divisor)
         if isinstance(enforced.skip, Tensor):
-            if enforced.group_scale is not None:
-                gradients.scale_each_(parameters, enforced.group_scale.unbind())
-            if enforced.clip_factor is not None:
-                skip = gradients.to_device(enforced.skip, enforced.clip_factor.device)
-                gradients.multiply_(parameters, enforced.clip_factor.masked_fill(skip > 0, 1.0))
-            # CUDA's SGD with momentum rounds differently if it divides, even by 1.
-            elif enforced.grad_divisor is not None:
-                self.replace(vars(self._optimizer), "grad_scale", enforced.grad_divisor)
             self.replace(vars(self._optimizer), "found_inf", enforced.skip)
-            if enforced.lr_scale is not None:
-                self._scale_lr(enforced.lr_scale)
-        elif not enforced.skip:
-            self.clip(parameters, enforced, divisor)
-            if enforced.lr_scale != 1.0:
-                self._scale_lr(enforced.lr_scale)
+        scale = enforced.lr_scale
+        if isinstance(scale, Tensor) or scale not in (None, 1.0):
+            self._scale_lr(scale)
 
     def clip(
         self,
@@ -129,32 +103,45 @@ class Enforcer:
         enforced: EnforcedDecision,
         divisor: Tensor | None = None,
     ) -> None:
-        """Clips by a decision on the host: in the fused kernel, or else in place.
+        """Clips the gradients: in the fused kernel, or else in place.
 
         A fixed clip is always in place, because a kernel divides where torch's clip multiplies.
 
         Args:
             parameters: all parameters of the optimizer, in its order.
-            enforced: a decision whose numbers are Python numbers.
+            enforced: what the engine has decided for this step.
             divisor: as in `enforce`.
         """
+        on_device = isinstance(enforced.skip, Tensor)
         if enforced.group_scale is not None:
-            gradients.scale_each_(parameters, enforced.group_scale.tolist())
+            if on_device:
+                factors = enforced.group_scale.unbind()
+            else:
+                factors = enforced.group_scale.tolist()
+            for p, factor in zip(parameters, factors, strict=True):
+                gradients.scale_([p], factor)
         if enforced.clip_factor is not None:
+            factor = enforced.clip_factor
+            if on_device:
+                skip = gradients.to_device(enforced.skip, factor.device)
+                factor = factor.masked_fill(skip > 0, 1.0)
             # On a CPU nothing waits to be read. Elsewhere a product with 1 costs less than a sync.
-            if not enforced.clip_factor.is_cpu or enforced.clip_factor.double().numpy() < 1:
-                gradients.multiply_(parameters, enforced.clip_factor)
+            elif factor.is_cpu and not factor.double().numpy() < 1:
+                return
+            gradients.scale_(parameters, factor)
             return
-        if enforced.grad_scale == 1.0:
+        scale = enforced.grad_scale
+        # CUDA's SGD with momentum rounds differently if it divides, even by 1.
+        if scale is None or (not on_device and scale == 1.0):
             return
-        if self._uses_kernel():
-            # In float32 and in this order, as in the device engine.
-            scale = torch.full((), enforced.grad_scale, dtype=torch.float32, device=self._home)
-            if divisor is None:
-                divisor = torch.ones_like(scale)
-            self.replace(vars(self._optimizer), "grad_scale", divisor / scale)
-        else:
-            gradients.scale_(parameters, enforced.grad_scale)
+        if not self._uses_kernel():
+            gradients.scale_(parameters, scale)
+            return
+        if not on_device:
+            scale = torch.full((), scale, dtype=torch.float32, device=self._home)
+        if divisor is None:
+            divisor = torch.ones_like(scale)
+        self.replace(vars(self._optimizer), "grad_scale", divisor / scale)
 
     def replace(self, values: dict[str, Any], name: str, value: Any) -> None:
         """Replaces a value of a dictionary until `restore`.
@@ -164,20 +151,8 @@ class Enforcer:
             name: the key. It need not be there.
             value: the value for this step.
         """
-        self._replaced.append(_Replaced(values, name, value, values.get(name, _ABSENT)))
+        self._replaced.append((values, name, value, values.get(name, _ABSENT)))
         values[name] = value
-
-    def value_of_program(self, values: dict[str, Any], name: str) -> Any:
-        """The value to which `restore` returns, or None without one.
-
-        Args:
-            values: a parameter group.
-            name: the key.
-        """
-        for each in self._replaced:
-            if each.values is values and each.name == name:
-                return each.before
-        return values.get(name)
 
     def restore(self) -> None:
         """Restores everything that was changed for the step, the newest change first.
@@ -188,13 +163,13 @@ class Enforcer:
         Also `grad_scale` and `found_inf`: `GradScaler.step` multiplies its scale by an existing
         `grad_scale`, or after `unscale_` keeps that value, and deletes both after the step.
         """
-        for each in reversed(self._replaced):
-            if each.values.get(each.name) is not each.value:
+        for values, name, value, before in reversed(self._replaced):
+            if values.get(name) is not value:
                 continue
-            if each.before is _ABSENT:
-                del each.values[each.name]
+            if before is _ABSENT:
+                del values[name]
             else:
-                each.values[each.name] = each.before
+                values[name] = before
         self._replaced.clear()
 
     def _uses_kernel(self) -> bool:
@@ -211,14 +186,10 @@ class Enforcer:
             original = group.get("lr")
             if original is None:
                 continue
-            if isinstance(factor, Tensor) and not isinstance(original, Tensor):
-                if factor.device.type == "cpu":
-                    scaled = factor.to(torch.float64) * original
-                else:
-                    scaled = factor.to(torch.float32) * original
-            else:
-                scaled = original * factor
-            self.replace(group, "lr", scaled)
+            scale = factor
+            if isinstance(scale, Tensor) and scale.is_cpu and not isinstance(original, Tensor):
+                scale = scale.to(torch.float64)
+            self.replace(group, "lr", original * scale)
 
 
 def _has_kernel(optimizer: Optimizer) -> bool:

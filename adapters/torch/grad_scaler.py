@@ -39,7 +39,7 @@ class DroppedSteps:
         self._key = id(optimizer)
         self.stepped = False
         """Whether the optimizer has stepped since the last `update()`. The caller sets it."""
-        self._records: Mapping[int, Mapping[str, Any]] | None = None
+        self._records: Mapping[int, Mapping[str, Any]] = {}
         """The scaler's records since its last `update()`."""
         if scaler is not None:
             self._records = scaler._per_optimizer_states
@@ -49,13 +49,11 @@ class DroppedSteps:
         if self._scaler is None or self._scaler._per_optimizer_states is self._records:
             return False
         # `update()` was called, so the old records are of the step before it.
-        old = self._records
+        old = self._records.get(self._key)
         self._records = self._scaler._per_optimizer_states
         stepped = self.stepped
         self.stepped = False
-        if stepped or old is None or self._key not in old:
-            return False
-        return old[self._key]["stage"] is OptState.STEPPED
+        return not stepped and old is not None and old["stage"] is OptState.STEPPED
 
 
 class Overflows:

@@ -3,13 +3,13 @@
 `torch.nn.utils.get_total_norm` returns the gradients' dtype: a float16 norm above 65,504 is
 infinite, a bfloat16 norm has three digits. On an accelerator the kernel gets a float32 result
 dtype. CPU kernels are not vectorised for it: 192 bfloat16 tensors of 131,072 elements take 208 ms
-instead of 12 ms. So half-precision gradients on a CPU are copied to a small float32 buffer.
-torch's norm of a float32 CPU tensor uses one thread. `torch.dot` uses all threads.
+instead of 12 ms. So half-precision gradients on a CPU are converted piece by piece. torch's norm of
+a float32 CPU tensor uses one thread. `torch.dot` uses all threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -25,11 +25,11 @@ SUM_CHUNK = 1 << 18
 over pieces of this size lose about 1e-6 of random numbers, and 3e-5 of equal numbers."""
 MAX_FOREACH_SIZE = 1 << 15
 """Elements of a CPU tensor up to which `_foreach_norm` is faster than `torch.dot`."""
+HALVES = (torch.float16, torch.bfloat16)
 
-# Private, but clip_grad_norm_ and every foreach optimizer use it.
+# Private, but clip_grad_norm_ and every foreach optimizer use them.
 _foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
-_HALVES = (torch.float16, torch.bfloat16)
-_WIDE_DTYPES = (torch.float32, torch.float64)
+_foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -53,18 +53,16 @@ def reduced(params: Sequence[Tensor]) -> list[Tensor]:
     them anyway, with at least the same communication.
 
     Args:
-        params: parameters whose `.grad` is replaced where it is a partial sum. Every rank of their
-            meshes has to call it.
+        params: parameters with gradients. A `.grad` is replaced where it is a partial sum. Every
+            rank of their meshes has to call it.
 
     Returns:
-        The gradients in the order of the parameters, without None.
+        The gradients in the order of the parameters.
     """
     grads: list[Tensor] = []
     for p in params:
-        grad = p.grad
-        if grad is None:
-            continue
-        if type(grad) is not Tensor and is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[attr-defined]
+        grad: Any = p.grad
+        if is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
             p.grad = grad
         grads.append(grad)
@@ -81,21 +79,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     Returns:
         For each gradient its norm, 0-d float32 on its device.
     """
-    are_small = bool(grads)
-    for grad in grads:
-        if (
-            type(grad) is not Tensor
-            or not grad.is_cpu
-            or grad.dtype is not torch.float32
-            or grad.numel() > MAX_FOREACH_SIZE
-            or grad.layout is not torch.strided
-        ):
-            are_small = False
-            break
-    if are_small:  # as in many models; saves half of the time per tensor
-        return [*_foreach_norm([*grads], 2)]
-    norm_at: dict[int, Tensor] = {}
-    by_dot: dict[int, Tensor] = {}
+    squares: dict[int, Tensor] = {}
     batches: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for i, grad in enumerate(grads):
         if type(grad) is not Tensor:
@@ -105,24 +89,38 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
                 grad = grad.coalesce()  # an index may occur several times
             grad = grad.values()
         dtype = grad.dtype
-        large = grad.numel() > MAX_FOREACH_SIZE and dtype in _WIDE_DTYPES and type(grad) is Tensor
-        if grad.is_cpu and (large or dtype in _HALVES):
-            by_dot[i] = grad
+        is_large = grad.numel() > MAX_FOREACH_SIZE and grad.is_floating_point()
+        if grad.is_cpu and type(grad) is Tensor and (is_large or dtype in HALVES):
+            squares[i] = _square_by_dot(grad)
         else:
             batches.setdefault((grad.device, dtype), {})[i] = grad
+    norm_at: dict[int, Tensor] = {}
+    if squares:
+        roots = torch.stack([*squares.values()]).sqrt_().to(torch.float32).unbind()
+        norm_at.update(zip(squares, roots, strict=True))
     for (_, dtype), batch in batches.items():
         result_dtype = None
-        if dtype in _HALVES:
+        if dtype in HALVES:
             result_dtype = torch.float32
         batch_norms = _foreach_norm([*batch.values()], 2, dtype=result_dtype)
-        if batch_norms[0].dtype is not torch.float32:
-            batch_norms = [norm.to(torch.float32) for norm in batch_norms]
-        norm_at.update(zip(batch, batch_norms, strict=True))
-    norm_at.update(zip(by_dot, _norms_by_dot([*by_dot.values()]), strict=True))
+        for i, norm in zip(batch, batch_norms, strict=True):
+            norm_at[i] = norm.to(torch.float32)
     return [norm_at[i] for i in range(len(grads))]
 
 
-def norms_of_clip(grads: Sequence[Tensor]) -> tuple[Sequence[Tensor] | None, Tensor] | None:
+def _square_by_dot(grad: Tensor) -> Tensor:
+    """Squared norm of a dense CPU tensor, by sums of `SUM_CHUNK` elements in at least float32."""
+    dots: list[Tensor] = []
+    for piece in grad.reshape(-1).split(SUM_CHUNK):
+        if piece.dtype in HALVES:
+            piece = piece.float()
+        dots.append(torch.dot(piece, piece))
+    if len(dots) == 1:
+        return dots[0]
+    return torch.stack(dots).sum()
+
+
+def norms_of_clip(grads: Sequence[Tensor]) -> tuple[Sequence[Tensor] | None, Tensor | None]:
     """The norm of all gradients, with the bits that `torch.nn.utils.clip_grad_norm_` computes.
 
     The order of the gradients matters: their norms are summed in this order.
@@ -133,13 +131,13 @@ def norms_of_clip(grads: Sequence[Tensor]) -> tuple[Sequence[Tensor] | None, Ten
     Returns:
         The float32 norm of each gradient, or None if torch computes it in another dtype; and the
         norm of all gradients, 0-d in the dtype that torch gives it, on the first gradient's device.
-        None if a gradient is sparse, or a DTensor or another subclass.
+        Both None if a gradient is sparse, or a DTensor or another subclass.
     """
     device, dtype = grads[0].device, grads[0].dtype
     is_uniform = device.type in ("cpu", "cuda")
     for grad in grads:
         if type(grad) is not Tensor or grad.layout is not torch.strided:
-            return None
+            return None, None
         is_uniform = is_uniform and grad.dtype is dtype and grad.device == device
     if not is_uniform:  # only torch knows in which order it visits several dtypes and devices
         return None, torch.nn.utils.get_total_norm(grads)
@@ -148,19 +146,6 @@ def norms_of_clip(grads: Sequence[Tensor]) -> tuple[Sequence[Tensor] | None, Ten
     if norms[0].dtype is not torch.float32:
         return None, total
     return norms, total
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor by which `torch.nn.utils.clip_grad_norm_` multiplies: at most 1, 0-d, no sync.
-
-    torch computes `number / tensor` as a product with the reciprocal. A division differs in the
-    last bit.
-
-    Args:
-        norm: the norm of all gradients, 0-d.
-        max_norm: the limit.
-    """
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -209,26 +194,6 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
 
 
-def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The norm of all gradients from the norm of each gradient. No sync, unless to a CPU.
-
-    Args:
-        norms: 0-d float32 each, on any devices, at least one.
-        device: where the result is.
-
-    Returns:
-        0-d float32.
-    """
-    here: list[Tensor] = []
-    for norm in norms:
-        if norm.device != device:
-            norm = to_device(norm, device)
-        here.append(norm)
-    if len(here) == 1:
-        return here[0]
-    return torch.linalg.vector_norm(torch.stack(here))
-
-
 def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Norms of several parameters as one tensor.
 
@@ -239,61 +204,47 @@ def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
     Returns:
         (n,) float32, with 0 for None.
     """
-    if not norms:
-        return torch.zeros(0, dtype=torch.float32, device=device)
     zero = torch.zeros((), dtype=torch.float32, device=device)
-    parts: list[Tensor] = []
+    parts = [zero]
     for norm in norms:
         if norm is None:
             parts.append(zero)
         else:
             parts.append(to_device(norm, device))
-    return torch.stack(parts)
+    return torch.stack(parts)[1:]
 
 
-def scale_(params: Sequence[Tensor], factor: float) -> None:
-    """Multiplies all gradients in place by one number.
+def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The norm of all gradients from the norm of each gradient. No sync, unless to a CPU.
+
+    Args:
+        norms: 0-d float32 each, on any devices, at least one.
+        device: where the result is.
+
+    Returns:
+        0-d float32.
+    """
+    if len(norms) == 1:
+        return to_device(norms[0], device)
+    return torch.linalg.vector_norm(torch.stack([to_device(norm, device) for norm in norms]))
+
+
+def scale_(params: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiplies all gradients in place by one number, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         params: the parameters. A parameter without a gradient is ignored.
-        factor: the number, such as the factor of a clip.
-    """
-    grads = [_values(p.grad) for p in params if p.grad is not None]
-    if grads:
-        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def multiply_(params: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies all gradients in place by a 0-d tensor, as `torch.nn.utils.clip_grad_norm_` does.
-
-    Args:
-        params: parameters, whose gradients are dense plain tensors, see `norms_of_clip`. Parameters
-            without a gradient are ignored.
-        factor: 0-d, on any device.
+        factor: the number, or a 0-d tensor on any device.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for p in params:
         if p.grad is not None:
-            by_device.setdefault(p.grad.device, []).append(p.grad)
+            by_device.setdefault(p.grad.device, []).append(_values(p.grad))
     for device, grads in by_device.items():
-        torch._foreach_mul_(grads, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
-
-
-def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> None:
-    """Multiplies each parameter's gradient in place by its own factor (per-tensor clipping).
-
-    Args:
-        params: parameters, with or without a gradient.
-        factors: one number, or one 0-d tensor, for each parameter.
-    """
-    for p, factor in zip(params, factors, strict=True):
-        if p.grad is None:
-            continue
-        if isinstance(factor, Tensor):
-            factor = to_device(factor, p.grad.device)
-        elif factor == 1.0:
-            continue
-        _values(p.grad).mul_(factor)
+        own = factor
+        if isinstance(own, Tensor):
+            own = to_device(own, device)
+        _foreach_mul_(grads, own)
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -322,30 +273,3 @@ def _values(grad: Tensor) -> Tensor:
     if grad.is_conj():
         return grad.conj()  # without the flag of a conjugated view
     return grad
-
-
-def _norms_by_dot(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Norms of dense CPU tensors, by float32 or float64 sums of `SUM_CHUNK` elements."""
-    if not grads:
-        return []
-    dots: list[Tensor] = []
-    for grad in grads:
-        for piece in _pieces(grad):  # one after another: they may share a buffer
-            dots.append(torch.dot(piece, piece))
-    squares = torch.stack(dots)
-    if len(squares) > len(grads):
-        counts = [max(1, -(-grad.numel() // SUM_CHUNK)) for grad in grads]
-        squares = torch.stack([part.sum() for part in squares.split(counts)])
-    return squares.sqrt_().to(torch.float32).unbind()
-
-
-def _pieces(grad: Tensor) -> Iterable[Tensor]:
-    """1-d pieces of a tensor. Half precision is copied to float32, in one buffer for all pieces."""
-    flat = grad.contiguous().view(-1)  # a copy only of a tensor with gaps or transposed
-    pieces: Sequence[Tensor] = (flat,)
-    if flat.numel() > SUM_CHUNK:
-        pieces = flat.split(SUM_CHUNK)
-    if flat.dtype not in _HALVES:
-        return pieces
-    buffer = torch.empty(pieces[0].numel(), dtype=torch.float32, device=flat.device)
-    return (buffer[: piece.numel()].copy_(piece) for piece in pieces)

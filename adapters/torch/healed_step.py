@@ -1,38 +1,40 @@
-"""`HealedStep`: heals each step of one optimizer; measures, judges, enforces, restores.
+"""`HealedStep`: heals each step of one optimizer. It measures, guards, steps and restores.
 
-A `StepListener` is called at each step: the `AttachLog` of `attach`, or the driver of a Healer.
+A `StepListener` may be called at each step: the driver of a Healer. Without one the lines of
+`attach` are logged.
 """
 
 from __future__ import annotations
 
+import functools
+import types
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from contextlib import ExitStack
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from healcore.core.decision import Action
 from healcore.core.errors import ParametersChangedError
-from healcore.core.signals import Signals
 from healcore.torch import gradients
 from healcore.torch.attach_log import AttachLog
 from healcore.torch.enforcer import Enforcer
-from healcore.torch.engines import EnforcedDecision, LiveEngine
+from healcore.torch.live_engine import EnforcedDecision, LiveEngine, PendingRecord
 from healcore.torch.loss_mean import one_number
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
-from healcore.torch.moments import MomentReset, moments_obstacle
+from healcore.torch.moments import moments_obstacle, reset_moments
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
-from healcore.torch.step_replacement import StepPlan, StepReplacement
 
 
 class StepListener(Protocol):
-    """Is called at each step of one healed optimizer, see `HealedStep.set_listener`.
+    """Is called at each step of one healed optimizer.
 
-    A healed step has one listener at a time, which decides what becomes of the step's record:
+    A healed step has at most one listener, which decides what becomes of the step's record:
 
-        attach alone    `AttachLog`, which writes a line for each incident
         with a Healer   `FollowedOptimizer` of the driver, which keeps the step for the run
         Lightning       passes every call on to the `FollowedOptimizer`, and clips
 
@@ -71,53 +73,24 @@ class StepListener(Protocol):
         ...
 
 
-@dataclass
-class _CurrentStep:
-    """The facts of the step that runs, or of the last step if none runs."""
-
-    enforced: EnforcedDecision | None = None
-    """The engine's decision, if the numbers are on the host."""
-    skipped: bool | Tensor | None = None
-    """See `StepListener.ended`. None if the step was not judged."""
-    in_original: bool = False
-    """Whether the decision is enforced, and the original `step` may run."""
-    in_update: bool = False
-    """See `HealedStep.in_update`."""
-
-
-class _StepSignals(NamedTuple):
-    """What the engine judges a step by, and what only this rank has measured."""
-
-    signals: Signals
-    """The signals of all ranks."""
-    rank: Measurement
-    """What this rank has measured."""
-    divisor: Tensor | None
-    """0-d float32: a GradScaler's scale that the gradients still contain, or None."""
-    found_inf: Tensor | None
-    """0-d float32: a GradScaler's flag, above 0 after an overflow on any rank; or None."""
-    own_loss: Tensor | None
-    """0-d float32: the loss of this rank. None for one rank alone."""
-    bad_rates: tuple[float, ...]
-    """Learning rates that are NaN or Inf."""
-
-
 class HealedStep:
     """The healed `step` of one optimizer.
 
-    A `StepReplacement` replaces `step` of the optimizer. A call of `optimizer.step()` then runs:
+    `step` of the optimizer is replaced. A call of `optimizer.step()` then runs:
 
         _begin    evaluates a closure, if the program passes one
-          _judge    _measure    Measurer.measure        gradients, losses ─► Measurement
-                                SignalAllReduce.reduce  only with several ranks
-                    LiveEngine.step                     Signals ─► EnforcedDecision
-                    _enforce    Enforcer.enforce        clips, scales the rate, skips in the kernel
-                    _report                             ─► StepListener.judged
+          _judge    measure   Measurer.measure, SignalAllReduce.reduce with several ranks
+                    guard     LiveEngine.step decides; Enforcer.enforce clips, scales the rate
         original  `step` as it was before `attach`, unless the host skips
-        _end      Enforcer.restore, then ─► StepListener.ended, stepped
+        _end      restore   Enforcer.restore; then the listener, or a line in the log
 
     The host skips a step by not calling the original `step`. A fused kernel skips by itself.
     A closure is evaluated before the original `step`, which receives the result.
+
+    Other code may wrap or store `step` before and after the replacement. A learning-rate scheduler
+    wraps the function and marks the wrapper, which the replacement keeps. A `step` that was stored
+    before bypasses the replacement, which a pre-hook of the optimizer notices. A `step` that was
+    stored after the replacement stays callable after `detach`, and calls the original.
 
     Args:
         optimizer: the optimizer, without a wrapper.
@@ -127,11 +100,15 @@ class HealedStep:
         all_reduce: reduces the signals over the ranks, and knows these ranks.
 
     Attributes:
-        attach_log: the listener until `set_listener`; it also logs steps that were not judged.
-        listener: called at each step.
-        replacement: the replacement of the optimizer's `step`.
+        attached: whether the optimizer's `step` is replaced.
+        listener: called at each step, or None.
+        attach_log: logs incidents while there is no listener, and steps that were not judged.
         numbers: reads the numbers of the optimizer at every judged step, and names the numbers to
             be replaced for the step. None until `watch_numbers`, because it costs time.
+        in_update: whether a running step may have made a change. Stays True after the step raised.
+            False while the step waits for the other ranks' signals.
+        pre_hook: the pre-hook of the optimizer; `attachment.healing_of` finds the `Healing` by it.
+        undo_stack: undoes with `detach` what a trainer or wrapper has changed besides `step`.
     """
 
     may_reset_moments = True
@@ -150,47 +127,97 @@ class HealedStep:
         self.measurer = measurer
         self.enforcer = enforcer
         self.all_reduce = all_reduce
-        self._current = _CurrentStep()
+        self.listener: StepListener | None = None
+        self.numbers: OptimizerNumbers | None = None
+        self.in_update = False
+        self._in_original = False
+        """Whether the decision is enforced, and the original `step` may run."""
+        self._enforced: EnforcedDecision | None = None
+        """What is enforced at the step that runs. None if it is not judged, or only observed."""
+        self._is_judged = False
+        """Whether the step that runs is judged."""
         self._grads_are_none = False
         """Whether the last step that was not skipped left every `.grad` None. Then a skipped step
         sets them to None too: the next backward pass would add to NaN."""
-        engine = live_engine.engine
-        self._moment_reset: MomentReset | None = None
-        """None unless a cut of the learning rate resets the moments."""
-        if engine.resets_moments and self.may_reset_moments and not moments_obstacle(optimizer):
-            self._moment_reset = MomentReset(optimizer, live_engine)
+        self._resets_moments = bool(
+            live_engine.engine.resets_moments
+            and self.may_reset_moments
+            and not moments_obstacle(optimizer)
+        )
+        """Whether a cut of the learning rate resets the moments."""
+        self._reset_is_due = False
+        """Whether the next step that is not skipped resets the moments."""
+        self._unread: deque[PendingRecord] = deque()
+        """Records of judged steps, oldest first. A record of a device is read some steps later."""
         self.attach_log = AttachLog(
             optimizer,
-            live_engine,
-            measurer,
+            live_engine.engine,
             all_reduce.ranks,
-            resets_moments=self._moment_reset is not None,
+            resets_moments=self._resets_moments,
         )
-        self.listener: StepListener = self.attach_log
-        self.numbers: OptimizerNumbers | None = None
-        self.replacement = StepReplacement(optimizer, self._begin, self._end, self._check_running)
-
-    @property
-    def attached(self) -> bool:
-        """Whether the optimizer's `step` is replaced."""
-        return self.replacement.active
-
-    @property
-    def in_update(self) -> bool:
-        """Whether a running step may have made a change. Stays True after the step raised.
-
-        False while the step waits for the other ranks' signals.
-        """
-        return self._current.in_update
+        self.attached = True
+        self.undo_stack = ExitStack()
+        self._replace_step()
 
     # -- one step -------------------------------------------------------------------------------
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan:
+    def _replace_step(self) -> None:
+        """Replaces `step`, and registers the pre-hook. `_restore_step` restores both."""
+        optimizer: Any = self.optimizer
+        # `step` is usually a method of the class. A wrapper may have set it on the object.
+        own_step = vars(optimizer).get("step")
+        original = optimizer.step
+        # Dynamo must not trace what reads values, or writes to the optimizer.
+        self.pre_hook: Any = torch.compiler.disable(self._check_running)
+        begin = torch.compiler.disable(self._begin)
+        end = torch.compiler.disable(self._end)
+
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            # A scheduler that was made after the replacement keeps this function after `detach`.
+            if not self.attached:
+                return original(*args, **kwargs)
+            finished = False
+            try:
+                result, args, kwargs = begin(args, kwargs)
+                if not self._is_skipped_by_host:
+                    result = original(*args, **kwargs)
+                finished = True
+            finally:
+                end(finished)
+            return result
+
+        functools.update_wrapper(step, getattr(original, "__func__", original), updated=())
+        replaced: Any = torch.compiler.disable(step, recursive=False)
+        if hasattr(original, "_wrapped_by_lr_sched"):
+            replaced._wrapped_by_lr_sched = True
+        # A bound method, because learning-rate schedulers wrap `__func__`.
+        replacement = types.MethodType(replaced, optimizer)
+        optimizer.step = replacement
+        handle = optimizer.register_step_pre_hook(self.pre_hook)
+
+        def restore() -> None:
+            handle.remove()
+            if vars(optimizer).get("step") is replacement:
+                del optimizer.step
+                if own_step is not None:
+                    optimizer.step = own_step
+
+        self._restore_step = restore
+
+    @property
+    def _is_skipped_by_host(self) -> bool:
+        return self._enforced is not None and self._enforced.skip is True
+
+    def _begin(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         """Evaluates the closure, judges the step, and enforces the decision.
 
-        The result of a skipped step is the closure's loss, or None.
+        Returns:
+            The closure's loss or None, which is the result of a skipped step; and the arguments of
+            the original `step`.
         """
-        self._current = _CurrentStep()
+        self._enforced = None
+        self._is_judged = False
+        self.in_update = False
         loss = None
         if not self._creates_state(kwargs):
             if args:
@@ -204,30 +231,100 @@ class HealedStep:
                     self.measurer.losses.add(one_number("the closure's loss", loss))
             self._judge()
             if closure is not None:
-                reused = torch.compiler.disable(self._reused(closure, loss))
-                args = (reused, *args[1:])
+                args = (torch.compiler.disable(self._reused(closure, loss)), *args[1:])
                 kwargs = dict(kwargs)
                 kwargs.pop("closure", None)
-        self._current.in_original = True
-        enforced = self._current.enforced
-        skipped = enforced is not None and enforced.skip
-        return StepPlan(skipped, loss, args, kwargs)
+        self._in_original = True
+        return loss, args, kwargs
 
     def _creates_state(self, kwargs: Any) -> bool:
         """Whether torch.distributed.checkpoint creates the state of a fresh optimizer.
 
         It calls `step(closure=None)` at a learning rate of 0 with gradients of 0. No rank judges
-        such a step, because other ranks may not take it. A sync in these cases only.
+        such a step, because other ranks may not take it. A sync in this case only.
         """
         if kwargs.get("closure", 0) is not None or self.optimizer.state:
             return False
-        for group in self.optimizer.param_groups:
-            if float(group.get("lr", 1.0)) != 0:
-                return False
-        for p in gradients.parameters(self.optimizer):
-            if p.grad is not None and bool(gradients.local_part(p.grad).any()):
-                return False
-        return True
+        rates = [float(group.get("lr", 1.0)) for group in self.optimizer.param_groups]
+        return not any(rates)
+
+    @torch.no_grad()
+    def _judge(self) -> None:
+        """Measures the step, runs the engine and enforces its decision, if there are gradients."""
+        live = self.live_engine
+        parameters = gradients.parameters(self.optimizer)
+        # Before the measurement, because the first access of `members` finds who holds which part.
+        ranks = self.all_reduce.ranks
+        has_ranks = len(ranks.members) > 1
+        if not has_ranks and all(p.grad is None for p in parameters):
+            return
+        self._fit_number(parameters)
+
+        # Measure.
+        divisor = self.enforcer.amp_flag("grad_scale")
+        found_inf = self.enforcer.amp_flag("found_inf")
+        measured = self.measurer.measure(parameters, divisor, ranks)
+        signals = measured.signals
+        own_loss: Tensor | None = None
+        if has_ranks:
+            own_loss = signals.loss
+            signals, found_inf = self.all_reduce.reduce(
+                signals, measured.squares, found_inf, live.compared_decision
+            )
+        if signals.grad_norm is None:
+            return  # no rank has a gradient, so there is no step
+        self.measurer.eval_loss = float("nan")
+        signals, rates = self.measurer.mark_bad_rates(signals)
+        signals = self.measurer.overflows.mark(signals, found_inf)
+        norms = StepNorms(measured.params, measured.norms, divisor, own_loss, rates)
+
+        # Guard. A collective that raised before this line has changed nothing.
+        self.in_update = True
+        self._is_judged = True
+        enforced = live.step(signals, found_inf)
+        if self._reset_is_due and enforced.skip is not True:
+            reset_moments(self.optimizer)
+            self._reset_is_due = False
+        if self.numbers is not None:
+            self.numbers.read()
+        if live.engine.mode != "observe":
+            self._enforced = self._enforce(parameters, measured, enforced, divisor)
+        self._report(norms)
+
+    def _enforce(
+        self,
+        parameters: Sequence[Tensor],
+        measured: Measurement,
+        enforced: EnforcedDecision,
+        divisor: Tensor | None,
+    ) -> EnforcedDecision:
+        """Enforces the engine's decision, and returns what was enforced."""
+        if self.numbers is not None:
+            # First, because `needs_host` depends on the momentum of the step.
+            for group, entry, value in self.numbers.replacements():
+                self.enforcer.replace(group, entry, value)
+        if isinstance(enforced.skip, Tensor) and self.enforcer.needs_host(measured.params):
+            enforced = enforced.to_host()
+        if self.live_engine.max_norm is not None and measured.clip_norm is not None:
+            factor = self.measurer.clip_factor(measured.clip_norm, enforced.grad_scale)
+            enforced = enforced._replace(clip_factor=factor)
+        self.enforcer.enforce(parameters, enforced, divisor)
+        return enforced
+
+    def _fit_number(self, parameters: Sequence[Tensor]) -> None:
+        """Makes the engine's state fit the number of parameters, which a program may change.
+
+        Added parameters get a history of their own. With a clipping history for each parameter a
+        removed parameter raises, because the histories belong to parameters by their position.
+        """
+        live = self.live_engine
+        if len(parameters) > live.tensors:
+            live.grow(len(parameters))
+        if live.engine.per_tensor and len(parameters) != live.tensors:
+            raise ParametersChangedError(
+                f"the optimizer had {live.tensors} parameters, now {len(parameters)}, and this "
+                "policy has a clipping history for each: detach() and attach again"
+            )
 
     def _reused(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
         """A closure whose first call returns `loss`, if weights and gradients are still the same.
@@ -245,42 +342,45 @@ class HealedStep:
             if is_same:
                 return loss
             other_loss = closure()
-            if self._current.enforced is not None:
+            if self._enforced is not None and not isinstance(self._enforced.skip, Tensor):
                 with torch.no_grad():
-                    self.enforcer.clip(params, self._current.enforced)
+                    self.enforcer.clip(params, self._enforced)
             return other_loss
 
         return evaluate
 
-    def _end(self, finished: bool, skipped: bool) -> None:
+    def _end(self, finished: bool) -> None:
         """Restores what was changed for the step. Reports the step, unless it raised."""
-        self._current.in_original = False
+        self._in_original = False
         self.enforcer.restore()
         if not finished:
             return
-        self._current.in_update = False
-        if skipped and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
-            self.optimizer._opt_called = True  # type: ignore[attr-defined] -- the scheduler asks
-        # Losses of a closure's later evaluations. An evaluation of a step that was not judged, for
-        # example one without gradients, waits for the next step.
+        self.in_update = False
+        # A scheduler asks whether `step` was called before it.
+        if self._is_skipped_by_host and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        # Also the losses of a closure's later evaluations. An evaluation of a step that was not
+        # judged, for example one without gradients, waits for the next step.
         self.measurer.losses.clear()
-        if self._current.skipped is not None:
+        if self._is_judged:
             params = gradients.parameters(self.optimizer)
-            if skipped and self._grads_are_none:
-                for p in params:
-                    p.grad = None
-            if not skipped:
+            if not self._is_skipped_by_host:
                 self._grads_are_none = all(p.grad is None for p in params)
                 if self.numbers is not None:
                     self.numbers.find_changes_by_step()
-            if self._moment_reset is not None:
-                self._moment_reset.read_cuts(decision_is_known=self._current.enforced is not None)
-            self.listener.ended(self._current.skipped)
-        self.listener.stepped()
+            elif self._grads_are_none:
+                for p in params:
+                    p.grad = None
+            skipped = False
+            if self._enforced is not None:
+                skipped = self._enforced.skip
+            self._end_judged(skipped)
+        if self.listener is not None:
+            self.listener.stepped()
 
     def _check_running(self, *_: Any) -> None:
         """The pre-hook of the optimizer. A step that bypasses the replacement runs unjudged."""
-        if self._current.in_original:
+        if self._in_original:
             return
         self.measurer.losses.clear()
         self.measurer.dropped.stepped = True
@@ -289,41 +389,73 @@ class HealedStep:
             "code that stores it (accelerate with fp16: pass accelerate's optimizer to attach)",
         )
 
-    def detach(self) -> None:
-        """See `Healing.detach`.
+    def judge_dropped(self) -> None:
+        """See `Healing.judge_dropped`.
 
-        The listener is removed too, so that no Healer is called for later steps. State and metrics
-        of the engine stay.
+        The step counts as a step with non-finite gradients, and is reported to the listener like
+        every other step. Only `StepListener.stepped` is not called, as no `step()` was called.
         """
-        if not self.attached:
+        if not self.measurer.dropped.take():
             return
-        self.replacement.undo()
-        self.remove_listener()
-        self.measurer.clear()
+        with torch.no_grad():
+            tensors = self.live_engine.tensors
+            alone = self.all_reduce.ranks.world == 1
+            self.live_engine.step(self.measurer.measure_dropped(tensors, alone=alone))
+            self._report(StepNorms())
+        self._end_judged(False)
 
-    # -- the listener of the steps --------------------------------------------------------------
+    # -- the records of the steps ---------------------------------------------------------------
 
-    @property
-    def has_listener(self) -> bool:
-        """Whether `set_listener` has set a listener, so that the optimizer belongs to a Healer."""
-        return self.listener is not self.attach_log
+    def _report(self, norms: StepNorms) -> None:
+        """Reports a step that the engine has judged now. A subclass may change the norms."""
+        if self.listener is not None:
+            self.listener.judged(norms)
+        else:
+            line = self.measurer.missing_loss(observed=self.measurer.has_seen_loss)
+            if line:
+                self.attach_log.write(line)
+        if self.listener is None or self._resets_moments:
+            self._unread.append(self.live_engine.pending_record())
 
-    def set_listener(self, listener: StepListener) -> None:
-        """Sets the listener of all later steps, in place of the current listener.
+    def _end_judged(self, skipped: bool | Tensor) -> None:
+        """Reads the records that have arrived, and calls the listener."""
+        self._read_records(self.live_engine.record_lag)
+        if self.listener is not None:
+            self.listener.ended(skipped)
 
-        The listener is not an argument of the constructor: the Healer may be made long after
-        `attach` has healed the optimizer.
+    def _read_records(self, lag: int = 0) -> None:
+        """Reads all records but the newest `lag`. Logs them unless a Healer does.
+
+        The step that cuts the learning rate does not reset the moments, because its gradient is
+        damaged and would become the first entry of the new moments. A skipped step postpones the
+        reset further.
+        """
+        while len(self._unread) > lag:
+            record = self._unread.popleft()()
+            if self._resets_moments and record.action & Action.CUT_LR and record.taken:
+                self._reset_is_due = True
+            if self.listener is None:
+                self.attach_log.log(record)
+
+    def on_state_loaded(self, *, keeps_signals: bool = False) -> None:
+        """Drops what belongs to an earlier state. Call it after the engine's state is replaced.
+
+        Records that were not read yet are logged first, so that no alarm of the earlier steps is
+        lost. A reset of the moments that was due would drop the moments of the checkpoint.
 
         Args:
-            listener: called at each step from now on. To keep the current `listener` too, pass a
-                listener that passes each call on to it.
+            keeps_signals: whether the losses and the evaluation since the last step still hold.
         """
-        self.attach_log.drop_unread()
-        self.listener = listener
+        if not keeps_signals:
+            self.measurer.clear()
+        self._read_records()
+        self._reset_is_due = False
+        self.attach_log.restart()
 
     def remove_listener(self) -> None:
-        """Makes `attach_log` the listener again, and releases all numbers that a Healer held."""
-        self.listener = self.attach_log
+        """Logs the lines of `attach` again, and releases all numbers that a Healer held."""
+        self._unread.clear()
+        self.listener = None
         self.numbers = None
 
     def watch_numbers(self) -> OptimizerNumbers:
@@ -338,136 +470,19 @@ class HealedStep:
             self.numbers = OptimizerNumbers(self.optimizer)
         return self.numbers
 
-    # -- judging --------------------------------------------------------------------------------
+    def detach(self) -> None:
+        """See `Healing.detach`.
 
-    def judge_dropped(self) -> None:
-        """See `Healing.judge_dropped`.
-
-        The step counts as a step with non-finite gradients, and is reported to the listener like
-        every other step. Only `StepListener.stepped` is not called, as no `step()` was called.
+        The listener is removed too, so that no Healer is called for later steps. State and metrics
+        of the engine stay.
         """
-        if not self.measurer.dropped.take():
+        if not self.attached:
             return
-        with torch.no_grad():
-            tensors = self.live_engine.tensors
-            alone = self.all_reduce.ranks.world == 1
-            self.live_engine.step(self.measurer.measure_dropped(tensors, alone=alone))
-            self._report(StepNorms([], [], None))
-            if self._moment_reset is not None:
-                self._moment_reset.read_cuts(decision_is_known=self._current.enforced is not None)
-        self.listener.ended(False)
-
-    def on_state_loaded(self, *, keeps_signals: bool = False) -> None:
-        """Drops what belongs to an earlier state. Call it after the engine's state is replaced.
-
-        Records that were not read yet are logged first, unless a Healer reads the records.
-
-        Args:
-            keeps_signals: whether the losses and the evaluation since the last step still hold.
-        """
-        if not keeps_signals:
-            self.measurer.clear()
-        self.attach_log.log_unread()
-        self.attach_log.restart()
-        if self._moment_reset is not None:
-            self._moment_reset.forget()
-
-    @torch.no_grad()
-    def _judge(self) -> None:
-        """Measures the step, runs the engine and enforces its decision, if there are gradients."""
-        parameters = gradients.parameters(self.optimizer)
-        params: list[Tensor] = []
-        for p in parameters:
-            if p.grad is not None:
-                params.append(p)
-        # Before the measurement, because the first access of `members` finds who holds which part.
-        has_ranks = len(self.all_reduce.ranks.members) > 1
-        if not params and not has_ranks:
-            return
-        if len(parameters) != self.live_engine.tensors:
-            self._fit_number(parameters)
-        measured = self._measure(parameters, has_ranks=has_ranks)
-        if measured is None:
-            return
-        # A collective that raised before this line has changed nothing.
-        self._current.in_update = True
-        enforced = self.live_engine.step(measured.signals, measured.found_inf, measured.divisor)
-        self._current.skipped = False
-        if self._moment_reset is not None:
-            self._moment_reset.carry_out(skip=enforced.skip)
-        if self.numbers is not None:
-            self.numbers.read()
-        if self.live_engine.engine.mode != "observe":
-            self._enforce(parameters, params, measured, enforced)
-        norms = StepNorms(
-            params, measured.rank.norms, measured.divisor, measured.own_loss, measured.bad_rates
-        )
-        self._report(norms)
-
-    def _fit_number(self, parameters: Sequence[Tensor]) -> None:
-        """Makes the engine's state fit the number of parameters, which a program may change.
-
-        Added parameters get a history of their own. With a clipping history for each parameter a
-        removed parameter raises, because the histories belong to parameters by their position.
-        """
-        live = self.live_engine
-        if len(parameters) > live.tensors:
-            live.grow(len(parameters))
-        if live.engine.per_tensor and len(parameters) != live.tensors:
-            raise ParametersChangedError(
-                f"the optimizer had {live.tensors} parameters, now {len(parameters)}, and this "
-                "policy has a clipping history for each: detach() and attach again"
-            )
-
-    def _measure(self, parameters: Sequence[Tensor], *, has_ranks: bool) -> _StepSignals | None:
-        """Measures the step of all ranks. None if no rank has a gradient: there is no step."""
-        divisor, found_inf = self.enforcer.amp_flags()
-        evaluation = self.measurer.eval_loss
-        rank = self.measurer.measure(parameters, divisor, self.all_reduce.ranks)
-        signals = rank.signals
-        own_loss: Tensor | None = None
-        if has_ranks:
-            own_loss = signals.loss
-            signals, found_inf = self.all_reduce.reduce(
-                signals, rank.squares, found_inf, self.live_engine.compared_decision
-            )
-        if signals.grad_norm is None:
-            self.measurer.eval_loss = evaluation  # is kept for the next step
-            return None
-        signals, bad_rates = self.measurer.mark_bad_rates(signals)
-        signals = self.measurer.overflows.mark(signals, found_inf)
-        return _StepSignals(signals, rank, divisor, found_inf, own_loss, bad_rates)
-
-    def _enforce(
-        self,
-        parameters: Sequence[Tensor],
-        params: Sequence[Tensor],
-        measured: _StepSignals,
-        enforced: EnforcedDecision,
-    ) -> None:
-        """Enforces the engine's decision. `params` are the parameters with a gradient."""
-        if self.numbers is not None:
-            # First, because `needs_host` depends on the momentum of the step.
-            for group, entry, value in self.numbers.replacements():
-                self.enforcer.replace(group, entry, value)
-        if isinstance(enforced.skip, Tensor) and self.enforcer.needs_host(params):
-            enforced = enforced.to_host()
-        clip_norm = measured.rank.clip_norm
-        if clip_norm is not None:
-            factor = self.measurer.clip_factor(clip_norm, enforced.grad_scale)
-            enforced = enforced._replace(clip_factor=factor)
-        self.enforcer.enforce(parameters, enforced, measured.divisor)
-        self._current.skipped = enforced.skip
-        if not isinstance(enforced.skip, Tensor):
-            self._current.enforced = enforced
-            if self._moment_reset is not None:
-                self._moment_reset.note(enforced)
-
-    def _report(self, norms: StepNorms) -> None:
-        """Calls the listener with a judged step. A subclass may change the norms."""
-        if self._moment_reset is not None:
-            self._moment_reset.keep_record()
-        self.listener.judged(norms)
+        self.attached = False
+        self._restore_step()
+        self.undo_stack.close()
+        self.remove_listener()
+        self.measurer.clear()
 
 
 def _marks(params: Sequence[Tensor]) -> list[tuple[int, int, int]]:

@@ -42,23 +42,39 @@ def one_number(name: str, value: Any) -> Tensor | float:
     return float(check_scalar(name, value))
 
 
+def float32_tensor(value: Tensor | float, device: torch.device) -> Tensor:
+    """A number in float32 on a device. No host sync.
+
+    Args:
+        value: what `one_number` has returned, or a number.
+        device: the device of the result.
+
+    Returns:
+        0-d float32; a float32 tensor of this device is returned itself.
+    """
+    if isinstance(value, Tensor):
+        if not value.is_cpu or device.type == "cpu":
+            return gradients.to_device(value, device, torch.float32)
+        # As a number, because copying pageable memory to an accelerator is a sync. As a double,
+        # because NumPy lacks some dtypes of torch.
+        value = float(value.double().numpy())
+    if abs(value) > FLOAT32_MAX:  # `full` raises instead of rounding the number to Inf
+        value = math.copysign(math.inf, value)
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
 class LossMean:
     """Weighted mean of the losses since the last step, on the parameters' device, without a sync.
-
-    No sum shares memory with a loss, because a loop may change the loss in place after `observe`
-    (``loss /= steps``).
 
     Args:
         device: the parameters' device.
 
     Attributes:
-        count: number of losses since the last step.
-        weight: sum of their weights.
+        weight: sum of the weights of the losses since the last step; 0 without a loss.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._is_on_cpu = device.type == "cpu"
         self.clear()
 
     def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
@@ -68,27 +84,11 @@ class LossMean:
             loss: what `one_number` has returned for the loss.
             weight: its weight in the mean, above 0.
         """
-        is_usual = weight == 1.0 and self._is_on_cpu
-        if is_usual and type(loss) is Tensor and loss.is_cpu and loss.dtype is torch.float32:
-            value = loss.clone()  # as in most small models; saves half of the time
-        elif isinstance(loss, Tensor) and not loss.is_cpu:
-            value = gradients.to_device(loss, self._device, torch.float32) * weight
-        else:
-            # As a number, because copying pageable memory to an accelerator is a sync. As a double,
-            # because NumPy lacks some dtypes of torch.
-            if isinstance(loss, Tensor):
-                loss = float(loss.double().numpy())
-            number = float(loss) * weight
-            if abs(number) > FLOAT32_MAX:
-                number *= math.inf  # `full` would raise, but any other cast gives infinity
-            value = torch.full((), number, dtype=torch.float32, device=self._device)
-        if self.count:
-            self._total = self._total + value
-        else:
-            self._total = value
-        self._last = value
-        self._last_weight = weight
-        self.count += 1
+        # A product, because a loop may change its loss in place later (``loss /= steps``).
+        value = float32_tensor(loss, self._device) * weight
+        if self.weight:
+            value = self._total + value
+        self._total = value
         self.weight += weight
 
     def mean(self) -> Tensor | None:
@@ -97,25 +97,13 @@ class LossMean:
         Returns:
             0-d float32 tensor on the device of the losses, or None without losses. No sync.
         """
-        if not self.count:
+        if not self.weight:
             return None
         if self.weight == 1.0:  # a single loss, as usual
             return self._total
-        return _quotient(self._total, self.weight)
-
-    def last(self) -> Tensor:
-        """The last loss without its weight, 0-d float32. There must be a loss."""
-        return _quotient(self._last, self._last_weight)
+        # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.
+        return self._total / torch.full_like(self._total, self.weight)
 
     def clear(self) -> None:
         """Drops the losses since the last step."""
-        self.count = 0
         self.weight = 0.0
-
-
-def _quotient(total: Tensor, weight: float) -> Tensor:
-    """The total divided by the weight, with the same bits on every device."""
-    # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.
-    if weight == 1.0:
-        return total
-    return total / torch.full_like(total, weight)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from healcore.core.numerics import FLOAT32_MAX
 from healcore.core.signals import Signals
 from healcore.torch import gradients
-from healcore.torch.clip_order import ClipOrder
-from healcore.torch.engines import LiveEngine, to_host
 from healcore.torch.grad_scaler import DroppedSteps, Overflows
-from healcore.torch.loss_mean import LossMean
+from healcore.torch.live_engine import LiveEngine, to_host
+from healcore.torch.loss_mean import LossMean, float32_tensor
 from healcore.torch.ranks import StepRanks
+
+STEPS_WITHOUT_LOSS = 20
+"""Steps without a loss after which a warning is logged."""
 
 
 class Measurement(NamedTuple):
@@ -28,8 +29,10 @@ class Measurement(NamedTuple):
 
     signals: Signals
     """The signals of this rank."""
+    params: Sequence[Tensor]
+    """The parameters with a gradient."""
     norms: Sequence[Tensor]
-    """Norm of each gradient, 0-d on the gradient's device, with a GradScaler's scale."""
+    """The norms of these gradients, 0-d on the gradient's device, with a GradScaler's scale."""
     squares: Tensor | None
     """This rank's terms of the squared norms, (1,) float64, or (1 + n,) with norms of n tensors.
     None if every rank has all gradients."""
@@ -42,14 +45,9 @@ class Measurer:
     """Collects the signals that the loop reports, and measures the gradients of one optimizer.
 
     The loop reports losses and evaluations whenever it has them. `measure`, at the start of
-    `optimizer.step()`, measures the gradients and makes one `Measurement` of everything:
-
-        observe, eval_loss ───────────┐
-        p.grad of each parameter ─────┼─► measure ─► Measurement
-        "lr" of each parameter group ─┘
-
-    All signals are float32 on `home`, the device of the first parameter. Nothing is read on the
-    host here, except numbers that are in host memory anyway.
+    `optimizer.step()`, measures the gradients and makes one `Measurement` of everything. All
+    signals are float32 on `home`. Nothing is read on the host here, except numbers that are in host
+    memory anyway.
 
     Args:
         live: the policy's engine with its state, which says what is measured.
@@ -58,12 +56,12 @@ class Measurer:
         scaler: the GradScaler of the loop, or None.
 
     Attributes:
+        losses: the losses since the last step.
         eval_loss: loss of an evaluation since the last step, or NaN.
         has_seen_loss: whether any step has had a loss, including dropped steps.
-        first_loss_is_late: whether the second step had the first loss, as if the loop observes each
-            loss after its step.
-        clip_order: the order in which the norm of a fixed clip is summed.
-        losses: the losses since the last step.
+        modules: the modules of the run. A fixed clip sums the norms in the order of their
+            parameters, as a program that clips `model.parameters()`: the last bits of a sum depend
+            on its order, and an optimizer with several groups has another order.
         dropped: detects the steps that a GradScaler has dropped.
         overflows: marks the overflows of a GradScaler.
     """
@@ -79,16 +77,17 @@ class Measurer:
         self.home = home
         self._optimizer = optimizer
         self.losses = LossMean(home)
-        # Of all parameters, because the last group may be empty.
-        self._last_parameter = gradients.parameters(optimizer)[-1]
-        self._grad_at_loss: weakref.ref[Tensor] | None = None
-        """Gradient of `_last_parameter` when the last loss was observed, or None without one."""
         self.eval_loss: Tensor | float = math.nan
         self.has_seen_loss = False
-        self.first_loss_is_late = False
-        self._steps_without_loss = 0
-        """Number of steps before the first step with a loss."""
-        self.clip_order = ClipOrder()
+        self._first_loss_is_late = False
+        """Whether the second step had the first loss, as if a loss is observed after its step."""
+        self._steps = 0
+        """Number of judged steps."""
+        self.modules: Sequence[nn.Module] = ()
+        self._order: Sequence[int] = ()
+        """Positions of the parameters in the order of `modules`."""
+        self._ordered_ids: Sequence[int] = ()
+        """Ids of the parameters for which `_order` holds."""
         self.dropped = DroppedSteps(scaler, optimizer)
         self.overflows = Overflows(home)
 
@@ -96,20 +95,6 @@ class Measurer:
         """Drops what the loop has reported since the last step."""
         self.losses.clear()
         self.eval_loss = math.nan
-
-    def observe(self, loss: Tensor | float, weight: float) -> None:
-        """Adds a loss of the current step. No host sync.
-
-        Args:
-            loss: what `one_number` has returned for the loss.
-            weight: its weight in the mean, above 0.
-        """
-        grad = self._last_parameter.grad
-        if grad is None:
-            self._grad_at_loss = None
-        else:
-            self._grad_at_loss = weakref.ref(grad)
-        self.losses.add(loss, weight)
 
     def measure(
         self, parameters: Sequence[Tensor], divisor: Tensor | None, ranks: StepRanks
@@ -122,14 +107,33 @@ class Measurer:
             ranks: the ranks that step together.
 
         Returns:
-            What this rank measures. The losses since the last step are used up.
+            What this rank measures.
         """
         self.dropped.stepped = True
-        grads = gradients.reduced(parameters)
-        norms, norm, clip_norm = self._norms(parameters, grads, ranks)
+        clips = self._live.max_norm is not None and self.may_clip_as_torch and not ranks.has_parts
+        ordered = parameters
+        if clips and self.modules:
+            ordered = self._in_clip_order(parameters)
+        params = [p for p in ordered if p.grad is not None]
+        grads = gradients.reduced(params)
+        norms: Sequence[Tensor] | None = None
+        norm: Tensor | None = None
+        clip_norm: Tensor | None = None
+        if clips and grads:
+            # This norm is the norm of the step too, unless its dtype is too narrow for the policy.
+            norms, clip_norm = gradients.norms_of_clip(grads)
+            norm = clip_norm
+        if norms is None:
+            norms = gradients.norms(grads)
+            norm = None
+            if grads:
+                norm = gradients.total_norm(norms, self.home)
+        elif norm is not None:
+            norm = gradients.to_device(norm, self.home)
         group_norms: Tensor | None = None
         if self.engine.per_tensor or ranks.has_parts:
-            group_norms = self._group_norms(parameters, norms)
+            norm_of = dict(zip(map(id, params), norms, strict=True))
+            group_norms = gradients.norm_vector([norm_of.get(id(p)) for p in parameters], self.home)
         if divisor is not None:
             if norm is not None:
                 norm = norm / divisor
@@ -145,11 +149,11 @@ class Measurer:
                 squares = torch.cat([squares, parts])
         if not self.engine.per_tensor:
             group_norms = None
-        signals = self._signals(norm, group_norms, self._loss())
-        return Measurement(signals, norms, squares, clip_norm)
+        signals = self._signals(norm, group_norms, self.losses.mean(), self.eval_loss)
+        return Measurement(signals, params, norms, squares, clip_norm)
 
-    def clip_factor(self, clip_norm: Tensor, grad_scale: float | Tensor) -> Tensor | None:
-        """The factor of `torch.nn.utils.clip_grad_norm_`, or None without a fixed clip.
+    def clip_factor(self, clip_norm: Tensor, grad_scale: float | Tensor) -> Tensor:
+        """The factor of `torch.nn.utils.clip_grad_norm_` under a fixed clip.
 
         Args:
             clip_norm: see `Measurement`.
@@ -159,103 +163,24 @@ class Measurer:
         Returns:
             The factor, 0-d in the dtype of `clip_norm` and on its device, at most 1.
         """
-        if self._live.max_norm is None:
-            return None
-        factor = gradients.clip_factor(clip_norm, self._live.max_norm)
-        if factor.dtype in (torch.float16, torch.bfloat16):
+        assert self._live.max_norm is not None
+        # torch computes `number / tensor` as a product with the reciprocal. A division differs in
+        # the last bit.
+        factor = torch.clamp(self._live.max_norm / (clip_norm + 1e-6), max=1.0)
+        if factor.dtype in gradients.HALVES:
             own = torch.as_tensor(grad_scale, dtype=factor.dtype, device=factor.device)
             factor = torch.where(clip_norm.isfinite(), factor, own)
         return factor
 
-    def _norms(
-        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], ranks: StepRanks
-    ) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
-        """The norm of each gradient, of all gradients on `home`, and torch's norm for a fixed clip.
-
-        torch's norm is the norm of all gradients too, unless its dtype is too narrow for the
-        policy. Then the norms are computed a second time, in float32.
-        """
-        clip_norm: Tensor | None = None
-        may_clip = self._live.max_norm is not None and self.may_clip_as_torch
-        if may_clip and grads and not ranks.has_parts:
-            measured = self.clip_order.norms(parameters, grads)
-            if measured is not None:
-                norms, clip_norm = measured
-                if norms is not None:
-                    return norms, gradients.to_device(clip_norm, self.home), clip_norm
-        norms = gradients.norms(grads)
-        if not grads:
-            return norms, None, clip_norm
-        return norms, gradients.total_norm(norms, self.home), clip_norm
-
-    def _group_norms(self, parameters: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
-        """The norm of each parameter's gradient as one vector, with 0 for a missing gradient."""
-        remaining = iter(norms)
-        norm_of_each: list[Tensor | None] = []
-        for p in parameters:
-            if p.grad is None:
-                norm_of_each.append(None)
-            else:
-                norm_of_each.append(next(remaining))
-        return gradients.norm_vector(norm_of_each, self.home)
-
-    def _loss(self) -> Tensor | None:
-        """The mean of the losses since the last step, or None without a loss.
-
-        Backward passes add to a gradient in place. Another tensor means that the gradients are of
-        the last loss only: the loop has skipped earlier batches. If the mean is not finite then,
-        the last loss is the loss of the step.
-        """
-        loss = self.losses.mean()
-        if loss is None or self.losses.count == 1:
-            return loss
-        before = None
-        if self._grad_at_loss is not None:
-            before = self._grad_at_loss()
-        if self._last_parameter.grad is not before:
-            loss = torch.where(loss.isfinite(), loss, self.losses.last())
-        return loss
-
-    def mark_bad_rates(self, signals: Signals) -> tuple[Signals, tuple[float, ...]]:
-        """Marks a step as not finite if a learning rate is NaN or Inf, which spoils every weight.
-
-        A rate above the largest float32 counts as Inf.
-
-        A rate in a tensor on an accelerator is not read on the host: the mark is computed there,
-        and the rate is not among the returned values.
-
-        Args:
-            signals: the signals of the step, with a `grad_norm`.
-
-        Returns:
-            The signals, with a `grad_norm` of NaN after a bad rate; and the bad rates of groups
-            with gradients.
-        """
-        usual = True
-        for group in self._optimizer.param_groups:
-            rate = group.get("lr")
-            # A float within float32, the usual rate, costs no call.
-            if type(rate) is not float or not -FLOAT32_MAX <= rate <= FLOAT32_MAX:
-                usual = False
-        if usual:
-            return signals, ()
-        bad: list[float] = []
-        for group in self._optimizer.param_groups:
-            rate = group.get("lr")
-            if isinstance(rate, Tensor) and not rate.is_cpu:
-                is_finite = self._at_home(rate).reshape(()).isfinite()
-                assert signals.grad_norm is not None
-                norm = torch.where(is_finite, signals.grad_norm, math.nan)
-                signals = signals._replace(grad_norm=norm)
-            elif rate is None or abs(rate) <= FLOAT32_MAX:
-                continue
-            elif any(p.grad is not None for p in group["params"]):
-                bad.append(float(rate))
-        if bad:
-            assert signals.grad_norm is not None
-            norm = torch.full_like(signals.grad_norm, math.nan)
-            signals = signals._replace(grad_norm=norm)
-        return signals, tuple(bad)
+    def _in_clip_order(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parameters in the order of `modules`; those outside of the modules come last."""
+        ids = [*map(id, parameters)]
+        if ids != self._ordered_ids:
+            visited = [p for module in self.modules for p in module.parameters()]
+            places = {id(p): place for place, p in enumerate(visited)}
+            self._ordered_ids = ids
+            self._order = sorted(range(len(ids)), key=lambda i: places.get(ids[i], len(visited)))
+        return [parameters[i] for i in self._order]
 
     def measure_dropped(self, tensors: int, *, alone: bool) -> Signals:
         """Measures a step that a GradScaler has dropped, see `DroppedSteps`.
@@ -269,38 +194,36 @@ class Measurer:
                 losses of this step are not known.
 
         Returns:
-            The signals of the step.
+            The signals of the step. The losses since the last step are used up.
         """
-        evaluation = self.eval_loss
-        self.eval_loss = math.nan
-        bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
+        bad = float32_tensor(math.nan, self.home)
         group_norms = None
         if self.engine.per_tensor:
             group_norms = bad.expand(tensors).clone()
         loss = None
         if alone:
             loss = self.losses.mean()
-        signals = self._signals(bad, group_norms, loss)
-        self.eval_loss = evaluation
+        signals = self._signals(bad, group_norms, loss, math.nan)
+        self.losses.clear()
         return self.overflows.mark(signals, torch.ones_like(bad))
 
     def _signals(
-        self, norm: Tensor | None, group_norms: Tensor | None, loss: Tensor | None
+        self,
+        norm: Tensor | None,
+        group_norms: Tensor | None,
+        loss: Tensor | None,
+        evaluation: Tensor | float,
     ) -> Signals:
-        """Completes the signals with what the loop has reported, and drops the reports."""
-        if not self.has_seen_loss:
-            if self.losses.weight > 0:
-                self.has_seen_loss = True
-                self.first_loss_is_late = self._steps_without_loss == 1
-            elif norm is not None:
-                self._steps_without_loss += 1
+        """The signals, as far as the policy reads them."""
+        if self.losses.weight and not self.has_seen_loss:
+            self.has_seen_loss = True
+            self._first_loss_is_late = self._steps == 1
         eval_loss = None
         if "eval_loss" in self.engine.needs:
-            eval_loss = self._at_home(self.eval_loss)
+            eval_loss = float32_tensor(evaluation, self.home)
         learning_rate = None
         if self._live.step_engine.limits_lr:
             learning_rate = self._learning_rate()
-        self.clear()
         return Signals(
             loss=loss,
             grad_norm=norm,
@@ -309,24 +232,76 @@ class Measurer:
             learning_rate=learning_rate,
         )
 
-    def _at_home(self, value: Tensor | float) -> Tensor:
-        """The value in float32 on `home`."""
-        if isinstance(value, Tensor):
-            return gradients.to_device(value, self.home, torch.float32)
-        if abs(value) > FLOAT32_MAX:  # torch raises instead of rounding the number to Inf
-            value = math.copysign(math.inf, value)
-        return torch.full((), value, dtype=torch.float32, device=self.home)
-
     def _learning_rate(self) -> Tensor | None:
         """The largest rate of any group as the user's schedule sets it, or None without rates."""
         rates: list[Tensor] = []
         for group in self._optimizer.param_groups:
             rate = group.get("lr")
             if rate is not None:
-                rates.append(self._at_home(rate).reshape(()))
+                rates.append(float32_tensor(rate, self.home).reshape(()))
         if not rates:
             return None
         return torch.stack(rates).amax()
+
+    def mark_bad_rates(self, signals: Signals) -> tuple[Signals, list[float]]:
+        """Marks a step as not finite if a learning rate is NaN or Inf, which spoils every weight.
+
+        A rate above the largest float32 counts as Inf. Rates of groups without gradients may be
+        anything. A rate in a tensor on an accelerator is not read on the host: the mark is computed
+        there.
+
+        Args:
+            signals: the signals of the step, with a `grad_norm`.
+
+        Returns:
+            The signals, with a `grad_norm` of NaN after a bad rate; and the rates that are on the
+            host.
+        """
+        norm = signals.grad_norm
+        assert norm is not None
+        rates: list[float] = []
+        for group in self._optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, Tensor) and not rate.is_cpu:
+                is_finite = float32_tensor(rate, self.home).reshape(()).isfinite()
+                norm = torch.where(is_finite, norm, math.nan)
+            elif rate is None:
+                continue
+            elif abs(rate) <= FLOAT32_MAX:
+                rates.append(float(rate))
+            elif any(p.grad is not None for p in group["params"]):
+                rates.append(float(rate))
+                norm = torch.full_like(norm, math.nan)
+        return signals._replace(grad_norm=norm), rates
+
+    def missing_loss(self, *, observed: bool) -> str:
+        """Counts a judged step, and notices once that the loop observes no loss, or all too late.
+
+        Without a loss, detectors would be disabled silently. After its step, a loss would be judged
+        with the gradient of the next step.
+
+        Args:
+            observed: whether the loop has observed any loss for any optimizer.
+
+        Returns:
+            A line for the log, nearly always empty.
+        """
+        self._steps += 1
+        if "loss" not in self.engine.needs:
+            return ""
+        if self._steps == 2 and self._first_loss_is_late:
+            return (
+                "the first step had no loss, and the second step has one: if the loop observes "
+                "each loss after its step, the loss is judged with the gradient of the next step. "
+                "Then call observe(loss) before optimizer.step()"
+            )
+        if self._steps == STEPS_WITHOUT_LOSS and not observed:
+            return (
+                f"no loss has been observed in {STEPS_WITHOUT_LOSS} steps, so detectors that read "
+                "it are inactive: write loss = healer.loss(batch) if the Healer has a loss_fn, or "
+                "call observe(loss) before each optimizer.step()"
+            )
+        return ""
 
 
 class StepNorms(NamedTuple):
@@ -337,16 +312,16 @@ class StepNorms(NamedTuple):
     tensors of the last step without an alarm are kept for the comparison.
     """
 
-    params: Sequence[Tensor]
+    params: Sequence[Tensor] = ()
     """Parameters with a gradient."""
-    norms: Sequence[Tensor]
+    norms: Sequence[Tensor] = ()
     """0-d float32 each: norm of this rank's part of the gradient, not divided by `grad_divisor`."""
-    grad_divisor: Tensor | None
+    grad_divisor: Tensor | None = None
     """0-d float32: a GradScaler's scale that the gradients still contained, or None."""
     loss: Tensor | None = None
     """0-d float32: the loss that this rank has observed."""
-    bad_rates: tuple[float, ...] = ()
-    """Learning rates that were NaN or Inf."""
+    rates: Sequence[float] = ()
+    """Learning rates of the groups, as far as they are on the host."""
 
     def to_host(self) -> np.ndarray:
         """The norms of whole gradients on the host. A sync on an accelerator.

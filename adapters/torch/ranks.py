@@ -25,8 +25,8 @@ from torch import Tensor
 from healcore.core.decision import Decision
 from healcore.core.errors import AttachError, RanksDisagreeError
 from healcore.core.signals import Signals
-from healcore.torch.engines import AsyncCopy
 from healcore.torch.gradients import to_device
+from healcore.torch.live_engine import AsyncCopy
 
 _PIPELINE = "pp"
 """Name of a mesh's pipeline dimension in torch's tutorials and in torchtitan."""

@@ -81,7 +81,7 @@ def test_the_device_engine_has_the_committed_number_of_dispatches(preset: str):
     """The host reads no value."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    heal = attach(optimizer, preset, engine="device", compile=False)
+    heal = attach(optimizer, preset, engine="device")
     for _ in range(3):
         loss = model(torch.ones(2, 4)).square().mean()
         heal.observe(loss)

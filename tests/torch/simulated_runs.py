@@ -17,9 +17,9 @@ from healcore.torch import attach
 from tests.torch.simulated_device import DEVICE, uploads, waits
 
 CPU = torch.device("cpu")
-READ = "healcore.torch.engines.async_copy:AsyncCopy.read"
+READ = "healcore.torch.live_engine:AsyncCopy.read"
 """A wait here and on other accelerators; on CUDA the copy has been under way for a step."""
-FIRST = "healcore.torch.engines.stateful:to_host"
+FIRST = "healcore.torch.live_engine:to_host"
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, fused=True),
@@ -57,7 +57,7 @@ def decisions(policy: str, optimizer: str = "AdamW", **overrides: Any) -> None:
     for device, found in decided.items():
         run = DeviceRun(device, optimizer)
         engine = "host" if device is CPU else "device"
-        heal = attach(run.optimizer, policy, engine=engine, compile=False, **overrides)  # type: ignore[arg-type]
+        heal = attach(run.optimizer, policy, engine=engine, **overrides)  # type: ignore[arg-type]
         run.optimizer.register_step_pre_hook(lambda o, *_: divides.add("grad_scale" in vars(o)))
         for step in range(24):
             batch = run.batch(step)
@@ -95,7 +95,7 @@ def trained(device: torch.device, folder: Path) -> tuple[float, list[Any]]:
         logging=Logging(events=events),
         loss_fn=run.loss,
         checkpoints=Checkpoints(every=40),
-        attach={"engine": "host" if device is CPU else "device", "compile": False},
+        attach={"engine": "host" if device is CPU else "device"},
     ) as healer:
         for batch in healer.batches([run.batch(number) for number in range(200)]):
             for group in run.optimizer.param_groups:
@@ -123,7 +123,7 @@ def offloaded() -> None:
     for devices in ((CPU, DEVICE), (DEVICE, CPU)):
         weights = [nn.Parameter(torch.ones(2, device=each)) for each in devices]
         optimizer = OPTIMIZERS["AdamW"](weights)
-        attach(optimizer, compile=False).observe(torch.ones((), device=DEVICE))
+        attach(optimizer).observe(torch.ones((), device=DEVICE))
         for each in weights:
             each.grad = torch.ones_like(each)
         optimizer.step()

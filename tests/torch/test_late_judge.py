@@ -15,7 +15,7 @@ from torch import nn
 
 import healcore.policy as policies
 from healcore.torch import attach
-from healcore.torch.engines import RECORD_LAG
+from healcore.torch.live_engine import RECORD_LAG
 
 GRADS = (1.0, 1.0, 1.0, 3.0, 50.0, float("nan"), float("inf"), 1e16, 0.0)
 """What the gradients of a step are multiplied by."""
@@ -30,7 +30,7 @@ class Loop:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
-        self.heal = attach(self.optimizer, policy, engine=engine, compile=False, **kw)
+        self.heal = attach(self.optimizer, policy, engine=engine, **kw)
         self.random = random.Random(3)
 
     def step(self) -> None:

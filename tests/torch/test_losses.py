@@ -14,8 +14,8 @@ from healcore.core.decision import Action, Cause
 from healcore.core.engine import Engine, RuleConfig
 from healcore.errors import SignalError
 from healcore.torch import attach
-from healcore.torch.attach_log import STEPS_WITHOUT_LOSS
-from healcore.torch.engines import RECORD_LAG
+from healcore.torch.live_engine import RECORD_LAG
+from healcore.torch.measurement import STEPS_WITHOUT_LOSS
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, host_and_device
 

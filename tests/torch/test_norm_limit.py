@@ -2,7 +2,6 @@
 
 import copy
 import math
-import shutil
 from typing import Any
 
 import pytest
@@ -189,30 +188,6 @@ def test_observe_mode_only_says_what_it_would_have_done(where: Any):
     optimizer.step()
     assert p.tolist() == [-3.0, -4.0]
     assert float(heal.metrics()["heal/grad_scale"]) == pytest.approx(0.2)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))),
-    reason="torch.compile needs a C++ compiler on a CPU, and there is none",
-)
-def test_the_compiled_engine_limits_as_the_eager_one():
-    case = Case("", torch.optim.AdamW, {"fused": True})
-    runs = []
-    torch.compiler.reset()
-    for compiles in (False, True):
-        optimizer = case.build()
-        heal = attach(optimizer, Engine(POLICY.config), engine="device", compile=compiles)
-        for i in range(6):
-            if i in (2, 4):
-                limit(heal, LIMIT if i == 2 else 0.0)
-            case.step(optimizer, i, heal=heal, factor=LARGE if i == 3 else 1.0)
-        assert heal.live_engine.compiled is compiles  # has not fallen back
-        runs.append((snapshot(optimizer), heal.state_dict()))
-    torch.compiler.reset()
-    assert runs[0][1]["state"]["tally"]["clips"] == 2
-    assert_same(runs[0][0], runs[1][0])
-    assert runs[0][1] == runs[1][1]
 
 
 def test_a_closure_that_a_fused_step_evaluates_again_leaves_no_scale_behind():

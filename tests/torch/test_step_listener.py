@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from healcore.torch import attach
-from healcore.torch.engines import AsyncCopy, DeviceEngine, device
 from healcore.torch.measurement import StepNorms
-from tests.torch import policies
 
 
 class Heard:
@@ -43,8 +41,7 @@ def healed(**options: Any) -> tuple[Parameter, Any, Any]:
 def test_a_listener_hears_of_a_step_before_and_after_the_update():
     parameter, optimizer, step = healed()
     heard = Heard(parameter)
-    step.set_listener(heard)
-    assert step.has_listener
+    step.listener = heard
     parameter.grad = torch.ones(())
     optimizer.step()
     assert heard.calls == [("judged", 1, 1.0), ("ended", False, 0.5), "stepped"]
@@ -53,7 +50,7 @@ def test_a_listener_hears_of_a_step_before_and_after_the_update():
 def test_a_listener_hears_of_skipped_unjudged_and_failed_steps():
     parameter, optimizer, step = healed()
     heard = Heard(parameter)
-    step.set_listener(heard)
+    step.listener = heard
     parameter.grad = torch.full((), math.nan)
     optimizer.step()
     assert heard.calls == [("judged", 1, 1.0), ("ended", True, 1.0), "stepped"]
@@ -73,7 +70,7 @@ def test_a_listener_hears_of_a_step_that_a_scaler_has_dropped():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     parameter, optimizer, step = healed(scaler=scaler)
     heard = Heard(parameter)
-    step.set_listener(heard)
+    step.listener = heard
     for gradient in (1.0, math.inf):
         heard.calls.clear()
         scaler.scale(parameter * gradient).backward()
@@ -97,40 +94,10 @@ def test_only_the_listener_or_the_log_hears_of_a_step(capfd):
 
     assert len(lines_of_bad_step()) == 1
     assert heard.calls == []
-    step.set_listener(heard)
+    step.listener = heard
     assert lines_of_bad_step() == []
     assert len(heard.calls) == 3 * 62
     step.remove_listener()
-    assert not step.has_listener
+    assert step.listener is None
     assert len(lines_of_bad_step()) == 1
     assert heard.calls == []
-
-
-def test_the_readers_of_a_record_share_the_copy_of_their_step(monkeypatch):
-    counted = []
-
-    class CountedCopy(AsyncCopy):
-        def __init__(self, tensor: torch.Tensor) -> None:
-            super().__init__(tensor)
-            counted.append(tensor)
-
-    monkeypatch.setattr(device, "AsyncCopy", CountedCopy)
-    parameter = Parameter(torch.ones(3))
-    optimizer = AdamW([parameter], fused=True)
-    heal = attach(optimizer, policies.SKIPS, engine="device", compile=False)
-    live = heal.live_engine
-    assert isinstance(live, DeviceEngine)
-    assert not live.judges_late
-    reads = []
-    for steps in (1, 2):
-        parameter.grad = torch.ones(3)
-        optimizer.step()
-        reads += [live.pending_record("first"), live.pending_record("second")]
-        assert len(counted) == 2 * steps, "the integers and the floats of each step"
-    records = [read() for read in reads]
-    assert [(record.step, record.engine) for record in records] == [
-        (1, "first"),
-        (1, "second"),
-        (2, "first"),
-        (2, "second"),
-    ]

@@ -2,8 +2,7 @@
 
 driver              `TorchDriver`, which the Healer calls
 attaching           heals the optimizers of the state
-followed_optimizer  one optimizer, and the parts that follow its steps:
-pending_step          the judged steps that the host has not read yet
+pending_step        one optimizer that is followed, and its steps that were not read yet:
 accumulation          the gradients since the last step
 layer_buffers         the buffers that a skipped step restores, of two kinds:
 batch_statistics        the buffers of torch's norm layers, which every step writes

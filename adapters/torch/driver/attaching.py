@@ -65,7 +65,7 @@ def _attach(item: Any, engine: Engine, options: Mapping[str, Any]) -> Healing:
 
 def _check_attached(name: str, healing: Healing, engine: Engine) -> None:
     """Raises AttachError unless the handle of an earlier `attach` can be used."""
-    if healing.healed_step.has_listener:
+    if healing.healed_step.listener is not None:
         raise AttachError(
             f'"{name}" belongs to a Healer that is still open: leave its `with` block, or '
             "delete the object"

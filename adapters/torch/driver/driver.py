@@ -23,17 +23,16 @@ from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
 from healcore.torch.driver.attaching import attach_all
-from healcore.torch.driver.followed_optimizer import FollowedOptimizer
 from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.layer_buffers import buffers_of
 from healcore.torch.driver.memory import cuda_profiles, memory_of
-from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
+from healcore.torch.driver.pending_step import FollowedOptimizer, PendingEntries, PendingStep
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.unsaved_buffers import UnsavedBuffers
 from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights
-from healcore.torch.engines import keep_after_cuda_error
 from healcore.torch.expected_moments import missing_moments
+from healcore.torch.live_engine import keep_after_cuda_error
 from healcore.torch.live_state import State
 from healcore.torch.moments import moments_obstacle
 from healcore.torch.moments import reset_moments as reset_moments_of
@@ -48,7 +47,7 @@ class TorchDriver(Driver):
     asks the driver between two batches what has happened:
 
         program        observe ─► backward ─► optimizer.step()
-        in the step    HealedStep judges ─► FollowedOptimizer ─► Recorder keeps a PendingEntry
+        in the step    HealedStep judges ─► FollowedOptimizer keeps a PendingEntry
         Healer         take_dispatch ─► PendingStep, some batches later read ─► StepRecords
 
     What belongs to one optimizer is in its `FollowedOptimizer`. The other parts see all optimizers.
@@ -97,9 +96,12 @@ class TorchDriver(Driver):
         self._pending = PendingEntries()
         self._followed: list[FollowedOptimizer] = []
         for name, healing in healings.items():
-            recorder = Recorder(name, self._state, healings, self._pending, self.warnings)
             accumulation = Accumulation(healing, self._after_step)
-            self._followed.append(FollowedOptimizer(name, healing, recorder, accumulation))
+            self._followed.append(
+                FollowedOptimizer(
+                    name, self._state, healings, self._pending, self.warnings, accumulation
+                )
+            )
         self._find_buffers()
         self._unsaved = UnsavedBuffers(
             self._state, lambda: len(self._members) > 1, self.warnings.append
@@ -110,13 +112,13 @@ class TorchDriver(Driver):
         """Sample of the weights after the last step, or None before `keep_weight_sample`."""
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
         for healing in healings.values():
-            healing.healed_step.measurer.clip_order.use_modules(modules)
+            healing.healed_step.measurer.modules = modules
         self.window = GradientWindow(self._followed, modules)
         optimizers = self._optimizers()
         self._structure = StructureWatch(self._state, optimizers)
         self._ranks: Ranks | None = None
         for followed in self._followed:
-            followed.healing.healed_step.set_listener(followed)
+            followed.healing.healed_step.listener = followed
 
     @property
     def live(self) -> Mapping[str, Any]:
@@ -278,10 +280,10 @@ class TorchDriver(Driver):
             healing.healed_step.on_state_loaded(keeps_signals=state is None)
         for followed in self._followed:
             if state is not None:
-                followed.recorder.restart()
+                followed.restart()
             else:
                 # A state that only limits something has the same step, whose record may be unread.
-                followed.recorder.restart(replaced_step=steps.get(followed.name))
+                followed.restart(replaced_step=steps.get(followed.name))
         self._pending.clear()
 
     def structure_changes(self) -> list[str]:
@@ -442,7 +444,7 @@ class TorchDriver(Driver):
         """See `Driver.suspect_numbers`. A scheduler may have changed the rates since the step."""
         rates: set[float] = set()
         for followed in self._followed:
-            rates.update(followed.recorder.bad_rates)
+            rates.update(followed.bad_rates)
         return [f"the learning rate is {rate}" for rate in sorted(rates)]
 
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:

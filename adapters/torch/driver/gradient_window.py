@@ -15,7 +15,7 @@ from healcore.runtime.data.random_states import set_torch_states, torch_states
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.driver.accumulation import Accumulation
 from healcore.torch.driver.ddp_gradients import DDPGradients, ddp_modules, obstacle_of
-from healcore.torch.driver.followed_optimizer import FollowedOptimizer
+from healcore.torch.driver.pending_step import FollowedOptimizer
 from healcore.torch.live_state import tensors_in
 from healcore.torch.store.gloo import GlooRanks
 

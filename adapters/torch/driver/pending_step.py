@@ -1,8 +1,8 @@
 """Judged steps whose records the host has not read yet.
 
-The `Recorder` of each optimizer keeps the record of a judged step as a `PendingEntry`. All
-recorders of a run append to the same `PendingEntries`. The entries of one dispatch are a
-`PendingStep`, which the Healer reads some dispatches later.
+The `FollowedOptimizer` of each optimizer keeps a judged step as a `PendingEntry`. All optimizers of
+a run append to the same `PendingEntries`. The entries of one dispatch are a `PendingStep`, which
+the Healer reads some dispatches later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from healcore.core.numerics import FLOAT32_MAX
 from healcore.core.step_record import (
     StepRecord,
     SuspectGradient,
@@ -21,9 +23,10 @@ from healcore.core.step_record import (
     suspect_gradients,
 )
 from healcore.torch import live_state
-from healcore.torch.attach_log import MissingLoss
 from healcore.torch.attachment import Healing
-from healcore.torch.engines import AsyncCopy, PendingRecord
+from healcore.torch.driver.accumulation import Accumulation
+from healcore.torch.driver.layer_buffers import LayerBuffers
+from healcore.torch.live_engine import AsyncCopy, PendingRecord
 from healcore.torch.live_state import State
 from healcore.torch.measurement import StepNorms
 from healcore.torch.ranks import StepMarks
@@ -37,19 +40,18 @@ MAX_EARLY = 2**16
 class PendingEntry(NamedTuple):
     """One judged step of one engine, not read yet.
 
-    Its numbers may still be on their way from an accelerator. `Recorder.read` waits for them.
+    Its numbers may still be on their way from an accelerator. `FollowedOptimizer.read` waits for
+    them.
     """
 
-    recorder: Recorder
-    """The recorder that has made the entry, and reads it."""
+    optimizer: FollowedOptimizer
+    """The optimizer, which has made the entry and reads it."""
     record: PendingRecord
     """Reads the record of the engine."""
     norms: StepNorms
     """The gradient norms of the step."""
     marks: AsyncCopy | None
     """The `StepMarks` of the ranks, on their way to the host. None for one rank alone."""
-    lr: float | None
-    """Largest rate of the program's groups, or None without a rate, or if all are tensors."""
     engine_reads_rate: bool
     """Whether the engine has read the rate of this step, tensors included."""
 
@@ -83,7 +85,7 @@ class PendingEntries:
         self._entries.append(entry)
         if len(self._entries) > MAX_PENDING:
             oldest = self._entries.popleft()
-            self._early.append(oldest.recorder.read(oldest))
+            self._early.append(oldest.optimizer.read(oldest))
 
     def take(self) -> PendingStep | None:
         """Removes all entries and records.
@@ -103,17 +105,31 @@ class PendingEntries:
         self._early.clear()
 
 
-class Recorder:
-    """Makes an entry for every judged step of one optimizer, without a sync, and reads it later.
+class FollowedOptimizer:
+    """One optimizer of the state. It is the `StepListener` of the optimizer's healed step.
 
-        StepListener.judged ─► record ─► PendingEntries ─► PendingStep ─► read ─► StepRecord
+        judged  ─► keeps the step as a `PendingEntry`, which the run reads some batches later
+        ended   ─► LayerBuffers   saves or restores what the forward pass has written
+        stepped ─► Accumulation   no gradient is left that no step has used
+
+    It refers to these parts and not to the driver, because hooks of the optimizer refer to it, and
+    Python does not collect a cycle through these hooks.
 
     Args:
         name: name of the optimizer in the state.
         state: the state of the run.
         healings: the handle of each optimizer, by name.
-        pending: entries of all recorders of the run.
+        pending: entries of all optimizers of the run.
         warnings: lines for the log of the run.
+        accumulation: knows the gradients since the last step of this optimizer.
+
+    Attributes:
+        name: name of the optimizer in the state.
+        healing: the handle of the optimizer.
+        accumulation: see the argument.
+        buffers: the buffers of the layers that this optimizer trains, or None without such layers.
+            The driver replaces them when the structure of the model changes.
+        bad_rates: learning rates that were NaN or Inf at the newest such step that was read.
     """
 
     def __init__(
@@ -123,16 +139,17 @@ class Recorder:
         healings: Mapping[str, Healing],
         pending: PendingEntries,
         warnings: list[str],
+        accumulation: Accumulation,
     ) -> None:
         self.name = name
+        self.healing = healings[name]
+        self.accumulation = accumulation
+        self.buffers: LayerBuffers | None = None
+        self.bad_rates: Sequence[float] = ()
         self._state = state
         self._healings = healings
-        self._healing = healings[name]
         self._pending = pending
         self._warnings = warnings
-        self._missing_loss = MissingLoss(self._healing.engine)
-        self.bad_rates: tuple[float, ...] = ()
-        """Learning rates that were NaN or Inf at the newest such step that was read."""
         self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()
@@ -145,40 +162,44 @@ class Recorder:
                 the new state has the same step, the record of this step may be unread, and does
                 not count as read.
         """
-        step = int(self._healing.live_engine.state.step)
+        step = int(self.healing.live_engine.state.step)
         if replaced_step is None or int(replaced_step) != step:
             self._last_step = step
 
-    def record(self, norms: StepNorms) -> None:
-        """Appends an entry for a step that was judged now, see `StepListener.judged`.
-
-        Args:
-            norms: the gradient norms of the step.
-        """
-        step = self._healing.healed_step
-        rates: list[float] = []
-        for group in step.optimizer.param_groups:
-            rate = step.enforcer.value_of_program(group, "lr")
-            if isinstance(rate, int | float):  # reading a tensor could wait for a device
-                rates.append(rate)
+    def judged(self, norms: StepNorms) -> None:
+        """Keeps a step that was judged now, without a sync. See `StepListener.judged`."""
+        step = self.healing.healed_step
+        observed = any(healing.has_seen_loss for healing in self._healings.values())
+        line = step.measurer.missing_loss(observed=observed)
+        if line:
+            self._warnings.append(line)
         entry = PendingEntry(
-            recorder=self,
+            optimizer=self,
             record=step.live_engine.pending_record(self.name),
             norms=norms,
             marks=step.all_reduce.last_marks,
-            lr=max(rates, default=None),
             engine_reads_rate=step.live_engine.step_engine.limits_lr,
         )
         self._pending.append(entry)
 
+    def ended(self, skipped: bool | Tensor) -> None:
+        """See `StepListener.ended`."""
+        self.accumulation.has_ended = True
+        if self.buffers is not None:
+            self.buffers.on_step_ended(skipped)
+
+    def stepped(self) -> None:
+        """See `StepListener.stepped`."""
+        self.accumulation.on_step()
+
     def read(self, entry: PendingEntry) -> StepRecord:
-        """Reads an entry. The entries of a recorder have to be read in order.
+        """Reads an entry. The entries of an optimizer have to be read in order.
 
         A record with a cause gets evidence: the tensors whose gradients were unusual. To find them
         is a sync.
 
         Args:
-            entry: an entry of this recorder.
+            entry: an entry of this optimizer.
 
         Returns:
             The record of the step. There is no judgment if a GradScaler has skipped the step.
@@ -188,21 +209,19 @@ class Recorder:
             # A GradScaler has skipped this step: the state has the previous step's record.
             return record.unjudged(Why.EXTERNAL)
         self._last_step = record.step
+        norms = entry.norms
         # The engine reads the rate only if the host has limited it. Otherwise the record has the
         # rate of an earlier step, or none.
         if record.lr is None or not entry.engine_reads_rate:
-            record = record._replace(lr=entry.lr)
-        has_seen_loss = any(healing.has_seen_loss for healing in self._healings.values())
-        is_late = self._healing.healed_step.measurer.first_loss_is_late
-        self._warnings += self._missing_loss.add(has_seen_loss=has_seen_loss, is_late=is_late)
+            record = record._replace(lr=max(norms.rates, default=None))
         if not record.cause:
-            if entry.norms.params:
-                self._baseline = entry.norms
+            if norms.params:
+                self._baseline = norms
             return record
         rank_signals: tuple[float, float] | None = None
-        if self._healing.ranks > 1:
-            rank_signals = entry.norms.rank_signals()
-        evidence, nan_by_optimizer = self._evidence(record, entry.norms)
+        if self.healing.ranks > 1:
+            rank_signals = norms.rank_signals()
+        evidence, nan_by_optimizer = self._evidence(record, norms)
         return record._replace(
             evidence=evidence, by_optimizer=nan_by_optimizer, rank_signals=rank_signals
         )
@@ -227,7 +246,7 @@ class Recorder:
         names = live_state.parameter_names(self._state, norms.params)
         nan_by_optimizer = is_nan_by_optimizer(record.cause, values)
         if nan_by_optimizer:
-            self.bad_rates = norms.bad_rates
+            self.bad_rates = [rate for rate in norms.rates if not abs(rate) <= FLOAT32_MAX]
         return suspect_gradients(values, usual, names), nan_by_optimizer
 
 
@@ -265,7 +284,7 @@ class PendingStep:
                     self.vote_requested = True
             records = [*self._early]
             for entry in self._entries:
-                records.append(entry.recorder.read(entry))
+                records.append(entry.optimizer.read(entry))
             self._records = records  # only when all are read: an error is raised again
             self._entries = ()
         return [self._records]

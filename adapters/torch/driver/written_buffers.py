@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from healcore.torch.driver.batch_statistics import BUFFER_NAMES, Block, keep_or_restore
-from healcore.torch.engines import AsyncCopy
+from healcore.torch.live_engine import AsyncCopy
 
 MAX_EAGER_BYTES = 1 << 18
 """Size in bytes up to which a buffer is copied before a forward pass has ever written it."""

@@ -93,7 +93,7 @@ class DeepSpeedOptimizer(Optimizer):
             measurer=partial(DeepSpeedMeasurer, engine),
             healed_step=partial(DeepSpeedStep, engine, limit),
         )
-        changes = healing.healed_step.replacement.undo_stack
+        changes = healing.healed_step.undo_stack
         changes.enter_context(patched(engine, "backward", _observed(engine.backward, healing)))
         if limit:
             changes.enter_context(internals.without_clipping(engine))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from healcore.torch import gradients
-from healcore.torch.engines import EnforcedDecision
 from healcore.torch.grad_scaler import MAX_OVERFLOWS, DroppedSteps, Overflows
 from healcore.torch.healed_step import HealedStep
+from healcore.torch.live_engine import EnforcedDecision
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.trainers.deepspeed import trainer_internals as internals
 from healcore.torch.trainers.deepspeed.trainer_internals import DeepSpeedEngine
@@ -114,13 +114,14 @@ class DeepSpeedStep(HealedStep):
         params = gradients.parameters(self.optimizer)
         if not self._sharded or params[0] is self._first:
             super()._judge()
-            self._group_decision = self._current.enforced
+            self._group_decision = self._enforced
         elif self._group_decision is not None:
-            self._current.enforced = self._group_decision
-            self.enforcer.enforce(params, self._group_decision, self.enforcer.amp_flags()[0])
+            self._enforced = self._group_decision
+            divisor = self.enforcer.amp_flag("grad_scale")
+            self.enforcer.enforce(params, self._group_decision, divisor)
 
     def _report(self, norms: StepNorms) -> None:
         """See `HealedStep._report`."""
         if self._sharded:  # a norm of a flat piece belongs to no single parameter
-            norms = StepNorms([], [], None)
+            norms = StepNorms()
         super()._report(norms)
