@@ -310,7 +310,7 @@ WALKS: dict[str, Callable[[], Trace]] = {
 
 # -- what the text names --------------------------------------------------------------------------
 
-NOT_CALLED = {"adapters/torch/engines/device.py", "healcore/runtime/driver.py"}
+NOT_CALLED = {"healcore/runtime/driver.py"}
 """Files that a walk names as an alternative, or for a protocol."""
 OTHER_WORDS = {"b2", "loadtxt"}
 """Names of other libraries that the code of healcore does not use as identifiers."""

@@ -21,18 +21,16 @@ fused Adam, AdamW, SGD and Adagrad need no host sync, other optimizers one sync 
 The files, for readers of the code:
 
     attachment          `attach`, and the handle `Healing` that it returns
-    healed_step         one step: measures, judges, enforces, restores; calls a listener
-    step_replacement    replaces `optimizer.step`
+    healed_step         replaces `optimizer.step`: measures, guards, steps, restores
     measurement         the signals of a step, of which these are parts:
     loss_mean             the mean of the reported losses
     gradients             norms of gradients; scales gradients
-    clip_order            the norm with the bits of the program's own clip
     grad_scaler           steps that a GradScaler drops, and overflows
     ranks               the signals of all ranks
-    engines             the policy's engine, on the host or on a device
+    live_engine         the policy's engine with its state, on the host or on a device
     array_namespace       the array functions of the core in torch
     enforcer            clips, and scales the rate of a step
-    moments             resets the moments after a cut of the rate
+    moments             resets the moments
     optimizer_numbers   numbers of the optimizer that a rollback holds
     attach_log          lines of `attach` without a Healer
     driver              what a Healer needs of a run in torch

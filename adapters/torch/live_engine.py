@@ -229,10 +229,11 @@ class LiveEngine:
         if device is not None:
             self.record_lag = RECORD_LAG
             self._namespace = Namespace(device)
-            self._limits = torch.tensor([SIGNAL_LIMIT, FLOAT32_MAX], device=device)
-            """The largest norm that a clip may have, and the largest loss."""
-            if engine.config.clip is None:
-                self._limits[0] = FLOAT32_MAX
+            largest = FLOAT32_MAX
+            if engine.config.clip is not None:
+                largest = SIGNAL_LIMIT
+            self._limits = torch.tensor([largest, FLOAT32_MAX], device=device)
+            """The largest norm, and the largest loss."""
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         """Engine, number of parameters and the signals' types -> the recorded step."""
         self.start(engine.init(groups=tensors))
@@ -331,10 +332,11 @@ class LiveEngine:
             self._judge_oldest()
         if engine.mode == "observe":
             return EnforcedDecision(torch.zeros_like(numbers[0]))
-        tested = 1
         if signals.loss is not None and engine.skips_bad_loss:
-            tested = 2  # `loss` is the first of all signals, so it comes after the norm
-        bad = ~(numbers[:tested].abs() <= self._limits[:tested]).all()
+            # `loss` is the first of all signals, so it comes after the norm.
+            bad = ~(numbers[:2].abs() <= self._limits).all()
+        else:
+            bad = ~(numbers[0] <= self._limits[0])
         if found_inf is not None:
             bad = bad | (found_inf > 0)
         scale = None

@@ -70,7 +70,8 @@ class LossMean:
         device: the parameters' device.
 
     Attributes:
-        weight: sum of the weights of the losses since the last step; 0 without a loss.
+        count: number of losses since the last step.
+        weight: sum of their weights.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,10 +87,12 @@ class LossMean:
         """
         # A product, because a loop may change its loss in place later (``loss /= steps``).
         value = float32_tensor(loss, self._device) * weight
-        if self.weight:
+        self._last = value, weight
+        if self.count:
             value = self._total + value
         self._total = value
         self.weight += weight
+        self.count += 1
 
     def mean(self) -> Tensor | None:
         """The weighted mean of the losses since the last step.
@@ -97,13 +100,23 @@ class LossMean:
         Returns:
             0-d float32 tensor on the device of the losses, or None without losses. No sync.
         """
-        if not self.weight:
+        if not self.count:
             return None
-        if self.weight == 1.0:  # a single loss, as usual
-            return self._total
-        # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.
-        return self._total / torch.full_like(self._total, self.weight)
+        return _quotient(self._total, self.weight)
+
+    def last(self) -> Tensor:
+        """The last loss without its weight, 0-d float32. There must be a loss."""
+        return _quotient(*self._last)
 
     def clear(self) -> None:
         """Drops the losses since the last step."""
+        self.count = 0
         self.weight = 0.0
+
+
+def _quotient(total: Tensor, weight: float) -> Tensor:
+    """The total divided by the weight, with the same bits on every device."""
+    if weight == 1.0:  # as usual
+        return total
+    # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.
+    return total / torch.full_like(total, weight)
