@@ -62,7 +62,7 @@ def reduced(params: Sequence[Tensor]) -> list[Tensor]:
     grads: list[Tensor] = []
     for p in params:
         grad: Any = p.grad
-        if is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[attr-defined]
+        if type(grad) is not Tensor and is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
             p.grad = grad
         grads.append(grad)

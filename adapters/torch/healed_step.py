@@ -136,6 +136,8 @@ class HealedStep:
         """What is enforced at the step that runs. None if it is not judged, or only observed."""
         self._is_judged = False
         """Whether the step that runs is judged."""
+        self._skips = False
+        """Whether the host skips the step that runs."""
         self._grads_are_none = False
         """Whether the last step that was not skipped left every `.grad` None. Then a skipped step
         sets them to None too: the next backward pass would add to NaN."""
@@ -179,7 +181,7 @@ class HealedStep:
             finished = False
             try:
                 result, args, kwargs = begin(args, kwargs)
-                if not self._is_skipped_by_host:
+                if not self._skips:
                     result = original(*args, **kwargs)
                 finished = True
             finally:
@@ -204,10 +206,6 @@ class HealedStep:
 
         self._restore_step = restore
 
-    @property
-    def _is_skipped_by_host(self) -> bool:
-        return self._enforced is not None and self._enforced.skip is True
-
     def _begin(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         """Evaluates the closure, judges the step, and enforces the decision.
 
@@ -217,6 +215,7 @@ class HealedStep:
         """
         self._enforced = None
         self._is_judged = False
+        self._skips = False
         self.in_update = False
         loss = None
         if not self._creates_state(kwargs):
@@ -258,7 +257,8 @@ class HealedStep:
         has_ranks = len(ranks.members) > 1
         if not has_ranks and all(p.grad is None for p in parameters):
             return
-        self._fit_number(parameters)
+        if len(parameters) != live.tensors:
+            self._fit_number(parameters)
 
         # Measure.
         divisor = self.enforcer.amp_flag("grad_scale")
@@ -289,6 +289,7 @@ class HealedStep:
             self.numbers.read()
         if live.engine.mode != "observe":
             self._enforced = self._enforce(parameters, measured, enforced, divisor)
+            self._skips = self._enforced.skip is True
         self._report(norms)
 
     def _enforce(
@@ -357,14 +358,14 @@ class HealedStep:
             return
         self.in_update = False
         # A scheduler asks whether `step` was called before it.
-        if self._is_skipped_by_host and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+        if self._skips and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
         # Also the losses of a closure's later evaluations. An evaluation of a step that was not
         # judged, for example one without gradients, waits for the next step.
         self.measurer.losses.clear()
         if self._is_judged:
             params = gradients.parameters(self.optimizer)
-            if not self._is_skipped_by_host:
+            if not self._skips:
                 self._grads_are_none = all(p.grad is None for p in params)
                 if self.numbers is not None:
                     self.numbers.find_changes_by_step()

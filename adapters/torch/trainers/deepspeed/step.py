@@ -117,6 +117,7 @@ class DeepSpeedStep(HealedStep):
             self._group_decision = self._enforced
         elif self._group_decision is not None:
             self._enforced = self._group_decision
+            self._skips = self._group_decision.skip
             divisor = self.enforcer.amp_flag("grad_scale")
             self.enforcer.enforce(params, self._group_decision, divisor)
 
