@@ -24,10 +24,11 @@ reads the arrays with the shardings of the live state, and `decode_array` makes 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +38,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from healcore.jax.driver.program_state import SIDE_STATE, program_state_of
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.store import files, manifest, single_file, values
 from healcore.runtime.store.array_format import ArrayFormat, Target
-from healcore.runtime.store.checkpoints import StoreError, UnsavableState
-from healcore.runtime.store.flat_state import FlatState, Leaf, raw
+from healcore.runtime.store.checkpoints import StoreError
+from healcore.runtime.store.flat_state import Entries, FlatState, Leaf, NamedState, raw
 from healcore.runtime.store.host_copy import HostCopy
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
@@ -60,10 +62,10 @@ class _Layout(NamedTuple):
     """How the shards of a leaf form an array."""
 
     shape: tuple[int, ...]
-    sharding: jax.sharding.Sharding | None
+    sharding: jax.sharding.Sharding | None = None
     """Sharding, or None for a NumPy array."""
-    committed: bool
-    """Whether JAX may not move the array to another device. True for a NumPy array."""
+    committed: bool = False
+    """Whether JAX may not move the array to another device."""
 
     @property
     def spans(self) -> bool:
@@ -91,31 +93,21 @@ class JaxFormat(ArrayFormat):
             flat: the flat state to add to.
             name: name of the item.
             value: a pytree, or an object with `state_dict`.
-
-        Raises:
-            UnsavableState: the item is saved by each process separately and contains an array, and
-                the program has several processes.
         """
         encode = functools.partial(_encode_array, flat)
-        if not hasattr(value, "state_dict"):
-            paths, flat.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
-            leaves = []
-            flat.entries[name] = {"leaves": leaves}
-            for path, leaf in paths:
-                place: tuple[str, ...] = (name,)
-                if path:
-                    place = name, jax.tree_util.keystr(path, simple=True, separator=".")
-                node = values.encode(leaf, place, encode)
-                leaves.append([jax.tree_util.keystr(path), node])
+        if hasattr(value, "state_dict"):
+            flat.entries[name] = {"tree": values.encode(value.state_dict(), (name,), encode)}
+            if values.attribute(value, "per_rank"):
+                flat.entries[name]["per_rank"] = True
             return
-        flat.entries[name] = {"tree": values.encode(value.state_dict(), (name,), encode)}
-        if values.attribute(value, "per_rank"):
-            if self._ranks.world > 1 and any(values.arrays_of(flat.entries[name])):
-                raise UnsavableState(
-                    f'state["{name}"] is saved by each process separately and contains an array: '
-                    "Orbax writes such an array from one process only; make it a list of numbers"
-                )
-            flat.entries[name]["per_rank"] = True
+        paths, flat.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
+        leaves = []
+        for path, leaf in paths:
+            place: tuple[str, ...] = (name,)
+            if path:
+                place = name, jax.tree_util.keystr(path, simple=True, separator=".")
+            leaves.append([jax.tree_util.keystr(path), values.encode(leaf, place, encode)])
+        flat.entries[name] = {"leaves": leaves}
 
     def on_cpu(self, part: Any) -> bool:
         """Whether a shard is in host memory. Empty shards count as such.
@@ -144,35 +136,26 @@ class JaxFormat(ArrayFormat):
             The copies in the order of `parts`, and a function that waits until the copies of shards
             on a device are complete.
         """
-        pinned: dict[int, jax.Array] = {}
-        sources: dict[int, np.ndarray] = {}
-        for index, part in enumerate(parts):
-            if self.on_cpu(part):
-                sources[index] = np.asarray(part)
-            else:
-                sharding = part.sharding.with_memory_kind(_PINNED)
-                pinned[index] = jax.device_put(part, sharding)
-        memory = [part for part in old if isinstance(part, np.ndarray)]
-        if list(map(_form, memory)) != list(map(_form, sources.values())):
-            memory = []
-            for source in sources.values():
-                new = allocate(source.nbytes).view(source.dtype).reshape(source.shape)
-                memory.append(new)
+        copies: list[Any] = []
+        on_host = []
+        for part, memory in itertools.zip_longest(parts, old[: len(parts)]):
+            if not self.on_cpu(part):
+                copies.append(jax.device_put(part, part.sharding.with_memory_kind(_PINNED)))
+                continue
+            source = np.asarray(part)
+            if not isinstance(memory, np.ndarray) or memory.nbytes != source.nbytes:
+                memory = allocate(source.nbytes)
+            copies.append(raw(memory).view(source.dtype).reshape(source.shape))
+            on_host.append((copies[-1], source))
 
         def copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
-            target, source = pair
-            np.copyto(target, source)
+            np.copyto(*pair)
 
-        pairs = list(zip(memory, sources.values(), strict=True))
-        size = sum(array.nbytes for array in memory)
-        files.map_in_threads(copy, pairs, size)
-        copies: dict[int, Any] = dict(zip(sources, memory, strict=True))
-        copies.update(pinned)
-        ordered = [copies[index] for index in range(len(parts))]
-        return ordered, lambda: jax.block_until_ready([*pinned.values()])
+        files.map_in_threads(copy, on_host, sum(source.nbytes for _, source in on_host))
+        return copies, lambda: jax.block_until_ready(copies)
 
     def array(self, leaf: Leaf, live: Leaf | None) -> Any:
-        """Makes the array of a copy, placed like the live array or else like the saved array.
+        """Makes the array of a copy: NumPy's, or JAX's if other processes hold a part of it.
 
         Args:
             leaf: the copy, whose shards are in NumPy's memory.
@@ -181,24 +164,9 @@ class JaxFormat(ArrayFormat):
         Raises:
             ValueError: other processes hold shards that this process needs for the live sharding.
         """
-        like: _Layout = leaf.layout
-        if live is not None:
-            like = live.layout
-        if like.sharding is None:
+        if live is None or not live.layout.spans:
             return _assembled(leaf)
-        if live is not None and not like.committed:
-            return jax.device_put(_assembled(leaf))
-        shape = leaf.layout.shape
-
-        def shard(slices: Any) -> np.ndarray:
-            saved = leaf.parts.get(_index_of(slices, shape))
-            if saved is None:  # the live sharding differs from the saved one
-                return _assembled(leaf)[slices]
-            return saved
-
-        # Replicas on a CPU share memory. This is safe with donation, because XLA never writes to
-        # memory that belongs to NumPy.
-        return jax.make_array_from_callback(shape, like.sharding, shard)
+        return _sharded(leaf, live.layout.sharding)
 
     def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
         """Makes what the program has saved from the array that the checkpoint holds.
@@ -206,14 +174,23 @@ class JaxFormat(ArrayFormat):
         Args:
             node: entry of the array, with its `kind`: "jax", "numpy", "scalar" or "key".
             array: the array; the data of a random key.
-            live: not needed here; stores of torch use it.
+            live: the leaf of the state to restore into, or None if the state has no such leaf.
 
         Returns:
-            An array, a NumPy scalar, or a random key.
+            A random key, a NumPy scalar, or an array of the kind and the placement of the live one.
         """
+        layout = _Layout(array.shape)
+        is_numpy = node["kind"] in ("numpy", "scalar")
+        if live is not None:
+            layout = live.layout
+            is_numpy = layout.sharding is None
+        if isinstance(array, np.ndarray) and not is_numpy:
+            # Without a sharding it is not committed to a device. Replicas on a CPU share memory.
+            # This is safe with donation: XLA never writes to memory that belongs to NumPy.
+            array = jax.device_put(array, layout.sharding if layout.committed else None)
         if node["kind"] == "key":
-            return jax.random.wrap_key_data(array, impl=node["impl"])
-        if node["kind"] == "scalar" and isinstance(array, np.ndarray):
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=node["impl"])
+        if node["kind"] == "scalar" and is_numpy:
             return array[()]
         return array
 
@@ -228,18 +205,14 @@ class JaxFormat(ArrayFormat):
         _wait_for_no_signals()
         return ocp.PyTreeCheckpointHandler(use_compression=False)
 
-    def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray] | None:
+    def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray]:
         """The type and the bytes of an array, for a small checkpoint in one file.
 
         Args:
-            leaf: the copy of an array. None is returned if it has several shards.
+            leaf: the copy of an array, of which this process has all shards.
         """
-        (first, *others) = leaf.parts.values()
-        shape = leaf.layout.shape
-        if others or first.shape != shape:
-            return None
-        dtype = np.dtype(leaf.dtype)
-        return ArrayType(leaf.dtype, shape, dtype.itemsize), raw(first)
+        array = _assembled(leaf)
+        return ArrayType(leaf.dtype, array.shape, array.itemsize), raw(array)
 
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the shards of this process. All processes call this method together.
@@ -284,12 +257,8 @@ class JaxFormat(ArrayFormat):
             if not leaf.layout.spans:
                 own[leaf.name] = leaf.digests
         gathered = self._ranks.gather(own)
-
-        def differs(name: str) -> bool:
-            return any(digests.get(name) != gathered[0].get(name) for digests in gathered)
-
         for name in sorted(set().union(*gathered)):
-            if differs(name):
+            if any(digests.get(name) != gathered[0].get(name) for digests in gathered):
                 raise StoreError(
                     f"{name} differs between the {self._ranks.world} processes, and does not "
                     "span them: make it one array over the mesh of all processes, "
@@ -298,10 +267,7 @@ class JaxFormat(ArrayFormat):
                 )
 
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
-        """Reads arrays with the live shardings: each process reads its own shards.
-
-        An array that is not committed to a device is read into NumPy's memory, and then put on the
-        default device.
+        """Reads whole arrays into NumPy's memory, and of an array that spans processes own shards.
 
         Args:
             checkpoint: the checkpoint on disk.
@@ -309,85 +275,54 @@ class JaxFormat(ArrayFormat):
 
         Returns:
             Name -> array.
-
-        Raises:
-            ValueError: a stored array has another shape or dtype than its entry says.
         """
-        saved, live = target.arrays, target.flat.leaves
-        nodes = {}
-        for name, node in saved.items():
-            if math.prod(node["shape"]):  # an empty array is not stored
-                nodes[name] = node
-        shardings = {}
-        for name, leaf in live.items():
-            if name in saved and leaf.layout.committed:
-                shardings[name] = leaf.layout.sharding
-        stored = {}
+        nodes = target.arrays
         if checkpoint.only_file is not None:
-            stored = _read_only_file(checkpoint.only_file, nodes)
-        elif nodes:
-            folder = epath.Path(checkpoint.folder / manifest.DATA / _ITEM)
-            stored = self._handler.restore(folder, args=_restore_args(nodes, shardings))
-        arrays = {}
-        for name, node in saved.items():
-            shape, dtype = tuple(node["shape"]), np.dtype(node["dtype"])
-            if name in nodes:
-                array = stored[_escaped(name)]
+            return _read_only_file(checkpoint.only_file, nodes)
+        arrays: dict[str, Any] = {}
+        wanted: dict[str, Any] = {}
+        for name, node in nodes.items():
+            live = target.flat.leaves.get(name)
+            if not math.prod(node["shape"]):  # an empty array is not stored
+                arrays[name] = np.empty(node["shape"], node["dtype"])
+            elif live is not None and live.layout.spans:
+                wanted[_escaped(name)] = ocp.ArrayRestoreArgs(sharding=live.layout.sharding)
             else:
-                array = np.empty(shape, dtype)
-            if (array.shape, array.dtype) != (shape, dtype):
-                actual = f"{array.dtype}{list(array.shape)}"
-                raise ValueError(f"{name} is stored as {actual}, not as {dtype}{list(shape)}")
-            is_numpy = node["kind"] in ("numpy", "scalar")
-            if name in live:
-                is_numpy = live[name].layout.sharding is None
-            if isinstance(array, np.ndarray) and not is_numpy:
-                array = _placed(array, shardings.get(name))
-            arrays[name] = array
+                wanted[_escaped(name)] = ocp.RestoreArgs(restore_type=np.ndarray)
+        if wanted:
+            args = ocp.args.PyTreeRestore(
+                dict.fromkeys(wanted, 0), restore_args=wanted, partial_restore=True
+            )
+            folder = epath.Path(checkpoint.folder / manifest.DATA / _ITEM)
+            stored = self._handler.restore(folder, args=args)
+            for name in nodes.keys() - arrays.keys():
+                arrays[name] = stored[_escaped(name)]
         return arrays
 
+    def match(self, step: int, saved: Entries, like: NamedState) -> Target:
+        """See `ArrayFormat.match`.
 
-def _form(array: np.ndarray) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of an array. Memory of the same form is used for the next copy."""
-    return array.shape, array.dtype
-
-
-def _restore_args(
-    names: Iterable[str], shardings: Mapping[str, jax.sharding.Sharding | None]
-) -> ocp.args.PyTreeRestore:
-    """The arguments for Orbax: arrays with a sharding become JAX's, all other arrays NumPy's."""
-    args = {}
-    for name in names:
-        sharding = shardings.get(name)
-        if sharding is None:
-            args[_escaped(name)] = ocp.RestoreArgs(restore_type=np.ndarray)
-        else:
-            args[_escaped(name)] = ocp.ArrayRestoreArgs(sharding=sharding)
-    item = dict.fromkeys(args, 0)
-    return ocp.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
+        Args:
+            step: step of the checkpoint, for the message.
+            saved: the entries of the checkpoint.
+            like: the live values, or for a checkpoint of a Healer the state as the Healer was given
+                it, which need not be a mapping.
+        """
+        if SIDE_STATE in saved and not (isinstance(like, Mapping) and SIDE_STATE in like):
+            like = program_state_of(like).items()
+        return super().match(step, saved, like)
 
 
 def _read_only_file(path: Path, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Reads arrays from the only file of a small checkpoint; escaped name -> array."""
-    dtypes = {}
+    """Reads arrays from the only file of a small checkpoint; name -> array."""
     types = {}
     for name, node in nodes.items():
-        dtype = np.dtype(node["dtype"])
-        dtypes[name] = dtype
-        types[name] = ArrayType(dtype.name, node["shape"], dtype.itemsize)
+        types[name] = ArrayType(node["dtype"], node["shape"], np.dtype(node["dtype"]).itemsize)
     arrays = {}
     for name, stored in single_file.read_arrays(path, types).items():
-        memory = allocate(len(stored))
-        np.copyto(memory, stored)
-        arrays[_escaped(name)] = memory.view(dtypes[name]).reshape(nodes[name]["shape"])
+        array = stored.view(np.dtype(nodes[name]["dtype"])).reshape(nodes[name]["shape"])
+        arrays[name] = array.copy()
     return arrays
-
-
-def _placed(array: np.ndarray, sharding: Any) -> jax.Array:
-    """Puts an array of NumPy on the devices of a sharding, or on the default device."""
-    if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    return jax.make_array_from_callback(array.shape, sharding, lambda slices: array[slices])
 
 
 @functools.cache
@@ -416,14 +351,12 @@ def _wait_for_no_signals() -> None:
 def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node | None:
     """Encodes an array, NumPy scalar or random key. Returns None for any other value."""
     extra = {}
-    sharding = None
-    committed = True
     if isinstance(value, jax.Array):
         kind = "jax"
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
             value = jax.random.key_data(value)
-        sharding, committed = value.sharding, value.committed
+        layout = _Layout(value.shape, value.sharding, value.committed)
         parts = {}
         for piece in value.addressable_shards:
             parts[_index_of(piece.index, value.shape)] = piece.data
@@ -434,27 +367,37 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
         if isinstance(value, np.generic):
             kind = "scalar"
         value = np.asarray(value, value.dtype.newbyteorder("="))
+        layout = _Layout(value.shape)
         parts = {tuple((0, size) for size in value.shape): value}
     else:
         return None
-    dtype = np.dtype(value.dtype).name
-    name = flat.add(path, dtype, parts, _Layout(tuple(value.shape), sharding, committed))
-    node = {"name": name, "kind": kind, "dtype": dtype, "shape": list(value.shape)}
-    return {"array": node | extra}
+    dtype = value.dtype.name
+    name = flat.add(path, dtype, parts, layout)
+    return {
+        "array": {"name": name, "kind": kind, "dtype": dtype, "shape": list(value.shape)} | extra
+    }
 
 
 def _to_write(leaf: Leaf) -> Any:
-    """The array that Orbax writes: NumPy's if this process has the whole, else a sharded one."""
-    shape = leaf.layout.shape
+    """The array that Orbax writes: NumPy's, or JAX's if other processes hold a part of it."""
+    if not leaf.layout.spans:
+        return _assembled(leaf)
     sharding = leaf.layout.sharding
-    first: Any = next(iter(leaf.parts.values()), None)  # None: other processes hold all shards
-    if not leaf.layout.spans and first.shape == shape:
-        return np.asarray(first)
-    if isinstance(first, jax.Array):  # a pinned copy, which stays in host memory
-        sharding = sharding.with_memory_kind(_PINNED)
+    if any(isinstance(part, jax.Array) for part in leaf.parts.values()):
+        sharding = sharding.with_memory_kind(_PINNED)  # the copies stay in host memory
+    return _sharded(leaf, sharding)
+
+
+def _sharded(leaf: Leaf, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """An array that spans processes. Raises ValueError if other processes hold a needed part."""
+    shape = leaf.layout.shape
+    assert sharding is not None, "only a sharding spans processes"
 
     def shard(slices: Any) -> np.ndarray:
-        return np.asarray(leaf.parts[_index_of(slices, shape)])
+        saved = leaf.parts.get(_index_of(slices, shape))
+        if saved is None:  # the live sharding differs from the saved one
+            return _assembled(leaf)[slices]
+        return np.asarray(saved)
 
     return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(leaf.dtype))
 
@@ -464,7 +407,7 @@ def _assembled(leaf: Leaf) -> np.ndarray:
     shape, shards = leaf.layout.shape, leaf.parts
     first = next(iter(shards.values()))
     if first.shape == shape:
-        return first
+        return np.asarray(first)
     if sum(shard.size for shard in shards.values()) != math.prod(shape):
         raise ValueError(
             f"{leaf.name} spans several processes, and its live sharding differs: "

@@ -41,7 +41,14 @@ class CoordinatedRanks:
     def __init__(self, timeout_s: float = _TIMEOUT_S) -> None:
         self.rank = jax.process_index()
         self.world = jax.process_count()
-        self._client = coordination_client()
+        from jax._src import distributed  # no public function returns the client
+
+        self._client: Any = distributed.global_state.client
+        if self._client is None:
+            raise StoreError(
+                f"this program has {self.world} processes, which exchange data over "
+                "jax.distributed: call jax.distributed.initialize() at its start"
+            )
         self._timeout_s = timeout_s
         self._prefix = f"healcore/{next(_numbers)}"
         self._exchanges = 0
@@ -111,20 +118,3 @@ class CoordinatedRanks:
                 "every process run the same program?"
             )
             raise self._failure from error
-
-
-def coordination_client() -> Any:
-    """JAX's client of its coordination service.
-
-    Raises:
-        StoreError: the program has not called `jax.distributed.initialize`.
-    """
-    from jax._src import distributed  # no public function returns the client
-
-    client = distributed.global_state.client
-    if client is None:
-        raise StoreError(
-            f"this program has {jax.process_count()} processes, which exchange data over "
-            "jax.distributed: call jax.distributed.initialize() at its start"
-        )
-    return client

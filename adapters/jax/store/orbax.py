@@ -44,24 +44,13 @@ class _JaxStore(CheckpointStore):
             StateMismatch: the checkpoint was saved from another state.
             CheckpointNotFound: the step has no checkpoint.
         """
+        restored = super().restore(step, like)
         # Only the Healer passes healcore's own item.
         items = isinstance(like, Mapping) and SIDE_STATE in like
-        if items or not self._is_of_healer(step):
-            return super().restore(step, like)
+        if items or SIDE_STATE not in restored.state:
+            return restored
         live = program_state_of(like)
-        restored = super().restore(step, live.items())
         return restored._replace(state=live.copy_with(live.restored(restored.state)))
-
-    def _is_of_healer(self, step: int) -> bool:
-        """Whether a Healer has saved a checkpoint, by the names of its items."""
-        copy, stored = self._locate(step)
-        if copy is not None:
-            return SIDE_STATE in copy.flat.entries
-        try:
-            return bool(stored) and SIDE_STATE in stored[0].entries(self.ranks.rank)
-        # A damaged file counts as absent here, and `restore` reports it.
-        except (OSError, ValueError, LookupError):
-            return False
 
 
 class MemoryStore(_JaxStore):
