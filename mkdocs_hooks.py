@@ -52,7 +52,7 @@ TYPES = {
     "healcore.runtime.healing_report": ["HealingReport"],
     "healcore.console": ["Console"],
     "healcore.jax.signals": ["AxisName"],
-    "healcore.jax.array_leaves": ["PyTree"],
+    "healcore.jax.trees": ["PyTree"],
     "healcore.core.array_namespace": [
         "ArrayNamespace", "Float", "Int", "Flag", "Number", "Norms",
     ],

@@ -14,23 +14,17 @@ The files, for readers of the code, in the order of a step:
     protection           what `protect` does in each step, from top to bottom
     wrapped_optimizer    warns of a clip or an engine in the optimizer that `protect` wraps
     gradients            measures, scales and replaces gradients or updates
-    optimizer_numbers    numbers in the state of the optimizer, such as `b2`
+    optimizer_numbers    numbers with which an optimizer works, in its state or closed over
     update_check         whether the optimizer makes NaN of finite gradients
     signals              the signals of a step, reduced over the devices
     heal_state           `HealState`, and the engine's step on it
-    state_policy         checks that a state belongs to a policy
-    engine_rows          the numbers of an engine as one row
-    one_kernel           compiles the engine as one kernel of a CPU
     array_namespace      the array functions of the core in JAX
     clipping             clips the gradients by the decision
     commit               keeps the old state on a skip
 
-    opt_state            reads, saves and replaces the healing state in an optimizer state
-    nested_states        finds the healing state, however states are nested
-    tree_nodes           finds, reads and replaces the nodes of a tree
-    array_leaves         separates arrays from static leaves
+    opt_state            finds, reads, saves and replaces the healing state in an optimizer state
+    trees                nodes of a tree by kind or path, and its leaves that are arrays
     optax_states         moments, second iterates and placement of the states of optax
-    optimizer_constants  numbers with which the program makes an optimizer
     flax_nnx             helpers for Flax nnx
     flax_linen           helpers for Flax linen
     flax_statistics      warns of a step in Flax that keeps the statistics of a skipped step
@@ -50,7 +44,7 @@ from healcore.adapter_registry import require
 require("jax", "jax", "optax")
 
 from healcore.jax.commit import commit  # noqa: E402
-from healcore.jax.heal_state import HealState  # noqa: E402
+from healcore.jax.heal_state import HealState, HealStateError  # noqa: E402
 from healcore.jax.opt_state import (  # noqa: E402
     expect_change,
     from_dict,
@@ -61,7 +55,6 @@ from healcore.jax.opt_state import (  # noqa: E402
     with_heal_state,
     without_heal_state,
 )
-from healcore.jax.state_policy import HealStateError  # noqa: E402
 from healcore.jax.transform import heal, heal_zclip, protect, scale_by_heal_lr  # noqa: E402
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from healcore.core import numerics
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine
 from healcore.jax import gradients, heal_state
-from healcore.jax.array_leaves import PyTree
 from healcore.jax.heal_state import HealState
 from healcore.jax.signals import Axes
+from healcore.jax.trees import PyTree
 
 
 def clip(
@@ -70,7 +70,7 @@ def _clip_as_optax(
         max_norm = numerics.shortest_decimal(np.float32(max_norm))
     is_limited = None
     if engine.limits_norm:
-        is_limited = heal_state.has_norm_limit(engine, state)
+        is_limited = heal_state.has_norm_limit(state)
     return gradients.clip_as_optax(updates, measured, max_norm, decision.grad_scale, is_limited)
 
 

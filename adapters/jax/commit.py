@@ -50,8 +50,8 @@ import numpy as np
 from jax.extend import core as jex
 
 from healcore.core.errors import CommitError
-from healcore.jax.array_leaves import PyTree
 from healcore.jax.gradients import is_traced
+from healcore.jax.trees import PyTree
 
 State = TypeVar("State")
 Leaf: TypeAlias = Any

@@ -10,7 +10,7 @@ from flax import nnx
 from healcore.core.decision import Decision
 from healcore.jax import opt_state
 from healcore.jax.commit import commit
-from healcore.jax.tree_nodes import map_nodes
+from healcore.jax.trees import map_nodes
 
 
 def snapshot(model: nnx.Module) -> Any:

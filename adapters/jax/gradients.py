@@ -19,7 +19,7 @@ import optax
 from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from healcore.jax.array_leaves import Leaf, PyTree, is_static
+from healcore.jax.trees import Leaf, PyTree, is_static
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

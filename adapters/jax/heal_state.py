@@ -1,21 +1,22 @@
 """`HealState`: the healing part of an optimizer state, and what a step does with it.
 
-The engine works on an `EngineState`, a tree of some fifty numbers. An optimizer state holds a
-`HealState` instead, which packs these numbers into the first row of one array, because each array
-costs a compiled step time (`engine_rows`):
+The engine works on an `EngineState`, a tree of some eighty numbers. Each array of an optimizer
+state costs a jitted step 2 to 5 us, and the whole step of a small model takes 100. So the numbers
+stand in one array, in the order in which JAX flattens the tree, floats by their bits:
 
     HealState --unpack--> EngineState --Engine.step--> EngineState --pack--> HealState
                                    ^                |
                            Signals of the step      Decision, which the transformation enforces
 
 All of this is traced into the user's step (`step`). Outside of it, the Healer and the public
-functions of `healcore.jax` read and replace the state: `engine_state` unpacks it to NumPy, and
-`with_engine_state` packs a changed one. A HealState carries no policy, only the policy's
-fingerprint, so each of them takes the engine, and checks that the state belongs to it.
+functions of `healcore.jax` read and replace the state. A HealState carries no policy, only the
+policy's fingerprint. So a function that needs the whole `EngineState` takes the engine, and checks
+that the state belongs to it. What every policy has comes first in the array, and is read without.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,27 +25,38 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.experimental.xla_metadata import set_xla_metadata
 
+from healcore.console import first_of
 from healcore.core.decision import Decision
-from healcore.core.engine import Engine, EngineState, StateError, neutral
+from healcore.core.engine import Engine, EngineConfig, EngineState, StateError, neutral
+from healcore.core.engine.config import config_differences
+from healcore.core.engine.state import record_numbers
+from healcore.core.errors import HealcoreError, exported_by
 from healcore.core.signals import Signals
-from healcore.core.step_record import record_metrics
+from healcore.core.step_record import RECORD_FIELDS, record_metrics
 from healcore.core.trees import map_leaves
-from healcore.jax import engine_rows
-from healcore.jax.array_leaves import PyTree
 from healcore.jax.array_namespace import JAX
-from healcore.jax.engine_rows import RowLayout
 from healcore.jax.gradients import compiled
-from healcore.jax.one_kernel import is_one_kernel, one_kernel
-from healcore.jax.state_policy import (
-    check_policy,
-    fingerprint_columns,
-    no_heal_state_error,
-    remember_policy,
-)
+from healcore.jax.trees import PyTree
+from healcore.policy.loader import engine_of, name_of
 
 DEFAULT_RECORDS = 64
 """Default number of steps whose records a HealState has."""
+
+
+@exported_by("healcore.jax")
+class HealStateError(HealcoreError, ValueError):
+    """An optimizer state has no healing state, several, or one of another policy.
+
+    The usual reasons are an optimizer that was made without healcore, a policy of `Healer` that
+    differs from the policy of `protect`, and a step that returned a part of its state. The message
+    says which, and what to write instead.
+    """
+
+    differences: str = ""
+    """What differs between a new state and the first state, for the run's line about a changed
+    model. Empty if something else is wrong."""
 
 
 class HealState(NamedTuple):
@@ -62,11 +74,12 @@ class HealState(NamedTuple):
     """
 
     heal_engine: jax.Array
-    """int32 (1 + records, n): a row with the numbers of the core's EngineState and of the last
-    decision, and the rows of the last steps, see `engine_rows`. A dispatch (`lax.scan` over steps)
-    has at most `records` steps."""
+    """int32 (n,): the numbers of `_Packed`, floats by their bits."""
     heal_windows: tuple[jax.Array, ...]
-    """The arrays of the EngineState, such as the last norms of a rule. Empty for `default`."""
+    """The arrays of `_Packed`, such as the last norms of a rule. Empty for `default`."""
+    heal_records: jax.Array
+    """int32 (records, 16): `RECORD_FIELDS` of the last steps, for the Healer. Step i is in row
+    ``(i - 1) % records``. A dispatch (`lax.scan` over steps) has at most `records` steps."""
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
     caller passes `grad_norm`. It is only for reports: decisions do not depend on it."""
@@ -105,33 +118,133 @@ class ScaleByHealLrState(NamedTuple):
     """The learning-rate multiplier, float32 0-d in (0, 1]."""
 
 
+# -- the engine's state as one array ------------------------------------------------------------
+
+
+class _Packed(NamedTuple):
+    """What `HealState.heal_engine` and `HealState.heal_windows` hold.
+
+    All fields except the last have the same numbers for each policy.
+    """
+
+    fingerprint: Any
+    """`Engine.fingerprint` as two integers, or zeros for a policy whose numbers are arrays."""
+    edit: Any
+    """Number of the Healer's last edit."""
+    has_loss: Any
+    """Whether a loss was finite."""
+    decision: Decision
+    """The decision of the last step as it was to be enforced, without `group_scale`."""
+    engine: EngineState
+    """The state without the fields in `learnt`."""
+    learnt: tuple[Any, ...] = ()
+    """The fields `clip`, `detectors` and `rules` of the state, which follow from the policy."""
+
+
+def _packed(engine: EngineState, decision: Decision, **others: Any) -> _Packed:
+    """The form of a state in which its parts that depend on the policy come last."""
+    return _Packed(
+        decision=decision._replace(group_scale=None),
+        engine=engine._replace(clip=None, detectors=(), rules=()),
+        learnt=(engine.clip, engine.detectors, engine.rules),
+        **others,
+    )
+
+
+def _first(engine: Engine, tensors: int | None) -> _Packed:
+    """The numbers and arrays before the first step, in NumPy."""
+    digits = engine.fingerprint or _NO_FINGERPRINT
+    return _packed(
+        engine.init(groups=tensors or 0),
+        neutral(),
+        fingerprint=tuple(np.frombuffer(bytes.fromhex(digits), ">i4").astype(np.int32)),
+        edit=np.zeros((), np.int32),
+        has_loss=np.zeros((), bool),
+    )
+
+
+_NO_FINGERPRINT = "0" * 16
+"""Fingerprint in the state of a policy whose numbers are arrays."""
+_ANY_POLICY = _first(Engine(EngineConfig()), None)._replace(learnt=())
+"""The numbers that come first in the array, whatever the policy is."""
+_PLACES: _Packed = jax.tree.unflatten(
+    jax.tree.structure(_ANY_POLICY), range(len(jax.tree.leaves(_ANY_POLICY)))
+)
+"""The index of each of these numbers in the array."""
+
+
+def _pack(tree: PyTree) -> tuple[Any, tuple[Any, ...]]:
+    """Packs a tree of int32, float32 and bool arrays: its numbers as int32 (n,), and its arrays.
+
+    Traced numbers become a chain of selections, which XLA compiles as one kernel. It makes a kernel
+    of each number of a concatenation.
+    """
+    leaves = jax.tree.leaves(tree)
+    numbers = []
+    for leaf in leaves:
+        if not leaf.ndim:
+            is_float = leaf.dtype == np.float32
+            numbers.append(leaf.view(np.int32) if is_float else leaf.astype(np.int32))
+    arrays = tuple(leaf for leaf in leaves if leaf.ndim and leaf.size)
+    if not any(isinstance(number, Tracer) for number in numbers):
+        return np.array(numbers, np.int32), arrays
+    vector = jnp.zeros(len(numbers), jnp.int32)
+    index = lax.iota(np.int32, len(numbers))
+    for i, number in enumerate(numbers):
+        vector = lax.select(index == i, lax.broadcast(number, vector.shape), vector)
+    return vector, arrays
+
+
+def _unpack(template: PyTree, vector: Any, arrays: Sequence[Any] = ()) -> Any:
+    """Makes the tree of a vector that begins with its numbers; the reverse of `_pack`.
+
+    Args:
+        template: a tree with the structure, dtypes and shapes of the result, in NumPy.
+        vector: int32 (n,) of NumPy, or (..., n) of JAX.
+        arrays: the tree's arrays with elements.
+    """
+    leaves, structure = jax.tree.flatten(template)
+    if isinstance(vector, np.ndarray):
+        numbers = map(np.asarray, vector)
+    else:
+        numbers = iter(jnp.unstack(vector, axis=-1))
+    remaining = iter(arrays)
+    found = []
+    for leaf in leaves:
+        if leaf.ndim:
+            found.append(next(remaining) if leaf.size else leaf)
+        elif leaf.dtype == np.float32:
+            found.append(next(numbers).view(np.float32))
+        else:
+            found.append(next(numbers).astype(leaf.dtype))
+    return structure.unflatten(found)
+
+
+# -- in the step --------------------------------------------------------------------------------
+
+
 def init(engine: Engine, leaves: int, records: int) -> HealState:
     """Makes the state before the first step, for ``tx.init(params)``.
 
     Args:
         engine: the engine of the policy.
         leaves: number of tensors with a gradient.
-        records: number of steps whose rows the state holds, at least the steps of one dispatch.
+        records: number of steps whose records the state holds, at least the steps of one dispatch.
 
     Returns:
-        The HealState, with a neutral decision and the engine's initial numbers in each row.
+        The HealState, with a neutral decision and the engine's initial numbers.
     """
-    remember_policy(engine)
-    tensors = None
-    if engine.per_tensor:
-        tensors = leaves
-    first = engine.init(groups=tensors or 0)
-    layout = RowLayout.of(engine, tensors)
-    decision = neutral(groups=tensors)
-    row = layout.pack([*fingerprint_columns(engine), 0, 0], first, decision, np)
-    group_scale = decision.group_scale
-    if group_scale is not None:
-        group_scale = jnp.asarray(group_scale)
+    if engine.fingerprint is not None:
+        _policies[engine.fingerprint] = engine.config
+    tensors = leaves if engine.per_tensor else None
+    first = _first(engine, tensors)
+    vector, windows = _pack(first)
     return HealState(
-        jnp.tile(row, (1 + records, 1)),
-        tuple(map(jnp.asarray, layout.windows_of(first))),
+        jnp.asarray(vector),
+        tuple(map(jnp.asarray, windows)),
+        jnp.asarray(_same_records(first.engine, records)),
         jnp.zeros((leaves,), jnp.float32),
-        group_scale,
+        None if tensors is None else jnp.ones((tensors,), jnp.float32),
     )
 
 
@@ -176,63 +289,103 @@ def _step(
     policy: Any, arrays: list[Any], state: HealState, signals: Signals, leaf_norms: jax.Array | None
 ) -> tuple[HealState, Decision]:
     """Judges one step. `policy` is the hashable part of the engine, `arrays` the other part."""
-    row, windows, number, decision = _judge_in_one_kernel(
-        policy,
-        _tensors(state),
-        arrays,
-        engine_rows.current_row(state.heal_engine),
-        state.heal_windows,
-        signals,
+    vector, windows, record, step, decision = _judge_in_one_kernel(
+        policy, _tensors(state), arrays, state.heal_engine, state.heal_windows, signals
     )
-    if not is_one_kernel():
-        # XLA would compute them, and with them the engine, again in the kernel of each tensor.
-        decision = decision._replace(
-            skip=JAX.shared(decision.skip),
-            grad_scale=JAX.shared_float(decision.grad_scale),
-            lr_scale=JAX.shared_float(decision.lr_scale),
-        )
+    # XLA would compute them, and with them the engine, again in the kernel of each tensor.
+    decision = decision._replace(
+        skip=JAX.shared(decision.skip),
+        grad_scale=JAX.shared_float(decision.grad_scale),
+        lr_scale=JAX.shared_float(decision.lr_scale),
+    )
+    records = state.heal_records
+    count = np.int32(len(records))
+    # A Python number would be an int64 where the program has enabled x64.
+    place = (lax.rem(step + (count - 1), count), np.int32(0))
+    records = lax.dynamic_update_slice(records, record[None], place, allow_negative_indices=False)
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == norms.shape:
         norms = leaf_norms
-    rows = engine_rows.with_row(state.heal_engine, row, number)
-    return HealState(rows, windows, norms, decision.group_scale), decision
+    return HealState(vector, windows, records, norms, decision.group_scale), decision
 
 
-def _judge_row(
-    policy: Any, tensors: int | None, arrays: list[Any], row: Any, windows: Any, signals: Signals
-) -> tuple[jax.Array, tuple[Any, ...], jax.Array, Decision]:
-    """The new row, the new windows, the number of the step, and the decision to enforce."""
+def _judge(
+    policy: Any, tensors: int | None, arrays: list[Any], vector: Any, windows: Any, signals: Signals
+) -> tuple[Any, ...]:
+    """The new arrays of the state, the record and number of the step, the decision to enforce."""
     structure, rest, limits_norm = policy
     left = iter(arrays)
-    leaves = []
-    for leaf in rest:
-        if leaf is None:
-            leaf = next(left)
-        leaves.append(leaf)
-    config = structure.unflatten(leaves)
+    config = structure.unflatten([next(left) if leaf is None else leaf for leaf in rest])
     engine = Engine(config, limits_norm=limits_norm)
-    layout = RowLayout.of(engine, tensors)
-    new, decision = engine.step(layout.unpack(row, windows), signals, xp=JAX)
+    packed: _Packed = _unpack(_first(engine, tensors), vector, windows)
+    new, decision = engine.step(_engine_state(packed), signals, xp=JAX)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
-    tensors_of_template = None
-    if decision.group_scale is not None:
-        tensors_of_template = 1
-    template = neutral(groups=tensors_of_template)
-    decision = map_leaves(_as_dtype_of, template, decision)
-    head = list(jnp.unstack(row[: engine_rows.HEAD_SIZE]))
+    template = neutral(groups=None if decision.group_scale is None else 1)
+    decision = map_leaves(lambda like, leaf: jnp.asarray(leaf, like.dtype), template, decision)
+    has_loss = packed.has_loss
     if signals.loss is not None:
-        head[engine_rows.LOSS_SEEN] |= jnp.isfinite(signals.loss)
-    return layout.pack(head, new, decision, jnp), layout.windows_of(new), new.step, decision
+        has_loss |= jnp.isfinite(signals.loss)
+    vector, windows = _pack(
+        _packed(new, decision, fingerprint=packed.fingerprint, edit=packed.edit, has_loss=has_loss)
+    )
+    return vector, windows, _pack(record_numbers(new))[0], new.step, decision
 
 
-def _as_dtype_of(template: Any, leaf: Any) -> jax.Array:
-    """A leaf of the decision with the dtype of the same leaf of a neutral decision."""
-    return jnp.asarray(leaf, template.dtype)
+def _engine_state(packed: _Packed) -> EngineState:
+    """The whole EngineState, the reverse of `_packed`."""
+    clip, detectors, rules = packed.learnt
+    return packed.engine._replace(clip=clip, detectors=detectors, rules=rules)
 
 
-_judge_in_one_kernel = one_kernel(_judge_row, static=(0, 1))
+def one_kernel(function: Callable[..., Any], *, static: tuple[int, ...] = ()) -> Any:
+    """Compiles a function of numbers and short vectors as one kernel, where the device is a CPU.
+
+    XLA makes a kernel of every few operations, and compiles each for about 10 ms. The engine of
+    `default` adds 0.4 s to the compilation of a step then, and 0.17 s as one kernel; `pretraining`
+    1.2 s and 0.5 s (Intel, 2 cores; a step of adamw with a fixed clip takes 0.2 s). XLA has no
+    public way to ask for one function. It compiles short loops of its own so, and marks them by
+    these attributes of the call. An XLA that does not know them compiles the function as any other.
+
+    On other platforms, and with several devices, among which XLA would have to divide the call, the
+    operations are inlined.
+
+    Args:
+        function: a pure function of JAX arrays.
+        static: positions of the arguments that are hashable values instead of arrays.
+    """
+    inlined = jax.jit(function, static_argnums=static, inline=True)
+    call = jax.jit(function, static_argnums=static)
+
+    def one(*args: Any) -> Any:
+        if jax.default_backend() != "cpu" or jax.device_count() > 1:
+            return inlined(*args)
+        with set_xla_metadata(inlineable="false", xla_cpu_small_call="true"):
+            return call(*args)
+
+    return one
+
+
+_judge_in_one_kernel = one_kernel(_judge, static=(0, 1))
+
+
+def has_norm_limit(state: HealState) -> Any:
+    """Whether a rollback has limited the gradient norm below the policy's own clip.
+
+    The value is not known while the step is traced, so the step asks on the device. A fixed clip is
+    computed by optax's own operations only while no such limit is in force.
+
+    Args:
+        state: the state, traced or not.
+
+    Returns:
+        bool 0-d, traced if the state is.
+    """
+    return state.heal_engine[_PLACES.engine.norm_limit].view(jnp.float32) != 0
+
+
+# -- between two steps --------------------------------------------------------------------------
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
@@ -249,39 +402,17 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
         HealStateError: the state is of another policy or another type.
     """
     _check(engine, state)
-    rows, windows = state.heal_engine, state.heal_windows
-    if isinstance(rows, Tracer):
-        row = engine_rows.current_row(rows)
-    else:
-        rows, windows = jax.device_get((rows, windows))
-        row = rows[0]
-    return RowLayout.of(engine, _tensors(state)).unpack(row, windows)
-
-
-def has_norm_limit(engine: Engine, state: HealState) -> Any:
-    """Whether a rollback has limited the gradient norm below the policy's own clip.
-
-    The value is not known while the step is traced, so the step asks on the device. A fixed clip is
-    computed by optax's own operations only while no such limit is in force.
-
-    Args:
-        engine: the engine of the policy.
-        state: the state, traced or not.
-
-    Returns:
-        bool 0-d, traced if the state is.
-    """
-    layout = RowLayout.of(engine, _tensors(state))
-    places: EngineState = layout.structure.unflatten(range(len(layout.leaves)))
-    bits = state.heal_engine[0, layout.column(places.norm_limit)]
-    return lax.bitcast_convert_type(bits, jnp.float32) != 0
+    vector, windows = state.heal_engine, state.heal_windows
+    if not isinstance(vector, Tracer):
+        vector, windows = jax.device_get((vector, windows))
+    return _engine_state(_unpack(_first(engine, _tensors(state)), vector, windows))
 
 
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
     """Replaces the EngineState, outside of `jit`, and resets the last decision to a neutral one.
 
-    The fingerprint and the number of the edit stay. The new row is also the row of its step in the
-    ring, so that a Healer reads the same numbers in both.
+    The fingerprint and the number of the edit stay. The records are those of the new state, so that
+    no record of a later step is left.
 
     Args:
         engine: the engine of the policy.
@@ -301,23 +432,33 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
             f"the saved state is of {len(saved)} tensors, and this optimizer's state is of "
             f"{tensors}: it belongs to a model with other tensors; start from a fresh state"
         )
-    layout = RowLayout.of(engine, tensors)
-    decision = neutral(groups=tensors)
-    row = layout.pack([0, 0, 0, new.last.loss != 0], new, decision, np)
-    rows = state.heal_engine
-    # An indexed update fails outside of jit on a mesh of several processes.
-    place = np.arange(len(rows))[:, None]
-    is_new = (place == 0) | (place == engine_rows.ring_row(new.step, rows))
-    # The fingerprint and the edit are not of the EngineState.
-    is_kept = np.arange(len(row)) <= engine_rows.EDIT
-    group_scale = None
-    if tensors is not None:
-        group_scale = jnp.asarray(decision.group_scale)
-    return state._replace(
-        heal_engine=jnp.where(is_new & ~is_kept, row, rows),
-        heal_windows=tuple(map(jnp.asarray, layout.windows_of(new))),
-        heal_group_scale=group_scale,
+    head = _first(engine, tensors)
+    packed = _packed(
+        new,
+        neutral(),
+        fingerprint=head.fingerprint,
+        edit=head.edit,
+        has_loss=np.asarray(new.last.loss != 0),
     )
+    vector, windows = _pack(packed)
+    # An indexed update fails outside of jit on a mesh of several processes.
+    is_kept = np.arange(len(vector)) == _PLACES.edit
+    return state._replace(
+        heal_engine=jnp.where(is_kept, state.heal_engine, vector),
+        heal_windows=tuple(map(jnp.asarray, windows)),
+        heal_records=jnp.asarray(_same_records(new, len(state.heal_records))),
+        heal_group_scale=None if tensors is None else jnp.ones((tensors,), jnp.float32),
+    )
+
+
+def _same_records(state: EngineState, count: int) -> np.ndarray:
+    """The record of a state's last step as each of its records, int32 (count, 16)."""
+    return np.tile(_pack(record_numbers(state))[0], (count, 1))
+
+
+def steps_judged(records: Any) -> Any:
+    """The number of steps that the engine has judged, in a `HealState.heal_records`."""
+    return records[..., RECORD_FIELDS.index("step")].max(-1)
 
 
 def with_change_expected(state: HealState) -> HealState:
@@ -329,7 +470,7 @@ def with_change_expected(state: HealState) -> HealState:
     Returns:
         The state with one flag set, which the next step reads and clears.
     """
-    return _with_number(state, engine_rows.CHANGE_EXPECTED, 1)
+    return _with_number(state, _PLACES.engine.change_expected, 1)
 
 
 def with_edit(state: HealState, number: int) -> HealState:
@@ -342,15 +483,19 @@ def with_edit(state: HealState, number: int) -> HealState:
         state: the state to mark.
         number: int32, higher than the number of any earlier edit of this run.
     """
-    return _with_number(state, engine_rows.EDIT, number)
+    return _with_number(state, _PLACES.edit, number)
 
 
-def _with_number(state: HealState, column: int, number: int) -> HealState:
-    """Replaces one number of row 0. The selection also works on a mesh of several processes."""
-    rows = state.heal_engine
-    here = np.zeros(rows.shape[-2:], bool)
-    here[0, column] = True
-    return state._replace(heal_engine=jnp.where(here, np.int32(number), rows))
+def edit_of(vector: np.ndarray) -> int:
+    """The number of the Healer's last edit, in a `HealState.heal_engine` in host memory."""
+    return int(vector[_PLACES.edit])
+
+
+def _with_number(state: HealState, place: Any, number: int) -> HealState:
+    """Replaces one number. The selection also works on a mesh of several processes."""
+    vector = state.heal_engine
+    is_here = np.arange(vector.shape[-1]) == place
+    return state._replace(heal_engine=jnp.where(is_here, np.int32(number), vector))
 
 
 def last_decision(state: HealState) -> Decision:
@@ -363,28 +508,27 @@ def last_decision(state: HealState) -> Decision:
         The decision in 0-d arrays, `group_scale` in (n,). Neutral before the first step and after
         `with_engine_state`.
     """
-    return engine_rows.decision_of(state.heal_engine, state.heal_group_scale)
+    decision = _unpack(_ANY_POLICY, state.heal_engine).decision
+    return decision._replace(group_scale=state.heal_group_scale)
 
 
 @jax.jit
-def metrics(rows: jax.Array) -> dict[str, jax.Array]:
+def metrics(vector: jax.Array) -> dict[str, jax.Array]:
     """The numbers of the newest step, named for a logger by `record_metrics`.
 
     The loss is NaN until the first finite loss. (The engine's state has 0 there, because a
     checkpoint with a NaN would count as bad.) One dispatch outside of a compiled step.
 
     Args:
-        rows: `HealState.heal_engine`, int32 (1 + records, n), or with a leading axis over the runs
-            of a `vmap`.
+        vector: `HealState.heal_engine`, or with a leading axis over the runs of a `vmap`.
 
     Returns:
         `heal/...` -> array 0-d, or (runs,).
     """
-    if rows.ndim > 2:  # the state has the runs of a `vmap`
-        return jax.vmap(metrics)(rows)
-    values = engine_rows.newest(rows)
-    has_loss = rows[0, engine_rows.LOSS_SEEN] != 0
-    values["loss"] = jnp.where(has_loss, values["loss"], jnp.nan)
+    packed: _Packed = _unpack(_ANY_POLICY, vector)
+    values = dict(zip(RECORD_FIELDS, record_numbers(packed.engine), strict=True))
+    values |= packed.engine.tally._asdict()
+    values["loss"] = jnp.where(packed.has_loss, values["loss"], jnp.nan)
     return record_metrics(values)
 
 
@@ -396,9 +540,76 @@ def _tensors(state: HealState) -> int | None:
     return jnp.shape(factors)[-1]
 
 
+# -- the policy of a state ----------------------------------------------------------------------
+
+
+_policies: dict[str, EngineConfig] = {}
+"""Fingerprint -> policy of each state that this process has made, for the error of `_check`."""
+
+
 def _check(engine: Engine, state: Any) -> None:
-    """Raises HealStateError unless the state is a HealState of this policy."""
+    """Raises HealStateError unless the state is a HealState of this policy.
+
+    Compares the shapes, and the fingerprint unless the state is traced.
+    """
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
-    layout = RowLayout.of(engine, _tensors(state))
-    check_policy(engine, layout, state.heal_engine, state.heal_windows)
+    vector, windows = _pack(_first(engine, _tensors(state)))
+    given = [jnp.shape(array)[-1] for array in (state.heal_engine, *state.heal_windows)]
+    made_with = None  # unknown within `jit`
+    if not isinstance(state.heal_engine, Tracer):
+        numbers = np.asarray(state.heal_engine)[..., :2].ravel()[:2]
+        made_with = numbers.astype(">i4").tobytes().hex()
+    known = made_with not in (None, _NO_FINGERPRINT) and engine.fingerprint is not None
+    is_other = known and made_with != engine.fingerprint
+    if is_other or given != [array.shape[-1] for array in (vector, *windows)]:
+        raise HealStateError(
+            "this healing state belongs to another policy or release: "
+            f"{_difference(made_with, engine)}. "
+            "Pass the same policy, clip= and other keywords to protect and to the Healer, as in "
+            "protect(tx, policy, clip=...) and Healer(policy, clip=...); for heal_zclip() write "
+            'Healer("zclip"). To continue with another policy and reset its '
+            "detectors: with_heal_state(without_heal_state(old), like=tx.init(params))"
+        )
+
+
+def no_heal_state_error(state: Any) -> HealStateError:
+    """Makes the error for a state without a healing state, which `update` cannot judge with.
+
+    Args:
+        state: what the program has passed to `update`, usually a state of the bare optimizer.
+    """
+    return HealStateError(
+        f"this optimizer state ({type(state).__name__}) belongs to an optimizer without healcore, "
+        "or to another chain: an optimizer with protect(), heal() or heal_zclip() starts with its "
+        "own tx.init(params). To continue from the moments of a bare or clipped optimizer: "
+        "opt_state = with_heal_state(old_opt_state, like=tx.init(params))"
+    )
+
+
+def _difference(made_with: str | None, engine: Engine) -> str:
+    """What differs between the policy of a state, by its fingerprint, and the engine's policy."""
+    here = _policy_text(engine.fingerprint)
+    if made_with == engine.fingerprint:
+        return f"its policy has the same numbers as the one passed here, {here}"
+    text = f"the policy that made it is {_policy_text(made_with)}, the policy passed here is {here}"
+    theirs = _policies.get(made_with or "")
+    name = name_of(made_with)
+    if theirs is None and name is not None:
+        theirs = engine_of(name).config
+    if theirs is None or (name is not None and name_of(engine.fingerprint) is not None):
+        return text  # both are presets, whose names say enough
+    differences = config_differences(theirs, engine.config)
+    if not differences:
+        return text
+    return f"{text}; they differ in {first_of(differences, 5, '; ')}"
+
+
+def _policy_text(fingerprint: str | None) -> str:
+    """The name of a preset, or what else is known of a policy."""
+    if fingerprint in (None, _NO_FINGERPRINT):
+        return "an unknown one"
+    name = name_of(fingerprint)
+    if name:
+        return f'"{name}"'
+    return f"your own or a changed one (fingerprint {fingerprint[:8]})"

@@ -17,11 +17,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from healcore.jax.array_leaves import Leaf, PyTree
 from healcore.jax.gradients import is_gradient
-from healcore.jax.heal_state import HealState, ScaleByHealLrState
-from healcore.jax.state_policy import HealStateError
-from healcore.jax.tree_nodes import map_nodes, node_at, nodes
+from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
+from healcore.jax.trees import Leaf, PyTree, map_nodes, node_at, nodes
 
 State = TypeVar("State")
 

@@ -32,19 +32,16 @@ from healcore.jax import (
     flax_statistics,
     gradients,
     heal_state,
-    optimizer_constants,
     optimizer_numbers,
     update_check,
 )
-from healcore.jax.array_leaves import PyTree, arrays_of, with_arrays
 from healcore.jax.clipping import clip
 from healcore.jax.commit import Step, step_or_keep
-from healcore.jax.heal_state import HealState, ProtectState, ScaleByHealLrState
+from healcore.jax.heal_state import HealState, ProtectState, ScaleByHealLrState, no_heal_state_error
 from healcore.jax.optax_states import check_second_iterates, replicate_over_mesh, reset_moments
 from healcore.jax.optimizer_numbers import injected_rates
 from healcore.jax.signals import Axes, count_leaves, make_signals, split_keywords
-from healcore.jax.state_policy import no_heal_state_error
-from healcore.jax.tree_nodes import map_nodes, nodes
+from healcore.jax.trees import PyTree, arrays_of, map_nodes, nodes, with_arrays
 from healcore.jax.wrapped_optimizer import warn_if_healed
 
 
@@ -125,7 +122,7 @@ class Protection:
         inner_state = self.inner.init(params)
         warn_if_healed(inner_state)
         optimizer_numbers.warn_if_rounded(self.inner.init, params, inner_state)
-        optimizer_constants.remember(self.inner.update, arrays_of(params), inner_state)
+        optimizer_numbers.remember(self.inner.update, arrays_of(params), inner_state)
         if self.scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
         healing = heal_state.init(self.engine, count_leaves(params), self.records)

@@ -17,9 +17,9 @@ import numpy as np
 
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
-from healcore.jax.array_leaves import PyTree
 from healcore.jax.array_namespace import JAX
 from healcore.jax.gradients import both_norms, gradient_leaves
+from healcore.jax.trees import PyTree
 
 AxisName = str | tuple[str, ...] | None
 """A name of a mesh axis, several names, or None for no axis."""

@@ -20,12 +20,12 @@ import optax
 
 from healcore.core.engine import Engine
 from healcore.jax import flax_statistics, gradients, heal_state
-from healcore.jax.array_leaves import PyTree
 from healcore.jax.clipping import clip
 from healcore.jax.heal_state import DEFAULT_RECORDS, HealState, ScaleByHealLrState
 from healcore.jax.optax_states import replicate_over_mesh
 from healcore.jax.protection import Protection, keywords_of
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
+from healcore.jax.trees import PyTree
 from healcore.jax.wrapped_optimizer import warn_if_clipped
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.overrides import check_spelling

@@ -13,9 +13,8 @@ from typing import Any
 
 import optax
 
-from healcore.jax.array_leaves import PyTree
 from healcore.jax.heal_state import HealState
-from healcore.jax.tree_nodes import nodes
+from healcore.jax.trees import PyTree, nodes
 
 _CLIP = "clip_by_global_norm.<locals>."
 """Beginning of the name of the functions that `optax.clip_by_global_norm` makes."""

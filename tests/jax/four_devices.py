@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
-from healcore.jax.nested_states import find
+from healcore.jax.opt_state import find
 from tests.jax import policies
 
 MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

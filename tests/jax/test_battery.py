@@ -11,7 +11,7 @@ import pytest
 
 from healcore.core.clipping import ZClipConfig
 from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
-from healcore.jax.nested_states import find
+from healcore.jax.opt_state import find
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, avals
 from tests.jax.processes import Program

@@ -13,8 +13,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import healcore
 from healcore.core.step_record import unpack_record
-from healcore.jax import engine_rows, protect
-from healcore.jax.nested_states import find
+from healcore.jax import protect
+from healcore.jax.heal_state import steps_judged
+from healcore.jax.opt_state import find
 from healcore.jax.store import MemoryStore, OrbaxStore
 from healcore.runtime.store.checkpoints import Keep
 from tests.open_run import run_of
@@ -102,8 +103,8 @@ def program(kind: str) -> tuple[Any, Any, Any, list[None]]:
         (_, loss), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
         updates, state = tx.update(grads, state, params, value=loss)
         heal = find(state)
-        ring = engine_rows.records(heal.heal_engine)
-        last = (engine_rows.steps_judged(heal.heal_engine) - 1) % len(ring)
+        ring = heal.heal_records
+        last = (steps_judged(ring) - 1) % len(ring)
         return optax.apply_updates(params, updates), state, ring[last]
 
     return None if kind == "alone" else mesh_of(kind), tx, step, traces

@@ -19,7 +19,7 @@ from healcore.core.engine.state import FROZEN
 from healcore.core.signals import Signals
 from healcore.core.trees import map_leaves
 from healcore.jax.array_namespace import JAX
-from healcore.jax.one_kernel import one_kernel
+from healcore.jax.heal_state import one_kernel
 from healcore.torch.array_namespace import Namespace
 from tests.core import fuzz
 from tests.core.engine_runner import recorded, scalars

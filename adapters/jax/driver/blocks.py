@@ -34,11 +34,10 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.console import first_of
-from healcore.jax.array_leaves import Leaf, PyTree, is_array, is_number
 from healcore.jax.driver.engine_readings import BlockRecords, block_records
 from healcore.jax.driver.step_reader import any_replaced
-from healcore.jax.state_policy import HealStateError
-from healcore.jax.tree_nodes import Path, node_at
+from healcore.jax.heal_state import HealStateError
+from healcore.jax.trees import Leaf, Path, PyTree, is_array, is_number, node_at
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
 """(state, number of the update) -> (state, outputs), as for `lax.scan`."""

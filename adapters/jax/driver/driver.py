@@ -13,8 +13,7 @@ import optax
 from healcore.core.engine import Engine
 from healcore.core.engine.state import UNKNOWN_RATE
 from healcore.core.numerics import shortest_decimal
-from healcore.jax import heal_state, optimizer_constants
-from healcore.jax.array_leaves import PyTree
+from healcore.jax import heal_state, optimizer_numbers
 from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import Scan, ScanPrograms, Update
 from healcore.jax.driver.edits import Edits
@@ -31,12 +30,11 @@ from healcore.jax.driver.program_state import (
 from healcore.jax.driver.step_reader import LOOP_LINE, Dispatch, StepReader, counters_of
 from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
-from healcore.jax.heal_state import HealState, ProtectState, with_change_expected
+from healcore.jax.heal_state import HealState, HealStateError, ProtectState, with_change_expected
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.optimizer_numbers import injected_hyperparameters, injected_rates
-from healcore.jax.state_policy import HealStateError
-from healcore.jax.tree_nodes import node_at, nodes
+from healcore.jax.trees import PyTree, node_at, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import Driver, Engines, NumberRange
 from healcore.runtime.program_settings import STEPPED, WEIGHTS, json_setting
@@ -397,7 +395,7 @@ class JaxDriver(Driver):
         for entry in self._engines:
             owner = node_at(tree, entry.path[:-1])
             if isinstance(owner, ProtectState):
-                constants = optimizer_constants.constants_of(owner.inner_state)
+                constants = optimizer_numbers.constants_of(owner.inner_state)
                 if constants:
                     found[f"constants of {entry.name} (optax {optax.__version__})"] = constants
         return found

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver.engines import edit_numbers, map_states
 from healcore.jax.heal_state import HealState, with_edit
+from healcore.jax.trees import PyTree
 
 
 class Edits:

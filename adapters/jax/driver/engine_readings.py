@@ -4,8 +4,8 @@ The copy begins right after a dispatch, and the host does not wait for the copy.
 begin at once, because the next dispatch may donate the state, and so delete the arrays. All arrays
 are copied as one vector, because each copy has a fixed cost:
 
-    engine A     rows (1 + records, n)   norms (k,)
-    engine B     rows (1 + records, n)   norms (m,)
+    engine A     records (r, 16)   norms (k,)
+    engine B     records (r, 16)   norms (m,)
                       |
                  _pack, one compiled function
                       v
@@ -29,10 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.step_record import RECORD_FIELDS
-from healcore.jax import engine_rows
 from healcore.jax.driver.program_state import array_of
-from healcore.jax.heal_state import HealState
+from healcore.jax.heal_state import HealState, steps_judged
 
 Result = TypeVar("Result")
 
@@ -46,7 +44,7 @@ class EngineReading(NamedTuple):
     step: int
     """Number of steps judged."""
     ring: np.ndarray
-    """The rows of the last steps: records of a block, or rows of `HealState.heal_engine`."""
+    """The records of the last steps, see `HealState.heal_records`."""
     norms: np.ndarray
     """float32 (n,): norm of each gradient leaf at the last step."""
 
@@ -58,12 +56,9 @@ class EngineReading(NamedTuple):
                 because a later step overwrites an older row.
 
         Returns:
-            int32 (``len(RECORD_FIELDS)``,), floats by their bits, see `engine_rows.records`.
+            int32 (16,), floats by their bits, see `unpack_record`.
         """
-        row = self.ring[(step - 1) % len(self.ring)]
-        if len(row) == len(RECORD_FIELDS):
-            return row
-        return engine_rows.record(row)
+        return self.ring[(step - 1) % len(self.ring)]
 
 
 Readings = Callable[[], list[list[EngineReading]]]
@@ -109,7 +104,7 @@ def start_read(states: Sequence[HealState]) -> Readings:
     """
     arrays = []
     for state in states:
-        arrays.append((array_of(state.heal_engine), array_of(state.heal_leaf_norms)))
+        arrays.append((array_of(state.heal_records), array_of(state.heal_leaf_norms)))
     if _are_ready(arrays):
         engines = []
         for rows, norms in arrays:
@@ -147,8 +142,8 @@ def _are_ready(arrays: list[tuple[Any, Any]]) -> bool:
 
 
 def _reading_of(rows: np.ndarray, norms: np.ndarray) -> EngineReading:
-    """The reading of a `HealState.heal_engine` and of the norms of its tensors."""
-    return EngineReading(int(engine_rows.steps_judged(rows)), rows[1:], norms)
+    """The reading of a `HealState.heal_records` and of the norms of its tensors."""
+    return EngineReading(int(steps_judged(rows)), rows, norms)
 
 
 class EngineRecords(NamedTuple):
@@ -161,7 +156,7 @@ class EngineRecords(NamedTuple):
     step: Any
     """int32 (updates,): number of steps judged after each update."""
     rows: Any
-    """int32 (updates, records, n): the ring after each update, see `engine_rows.records`."""
+    """int32 (updates, records, n): `HealState.heal_records` after each update."""
     norms: Any
     """float32 (updates, leaves): norm of each gradient at the last step of each update."""
 
@@ -183,10 +178,8 @@ def block_records(states: Sequence[HealState]) -> BlockRecords:
     """
     found = []
     for state in states:
-        rows = state.heal_engine
-        step = engine_rows.steps_judged(rows)
-        ring = engine_rows.records(rows)
-        found.append(EngineRecords(step, ring, state.heal_leaf_norms))
+        rows = state.heal_records
+        found.append(EngineRecords(steps_judged(rows), rows, state.heal_leaf_norms))
     return found
 
 

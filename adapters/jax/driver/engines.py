@@ -26,16 +26,13 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.core.engine import Engine
-from healcore.jax import engine_rows, heal_state
-from healcore.jax.array_leaves import PyTree
+from healcore.jax import heal_state
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.program_state import array_of, floating_arrays, is_floating, key_name
-from healcore.jax.heal_state import HealState, ScaleByHealLrState
-from healcore.jax.nested_states import warn_if_after_optimizer
-from healcore.jax.opt_state import without_heal_state
+from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
+from healcore.jax.opt_state import warn_if_after_optimizer, without_heal_state
 from healcore.jax.optax_states import check_second_iterates
-from healcore.jax.state_policy import HealStateError
-from healcore.jax.tree_nodes import Path, map_nodes, node_at, node_getter, nodes
+from healcore.jax.trees import Path, PyTree, map_nodes, node_at, node_getter, nodes
 from healcore.runtime.engine_names import check_engines
 
 _MASKS = (optax.MaskedState, optax.transforms.PartitionState)
@@ -186,7 +183,7 @@ def _item_of(path: Path) -> str:
 
 def _check_is_one_run(path: Path, state: HealState) -> None:
     """Raises HealStateError if a HealState has the axis of a `vmap` or `pmap` over runs."""
-    if jnp.ndim(state.heal_engine) > 2:
+    if jnp.ndim(state.heal_engine) > 1:
         raise HealStateError(
             f"the healing state at state{keystr(path)} holds "
             f"{len(state.heal_engine)} runs at once (a leading axis, from vmap or pmap), and a "
@@ -268,4 +265,4 @@ def edit_numbers(states: Sequence[HealState]) -> list[int]:
     lower number was computed from the state before the rollback, and would undo it.
     """
     arrays = jax.device_get([array_of(state.heal_engine) for state in states])
-    return [int(rows[0, engine_rows.EDIT]) for rows in arrays]
+    return [heal_state.edit_of(vector) for vector in arrays]

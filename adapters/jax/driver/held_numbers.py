@@ -15,12 +15,11 @@ import jax
 import numpy as np
 
 from healcore.jax import optimizer_numbers
-from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.program_state import key_name
 from healcore.jax.heal_state import HealState, ProtectState
-from healcore.jax.tree_nodes import Path, node_at
+from healcore.jax.trees import Path, PyTree, node_at
 from healcore.runtime.driver import NumberRange
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.jax.array_leaves import Leaf, is_number
+from healcore.jax.trees import Leaf, is_number
 
 
 def to_live_leaf(new: Leaf, live: Leaf) -> Leaf:

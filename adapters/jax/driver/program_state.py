@@ -25,13 +25,21 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.console import first_of
-from healcore.jax.array_leaves import Leaf, PyTree, arrays_of, is_number, is_static, with_arrays
 from healcore.jax.driver.leaf_forms import to_live_leaf, to_saved_leaf
-from healcore.jax.heal_state import HealState, ProtectState
+from healcore.jax.heal_state import HealState, HealStateError, ProtectState
 from healcore.jax.opt_state import with_heal_state, without_heal_state
 from healcore.jax.optax_states import is_optax_state
-from healcore.jax.state_policy import HealStateError
-from healcore.jax.tree_nodes import Path, map_nodes, nodes
+from healcore.jax.trees import (
+    Leaf,
+    Path,
+    PyTree,
+    arrays_of,
+    is_number,
+    is_static,
+    map_nodes,
+    nodes,
+    with_arrays,
+)
 
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""

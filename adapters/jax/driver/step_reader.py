@@ -45,8 +45,7 @@ from healcore.jax.driver.engine_readings import (
 )
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.program_state import array_of
-from healcore.jax.heal_state import HealState
-from healcore.jax.state_policy import HealStateError
+from healcore.jax.heal_state import HealState, HealStateError
 
 LOOP_LINE = "state = healer.update(step(healer.state, batch))"
 """The line of a training loop that starts each step from the current state, for messages."""

@@ -12,9 +12,8 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.core.signals import SignalError
-from healcore.jax.array_leaves import Leaf
 from healcore.jax.driver.program_state import ProgramState, is_donated
-from healcore.jax.tree_nodes import Path
+from healcore.jax.trees import Leaf, Path
 from healcore.runtime.driver import WeightsChanged
 from healcore.runtime.program_settings import DIGESTED
 from healcore.runtime.run.compare.loss_function import NotComparable

@@ -14,8 +14,8 @@ from jax.core import Tracer
 from healcore import Action, Healer, Hooks
 from healcore.jax import from_dict, protect, to_dict
 from healcore.jax.driver.driver import JaxDriver
-from healcore.jax.engine_rows import steps_judged
-from healcore.jax.nested_states import find
+from healcore.jax.heal_state import steps_judged
+from healcore.jax.opt_state import find
 from healcore.policy import engine_of
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.rollback.rate_limits import limit_rates
@@ -80,7 +80,7 @@ def test_steps_of_an_uneven_dispatch_before_a_rollback_are_counted_once():
             batches = x * factors[:, None, None], np.stack([y] * len(factors))
             healer.update(scan(healer.state, batches))
         assert healer.rollbacks == 1
-        assert healer.step == int(steps_judged(find(healer.state[1]).heal_engine))
+        assert healer.step == int(steps_judged(find(healer.state[1]).heal_records))
 
 
 # -- all batches of a step ------------------------------------------------------------------------

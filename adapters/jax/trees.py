@@ -1,25 +1,38 @@
-"""Finds, replaces and reads the nodes of a tree by their kind or path.
+"""Pytrees of a program: nodes found by their kind or path, and arrays without static leaves.
 
 A user's state nests optimizer states in any way: chains, masks, partitions, dataclasses. healcore
 finds its own states in it by their class, and reaches them again by their path.
+
+The fields of an Equinox module are leaves, and its activation functions are among them. `jit`
+raises an error for such a tree, a checkpoint cannot hold a function, and optax has no moment for
+it. So a tree is split: its arrays go through JAX, and everything else stays as the program has
+written it.
+
+    arrays = arrays_of(model)  # as equinox.filter(model, equinox.is_inexact_array_like)
+    model = with_arrays(model, new_arrays)  # as equinox.combine(new_arrays, model)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import jax
 from jax.tree_util import FlattenedIndexKey, default_registry
 
-from healcore.jax.array_leaves import PyTree
-
 Tree = TypeVar("Tree")
+PyTree = Any
+"""A pytree of arrays and other leaves, for which JAX has no type."""
+Leaf = Any
+"""A leaf of a pytree: an array, traced or not, a number or any object."""
 Path = tuple[Any, ...]
 """Keys of `jax.tree_util` that lead from the root of a tree to a node."""
 Kind = type | tuple[type, ...] | Callable[[Any], bool]
 """A class, a tuple of classes, or a predicate of nodes."""
+
+
+# -- nodes -----------------------------------------------------------------------------------------
 
 
 def nodes(kind: Kind, tree: PyTree) -> list[tuple[Path, PyTree]]:
@@ -113,3 +126,83 @@ def _getter_of(key: Any) -> Callable[[Any], Any]:
     if hasattr(key, "key"):
         return itemgetter(key.key)
     return itemgetter(key.idx)
+
+
+# -- leaves ----------------------------------------------------------------------------------------
+
+
+def is_number(leaf: Leaf) -> bool:
+    """Whether a leaf is a Python number or bool.
+
+    A compiled step returns such a leaf as an array, and a checkpoint stores it as one.
+
+    Args:
+        leaf: a leaf of any pytree.
+    """
+    return type(leaf) in (bool, int, float, complex)
+
+
+def is_array(leaf: Leaf) -> bool:
+    """Whether a leaf is an array, a traced array or a number of NumPy.
+
+    A class such as `jnp.float32` has a dtype too, and is not an array.
+
+    Args:
+        leaf: a leaf of any pytree.
+    """
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
+
+
+def is_static(leaf: Leaf) -> bool:
+    """Whether a leaf is neither an array nor a number, so that no checkpoint holds it.
+
+    Such leaves are functions, names and objects. They stay as the program has made them.
+
+    Args:
+        leaf: a leaf of any pytree.
+    """
+    return not (is_array(leaf) or is_number(leaf))
+
+
+def arrays_of(tree: Tree) -> Tree:
+    """Replaces each static leaf by None. All other leaves keep their paths.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The tree that `jit`, a checkpoint and optax accept. The same object if no leaf is static.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if not any(map(is_static, leaves)):
+        return tree
+    kept = []
+    for leaf in leaves:
+        if is_static(leaf):
+            kept.append(None)
+        else:
+            kept.append(leaf)
+    return structure.unflatten(kept)
+
+
+def with_arrays(tree: Tree, arrays: PyTree) -> Tree:
+    """Combines the static leaves of a tree with other arrays; the inverse of `arrays_of`.
+
+    Args:
+        tree: the tree whose static leaves are kept.
+        arrays: a tree of the form of `arrays_of(tree)`, such as the result of a compiled step.
+
+    Returns:
+        A tree of the form of `tree`. `arrays` itself if no leaf is static.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if not any(map(is_static, leaves)):
+        return arrays
+    new: Iterator[Leaf] = iter(jax.tree.leaves(arrays))
+    joined = []
+    for leaf in leaves:
+        if is_static(leaf):
+            joined.append(leaf)
+        else:
+            joined.append(next(new))
+    return structure.unflatten(joined)
