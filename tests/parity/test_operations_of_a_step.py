@@ -53,7 +53,7 @@ def test_the_engine_has_the_committed_number_of_equations(preset: str):
     assert 0.8 * committed <= found <= 1.1 * committed, found
 
 
-STEPS = {"default": 289, "pretraining": 1044, "zclip": 319}
+STEPS = {"default": 667, "pretraining": 1686, "zclip": 682}
 """Primitives that `protect(optax.adamw(...), preset)` adds to AdamW's own 43, for two tensors."""
 
 
@@ -70,10 +70,10 @@ def test_a_protected_step_has_the_committed_number_of_equations(preset: str):
     assert 0.8 * STEPS[preset] <= found <= 1.1 * STEPS[preset], found
 
 
-def test_the_healing_state_of_default_is_two_arrays():
+def test_the_healing_state_of_default_is_three_arrays():
     """Each array costs a jitted step 2 to 5 us."""
     state = protect(optax.sgd(0.1), "default").init({"w": jnp.ones(3)})
-    assert len(jax.tree.leaves(state)) == 2
+    assert len(jax.tree.leaves(state)) == 3
 
 
 @pytest.mark.parametrize("preset", COUNTS)
