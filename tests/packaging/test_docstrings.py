@@ -58,7 +58,7 @@ WITHOUT_MEMBERS = {"Enum", "Generic", "NamedTuple", "Protocol", "TypedDict"}
 FILE_TYPES = {"json", "jsonl", "lock", "pt"}
 OTHER_NAMES = {
     # JAX, optax
-    "DictKey", "b2", "cond", "inference", "pmap", "pmean", "pprof", "shard_map",
+    "DictKey", "b2", "cond", "inference", "pmap", "pmean", "pprof", "shard_map", "vmap",
     # torch and its data loaders
     "DistributedSampler", "StatefulDataLoader", "collate_fn", "init_process_group", "no_sync",
     "unscale_",
