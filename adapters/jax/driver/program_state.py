@@ -85,7 +85,7 @@ class ProgramState:
     def read(self) -> PyTree:
         """The state as a pytree of arrays, with optax's own state types. Copies nothing.
 
-        Static leaves, such as the functions of an Equinox module, are None, see `array_leaves`.
+        Static leaves, such as the functions of an Equinox module, are None, see `trees`.
         """
         if self._has_static:
             return arrays_of(self.state)
