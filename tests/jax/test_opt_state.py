@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pickle
 import warnings
 
 import jax
@@ -179,9 +178,3 @@ def test_a_forgotten_loss_is_reported_once_and_is_nan_in_the_metrics(make):
         _, state = update(PARAMS, state, PARAMS)
     assert np.isnan(metrics(state)["heal/loss"])
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
-
-
-def test_a_state_that_an_earlier_release_has_pickled_is_found():
-    """The class was defined in `transform`, and a pickle names the module of a class."""
-    saved = pickle.loads(b"chealcore.jax.transform\nProtectState\n.")
-    assert saved is type(protect(optax.sgd(0.1)).init(jnp.ones(2)))
