@@ -4,10 +4,7 @@ driver              `TorchDriver`, which the Healer calls
 attaching           heals the optimizers of the state
 pending_step        one optimizer that is followed, and its steps that were not read yet:
 accumulation          the gradients since the last step
-layer_buffers         the buffers that a skipped step restores, of two kinds:
-batch_statistics        the buffers of torch's norm layers, which every step writes
-written_buffers         the floating buffers of other layers
-unsaved_buffers     the buffers that `state_dict()` leaves out, for a checkpoint
+buffers             what a forward pass writes into buffers: restored after a skip, and saved
 gradient_window     all optimizers: which have stepped; gradients that are computed again
 ddp_gradients       the same with DistributedDataParallel, where all ranks have to repeat
 weights             copies, replaces and evaluates the weights

@@ -23,12 +23,11 @@ from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
 from healcore.torch.driver.attaching import attach_all
+from healcore.torch.driver.buffers import UnsavedBuffers, buffers_of
 from healcore.torch.driver.gradient_window import GradientWindow
-from healcore.torch.driver.layer_buffers import buffers_of
 from healcore.torch.driver.memory import cuda_profiles, memory_of
 from healcore.torch.driver.pending_step import FollowedOptimizer, PendingEntries, PendingStep
 from healcore.torch.driver.structure import StructureWatch
-from healcore.torch.driver.unsaved_buffers import UnsavedBuffers
 from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights
 from healcore.torch.expected_moments import missing_moments
@@ -531,7 +530,6 @@ class TorchDriver(Driver):
         Each `Accumulation` calls it.
         """
         self.window.on_step(judged=len(self._pending) > 0)
-        self._unsaved.has_stepped = True
         self.on_step()
 
     def _find_buffers(self) -> None:

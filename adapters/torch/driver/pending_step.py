@@ -25,7 +25,7 @@ from healcore.core.step_record import (
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
-from healcore.torch.driver.layer_buffers import LayerBuffers
+from healcore.torch.driver.buffers import LayerBuffers
 from healcore.torch.live_engine import AsyncCopy, PendingRecord
 from healcore.torch.live_state import State
 from healcore.torch.measurement import StepNorms

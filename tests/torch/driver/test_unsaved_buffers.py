@@ -221,7 +221,6 @@ def test_a_buffer_larger_than_the_weights_is_named_and_not_saved():
     model.register_buffer("bank", bank, persistent=False)
     driver = driven(model)
     store = MemoryStore()
-    assert (saved_names(driver, store), driver.warnings) == ([], [])
     for _ in range(2):
         bank.add_(1)
         assert saved_names(driver, store) == []
