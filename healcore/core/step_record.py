@@ -187,19 +187,6 @@ class StepRecord(NamedTuple):
             found = found._replace(grad_norm=np.nan)
         return found
 
-    def with_ratios(
-        self, loss_ratio: float | None, eval_loss: float | None, eval_gap: float | None
-    ) -> StepRecord:
-        """Fills in three fields. Called at every step, so it is twice as fast as `_replace`.
-
-        Args:
-            loss_ratio: see `StepRecord.loss_ratio`.
-            eval_loss: see `StepRecord.eval_loss`.
-            eval_gap: see `StepRecord.eval_gap`.
-        """
-        others: tuple[Any, ...] = self[:_BEFORE_RATIOS]
-        return StepRecord(*others, loss_ratio=loss_ratio, eval_loss=eval_loss, eval_gap=eval_gap)
-
     def unjudged(self, why: Why) -> StepRecord:
         """Removes the cause and the orders, for a step that the engine has not judged.
 
@@ -219,8 +206,6 @@ RECORD_FIELDS = StepRecord._fields[: StepRecord._fields.index("engine")]
 RECORD_INTS = RECORD_FIELDS.index("grad_scale")
 """How many of `RECORD_FIELDS` are int32 or bool in an engine. They come first, and the others are
 float32."""
-_BEFORE_RATIOS = StepRecord._fields.index("loss_ratio")
-"""Number of the fields before the three that `StepRecord.with_ratios` fills in."""
 _NO_ACTION, _NO_CAUSE = Action(0), Cause(0)
 """The flags of most steps. They are made once, because `Action(0)` takes as long as five other
 numbers of a record."""

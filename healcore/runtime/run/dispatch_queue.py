@@ -156,16 +156,6 @@ class DispatchQueue:
         if more:
             self._correction += more
             self._shift_later(more)
-        is_whole = len(steps) == 1 and not (self._accumulated or self._contents)
-        if is_whole and _is_due(steps[0]):  # most dispatches: one step with its own batches
-            result = StepResult(
-                index=first.index,
-                records=steps[0],
-                batches=first.batches,
-                contents=first.contents,
-                vote_requested=pending.vote_requested,
-            )
-            return [result]
         found: list[StepResult] = []
         for place in range(len(steps)):
             found.append(self._result_of(first, steps, place, pending.vote_requested))

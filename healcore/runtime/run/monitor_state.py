@@ -82,8 +82,7 @@ class MonitorState:
     Attributes:
         last_trained: index of the last step that was not skipped, or None if there is none since
             the start of the run or the last rollback.
-        nonfinite_streak: number of consecutive steps up to the newest without a finite step, or
-            None if no step was read.
+        nonfinite_streak: number of consecutive steps up to the newest without a finite step.
         never_finite: whether no step of the run was finite.
         has_micro_steps: whether optax.MultiSteps accumulates gradients around `protect`.
         loader_start: first step of the current loader. Batch ids of earlier loaders have no meaning
@@ -100,7 +99,7 @@ class MonitorState:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     last_trained: NonNegativeInt | None = None
-    nonfinite_streak: NonNegativeInt | None = None
+    nonfinite_streak: NonNegativeInt = 0
     never_finite: bool = True
     has_micro_steps: bool = False
     loader_start: int = 0

@@ -9,14 +9,13 @@ from healcore.runtime.run.record.run_record import RunRecord
 
 def test_a_checkpoint_says_that_no_step_was_trained():
     content = json.loads(json.dumps(RunRecord().to_dict()))
-    content["monitor"] |= {"last_trained": None, "nonfinite_streak": None}
+    content["monitor"] |= {"last_trained": None}
     incident = asdict(IncidentRecord(1, 3, 4, 1)) | {"number_in_engine": None}
     content["ledger"]["incidents"] = [incident]
 
     record = RunRecord.of(content)
 
     assert record.monitor.last_trained is None
-    assert record.monitor.nonfinite_streak is None
     assert record.ledger.incidents[0].number_in_engine is None
     assert RunRecord.of(json.loads(json.dumps(record.to_dict()))) == record
 

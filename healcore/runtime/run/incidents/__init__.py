@@ -8,7 +8,6 @@
     alarms         the events and lines of alarms
     incident_log   the events of the beginning and the end of each incident
     rate_log       the multipliers of the learning rates, and a rate that does not go back
-    rate_jumps     the rate before a jump, for the line of an alarm
     bad_rows       notices NaN in each epoch, for a line
     program_clip   notices that a program clips its gradients
     metrics        counts and mean losses of the run

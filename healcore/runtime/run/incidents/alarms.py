@@ -18,7 +18,7 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.incidents.alerts import Alerts
 from healcore.runtime.run.incidents.bad_rows import BadRows
 from healcore.runtime.run.incidents.judged_record import JudgedRecord, batch_fields
-from healcore.runtime.run.incidents.rate_jumps import RateJumps
+from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run_options import HostPolicy
 
 if TYPE_CHECKING:
@@ -37,19 +37,27 @@ class AlarmLog:
         log: the log, for the events and the lines.
         ledger: counts the skipped steps.
         driver: has the learning rates, and the numbers that made an update NaN.
+        rate_log: has the learning rates of the steps before.
 
     Attributes:
         alerts: decides about the alerts of the same steps.
-        rate_jumps: gets the learning rate of every step.
     """
 
-    def __init__(self, *, policy: HostPolicy, log: RunLog, ledger: Ledger, driver: Driver) -> None:
+    def __init__(
+        self,
+        *,
+        policy: HostPolicy,
+        log: RunLog,
+        ledger: Ledger,
+        driver: Driver,
+        rate_log: RateLog,
+    ) -> None:
         self._policy = policy
         self._log = log
         self._ledger = ledger
         self._driver = driver
         self.alerts = Alerts(policy=policy, log=log, ledger=ledger)
-        self.rate_jumps = RateJumps()
+        self._rate_log = rate_log
         self._bad_rows = BadRows()
         self._outside = 0
         """Number of alarms outside of incidents."""
@@ -135,7 +143,7 @@ class AlarmLog:
         rate = rate_before = None
         if has_line:
             rate = self._rate_of(record)
-            rate_before = self.rate_jumps.rate_before(result.index, record)
+            rate_before = self._rate_log.rate_before(result.index, record)
         skips = None
         if not record.taken and not self._policy.observes:
             skips = self._ledger.skips

@@ -91,7 +91,7 @@ class RunMetrics:
         eval_gap = None
         if eval_loss is not None and mean != 0:
             eval_gap = eval_loss - mean
-        return record.with_ratios(loss_ratio=loss_ratio, eval_loss=eval_loss, eval_gap=eval_gap)
+        return record._replace(loss_ratio=loss_ratio, eval_loss=eval_loss, eval_gap=eval_gap)
 
     def add(self, records: Iterable[StepRecord]) -> None:
         """Adds the records of one step.

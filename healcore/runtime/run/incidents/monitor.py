@@ -87,7 +87,9 @@ class IncidentMonitor:
         several = _MIN_INTERVALS_REMEMBERED * save_every
         self._kept = max(policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         """Number of steps whose batch ids are kept."""
-        self._alarm_log = AlarmLog(policy=policy, log=log, ledger=ledger, driver=driver)
+        self._alarm_log = AlarmLog(
+            policy=policy, log=log, ledger=ledger, driver=driver, rate_log=rate_log
+        )
         self._incident_log = IncidentLog(
             log=log,
             ledger=ledger,
@@ -131,7 +133,6 @@ class IncidentMonitor:
         incident = self._ledger.add_step(result, self._causes)
         for record in result.records:
             self.state.dropped += record.why == Why.EXTERNAL
-            self._alarm_log.rate_jumps.add(result.index, record)
         if result.taken:
             self.state.last_trained = result.index
         elif result.why == Why.NOT_DUE:
@@ -238,11 +239,6 @@ class IncidentMonitor:
     def _count_nonfinite(self, result: StepResult) -> None:
         """Counts a step at which every optimizer had NaN or Inf, or that kept the old state."""
         state = self.state
-        if state.nonfinite_streak is None:  # also of a checkpoint that another program has saved
-            state.never_finite = self._ledger.untrained >= result.index
-            state.nonfinite_streak = 0
-            if state.never_finite:
-                state.nonfinite_streak = result.index
         last_counted = None
         for record in result.records:
             if record.judged and not (record.cause and record.cause & NONFINITE):

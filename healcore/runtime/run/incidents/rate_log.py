@@ -14,6 +14,11 @@ from healcore.runtime.run.trouble import RollbackRecord
 
 _REMEMBERED = 10_000
 """Steps whose rates are remembered. A rollback hardly ever goes back further."""
+JUMP_STEPS = 100
+"""Steps after a jump in which the line of an alarm names the rate before."""
+_JUMP = 3.0
+"""Smallest ratio of two rates in a row that is a jump. A warm-up that begins at its first rate
+doubles at most."""
 _SAME = 1e-3
 """Relative difference of two rates that does no harm."""
 
@@ -125,6 +130,32 @@ class RateLog:
             why=why,
             observed=self._observes,
         )
+
+    def rate_before(self, index: int, record: StepRecord) -> float | None:
+        """The program's rate before it rose by much, for the line of an alarm.
+
+        A line with the rate alone does not show that the rate is the cause: a reader does not know
+        the usual rate of the run.
+
+        Args:
+            index: index of the step.
+            record: its record.
+
+        Returns:
+            The rate before the newest such rise in the last `JUMP_STEPS` steps. None without one,
+            or if the rate has fallen again since.
+        """
+        known = self._rates[record.engine]
+        rates = [known.get(step) for step in range(index - JUMP_STEPS - 1, index)]
+        before = None
+        earlier = math.inf
+        for rate in (*rates, record.lr):
+            if rate and rate >= _JUMP * earlier:
+                before = earlier
+            earlier = rate or earlier
+        if before is None or not record.lr or record.lr < _JUMP * before:
+            return None
+        return before
 
     def resume(self, step: int) -> None:
         """Continues at a step, at the start of a process. Steps before it may still be added."""

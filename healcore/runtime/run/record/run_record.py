@@ -52,7 +52,7 @@ class StructureChange(NamedTuple):
     """Epoch of this step."""
 
 
-SCHEMA = 7
+SCHEMA = 8
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 _BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 

@@ -118,7 +118,7 @@ class NonfiniteRecovery:
             weights are looked at once, at the `STEPS_TO_CHECK`th step in a row.
         """
         policy = self.run.policy
-        streak = self.run.monitor.state.nonfinite_streak or 0
+        streak = self.run.monitor.state.nonfinite_streak
         action = _ACTIONS[policy.rollback.nonfinite_state]
         if streak != STEPS_TO_CHECK or policy.observes or not action & SERIOUS:
             return None
@@ -152,7 +152,7 @@ class NonfiniteRecovery:
             The trouble, or None if there is none yet or the batch is bad instead of the weights.
         """
         run, state = self.run, self.run.monitor.state
-        streak = state.nonfinite_streak or 0
+        streak = state.nonfinite_streak
         if streak not in (STEPS_TO_REVIVE, IN_A_ROW):
             return None
         if not (run.policy.rolls_back and run.policy.rollback.confirm):
@@ -216,7 +216,7 @@ class NonfiniteRecovery:
             RunStopped: the run trains nothing.
         """
         monitor = self.run.monitor
-        streak, from_start = monitor.state.nonfinite_streak or 0, monitor.state.never_finite
+        streak, from_start = monitor.state.nonfinite_streak, monitor.state.never_finite
         longest = FROM_START if from_start else IN_A_ROW
         is_due = streak >= longest or (at_end and from_start and streak > 0)
         is_ordered = trouble is not None and trouble.action & SERIOUS

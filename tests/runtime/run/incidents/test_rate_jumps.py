@@ -1,14 +1,17 @@
 """Which learning rate a line calls the rate before."""
 
+from typing import Any
+
 import pytest
 
 from healcore.core.step_record import StepRecord
-from healcore.runtime.run.incidents.rate_jumps import JUMP_STEPS, RateJumps
+from healcore.runtime.run.incidents.rate_log import JUMP_STEPS, RateLog
+from healcore.runtime.run.monitor_state import MonitorState
 from tests.healer.step_records import record
 
 
-def with_rate(rate: float | None, **fields: float) -> StepRecord:
-    return record()._replace(lr=rate, **fields)
+def with_rate(rate: float | None) -> StepRecord:
+    return record()._replace(lr=rate)
 
 
 @pytest.mark.parametrize(
@@ -24,15 +27,8 @@ def with_rate(rate: float | None, **fields: float) -> StepRecord:
     ],
 )
 def test_a_jump_has_the_rate_before_it(rates, before):
-    jumps = RateJumps()
+    unused: Any = None
+    log = RateLog(unused, unused, state=MonitorState(), observes=False)
     for step, rate in enumerate(rates):
-        jumps.add(step, with_rate(rate))
-    assert jumps.rate_before(len(rates) - 1, with_rate(rates[-1])) == before
-
-
-def test_a_rate_that_is_limited_has_not_jumped():
-    jumps = RateJumps()
-    jumps.add(0, with_rate(0.003))
-    limited = with_rate(0.3, lr_scale=0.01)
-    jumps.add(1, limited)
-    assert jumps.rate_before(1, limited) is None
+        log.add(step, with_rate(rate))
+    assert log.rate_before(len(rates) - 1, with_rate(rates[-1])) == before
