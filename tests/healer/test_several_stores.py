@@ -128,7 +128,7 @@ def test_a_checkpoint_stays_known_good_while_one_copy_is_intact(tmp_path):
     found = events(local, "damaged")
     assert found
     assert all(each["other_copy"] for each in found)
-    (run,) = runs_of(read(local / "healcore.events.jsonl").runs())
+    (run,) = runs_of(read(local / "healcore.events.jsonl").by_process())
     assert run.last_good == last_good
     assert last_good is not None
     assert last_good > 30
