@@ -150,17 +150,6 @@ class OptimizerNumbers:
         self._held: dict[_NumberKey, NumberRange] = {}
         self._changed_by_step: set[tuple[int, str]] = set()
         """Group and entry of what `optimizer.step()` itself has changed."""
-        self._rates: list[Any] = []
-        """Learning rate of each group at the last read."""
-
-    @property
-    def rate(self) -> float | None:
-        """The largest learning rate of the last judged step, or None if it is unknown.
-
-        A scheduler sets the rate of the next step right after a step, so the rate in the groups may
-        be another. A rate that the program keeps in a tensor may have changed since.
-        """
-        return max((float(rate) for rate in self._rates if rate is not None), default=None)
 
     def ranges(self) -> dict[str, NumberRange]:
         """The values that the program gave to the optimizer at the steps since `hold`.
@@ -197,7 +186,6 @@ class OptimizerNumbers:
         A step at which no value was replaced by another object costs only a comparison.
         """
         groups = self._optimizer.param_groups
-        self._rates = [group.get("lr") for group in groups]
         if len(groups) != len(self._readers):
             self._readers = [_GroupReader(group) for group in groups]
         for i, group in enumerate(groups):

@@ -8,7 +8,7 @@ Healer chooses the checkpoint, keeps budgets and learning rate, and determines w
 `driver_for` makes one driver for each run. The thread that trains makes all calls, except
 `request_vote`, which a signal handler may call.
 
-    open    driver_for ── ranks ── store ── settings, learning_rates, start_lines
+    open    driver_for ── ranks ── store ── settings, learning_rates
             resume: state (what to read), load
             otherwise: state, engines (the first snapshot)
 
@@ -68,8 +68,8 @@ Rates = Mapping[str, float | None]
 """Engine name -> a learning rate, or None if it is unknown.
 
 The method that returns the rates says whether healcore's multiplier is part of each rate. The
-rates of `Driver.learning_rates` and `Driver.trained_rates` are without the multiplier, and the
-rates of `RateLog.rates_in_force` are with it.
+rates of `Driver.learning_rates` are without the multiplier, and the rates of
+`RateLog.rates_in_force` are with it.
 """
 LossFn = Callable[..., Any]
 """The user's function of a batch, or of state and batch if the state is a value."""
@@ -142,8 +142,6 @@ class Driver(abc.ABC):
     For what a driver notices outside of a call that could return it, such as an optimizer that
     steps without a loss.
     """
-    start_lines: list[str] = []  # noqa: RUF012 -- never changed
-    """Lines about the state for the log at the start of the run."""
     on_step: Callable[[], None]
     """Called by the driver after each optimizer step. The run sets it.
 
@@ -459,20 +457,6 @@ class Driver(abc.ABC):
             rollback can limit only a known rate.
         """
 
-    def trained_rates(self) -> dict[str, float | None]:
-        """The `learning_rates` of the last step. The program may have set the next rate already.
-
-        In torch a scheduler does so, and from `watch_numbers` on the rates are the rates of the
-        last step.
-        """
-        return self.learning_rates()
-
-    def watch_numbers(self) -> None:  # noqa: B027 -- the default does nothing
-        """Begins to read the numbers of the optimizers at each step. A step is then a bit slower.
-
-        JAX reads them in any case, within the jitted step.
-        """
-
     def numbers(self) -> dict[str, NumberRange]:
         """The numbers that the program gave to its optimizers, since the last `hold_numbers`.
 
@@ -485,7 +469,7 @@ class Driver(abc.ABC):
 
         Returns:
             Name -> range over all judged steps, also over skipped steps. Empty before the first
-            step, and for a driver that cannot read numbers. In torch empty until `watch_numbers`.
+            step, and for a driver that cannot read numbers.
         """
         return {}
 

@@ -77,10 +77,10 @@ class TorchDriver(Driver):
     ) -> None:
         self._user_state = state
         self._state = live_state.checked_state(state)
-        self.start_lines: list[str] = []
+        self.warnings: list[str] = []
         for name in state:
             if name not in self._state:
-                self.start_lines.append(
+                self.warnings.append(
                     f'state["{name}"] is an environment without state_dict() and '
                     "load_state_dict(), which cannot be saved: a restart resumes with a new "
                     "episode, and after a rollback the current episode continues"
@@ -90,7 +90,8 @@ class TorchDriver(Driver):
         """The handle of each optimizer, by its name in the state."""
         self._own_healings = own
         """The handles that this driver has made, and detaches in `close`."""
-        self.warnings: list[str] = []
+        self._optimizers = {name: healing.optimizer for name, healing in healings.items()}
+        """The optimizers by name, without wrappers."""
         self.on_step: Callable[[], None] = _do_nothing
         self._pending = PendingEntries()
         self._followed: list[FollowedOptimizer] = []
@@ -113,11 +114,10 @@ class TorchDriver(Driver):
         for healing in healings.values():
             healing.healed_step.measurer.modules = modules
         self.window = GradientWindow(self._followed, modules)
-        optimizers = self._optimizers()
-        self._structure = StructureWatch(self._state, optimizers)
-        self._ranks: Ranks | None = None
+        self._structure = StructureWatch(self._state, self._optimizers)
         for followed in self._followed:
             followed.healing.healed_step.listener = followed
+            followed.healing.healed_step.watch_numbers()
 
     @property
     def live(self) -> Mapping[str, Any]:
@@ -267,22 +267,17 @@ class TorchDriver(Driver):
         if reset_moments:
             for healing in self.healings.values():
                 reset_moments_of(healing.optimizer)
-        # Optimizer -> step of the state that is replaced.
-        steps: dict[str, Any] = {}
-        for name in engines:
-            steps[name] = self.healings[name].live_engine.state.step
-        for name, data in engines.items():
-            # A state that only limits something is of the same step, so what the program has
-            # reported for its next step still holds.
-            healing = self.healings[name]
-            healing.live_engine.load(data, rollback=False)
-            healing.healed_step.on_state_loaded(keeps_signals=state is None)
         for followed in self._followed:
-            if state is not None:
+            healing = followed.healing
+            step = int(healing.live_engine.state.step)
+            if followed.name in engines:
+                # A state that only limits something is of the same step, so what the program has
+                # reported for its next step still holds.
+                healing.live_engine.load(engines[followed.name], rollback=False)
+                healing.healed_step.on_state_loaded(keeps_signals=state is None)
+            # The record of the same step may be unread.
+            if state is not None or step != int(healing.live_engine.state.step):
                 followed.restart()
-            else:
-                # A state that only limits something has the same step, whose record may be unread.
-                followed.restart(replaced_step=steps.get(followed.name))
         self._pending.clear()
 
     def structure_changes(self) -> list[str]:
@@ -297,7 +292,7 @@ class TorchDriver(Driver):
 
     def moments_obstacle(self) -> str:
         """See `Driver.moments_obstacle`."""
-        for optimizer in self._optimizers().values():
+        for optimizer in self._optimizers.values():
             obstacle = moments_obstacle(optimizer)
             if obstacle:
                 return obstacle
@@ -369,24 +364,19 @@ class TorchDriver(Driver):
         return self._sample.changed()
 
     def nonfinite_weights(self) -> list[str]:
-        """See `Driver.nonfinite_weights`. One sync per device if all weights are finite.
+        """See `Driver.nonfinite_weights`. One sync.
 
-        Two passes: one norm of all weights, and only if it is not finite a look at each parameter.
         With DTensors every rank of their meshes has to call it.
         """
         params = self._parameters()
         norms = gradients.whole_norms(gradients.norms(params), params)
-        if bool(gradients.total_norm(norms, params[0].device).isfinite()):
-            return []
-        nonfinite: list[Tensor] = []
-        for p, norm in zip(params, norms, strict=True):
-            if not norm.isfinite():
-                nonfinite.append(p)
+        is_finite = gradients.norm_vector(norms, params[0].device).isfinite().tolist()
+        nonfinite = [p for p, finite in zip(params, is_finite, strict=True) if not finite]
         return live_state.parameter_names(self._state, nonfinite)
 
     def memory(self) -> dict[str, int]:
         """See `Driver.memory`."""
-        return memory_of(self._state, list(self._optimizers().values()))
+        return memory_of(self._state, list(self._optimizers.values()))
 
     def memory_profiles(self) -> dict[str, bytes]:
         """See `Driver.memory_profiles`. CUDA's own reports; empty on a CPU."""
@@ -403,31 +393,17 @@ class TorchDriver(Driver):
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self._parameters()}
         settings["precision"] = ", ".join(sorted(dtypes))
         settings[WEIGHTS] = self._weights.digest()
-        if any(optimizer.state for optimizer in self._optimizers().values()):
+        if any(optimizer.state for optimizer in self._optimizers.values()):
             settings[WEIGHTS] += STEPPED
         return settings
 
     def learning_rates(self, engines: Engines | None = None) -> dict[str, float | None]:
         """See `Driver.learning_rates`. The optimizers have the rates, so no state is read."""
         largest: dict[str, float | None] = {}
-        for name, optimizer in self._optimizers().items():
+        for name, optimizer in self._optimizers.items():
             rates = [group.get("lr") for group in optimizer.param_groups]
             largest[name] = max((float(rate) for rate in rates if rate is not None), default=None)
         return largest
-
-    def trained_rates(self) -> dict[str, float | None]:
-        """See `Driver.trained_rates`."""
-        rates = self.learning_rates()
-        for name, healing in self.healings.items():
-            numbers = healing.healed_step.numbers
-            if numbers is not None and numbers.rate is not None:
-                rates[name] = numbers.rate
-        return rates
-
-    def watch_numbers(self) -> None:
-        """See `Driver.watch_numbers`."""
-        for healing in self.healings.values():
-            healing.healed_step.watch_numbers()
 
     def numbers(self) -> dict[str, NumberRange]:
         """See `Driver.numbers`. No sync: tensors on an accelerator are not read."""
@@ -439,13 +415,6 @@ class TorchDriver(Driver):
                     ranges[f"{name}{place}"] = number_range
         return ranges
 
-    def suspect_numbers(self) -> list[str]:
-        """See `Driver.suspect_numbers`. A scheduler may have changed the rates since the step."""
-        rates: set[float] = set()
-        for followed in self._followed:
-            rates.update(followed.bad_rates)
-        return [f"the learning rate is {rate}" for rate in sorted(rates)]
-
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
         """See `Driver.hold_numbers`. In observe mode the numbers are only read.
 
@@ -454,8 +423,6 @@ class TorchDriver(Driver):
         Args:
             ranges: names as in `numbers()` -> range. An empty mapping releases every number.
         """
-        if ranges:
-            self.watch_numbers()
         for name, healing in self.healings.items():
             numbers = healing.healed_step.numbers
             if numbers is None:
@@ -483,19 +450,13 @@ class TorchDriver(Driver):
         """
         if where is None:
             return MemoryStore()
-        return DCPStore(where, in_memory=IN_MEMORY, ranks=self._new_ranks())
+        return DCPStore(where, in_memory=IN_MEMORY, ranks=self.ranks())
 
     def ranks(self) -> Ranks:
-        """The ranks that step together, for saves and decisions of the run.
+        """The ranks that step together, with a gloo group of their own.
 
-        The first call creates a gloo group, so all of these ranks have to call it.
+        Each call creates a group, so all of these ranks have to call it.
         """
-        if self._ranks is None:
-            self._ranks = self._new_ranks()
-        return self._ranks
-
-    def _new_ranks(self) -> Ranks:
-        """The ranks that step together, with a gloo group of their own."""
         members = self._members
         if len(members) > 1:
             return GlooRanks(members=members)
@@ -541,15 +502,11 @@ class TorchDriver(Driver):
         for followed in self._followed:
             followed.buffers = buffers.get(followed.name)
 
-    def _optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers by name, without wrappers."""
-        return {name: healing.optimizer for name, healing in self.healings.items()}
-
     def _parameters(self) -> list[Tensor]:
         """The parameters of all optimizers, in order."""
         params: list[Tensor] = []
-        for healing in self.healings.values():
-            params += gradients.parameters(healing.optimizer)
+        for optimizer in self._optimizers.values():
+            params += gradients.parameters(optimizer)
         return params
 
     @property

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from healcore.core.numerics import FLOAT32_MAX
 from healcore.core.step_record import (
     StepRecord,
     SuspectGradient,
@@ -129,7 +128,6 @@ class FollowedOptimizer:
         accumulation: see the argument.
         buffers: the buffers of the layers that this optimizer trains, or None without such layers.
             The driver replaces them when the structure of the model changes.
-        bad_rates: learning rates that were NaN or Inf at the newest such step that was read.
     """
 
     def __init__(
@@ -145,7 +143,6 @@ class FollowedOptimizer:
         self.healing = healings[name]
         self.accumulation = accumulation
         self.buffers: LayerBuffers | None = None
-        self.bad_rates: Sequence[float] = ()
         self._state = state
         self._healings = healings
         self._pending = pending
@@ -154,17 +151,9 @@ class FollowedOptimizer:
         """Gradient norms of the last step without an alarm."""
         self.restart()
 
-    def restart(self, *, replaced_step: Any = None) -> None:
-        """Counts the step of the engine's new state as read. Call it after a load. A sync.
-
-        Args:
-            replaced_step: step of the state that was replaced, or None if it does not matter. If
-                the new state has the same step, the record of this step may be unread, and does
-                not count as read.
-        """
-        step = int(self.healing.live_engine.state.step)
-        if replaced_step is None or int(replaced_step) != step:
-            self._last_step = step
+    def restart(self) -> None:
+        """Counts the step of the engine's new state as read. Call it after a load. A sync."""
+        self._last_step = int(self.healing.live_engine.state.step)
 
     def judged(self, norms: StepNorms) -> None:
         """Keeps a step that was judged now, without a sync. See `StepListener.judged`."""
@@ -245,8 +234,6 @@ class FollowedOptimizer:
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
         names = live_state.parameter_names(self._state, norms.params)
         nan_by_optimizer = is_nan_by_optimizer(record.cause, values)
-        if nan_by_optimizer:
-            self.bad_rates = [rate for rate in norms.rates if not abs(rate) <= FLOAT32_MAX]
         return suspect_gradients(values, usual, names), nan_by_optimizer
 
 

@@ -214,8 +214,6 @@ def add_comparing_parts(
     """
     run.holding = Holding(run)
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost)
-    if run.policy.rolls_back:
-        run.driver.watch_numbers()
 
 
 def _add_checkpoint_parts(run: Run, options: Options) -> None:

@@ -122,8 +122,6 @@ def log_first_lines(
     if size is not None:
         facts.append(f"batch size {size}")
     run.log.info(f"{begins}: {', '.join(facts)}; checkpoints {where}{need}")
-    for line in run.driver.start_lines:
-        run.log.info(line)
     text = run_settings.changes_text(changes)
     if text:
         about_rate = run_settings.text_about_rate(changes, run.driver.learning_rates())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -106,8 +107,10 @@ class AlarmLog:
         by_optimizer = None
         if record.by_optimizer:
             numbers: list[str] = []
+            if record.lr is not None and not math.isfinite(record.lr):
+                numbers.append(f"the learning rate is {record.lr}")
             with suppress(RuntimeError):  # `_rate_of` says why
-                numbers = self._driver.suspect_numbers()
+                numbers += self._driver.suspect_numbers()
             by_optimizer = by_optimizer_text(numbers)
         event = self._write_event(judged, by_optimizer, has_line=has_line)
         if has_line:
@@ -200,5 +203,5 @@ class AlarmLog:
         if record.lr is not None:
             return float(record.lr)
         with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
-            return self._driver.trained_rates().get(record.engine)
+            return self._driver.learning_rates().get(record.engine)
         return None

@@ -46,6 +46,8 @@ class RateLog:
         self._observes = observes
         self._lr_scales: dict[str, float] = {}
         """Engine name -> its learning-rate multiplier, where it is known."""
+        self._last: dict[str, float] = {}
+        """Engine name -> the program's rate at the newest step that was read."""
         self._rates: defaultdict[str, dict[int, float]] = defaultdict(dict)
         """Engine name -> step -> the program's rate."""
         self._undone: dict[str, float] = {}
@@ -74,13 +76,16 @@ class RateLog:
         return min(self._lr_scales.values(), default=1.0)
 
     def rates_in_force(self) -> Rates:
-        """The learning rates of the last step, with the engines' multipliers.
+        """The learning rates of the last step that was read, with the engines' multipliers.
+
+        The program may have set the next rate already, as a scheduler does after each step.
 
         Returns:
             Engine name -> learning rate, or None if it is unknown.
         """
         rates: dict[str, float | None] = {}
-        for name, rate in self._driver.trained_rates().items():
+        for name, rate in self._driver.learning_rates().items():
+            rate = self._last.get(name, rate)
             rates[name] = rate
             if rate is not None:
                 rates[name] = rate * self._lr_scales.get(name, 1.0)
@@ -96,6 +101,8 @@ class RateLog:
             index: index of the step.
             record: the record of one optimizer at this step.
         """
+        if record.lr is not None:
+            self._last[record.engine] = record.lr
         differs = self._how_it_differs(index, record)
         if differs and not self._has_warned:
             self._has_warned = True
@@ -169,6 +176,7 @@ class RateLog:
         """
         self._target = done.checkpoint
         self._undone.clear()
+        self._last.clear()
         for name, rates in self._rates.items():
             if self._target in rates and self._target < done.onset:
                 self._undone[name] = rates[self._target]

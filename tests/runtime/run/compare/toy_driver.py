@@ -32,7 +32,7 @@ class ToyDriver(BareDriver):
         """The numbers that the program has set, and the range of their values so far."""
         self.held: dict[str, NumberRange] = {}
 
-    def trained_rates(self) -> dict[str, float | None]:
+    def learning_rates(self, engines: Any = None) -> dict[str, float | None]:
         return {"optimizer": self.rate}
 
     def numbers(self) -> dict[str, NumberRange]:

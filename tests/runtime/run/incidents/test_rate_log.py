@@ -6,6 +6,7 @@ import pytest
 
 from healcore.core.decision import Action
 from healcore.events import Log
+from healcore.runtime.driver import Engines
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.monitor_state import MonitorState
@@ -15,7 +16,7 @@ from tests.runtime.run.bare_driver import BareDriver
 
 
 class DriverWithRate(BareDriver):
-    def trained_rates(self) -> dict[str, float | None]:
+    def learning_rates(self, engines: Engines | None = None) -> dict[str, float | None]:
         return {"model": 0.1, "other": None}
 
 
@@ -48,5 +49,6 @@ def test_the_rates_in_force_have_the_multiplier_of_the_engines(rate_log, path):
     rate_log.read({"model": {"state": {"lr": {"scale": 0.5}}}})
     assert rate_log.lr_scale == 0.5
     assert rate_log.rates_in_force() == {"model": 0.05, "other": None}
-    rate_log.add(1, record(lr_scale=0.5))
+    rate_log.add(1, record(lr_scale=0.5, lr=0.2, engine="model"))
+    assert rate_log.rates_in_force()["model"] == 0.1, "of the step, not of the next one"
     assert not path.exists() or changes(path) == []
