@@ -164,8 +164,6 @@ class DDPGradients:
             )
         if any_failed:
             return True
-        # Gradient, the contiguous gradient that is reduced, and the running reduction.
-        running: list[tuple[Tensor, Tensor, dist.Work]] = []
         for (module, p), has_any_gradient in zip(params, has_gradient, strict=True):
             if not has_any_gradient or not module.require_backward_grad_sync:
                 continue
@@ -173,11 +171,9 @@ class DDPGradients:
                 p.grad = torch.zeros_like(p)
             group = module.process_group
             total = p.grad.contiguous().div_(dist.get_world_size(group))
-            running.append((p.grad, total, dist.all_reduce(total, group=group, async_op=True)))
-        for grad, total, work in running:
-            work.wait()
-            if grad is not total:
-                grad.copy_(total)  # keeps the gradient's strides
+            dist.all_reduce(total, group=group)
+            if p.grad is not total:
+                p.grad.copy_(total)  # keeps the gradient's strides
         return False
 
     def close(self) -> None:
