@@ -283,11 +283,13 @@ class TorchDriver(Driver):
     def structure_changes(self) -> list[str]:
         """See `Driver.structure_changes`.
 
-        After a change, skipped steps restore the buffers of the current layers.
+        After a change, skipped steps restore the buffers of the current layers, and the sample is
+        one of the current weights.
         """
         changes = self._structure.changes()
         if changes:
             self._find_buffers()
+            self._sample = None
         return changes
 
     def moments_obstacle(self) -> str:
@@ -468,7 +470,6 @@ class TorchDriver(Driver):
         Handles that this driver has made are detached. The handle of an earlier `attach` belongs to
         the user, and continues to heal its optimizer.
         """
-        self._structure.close()
         self.window.close()
         for followed in self._followed:
             followed.healing.healed_step.remove_listener()
