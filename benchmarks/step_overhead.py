@@ -1,9 +1,10 @@
 """The cost of one optimizer step with healcore, compared with what people use today.
 
-torch, fused AdamW: nothing, clip_grad_norm_, healcore (host and device engine), and the package
-zclip. JAX, jitted with donation: adamw alone, clip_by_global_norm, heal_zclip,
-protect. All in one process, interleaved; ratios are over the step with a fixed clip. Host syncs per
-step are counted in torch as calls of aten::_local_scalar_dense.
+torch, fused AdamW: nothing, clip_grad_norm_, healcore, and the package zclip. JAX, jitted with
+donation: adamw alone, clip_by_global_norm, heal_zclip, protect. All in one process, interleaved;
+ratios are over the step with a fixed clip. Each is run again with a tiny model, where only the fixed
+cost of a step shows. Host syncs per step are counted in torch as calls of
+aten::_local_scalar_dense.
 
     python benchmarks/step_overhead.py [--quick] [--json FILE]
     python benchmarks/step_overhead.py --framework torch --device cuda --params 124000000
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-from typing import Any, Literal
+from typing import Any
 
 import whole_step
 from side_by_side import Contender, Timing, arguments, interleave, machine, write_json
@@ -127,9 +128,9 @@ def bench_torch(
 
         return step
 
-    def healed(policy: str, engine: Literal["auto", "device"]) -> Any:
+    def healed(policy: str) -> Any:
         def make(model: Any, optimizer: Any) -> Any:
-            heal = healcore.torch.attach(optimizer, policy, engine=engine)
+            heal = healcore.torch.attach(optimizer, policy)
 
             def step() -> None:
                 heal.observe(loss)
@@ -167,12 +168,10 @@ def bench_torch(
     made = [
         contender("adamw", nothing),
         contender("clip_grad_norm_ + adamw", fixed),
-        contender("healcore zclip", healed("zclip", "auto")),
-        contender("healcore default", healed("default", "auto")),
+        contender("healcore zclip", healed("zclip")),
+        contender("healcore default", healed("default")),
         contender("Healer default", driven),
     ]
-    if not on_cuda:
-        made.append(contender("healcore default, device engine", healed("default", "device")))
     if importlib.util.find_spec("zclip"):
         made.append(contender("zclip 1.0.0 + adamw", zclip))
     timings = interleave(
@@ -321,6 +320,11 @@ def bench_optimizer_step(options: argparse.Namespace) -> None:
     result: dict[str, Any] = {"parameters": count, "tensors": tensors, "rounds": rounds}
     if options.framework in ("torch", "both"):
         result["torch"] = bench_torch(params, tensors, rounds, warmup, options.device)
+        gc.collect()
+        print(f"\n{TINY_PARAMS} parameters in {TINY_TENSORS} tensors")
+        result["torch_tiny"] = bench_torch(
+            TINY_PARAMS, TINY_TENSORS, rounds * 10, warmup, options.device
+        )
         gc.collect()
     if options.framework in ("jax", "both"):
         result["jax"] = bench_jax(params, tensors, rounds, warmup)

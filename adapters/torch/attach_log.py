@@ -116,7 +116,7 @@ class AttachLog:
 
     def _log_nonfinite_streak(self, record: StepRecord) -> None:
         """Logs that every step is non-finite: after 100, 1,000, 10,000 steps in a row."""
-        if not record.cause & NONFINITE:
+        if not record.cause or not record.cause & NONFINITE:
             self._nonfinite = 0
             return
         self._nonfinite += 1

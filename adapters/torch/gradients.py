@@ -103,8 +103,9 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
         if dtype in HALVES:
             result_dtype = torch.float32
         batch_norms = _foreach_norm([*batch.values()], 2, dtype=result_dtype)
-        for i, norm in zip(batch, batch_norms, strict=True):
-            norm_at[i] = norm.to(torch.float32)
+        if batch_norms[0].dtype is not torch.float32:
+            batch_norms = [norm.to(torch.float32) for norm in batch_norms]
+        norm_at.update(zip(batch, batch_norms, strict=True))
     return [norm_at[i] for i in range(len(grads))]
 
 
@@ -191,6 +192,8 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
         device: the device.
         dtype: the dtype of the result, by default the tensor's own.
     """
+    if tensor.device == device and dtype in (None, tensor.dtype):
+        return tensor  # as usual; `to` would take longer
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
 
 
