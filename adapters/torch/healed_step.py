@@ -170,9 +170,10 @@ class HealedStep:
         own_step = vars(optimizer).get("step")
         original = optimizer.step
         # Dynamo must not trace what reads values, or writes to the optimizer.
-        self.pre_hook: Any = torch.compiler.disable(self._check_running)
-        begin = torch.compiler.disable(self._begin)
-        end = torch.compiler.disable(self._end)
+        disable: Any = torch.compiler.disable
+        self.pre_hook = disable(self._check_running)
+        begin = disable(self._begin)
+        end = disable(self._end)
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # A scheduler that was made after the replacement keeps this function after `detach`.
@@ -189,7 +190,7 @@ class HealedStep:
             return result
 
         functools.update_wrapper(step, getattr(original, "__func__", original), updated=())
-        replaced: Any = torch.compiler.disable(step, recursive=False)
+        replaced = disable(step, recursive=False)
         if hasattr(original, "_wrapped_by_lr_sched"):
             replaced._wrapped_by_lr_sched = True
         # A bound method, because learning-rate schedulers wrap `__func__`.
