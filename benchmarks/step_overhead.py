@@ -2,8 +2,8 @@
 
 torch, fused AdamW: nothing, clip_grad_norm_, healcore, and the package zclip. JAX, jitted with
 donation: adamw alone, clip_by_global_norm, heal_zclip, protect. All in one process, interleaved;
-ratios are over the step with a fixed clip. Each is run again with a tiny model, where only the fixed
-cost of a step shows. Host syncs per step are counted in torch as calls of
+ratios are over the step with a fixed clip. Each is run again with a tiny model, where only the
+fixed cost of a step shows. Host syncs per step are counted in torch as calls of
 aten::_local_scalar_dense.
 
     python benchmarks/step_overhead.py [--quick] [--json FILE]
