@@ -1,22 +1,20 @@
 """Opens files of `torch.save` and safetensors, and directories of `torch.distributed.checkpoint`.
 
-`torch.load(weights_only=True)` runs no code of a file. But it allocates any size that a file names,
-so `healcore.tools.probe` calls this module in a process with limits. DCP's own reader is not used,
-because it unpickles its index (`.metadata`) and all values that are not tensors. Here an allow-list
-replaces each class of the index by an empty class. So no code of the file runs, and the file
-changes no class of torch.
+No code of a file runs: `torch.load(weights_only=True)` reads the files of torch. The index of a DCP
+directory is a pickle too, in which DCP's reader would import any class; here only the classes of an
+index are known. A file may still name any size, so `healcore.tools.probe` calls this module in a
+process with limits.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,16 +22,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from healcore import regular_file
 from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
@@ -56,11 +46,11 @@ def open_file(path: Path) -> Contents:
     """
     with open(path, "rb", opener=regular_file.opener) as file:
         start = file.read(9)
-        mapped = zipfile.is_zipfile(file)
-    if start[:2] == b"PK" and not mapped:
+        is_archive = zipfile.is_zipfile(file)
+    if start[:2] == b"PK" and not is_archive:
         raise ProbeError(f"{path} is cut off: the directory at the end of its archive is missing")
     if start[8:] != b"{":
-        return _contents("torch file", _load(path, path, mmap=mapped))
+        return _contents("torch file", _load(path, is_archive=is_archive))
     try:
         tensors = load_file(path)
     except SafetensorError as error:
@@ -86,7 +76,7 @@ def open_directory(folder: Path) -> Contents:
         index = read_index(folder / INDEX)
     except ValueError as error:
         raise ProbeError(f"{folder / INDEX} cannot be read: {first_line(error)}") from None
-    places: dict[str, list[_StorageInfo]] = {}
+    places: dict[str, list[filesystem._StorageInfo]] = {}
     for key, place in index.storage_data.items():
         places.setdefault(key.fqn, []).append(place)
     leaves: dict[tuple[str, ...], Any] = {}
@@ -113,10 +103,10 @@ def _split(keys: Iterable[Any]) -> tuple[str, ...]:
     return tuple(parts)
 
 
-class _UnimportedObject(list[Any]):
-    """Replaces an object whose class is not imported, and keeps its contents as a list."""
+class _Unimported(list[Any]):
+    """Takes the place of an object of the program, whose class is not imported: its contents."""
 
-    def __new__(cls, *contents: Any) -> _UnimportedObject:
+    def __new__(cls, *contents: Any) -> _Unimported:
         self = super().__new__(cls)
         self.extend(contents)
         return self
@@ -128,42 +118,40 @@ class _UnimportedObject(list[Any]):
     __hash__ = object.__hash__  # type: ignore[assignment]  # it may be a key
 
 
-def _load(source: Any, path: Path, *, mmap: bool = False, unimported: tuple[str, ...] = ()) -> Any:
-    """Loads what `torch.save` wrote, without importing the classes in `unimported`.
+def _load(path: Path, part: bytes | None = None, *, is_archive: bool = True) -> Any:
+    """Loads what `torch.save` wrote, without importing classes of the program.
 
-    Each object of such a class becomes an `_UnimportedObject`. torch names one class that it does
-    not allow, so the file is loaded again with this class in `unimported`, until no class is
-    missing.
+    Args:
+        path: the file; for errors, if `part` is given.
+        part: what to load, or None for the whole file, memory-mapped.
+        is_archive: False for a file of torch before 1.6.
 
-    Raises ProbeError for functions of Python and of the system, and for damage.
+    Raises:
+        ProbeError: the file is damaged, or names a function of Python or of the system.
     """
-    allowed: list[Any] = _numpy_globals()
-    for name in unimported:
-        allowed.append((_UnimportedObject, name))
+    allowed = _numpy_globals()
+
+    def source() -> Any:
+        return path if part is None else io.BytesIO(part)
+
     try:
         with torch.serialization.safe_globals(allowed):
-            file = source
-            if isinstance(source, bytes):
-                file = io.BytesIO(source)
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            if is_archive:
+                for name in torch.serialization.get_unsafe_globals_in_checkpoint(source()):
+                    if not name.startswith("builtins."):  # no class: exec, getattr
+                        allowed.append((_Unimported, name))
+        mmap = is_archive and part is None
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(source(), map_location="cpu", weights_only=True, mmap=mmap)
     except (OSError, MemoryError):
         raise
+    except pickle.UnpicklingError:
+        raise ProbeError(
+            f"{path} holds more than tensors and plain values, and loading it could execute code, "
+            "or it is damaged: save only the state dictionaries, and probe that file"
+        ) from None
     except Exception as error:  # damaged bytes may raise any exception
-        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if isinstance(error, pickle.UnpicklingError) and refused:
-            # torch refuses modules of the system, and names builtins without their module.
-            if "not an allowed global" in str(error) and refused[1] not in unimported:
-                return _load(source, path, mmap=mmap, unimported=(*unimported, refused[1]))
-            raise ProbeError(
-                f"{path} holds more than tensors and plain values (a {refused[1]}), and loading it "
-                "could execute code: save only the state dictionaries, and probe that file"
-            ) from None
-        # torch explains `weights_only` at length before it reports the error.
-        explained = re.search(r"WeightsUnpickler error:\s*(\S.{,199})", str(error))
-        if explained:
-            reason = explained[1]
-        else:
-            reason = first_line(error)
+        reason = first_line(error)
         raise ProbeError(f"{path} is not a torch checkpoint, or is damaged: {reason}") from None
 
 
@@ -203,55 +191,18 @@ def _contents(format_name: str, tree: Any, at: tuple[str, ...] = ()) -> Contents
     return Contents(format_name, leaves, tuple(notes))
 
 
-_MAX_REPEATS = 10
-"""Maximum number of expanded entries for each stored entry, above `_FREE_ENTRIES`."""
-_FREE_ENTRIES = 10_000
-"""Expanded entries that any file may have."""
-
-
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values in nested containers, with their paths.
-
-    A pickle stores a container once, however often it occurs: 60 lists, each of which holds the
-    list before it twice, are 600 bytes and 2^60 values. A container that several optimizer groups
-    share, such as `betas`, is expanded in each place, up to a limit.
-    """
-    limit = _MAX_REPEATS * _stored_entries(tree) + _FREE_ENTRIES
-    visited = 0
-    rest = [(path, tree)]
-    while rest:
-        at, node = rest.pop()
-        visited += 1
-        if visited > limit:
-            raise ProbeError(
-                "the file holds the same containers again and again: expanded they have more than "
-                f"{limit:,} entries, and a checkpoint has none of that kind"
-            )
-        parts: Iterable[tuple[Any, Any]]
-        if isinstance(node, Mapping):
-            parts = node.items()
-        elif isinstance(node, list | tuple):
-            parts = enumerate(node)
-        else:
-            yield at, node
-            continue
-        # The last entry of `rest` comes next, so the first part is put there.
-        rest += reversed([((*at, _key_text(key)), part) for key, part in parts])
-
-
-def _stored_entries(tree: Any) -> int:
-    """The number of entries of all containers, each container counted once."""
-    seen: dict[int, int] = {}
-    rest = [tree]
-    while rest:
-        node = rest.pop()
-        if isinstance(node, Mapping | list | tuple) and id(node) not in seen:
-            seen[id(node)] = len(node)
-            if isinstance(node, Mapping):
-                rest += node.values()
-            else:
-                rest += node
-    return sum(seen.values())
+    """The values in nested containers, with their paths."""
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(tree, Mapping):
+        parts = tree.items()
+    elif isinstance(tree, list | tuple):
+        parts = enumerate(tree)
+    else:
+        yield path, tree
+        return
+    for key, part in parts:
+        yield from _leaves(part, (*path, _key_text(key)))
 
 
 def _key_text(key: Any) -> str:
@@ -269,7 +220,9 @@ def _flat(tensor: Tensor) -> np.ndarray:
     return flat.resolve_conj().resolve_neg().numpy()
 
 
-def _read_sharded(folder: Path, name: str, places: list[_StorageInfo], count: int) -> np.ndarray:
+def _read_sharded(
+    folder: Path, name: str, places: list[filesystem._StorageInfo], count: int
+) -> np.ndarray:
     """The values of all `count` parts of a tensor, in one dimension."""
     if len(places) != count:
         raise ProbeError(f"{folder}: {len(places)} of {count} parts of {name} are present")
@@ -279,58 +232,35 @@ def _read_sharded(folder: Path, name: str, places: list[_StorageInfo], count: in
     return np.concatenate(parts)
 
 
-def _part(folder: Path, place: _StorageInfo) -> Any:
+def _part(folder: Path, place: filesystem._StorageInfo) -> Any:
     """The tensor or value in one place of one file."""
     at = folder / place.relative_path
     with open(at, "rb", opener=regular_file.opener) as file:
         file.seek(place.offset)
-        return _load(file.read(place.length), at)
+        return _load(at, file.read(place.length))
 
 
 # -- the index of a DCP directory, as data ---------------------------------------------------------
 
 INDEX = ".metadata"
 
-_DCP = "torch.distributed.checkpoint"
-_RECORD_MODULES = (f"{_DCP}.filesystem", f"{_DCP}.metadata", "pathlib", "pathlib._local")
-_RECORDS = (
-    "_StorageInfo",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "PosixPath",
-    "WindowsPath",
-    "PurePosixPath",
-    "PureWindowsPath",
+_CLASSES = (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    filesystem._StorageInfo,
 )
-"""Names of the classes in an index, each of which a `_Record` replaces."""
-_VALUES: dict[tuple[str, str], Any] = {
-    ("builtins", "dict"): dict,
-    ("builtins", "set"): set,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): int,
+_VALUES: dict[str, Any] = {
+    "builtins.dict": dict,
+    "builtins.set": set,
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": torch.Size,
 }
-"""Types whose attributes a pickle cannot set, as they are written in C. They take the place of the
-classes and functions of the values in DCP's own index."""
-
-
-class _Record:
-    """The attributes of an object of one of DCP's classes."""
-
-    def __init__(self, *args: Any) -> None:
-        del args  # the parts of a path, which are not read
-
-    def __setstate__(self, state: Any) -> None:
-        if not isinstance(state, dict):
-            # Only TensorProperties has a tuple: the dtype comes first.
-            state = {"dtype": state[0]}
-        vars(self).update(state)
+"""Types whose attributes a pickle cannot set, as they are written in C."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -339,18 +269,24 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         # New classes for each file, because a pickle can set attributes of a class.
-        self._records = {name: type(name, (_Record,), {}) for name in _RECORDS}
+        self._known = {**_VALUES}
+        for known in _CLASSES:
+            name = f"{known.__module__}.{known.__name__}"
+            self._known[name] = type(known.__name__, (known,), {})
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in _RECORD_MODULES and name in self._records:
-            return self._records[name]
-        if (module, name) in _VALUES:
-            return _VALUES[module, name]
-        if module == "torch":
-            dtype = vars(torch).get(name)
-            if isinstance(dtype, torch.dtype):
-                return dtype
-        raise pickle.UnpicklingError(f"it names {module}.{name}"[:200])
+        full = f"{module}.{name}"
+        if full in self._known:
+            return self._known[full]
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if full == "torch.serialization._get_layout":
+            return lambda _: torch.strided
+        if name == "_MEM_FORMAT_ENCODING":
+            return lambda number: metadata._MEM_FORMAT_ENCODING(number)
+        if module.startswith("pathlib"):  # the directory of the save
+            return lambda *_: None
+        raise pickle.UnpicklingError(f"it names {full}"[:200])
 
 
 def read_index(path: Path) -> Metadata:
@@ -360,58 +296,24 @@ def read_index(path: Path) -> Metadata:
         path: the file `.metadata` of the directory.
 
     Returns:
-        The index in DCP's own classes, with checked shapes, offsets and file names.
+        The index, whose places are in files of the directory.
 
     Raises:
         ValueError: the content is not what DCP writes.
         OSError: the file cannot be read.
     """
     content = regular_file.read(path)
-    kinds: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[MetadataIndex, filesystem._StorageInfo] = {}
     try:
         index = _Unpickler(content).load()
-        for name, kind in index.state_dict_metadata.items():
-            kinds[name] = _kind(kind)
-        for key, info in index.storage_data.items():
-            places[_key(key)] = _place(info)
+        for key, place in index.storage_data.items():
+            name = place.relative_path
+            if not name or name != Path(name).name:
+                raise ValueError(f"it names a file outside the directory: {name[:200]}")
+            if place.transform_descriptors:
+                raise ValueError("it is compressed or transformed, which healcore cannot read")
+            # Of DCP's own class, because a key is equal to keys of its class only.
+            places[MetadataIndex(key.fqn, key.offset)] = place
+        return Metadata(index.state_dict_metadata, index.planner_data or {}, places)
     except Exception as error:  # crafted bytes may raise any exception
         raise ValueError(f"{type(error).__name__}: {first_line(error)}") from None
-    return Metadata(kinds, index.planner_data or {}, places, StorageMeta())
-
-
-def _kind(kind: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(kind).__name__ == "BytesStorageMetadata":
-        return BytesStorageMetadata()
-    if not isinstance(kind.properties.dtype, torch.dtype):
-        raise ValueError("the dtype of a tensor is not a dtype of torch")
-    chunks: list[ChunkStorageMetadata] = []
-    for chunk in kind.chunks:
-        chunks.append(ChunkStorageMetadata(_size(chunk.offsets), _size(chunk.sizes)))
-    return TensorStorageMetadata(TensorProperties(kind.properties.dtype), _size(kind.size), chunks)
-
-
-def _key(key: Any) -> MetadataIndex:
-    offset = getattr(key, "offset", None)
-    if offset is not None:
-        offset = _size(offset)
-    return MetadataIndex(key.fqn, offset)
-
-
-def _place(info: Any) -> _StorageInfo:
-    file = PurePosixPath(info.relative_path)
-    offset = info.offset
-    length = info.length
-    if file.is_absolute() or ".." in file.parts or "\\" in str(file) or not file.parts:
-        raise ValueError(f"it names a file outside the directory: {str(file)[:200]}")
-    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise ValueError("the offset or length of a place is not a number")
-    if getattr(info, "transform_descriptors", None):
-        raise ValueError("it is compressed or transformed, which healcore cannot read")
-    return _StorageInfo(str(file), offset, length)
-
-
-def _size(value: Any) -> torch.Size:
-    if type(value) is not tuple or any(type(size) is not int or size < 0 for size in value):
-        raise ValueError("a shape is not a tuple of sizes")
-    return torch.Size(value)

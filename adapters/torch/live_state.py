@@ -211,8 +211,9 @@ def identities(state: State) -> dict[str, dict[str, str]]:
     for name, optimizer in optimizers(state).items():
         names = iter(parameter_names(state, gradients.parameters(optimizer)))
         for g, group in enumerate(optimizer.param_groups):
-            for i in range(len(group["params"])):
-                found[name][f"{name}[{next(names)}]"] = f"parameter {i} of group {g}"
+            for i, p in enumerate(group["params"]):
+                place = f"parameter {i} of group {g} {tuple(p.shape)}"
+                found[name][f"{name}[{next(names)}]"] = place
     return found
 
 

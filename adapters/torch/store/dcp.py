@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
-import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from healcore.runtime.store import manifest, single_file
 from healcore.runtime.store.array_format import ArrayFormat, Target
-from healcore.runtime.store.checkpoints import BUFFERS_ITEM, IN_MEMORY, Keep
+from healcore.runtime.store.checkpoints import IN_MEMORY, Keep
 from healcore.runtime.store.files import map_in_threads
 from healcore.runtime.store.flat_state import FlatState, Leaf
 from healcore.runtime.store.host_copy import HostCopy
@@ -43,6 +34,7 @@ from healcore.runtime.store.ranks import Alone, Ranks, run_on_each
 from healcore.runtime.store.single_file import ArrayType
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.checkpoint_reader import INDEX, read_index
+from healcore.torch.gradients import parameters
 from healcore.torch.live_state import identities
 from healcore.torch.store.gloo import GlooRanks, is_distributed
 from healcore.torch.store.state import DTYPES, add_entry, decoded, dtype_name
@@ -136,12 +128,6 @@ class TorchFormat(ArrayFormat):
         flat = super().flatten(state)
         for name, identity in identities(state).items():
             flat.entries[name]["identity"] = identity
-        for name, value in state.items():
-            if isinstance(value, nn.Module):
-                flat.may_differ.update(f"{name}.{path}" for path, _ in value.named_buffers())
-        for leaf in flat.leaves:
-            if leaf.startswith(f"{BUFFERS_ITEM}."):
-                flat.may_differ.add(leaf)
         return flat
 
     def add(self, flat: FlatState, name: str, value: Any) -> None:
@@ -174,15 +160,13 @@ class TorchFormat(ArrayFormat):
         new: Callable[[int], np.ndarray] = allocate
         if any(part.is_cuda for part in parts):
             new = _allocate_pinned
-        # Part by part: the written rows of a replay buffer grow, and the weights do not.
         copies: list[np.ndarray] = []
         on_host: list[tuple[np.ndarray, np.ndarray]] = []
-        for part, known in zip_longest(parts, old[: len(parts)]):
-            if known is not None and known.nbytes == part.nbytes:
-                copies.append(known)
-            else:
-                copies.append(new(part.nbytes))
-        for part, raw in zip(parts, copies, strict=True):
+        for part, raw in zip_longest(parts, old[: len(parts)]):
+            # Part by part: the written rows of a replay buffer grow, and the weights do not.
+            if raw is None or raw.nbytes != part.nbytes:
+                raw = new(part.nbytes)
+            copies.append(raw)
             copied = _view(raw, torch.empty_like(part, device="meta"))
             if part.device.type == "cpu" and part.numel() and part.stride() == copied.stride():
                 # Rejected: copy_, whose threads wait for each other after every tensor. While a
@@ -194,11 +178,8 @@ class TorchFormat(ArrayFormat):
                 copied.copy_(part, non_blocking=part.is_cuda)
         size = sum(len(raw) for raw, _ in on_host)
         map_in_threads(lambda pair: np.copyto(*pair), on_host, size)
-        events = []
-        for device in {part.device for part in parts if part.is_cuda}:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            events.append(event)
+        devices = {part.device for part in parts if part.is_cuda}
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
         def wait() -> None:
             for event in events:
@@ -276,8 +257,10 @@ class TorchFormat(ArrayFormat):
             return
         tensors = {name: self.array(leaf, None) for name, leaf in copy.flat.leaves.items()}
         writer = FileSystemWriter(folder, sync_files=False)
+        # Of arrays that several ranks have, the lowest rank's is written. The buffers of a layer
+        # may differ, and DistributedDataParallel sends those of its first rank to all ranks.
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         try:
-            planner = _Planner(copy.flat.may_differ)
             save(tensors, storage_writer=writer, planner=planner, **self._options)
         except CheckpointException as error:
             # DCP's exception holds the errors of all ranks and has no error number.
@@ -301,10 +284,7 @@ class TorchFormat(ArrayFormat):
         """
         nodes = target.arrays
         ranks = self._ranks
-        sharded = _moments_of_dtensors(nodes, target.live)
-        for leaf in target.flat.leaves.values():
-            if leaf.layout.spec is not None:
-                sharded[leaf.name] = (leaf.parts[""], leaf.layout.spec)
+        sharded = _sharded(target)
         if checkpoint.only_file is not None:
             return run_on_each(ranks, lambda: _read_only_file(checkpoint, nodes, sharded))
         # If one rank rejects the index, all ranks raise.
@@ -323,51 +303,15 @@ class TorchFormat(ArrayFormat):
         return arrays
 
 
-class _Planner(DefaultSavePlanner):
-    """Writes arrays that may differ between ranks from the lowest rank.
-
-    DCP shares the writes of equal arrays among the ranks. DistributedDataParallel sends the buffers
-    of its first rank to all ranks at each forward pass, so the buffers of another rank would be
-    wrong after a restart.
-
-    Args:
-        may_differ: names of these arrays.
-    """
-
-    def __init__(self, may_differ: Collection[str]) -> None:
-        super().__init__()
-        self._may_differ = may_differ
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Leaves out of each plan what a lower rank writes. Called on the first rank."""
-        seen: set[MetadataIndex] = set()
-        plans: list[SavePlan] = []
-        for plan in all_plans:
-            items: list[WriteItem] = []
-            for item in plan.items:
-                if item.index.fqn in self._may_differ:
-                    if item.index in seen:
-                        continue
-                    seen.add(item.index)
-                items.append(item)
-            plans.append(replace(plan, items=items))
-        return super().create_global_plan(plans)
-
-
 def _allocate_pinned(size: int) -> np.ndarray:
     """New page-locked memory, to which CUDA copies while the program continues; uint8 (size,)."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 def _read_only_file(
-    checkpoint: StoredCheckpoint, nodes: Mapping[str, Any], sharded: Mapping[str, Any]
+    checkpoint: StoredCheckpoint, nodes: Mapping[str, Any], sharded: Mapping[str, DTensor]
 ) -> dict[str, Tensor]:
-    """Reads tensors from the only file of a small checkpoint.
-
-    Args:
-        checkpoint: the checkpoint.
-        nodes: array name -> node.
-        sharded: array name -> local part and spec of the DTensor that the array becomes.
+    """Reads tensors from the only file of a small checkpoint. Each rank takes its part.
 
     Raises:
         CheckpointDamaged: an array is missing or of another type.
@@ -381,21 +325,13 @@ def _read_only_file(
         found = single_file.read_arrays(checkpoint.only_file, types)
     except (OSError, ValueError) as error:
         raise checkpoint.damaged(checkpoint.only_file.name, f"cannot be read: {error}") from None
-    arrays = {}
+    arrays: dict[str, Tensor] = {}
     for name, node in nodes.items():
         dtype, shape = _stored_type(node)
-        whole = torch.from_numpy(found[name]).view(dtype).reshape(shape)
-        array = _empty(node, sharded.get(name))
-        if isinstance(array, DTensor):
-            sizes, offsets = compute_local_shape_and_global_offset(
-                shape, array.device_mesh, array.placements
-            )
-            own = []
-            for start, size in zip(offsets, sizes, strict=True):
-                own.append(slice(start, start + size))
-            array.to_local().copy_(whole[tuple(own)])
-        else:
-            array.copy_(whole)
+        array = torch.from_numpy(found[name].copy()).view(dtype).reshape(shape)
+        like = sharded.get(name)
+        if like is not None:
+            array = distribute_tensor(array, like.device_mesh, like.placements, src_data_rank=None)
         arrays[name] = array
     return arrays
 
@@ -425,7 +361,7 @@ def _checked_index(checkpoint: StoredCheckpoint, nodes: Mapping[str, Any]) -> Me
             stored, required = (entry.properties.dtype, tuple(entry.size)), _stored_type(node)
             if stored != required:
                 raise ValueError(f"{name:.200} is {stored!s:.200}, not {required}")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # crafted bytes may raise any exception
         raise checkpoint.damaged(file, f"is not what DCP writes: {error}") from None
     index.state_dict_metadata = {name: index.state_dict_metadata[name] for name in nodes}
     return index
@@ -438,38 +374,33 @@ def _stored_type(node: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]
     return torch.uint8, (np.dtype(node["dtype"]).itemsize * math.prod(node["shape"]),)
 
 
-def _moments_of_dtensors(
-    nodes: Mapping[str, Any], like: Mapping[str, Any]
-) -> dict[str, tuple[Tensor, Any]]:
-    """Array name of a saved moment -> local part and spec of its parameter, if that is a DTensor.
+def _sharded(target: Target) -> dict[str, DTensor]:
+    """Array name -> DTensor whose sharding the restored array gets.
 
     A fresh optimizer has no moments to restore into. As plain tensors, moments of DTensors (FSDP2,
-    tensor parallel) would be whole on every rank, and the first step would raise.
+    tensor parallel) would be whole on every rank, and the first step would raise. So they are
+    sharded as their parameter.
     """
-    sharded = {}
-    for name, live in like.items():
-        if not isinstance(live, Optimizer):
-            continue
-        params: list[Any] = [p for group in live.param_groups for p in group["params"]]
-        moments = re.compile(re.escape(name) + r"\.state\.(\d+)\.")
-        for array, node in nodes.items():
-            match = moments.match(array)
-            if match is None or int(match[1]) >= len(params):
-                continue
-            p = params[int(match[1])]
-            if hasattr(p, "to_local") and node["shape"] == list(p.shape):
-                sharded[array] = p.to_local(), p._spec
+    sharded: dict[str, DTensor] = {}
+    params: dict[str, Any] = {}
+    for name, live in target.live.items():
+        if isinstance(live, Optimizer):
+            for number, p in enumerate(parameters(live)):
+                params[f"{name}.state.{number}"] = p.detach()
+    for name, node in target.arrays.items():
+        leaf = target.flat.leaves.get(name)
+        like = params.get(name.rpartition(".")[0])
+        if leaf is not None and leaf.layout.spec is not None:
+            like = DTensor(leaf.parts[""], leaf.layout.spec, requires_grad=False)
+        if isinstance(like, DTensor) and node["shape"] == list(like.shape):
+            sharded[name] = like
     return sharded
 
 
-def _empty(node: Mapping[str, Any], sharded: tuple[Tensor, Any] | None) -> Tensor:
-    """New memory to read an array into: a DTensor if the local part and spec of one are given."""
+def _empty(node: Mapping[str, Any], like: DTensor | None) -> Tensor:
+    """New memory to read an array into, sharded as `like`."""
     dtype, shape = _stored_type(node)
-    if sharded is None or tuple(sharded[1].shape) != shape:
-        memory = allocate(dtype.itemsize * math.prod(shape))
-        return torch.from_numpy(memory).view(dtype).reshape(shape)
-    part, spec = sharded
-    if dtype != part.dtype:  # a float32 moment of a bfloat16 parameter
-        spec = copy.copy(spec)
-        spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
-    return DTensor(torch.empty_like(part, dtype=dtype), spec, requires_grad=False)
+    if like is not None:
+        return torch.empty_like(like, dtype=dtype)
+    memory = allocate(dtype.itemsize * math.prod(shape))
+    return torch.from_numpy(memory).view(dtype).reshape(shape)

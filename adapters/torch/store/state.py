@@ -75,7 +75,11 @@ def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
         # Other dtypes have no name for a file: of objects, with fields, of other packages.
         if is_array and not value.dtype.hasobject and np.dtype(value.dtype.str) == value.dtype:
             return {"array": _add_numpy(flat, path, value)}
-        node = generators.node_of(value) or node_of(value)
+        # An object would get the state of its generator back, in place of the generator.
+        generator = None if stateful else generators.saved(value)
+        node = node_of(value)
+        if generator is not None:
+            node = {"generator": generator.kind, "state": values.dumps(generator.state, path)}
         if node is None:
             return None
         return {"torch": node}
@@ -213,61 +217,31 @@ def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
 def _mismatches(name: str, live: Any, state: Any) -> list[str]:
     """Why a restored value does not fit the live object of its name; empty if it fits."""
     wrong: list[str] = []
-    pairs: list[tuple[str, Any, Any]] = [(name, live, state)]
-    buffers: dict[str, Tensor] = {}
+    pairs = [(name, live, state)]
+    least = 0
     if isinstance(live, nn.Module):
-        buffers = dict(live.named_buffers(name))
         own = live.state_dict()
-        pairs = []
-        for key in own.keys() | state.keys():
-            if key in own and key in state:
-                pairs.append((f"{name}.{key}", own[key], state[key]))
-            else:
-                wrong.append(f"{name}.{key} is not in both states")
-    elif isinstance(live, Optimizer) and hasattr(live, "state"):  # not a trainer's engine
-        return _moments_that_do_not_fit(name, live, state)
+        wrong = [f"{name}.{key} is not in both states" for key in own.keys() ^ state.keys()]
+        pairs = [(f"{name}.{key}", own[key], state[key]) for key in own.keys() & state.keys()]
+        least = 1  # layers fill empty buffers and numbers, and load any shape (observers of QAT)
     elif hasattr(live, "load_state_dict"):
         return []  # a restore has compared its identity
     elif not _can_be_overwritten(live, state):
         wrong.append(f'"{name}" is a {type(live).__name__}, which cannot be changed in place')
     for place, old, new in pairs:
-        # Layers fill empty buffers and numbers, and load them in any shape (observers of QAT).
-        fits = place in buffers and min(old.numel(), new.numel()) <= 1
-        both = isinstance(old, Tensor) and isinstance(new, Tensor) and not fits
-        if both and old.shape != new.shape:
+        if not (isinstance(old, Tensor) and isinstance(new, Tensor)) or old.shape == new.shape:
+            continue
+        if min(old.numel(), new.numel()) > least:
             wrong.append(f"{place} has the shape {tuple(new.shape)}, not {tuple(old.shape)}")
     return sorted(wrong)
 
 
 def _can_be_overwritten(live: Any, state: Any) -> bool:
     """Whether a live value is changed in place: a tensor, dictionary, list or generator."""
-    generator = generators.kind_of(live)
-    if generator:
-        return generator == generators.kind_of(state)
+    if isinstance(state, generators.GeneratorState):
+        return generators.kind_of(live) == state.kind
     kinds = (Tensor, dict, list)
     return any(isinstance(live, kind) and isinstance(state, kind) for kind in kinds)
-
-
-def _moments_that_do_not_fit(name: str, live: Optimizer, state: Mapping[str, Any]) -> list[str]:
-    """Moments of another shape than their parameter, where they have to have its shape.
-
-    A restore has compared the parameters' names. But a program without modules has no names, and
-    may replace its parameters by larger parameters.
-    """
-    wrong = []
-    params: list[Tensor] = []
-    for group in live.param_groups:
-        params.extend(group["params"])
-    for number, p in enumerate(params):
-        own = live.state.get(p, {})
-        for key, new in state.get("state", {}).get(number, {}).items():
-            like_parameter = key in _LIKE_PARAMETER
-            if isinstance(own.get(key), Tensor):  # some moments have a shape of their own
-                like_parameter = own[key].shape == p.shape
-            if like_parameter and isinstance(new, Tensor) and new.shape != p.shape:
-                shapes = f"the shape {tuple(new.shape)}, not {tuple(p.shape)}"
-                wrong.append(f"{name}.state.{number}.{key} has {shapes}")
-    return wrong
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -287,11 +261,10 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def _overwritten(old: Any, new: Any) -> Any:
     """The value `new`, in the tensors, containers and generators of `old` where both have them."""
     if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
-        if old is new:
-            return old
         return old.copy_(new)
-    if isinstance(old, np.ndarray) and _fits_in_place(old, new):
-        np.copyto(old, new)
+    both_arrays = type(old) is type(new) is np.ndarray
+    if both_arrays and old.flags.writeable and (old.shape, old.dtype) == (new.shape, new.dtype):
+        old[...] = new
         return old
     if isinstance(old, dict) and isinstance(new, dict):
         items = {key: _overwritten(old.get(key), value) for key, value in new.items()}
@@ -302,22 +275,11 @@ def _overwritten(old: Any, new: Any) -> Any:
         padded = [*old, *[None] * len(new)]
         old[:] = [_overwritten(*pair) for pair in zip(padded, new, strict=False)]
         return old
-    if type(old) is type(new) is tuple and len(old) == len(new):
-        return tuple(map(_overwritten, old, new))
-    if generators.copy_state(old, new):
+    if isinstance(new, generators.GeneratorState) and new.load_into(old):
         return old
     return new
 
 
-def _fits_in_place(old: np.ndarray, new: Any) -> bool:
-    """Whether the NumPy array `old`, which other objects may hold, can receive the array `new`."""
-    if not (type(old) is type(new) is np.ndarray and old.flags.writeable):
-        return False
-    return old.shape == new.shape and old.dtype == new.dtype
-
-
-_LIKE_PARAMETER = ("exp_avg", "momentum_buffer")
-"""Moments that have the shape of their parameter in every optimizer of torch."""
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is torch.dtype}
 """Name in files, such as "float32", -> dtype."""
 
@@ -342,30 +304,25 @@ def node_of(value: Any) -> dict[str, Any] | None:
         return {"device": str(value)}
     if isinstance(value, torch.Size):
         return {"size": list(value)}
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
         return None
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        return None
-    plain = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    data = values.base64_text(plain.view(torch.uint8).numpy())
-    node: dict[str, Any] = {"dtype": dtype_name(value), "shape": list(value.shape), "bytes": data}
-    if type(value) is torch.nn.Parameter:
-        node["parameter"] = value.requires_grad
-    return node
+    plain = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    data = values.base64_text(plain.contiguous().view(torch.uint8).numpy())
+    return {"dtype": dtype_name(value), "shape": list(value.shape), "bytes": data}
 
 
 def value_of(content: dict[str, Any]) -> Any:
-    """Decodes a value of `node_of`, on the CPU, or a random generator.
+    """Decodes a value of `node_of`, on the CPU, or the state of a random generator.
 
     Args:
-        content: a JSON object of `node_of`, here or in `generators`. Names in it are looked up in
-            tables.
+        content: a JSON object of `node_of` or `add_entry`. Names in it are looked up in tables.
 
     Raises:
-        Exception: any, for content that `node_of` has not made.
+        Exception: any, for content that was not made there.
     """
     if "generator" in content:
-        return generators.value_of(content)
+        state = values.loads(content["state"], ("generator",))
+        return generators.GeneratorState(content["generator"], state)
     if "device" in content:
         return torch.device(content["device"])
     if "size" in content:
@@ -373,11 +330,5 @@ def value_of(content: dict[str, Any]) -> Any:
     dtype = DTYPES[content["dtype"]]
     if "bytes" not in content:
         return dtype
-    data = values.bytes_of(content).copy()
-    flat = torch.empty(0, dtype=dtype)
-    if len(data):
-        flat = torch.from_numpy(data).view(dtype)
-    found = flat.reshape(content["shape"])
-    if "parameter" not in content:
-        return found
-    return torch.nn.Parameter(found, requires_grad=bool(content["parameter"]))
+    data = torch.from_numpy(values.bytes_of(content).copy())
+    return data.view(dtype).reshape(content["shape"])

@@ -66,10 +66,6 @@ class FlatState:
         """Name -> PyTreeDef in JAX. It is not saved: a restore uses the structure of the live
         pytrees."""
 
-        self.may_differ: set[str] = set()
-        """Names of whole arrays that may differ between ranks, such as the statistics of a layer.
-        The array of the lowest rank is written to disk."""
-
     def add(
         self, path: values.Path, dtype: str, parts: dict[ShardPlace, Part], layout: Layout = None
     ) -> str:
