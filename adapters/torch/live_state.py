@@ -6,7 +6,6 @@ old moments with new weights.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import warnings
@@ -15,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -56,7 +54,7 @@ def checked_state(state: Any) -> dict[str, Any]:
         state: what the user passes to the Healer: name -> module, optimizer, scheduler, ...
 
     Returns:
-        A copy of the mapping, without environments that have no state.
+        A copy of the mapping.
 
     Raises:
         AttachError: the state is no mapping, has no optimizer or the same optimizer twice, lacks
@@ -66,7 +64,7 @@ def checked_state(state: Any) -> dict[str, Any]:
         raise AttachError(
             f"the state maps names to what is saved, got {type(state).__name__}: {_EXAMPLE}"
         )
-    state = {name: value for name, value in state.items() if not is_stateless_environment(value)}
+    state = dict(state)
     for name, value in state.items():
         _check_item(name, value)
     healed = optimizers(state)
@@ -82,30 +80,6 @@ def checked_state(state: Any) -> dict[str, Any]:
     return state
 
 
-def is_stateless_environment(value: Any) -> bool:
-    """Whether a value is an environment of reinforcement learning that cannot be saved.
-
-    Environments as in gymnasium have `reset()` and `step(action)`, and rarely a `state_dict`. A
-    scheduler without a `state_dict` is not an environment: its `step` needs no argument.
-
-    Args:
-        value: a value of the state.
-    """
-    if isinstance(value, Tensor | dict | list) or hasattr(value, "state_dict"):
-        return False
-    if not callable(getattr(value, "reset", None)) or not callable(getattr(value, "step", None)):
-        return False
-    try:
-        parameters = inspect.signature(value.step).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        return True
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    for parameter in parameters:
-        if parameter.kind in positional and parameter.default is parameter.empty:
-            return True
-    return False
-
-
 def scaler(state: State) -> torch.amp.GradScaler | None:
     """The GradScaler of the loop, if the state shows which GradScaler the loop uses.
 
@@ -116,26 +90,15 @@ def scaler(state: State) -> torch.amp.GradScaler | None:
         The only GradScaler in the state or in accelerate's wrappers, or None without a GradScaler
         and with several GradScalers.
     """
-    scalers = saved_scalers(state)
-    for value in state.values():
-        wrapped = scaler_of(value)
-        if wrapped is not None:
-            scalers.append(wrapped)
-    if len({id(each) for each in scalers}) != 1:
+    scalers = [*_saved_scalers(state), *map(scaler_of, state.values())]
+    known = {id(each): each for each in scalers if each is not None}
+    if len(known) != 1:
         return None
-    return scalers[0]
+    return known.popitem()[1]
 
 
-def saved_scalers(state: State) -> list[torch.amp.GradScaler]:
-    """The GradScalers that a checkpoint of the state saves.
-
-    Args:
-        state: the state of the run.
-
-    Returns:
-        The GradScalers that are values of the state, then attributes of its other objects. A
-        GradScaler may occur several times.
-    """
+def _saved_scalers(state: State) -> list[torch.amp.GradScaler]:
+    """The GradScalers that a checkpoint saves: values of the state, and what its objects hold."""
     candidates: list[Any] = [*state.values()]
     for value in state.values():
         if _is_opaque(value) and hasattr(value, "__dict__"):
@@ -161,25 +124,18 @@ def hyperparameters(state: State) -> dict[str, Any]:
         # The keys of all groups, each once and in order.
         keys = dict.fromkeys(key for group in groups for key in group)
         for key in keys:
-            if key in _NO_HYPERPARAMETERS:
-                continue
             values = [_group_setting(group, key) for group in groups]
-            if None in values:
+            if key in _NO_HYPERPARAMETERS or None in values:
                 continue
-            if all(value == values[0] for value in values):
-                settings[f"{name}.{key}"] = values[0]
-            else:
-                settings[f"{name}.{key}"] = values
+            if values.count(values[0]) == len(values):
+                values = values[0]
+            settings[f"{name}.{key}"] = values
     for name, value in state.items():
-        if not is_scheduler(value):
-            continue
-        for key, entry in getattr(value, "scheduler", value).state_dict().items():
-            if key[0] == "_" or key in _COUNTED:  # counters, and rates that the optimizer also has
-                continue
-            setting = json_setting(entry)
-            if setting is not None:
-                settings[f"{name}.{key}"] = setting
-    return settings
+        if is_scheduler(value):
+            for key, entry in getattr(value, "scheduler", value).state_dict().items():
+                if key[0] != "_" and key not in _COUNTED:
+                    settings[f"{name}.{key}"] = json_setting(entry)
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def _group_setting(group: ParamGroup, key: str) -> Any:
@@ -254,22 +210,13 @@ def parameter_names(state: State, params: Sequence[object]) -> list[str]:
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
-    modules: dict[str, nn.Module] = {}
-    ranking: dict[str, tuple[int, int]] = {}
-    for name in reversed([*state]):
-        module = state[name]
-        if isinstance(module, nn.Module):
-            modules[name] = module
-            is_trained = [id(p) in known for p in module.parameters()]
-            ranking[name] = (sum(is_trained), -len(is_trained))
-    # Modules may share a parameter, for example a model and its average. The name is of the module
-    # with the most trained parameters, then of the smallest, then of the first in the state. This
-    # module comes last in the order, and overwrites the names of the modules before it.
-    for name in sorted(modules, key=lambda n: ranking[n]):
+    modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    # Modules may share a parameter. The first one comes last here, and names it.
+    for name, module in reversed(modules.items()):
         prefix = ""
         if len(modules) > 1:
             prefix = f"{name}."
-        for path, p in modules[name].named_parameters():
+        for path, p in module.named_parameters():
             known[id(p)] = prefix + _WRAPPERS.sub("", path)
     return [known.get(id(p), "(no longer in the state)") for p in params]
 
@@ -297,17 +244,8 @@ def _check_item(name: str, value: Any) -> None:
             "state_dict() and load_state_dict(); hold numbers and texts in a dictionary, "
             f'state={{"{name}": {{...}}}}, and give any other object these two methods'
         )
-    elif isinstance(value, nn.Module) and _has_lazy_parts(value):
-        obstacle = (
-            "a module with lazy parts without shapes, which no checkpoint can hold: call it on one "
-            "batch before the Healer, as in model(next(iter(loader)))"
-        )
     if obstacle:
         raise AttachError(f'state["{name}"] is {obstacle}')
-
-
-def _has_lazy_parts(module: nn.Module) -> bool:
-    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _check_complete(name: str, optimizer: Optimizer, state: State) -> None:
@@ -332,7 +270,7 @@ def _check_complete(name: str, optimizer: Optimizer, state: State) -> None:
     if is_scheduled and not any(is_scheduler(value) for value in state.values()):
         lost.append(("a learning-rate scheduler", _EXAMPLE))
     own_scaler = scaler_of(state[name])
-    if own_scaler is not None and not any(each is own_scaler for each in saved_scalers(state)):
+    if own_scaler is not None and not any(each is own_scaler for each in _saved_scalers(state)):
         lost.append(("a GradScaler", 'state={..., "scaler": accelerator.scaler}'))
     for missing_part, example in lost:
         warnings.warn(

@@ -144,7 +144,7 @@ def test_a_lost_run_in_jax_continues_from_its_orbax_folder(tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_the_off_policy_loop_trains_and_saves_its_buffers(tmp_path, monkeypatch):
-    """The loop trains, its environment is named, and both other buffers can be in a state."""
+    """The loop trains, and both other buffers can be in a state."""
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
     for block in blocks("off-policy.md"):

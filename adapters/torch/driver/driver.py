@@ -78,13 +78,6 @@ class TorchDriver(Driver):
         self._user_state = state
         self._state = live_state.checked_state(state)
         self.warnings: list[str] = []
-        for name in state:
-            if name not in self._state:
-                self.warnings.append(
-                    f'state["{name}"] is an environment without state_dict() and '
-                    "load_state_dict(), which cannot be saved: a restart resumes with a new "
-                    "episode, and after a rollback the current episode continues"
-                )
         healings, own = attach_all(self._state, engine_of(policy), attach)
         self.healings = healings
         """The handle of each optimizer, by its name in the state."""

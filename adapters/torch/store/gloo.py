@@ -131,14 +131,11 @@ def _new_group(members: Sequence[int], timeout: timedelta | None) -> Group:
 def _timeout() -> timedelta | None:
     """The default group's time-out, at least `MIN_TIMEOUT`, or None for torch's default."""
     group: Group = dist.group.WORLD
-    timeouts: list[timedelta] = []
     try:
-        for device in group._device_types:
-            timeouts.append(group._get_backend(device).options._timeout)
-        longest = max(timeouts)
+        backends = [group._get_backend(device) for device in group._device_types]
+        return max(MIN_TIMEOUT, *(backend.options._timeout for backend in backends))
     except (AttributeError, TypeError, RuntimeError, ValueError):  # a backend without a time-out
         return None
-    return max(MIN_TIMEOUT, longest)
 
 
 def is_distributed() -> bool:
