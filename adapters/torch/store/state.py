@@ -262,8 +262,9 @@ def _overwritten(old: Any, new: Any) -> Any:
     """The value `new`, in the tensors, containers and generators of `old` where both have them."""
     if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
         return old.copy_(new)
-    both_arrays = type(old) is type(new) is np.ndarray
-    if both_arrays and old.flags.writeable and (old.shape, old.dtype) == (new.shape, new.dtype):
+    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
+        if not old.flags.writeable or (old.shape, old.dtype) != (new.shape, new.dtype):
+            return new
         old[...] = new
         return old
     if isinstance(old, dict) and isinstance(new, dict):
