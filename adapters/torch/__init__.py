@@ -37,7 +37,6 @@ The files, for readers of the code:
     live_state          checks and names the user's state
     generators          saves and restores its random generators
     store               checkpoints
-    expected_moments      the bytes that the moments will need
     checkpoint_reader     checkpoints of other programs, for `healcore probe`
     trainers            Lightning, transformers, DeepSpeed, ArcticTraining
     demo                the training of `healcore demo`

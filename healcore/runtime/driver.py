@@ -406,15 +406,15 @@ class Driver(abc.ABC):
             "activations", which are all other memory. Empty if it is unknown.
         """
 
-    def missing_moments(self) -> tuple[int, int] | None:
-        """Bytes of the moments that the optimizers create at their first step.
+    def missing_moments(self) -> tuple[int, int]:
+        """Bytes of the moments that the optimizers create at their first step, at most.
 
         The first snapshot does not have them. The run adds them to the size that it expects of a
         checkpoint, so that it warns of a full disk at the start.
 
         Returns:
-            Bytes of all ranks together, and of this process. None if they are unknown. (0, 0) in
-            JAX, which creates them before the first step.
+            Bytes of all ranks together, and of this process. (0, 0) in JAX, which creates them
+            before the first step.
         """
         return 0, 0
 

@@ -30,7 +30,6 @@ from healcore.torch.driver.pending_step import FollowedOptimizer, PendingEntries
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights
-from healcore.torch.expected_moments import missing_moments
 from healcore.torch.live_engine import keep_after_cuda_error
 from healcore.torch.live_state import State
 from healcore.torch.moments import moments_obstacle
@@ -430,9 +429,15 @@ class TorchDriver(Driver):
 
     # -- the run --------------------------------------------------------------------------------
 
-    def missing_moments(self) -> tuple[int, int] | None:
-        """See `Driver.missing_moments`. torch creates moments at the first step."""
-        return missing_moments(self._state)
+    def missing_moments(self) -> tuple[int, int]:
+        """See `Driver.missing_moments`. Counts two of each parameter, as many as Adam creates."""
+        whole = local = 0
+        for optimizer in self._optimizers().values():
+            if not any(optimizer.state.values()):
+                for p in gradients.parameters(optimizer):
+                    whole += 2 * p.nbytes
+                    local += 2 * gradients.local_part(p).nbytes
+        return whole, local
 
     def store(self, where: Any) -> CheckpointStore:
         """The default store of a run. Every rank has to call it.

@@ -107,10 +107,7 @@ class Saver:
             StoreError: the state cannot be saved.
         """
         whole, local = self.run.store.format.sizes(self.items())
-        missing = self.run.driver.missing_moments()
-        more_whole, more_local = 0, 0
-        if missing is not None:
-            more_whole, more_local = missing
+        more_whole, more_local = self.run.driver.missing_moments()
         keep, compares = self._deleter.keep, self.run.comparisons.is_enabled
         # Nothing is deleted before the first checkpoint is known-good.
         before = self.run.policy.rollback.probation // self.run.schedule.every + 2
@@ -120,7 +117,6 @@ class Saver:
             max(checkpoints_on_disk(keep, compares=compares), before),
             copies_in_memory(self.run.store.ring.keep, compares=compares),
             older=keep.older,
-            at_least=missing is None,
             directories=self.run.store.directories,
         )
 

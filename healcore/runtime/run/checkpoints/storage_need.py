@@ -24,7 +24,7 @@ class StorageNeed(NamedTuple):
     """The space that the checkpoints of one run need, on disk and in host memory.
 
     The first line of a run prints it. A disk or a host that is too small then shows at the start,
-    instead of after hours. The numbers are upper bounds, except where `at_least` is set.
+    instead of after hours. The numbers are upper bounds for optimizers with at most two moments.
     """
 
     size_on_disk: float
@@ -37,8 +37,6 @@ class StorageNeed(NamedTuple):
     """Largest number of copies in host memory."""
     older: bool = False
     """Whether the directory also keeps one checkpoint at each doubling of the steps."""
-    at_least: bool = False
-    """Whether the sizes lack moments that the optimizer creates at its first step."""
     directories: int = 1
     """Number of directories, each of which has all checkpoints; 0 for host memory only."""
 
@@ -48,13 +46,12 @@ class StorageNeed(NamedTuple):
         Returns:
             A clause such as "up to 420 GB on disk and 252 GB in host memory".
         """
-        bound = "at least" if self.at_least else "up to"
         in_memory = size_text(self.in_memory * (self.size_in_memory + RECORD_BYTES))
         if not self.directories:
-            return f"{bound} {in_memory}"
+            return f"up to {in_memory}"
         where = "on disk" if self.directories == 1 else "in each directory"
         on_disk = size_text(self.on_disk * (self.size_on_disk + RECORD_BYTES))
-        text = f"{bound} {on_disk} {where} and {in_memory} in host memory"
+        text = f"up to {on_disk} {where} and {in_memory} in host memory"
         if self.older:
             one = size_text(self.size_on_disk + RECORD_BYTES)
             text += f"; each doubling of the steps adds {one} {where}"
