@@ -562,6 +562,8 @@ def _check(engine: Engine, state: Any) -> None:
         made_with = numbers.astype(">i4").tobytes().hex()
     known = made_with not in (None, _NO_FINGERPRINT) and engine.fingerprint is not None
     is_other = known and made_with != engine.fingerprint
+    # A state of 0.4.0 has the records in its first array.
+    is_other |= jnp.ndim(state.heal_records) != jnp.ndim(state.heal_engine) + 1
     if is_other or given != [array.shape[-1] for array in (vector, *windows)]:
         raise HealStateError(
             "this healing state belongs to another policy or release: "

@@ -314,6 +314,11 @@ def find(opt_state: PyTree) -> HealState:
         fields = _arrays_of_fields(found[0][1])
         windows = fields.pop("heal_windows", ())
         arrays = {name: leaves[0] for name, leaves in fields.items() if leaves}
+        if not arrays.keys() >= {"heal_records", "heal_leaf_norms"}:
+            raise HealStateError(
+                "this healing state is of another release: to continue from the moments beside it, "
+                "with_heal_state(without_heal_state(old), like=tx.init(params))"
+            )
         return HealState(heal_windows=windows, **arrays)
     if found:
         places = [f"opt_state{jax.tree_util.keystr(path)}" for path, _ in found]

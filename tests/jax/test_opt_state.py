@@ -25,6 +25,7 @@ from healcore.jax import (
     protect,
     to_dict,
     with_heal_state,
+    without_heal_state,
 )
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, avals
@@ -178,3 +179,22 @@ def test_a_forgotten_loss_is_reported_once_and_is_nan_in_the_metrics(make):
         _, state = update(PARAMS, state, PARAMS)
     assert np.isnan(metrics(state)["heal/loss"])
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_a_state_that_0_4_0_has_made_is_refused_and_its_moments_can_be_taken():
+    """It had three arrays, and the records in the first of them."""
+    tx = protect(optax.adamw(1e-3), "default")
+    params = {"w": jnp.ones(3)}
+    gradients = {"w": jnp.full(3, 0.1)}
+    _, state = tx.update(gradients, tx.init(params), params, value=jnp.float32(1.0))
+    vector, norms = state.heal.heal_engine, state.heal.heal_leaf_norms
+    fields = [jnp.tile(vector, (65, 1)), (), norms, None, None]  # as `pickle` makes it
+    old = state._replace(heal=type(state.heal)(*fields))
+    for read in (metrics, last_decision, lambda opt_state: to_dict(opt_state, "default")):
+        with pytest.raises(HealStateError, match=r"another release.*with_heal_state"):
+            read(old)
+    with pytest.raises(HealStateError, match=r"policy or release.*with_heal_state"):
+        tx.update(gradients, old, params, value=jnp.float32(1.0))
+    new = with_heal_state(without_heal_state(old), like=tx.init(params))
+    assert new.inner_state[0].count == 1
+    assert metrics(new)["heal/steps"] == 0
