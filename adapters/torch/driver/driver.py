@@ -432,7 +432,7 @@ class TorchDriver(Driver):
     def missing_moments(self) -> tuple[int, int]:
         """See `Driver.missing_moments`. Counts two of each parameter, as many as Adam creates."""
         whole = local = 0
-        for optimizer in self._optimizers().values():
+        for optimizer in self._optimizers.values():
             if not any(optimizer.state.values()):
                 for p in gradients.parameters(optimizer):
                     whole += 2 * p.nbytes
