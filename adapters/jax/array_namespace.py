@@ -8,11 +8,8 @@ are single operations of `jax.lax` instead, after the operands have one dtype an
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
@@ -25,8 +22,8 @@ into a cheap mask."""
 class JaxNamespace(ArrayNamespace):
     """The functions of the core for JAX. `JAX` is the instance."""
 
-    float32 = jnp.float32
-    int32 = jnp.int32
+    def __init__(self) -> None:
+        super().__init__(jnp)
 
     def where(self, condition: Flag, x: Array | Number, y: Array | Number, /) -> Array:
         """`jnp.where` without its jitted call."""
@@ -47,39 +44,6 @@ class JaxNamespace(ArrayNamespace):
     def clip(self, x: Array, low: float, high: float, /) -> Array:
         """`jnp.clip` without its jitted call."""
         return lax.clamp(jnp.asarray(low, x.dtype), x, jnp.asarray(high, x.dtype))
-
-    def abs(self, x: Array, /) -> Array:
-        """`jnp.abs`."""
-        return jnp.abs(x)
-
-    def sqrt(self, x: Float, /) -> Float:
-        """`jnp.sqrt`."""
-        return jnp.sqrt(x)
-
-    def sum(self, x: Array, axis: int) -> Array:
-        """`jnp.sum`."""
-        return jnp.sum(x, axis=axis)
-
-    def cumsum(self, x: Int, axis: int) -> Int:
-        """`jnp.cumsum`."""
-        return jnp.cumsum(x, axis=axis)
-
-    def astype(self, x: Array, dtype: Any, /) -> Array:
-        """`jnp.astype`."""
-        return jnp.astype(x, dtype)
-
-    def arange(self, n: int, /) -> Int:
-        """`jnp.arange`."""
-        return jnp.arange(n)
-
-    def asarray(self, x: np.ndarray, /) -> Array:
-        """`jnp.asarray`."""
-        return jnp.asarray(x)
-
-    def reciprocal(self, count: Int, /) -> Float:
-        """1 / count by a division. `jnp.reciprocal` is the power with exponent -1 instead."""
-        number = jnp.astype(count, jnp.float32)
-        return lax.div(lax.full_like(number, 1), number)
 
     def flag(self, condition: Flag, flags: int, /) -> Int:
         """A selection, which is one operation less than the product of the default."""

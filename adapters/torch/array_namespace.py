@@ -9,6 +9,7 @@ from torch import Tensor
 
 from healcore.core.array_namespace import Array, ArrayNamespace, Number
 from healcore.core.clipping import EDGES
+from healcore.core.numerics import FLUSH
 
 
 class Namespace(ArrayNamespace):
@@ -21,10 +22,8 @@ class Namespace(ArrayNamespace):
         device: where the arrays are.
     """
 
-    float32 = torch.float32
-    int32 = torch.int32
-
     def __init__(self, device: torch.device) -> None:
+        super().__init__(torch)
         self._device = device
         self._edges = torch.as_tensor(EDGES).to(device)
 
@@ -44,10 +43,6 @@ class Namespace(ArrayNamespace):
         """`torch.clamp`."""
         return torch.clamp(x, low, high)
 
-    def abs(self, x: Tensor, /) -> Tensor:
-        """`torch.abs`."""
-        return torch.abs(x)
-
     def sqrt(self, x: Tensor, /) -> Tensor:
         """Square root, correctly rounded in float32 as in NumPy and XLA.
 
@@ -58,17 +53,13 @@ class Namespace(ArrayNamespace):
             return torch.sqrt(x.to(torch.float64)).to(torch.float32)
         return torch.sqrt(x)
 
-    def sum(self, x: Tensor, axis: int) -> Tensor:
-        """`torch.sum`."""
-        return torch.sum(x, axis)
-
-    def cumsum(self, x: Tensor, axis: int) -> Tensor:
-        """`torch.cumsum`."""
-        return torch.cumsum(x, axis)
-
-    def astype(self, x: Tensor, dtype: torch.dtype, /) -> Tensor:
+    def as_float(self, x: Tensor, /) -> Tensor:
         """`torch.Tensor.to`."""
-        return x.to(dtype)
+        return x.to(torch.float32)
+
+    def as_int(self, x: Tensor, /) -> Tensor:
+        """`torch.Tensor.to`."""
+        return x.to(torch.int32)
 
     def arange(self, n: int, /) -> Tensor:
         """`torch.arange` on the device."""
@@ -79,15 +70,16 @@ class Namespace(ArrayNamespace):
         del x
         return self._edges
 
-    def reciprocal(self, count: Tensor, /) -> Tensor:
-        """A division by a tensor, which torch rounds correctly."""
-        count = count.to(torch.float32)
-        return torch.ones_like(count) / count
-
-    def without_small(self, x: Tensor, limit: float, /) -> Tensor:
+    def flush(self, x: Tensor, limit: float = FLUSH, /) -> Tensor:
         """One operation instead of three."""
         return torch.nn.functional.hardshrink(x, limit)
 
     def product(self, x: Any, y: Any, /) -> Tensor:
         """A plain product: only a compiler fuses it with an addition."""
         return x * y
+
+    def quotient(self, x: Tensor, y: Any, /) -> Tensor:
+        """A plain division. torch divides exactly by a tensor, but not by a Python number."""
+        if not isinstance(y, Tensor):
+            y = torch.full_like(x, y)
+        return x / y

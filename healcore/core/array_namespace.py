@@ -3,20 +3,19 @@
 The core is written once and runs on arrays of NumPy, JAX and torch, and on the placeholders of
 `tape`. So it imports no array library. Each function takes the namespace of its arrays as the
 keyword `xp`, and writes ``xp.where(condition, a, b)`` where a NumPy program has ``np.where``.
-Arithmetic and comparisons are the operators of the arrays.
+Arithmetic, comparisons and `abs` are the operators of the arrays.
 
-A namespace implements the abstract methods. The other methods have a default, which is written with
-the abstract ones. A namespace overrides a default where its library has a faster form with the same
-bits, or where the default would not give the bits of NumPy (docs/parity.md).
+A namespace is a library with NumPy's names, and the few functions that give the same bits in each
+library (docs/parity.md). A subclass replaces what its library has in another or a faster form:
 
     ====================================  ================================  ======================
-    namespace                             arrays                            overrides
+    namespace                             arrays                            replaces
     ====================================  ================================  ======================
-    `NUMPY`                               NumPy arrays                      no default
-    `healcore.core.tape.Tape`             placeholders, which are recorded  `product`, `with_slot`
-    `healcore.jax.array_namespace.JAX`    JAX arrays, traced or not         `flag`, `shared`
-    `healcore.torch.array_namespace`      tensors of one device             all except `shared`
-    (`Namespace`)                                                           and `with_slot`
+    `NUMPY`                               NumPy arrays                      nothing
+    `healcore.core.tape.Tape`             placeholders, which are recorded  selections, conversions
+    `healcore.jax.array_namespace.JAX`    JAX arrays, traced or not         `where`, `shared`, ...
+    `healcore.torch.array_namespace`      tensors of one device             what torch lacks, or
+    (`Namespace`)                                                           rounds otherwise
     ====================================  ================================  ======================
 
 The aliases of this file name the arrays in the core's signatures. They are aliases of `Any`, since
@@ -26,12 +25,13 @@ arrays with leading batch axes, which the shapes below leave out.
 
 from __future__ import annotations
 
-import abc
 import math
 from types import ModuleType
 from typing import Annotated, Any
 
 import numpy as np
+
+from healcore.core import numerics
 
 Array = Any
 """An array of the namespace, of any dtype and shape."""
@@ -50,11 +50,23 @@ PRODUCT_LIMIT = 1e38
 """Largest result of `ArrayNamespace.product`."""
 
 
-class ArrayNamespace(abc.ABC):
+class ArrayNamespace:
     """The array functions of the core for the arrays of one library.
 
-    All functions return new arrays, and have no branch on a value. Parameters are positional only,
-    so that an implementation can be the function of a library itself.
+    All functions return new arrays, and have no branch on a value. These are the library's own,
+    with NumPy's names and positional arguments:
+
+        where(condition, x, y)   the core's only branch on a value. At most one of `x` and `y` is a
+                                 Python number: the dtype of two would differ between libraries.
+        minimum(x, y), maximum(x, y), sqrt(x), arange(n)
+        cumsum(x, axis), sum(x, axis)   of integers, and of floats of which at most one is not 0:
+                                 each library adds in another order. For other floats use
+                                 `healcore.core.detectors.windows.folded`. A sum of int32 is int64
+                                 in some libraries: compare it, or convert it for a state.
+        asarray(x)               of the core's only table, `healcore.core.clipping.EDGES`.
+
+    Args:
+        library: a module with the functions of NumPy 2.
 
     Examples:
         >>> import numpy as np
@@ -65,83 +77,36 @@ class ArrayNamespace(abc.ABC):
         array([0., 2.], dtype=float32)
     """
 
-    float32: Any
-    """The library's dtype float32."""
-    int32: Any
-    """The library's dtype int32."""
+    def __init__(self, library: Any) -> None:
+        self.library = library
 
-    # -- functions that each library has -----------------------------------------------------------
+    def __getattr__(self, name: str) -> Any:
+        """A function of the library."""
+        return getattr(self.library, name)
 
-    @abc.abstractmethod
-    def where(self, condition: Flag, x: Array | Number, y: Array | Number, /) -> Array:
-        """Selects `x` where the condition holds, else `y`: the core's only branch on a value.
+    def as_float(self, x: Array, /) -> Float:
+        """The values as float32; exact for counts below 2**24."""
+        return x.astype(np.float32)
 
-        Args:
-            condition: bool, of any shape that broadcasts with the values.
-            x: an array or a Python number.
-            y: an array or a Python number. At most one of the two is a Python number, because the
-                result of two would have a different dtype in each library.
-        """
+    def as_int(self, x: Array, /) -> Int:
+        """The values as int32."""
+        return x.astype(np.int32)
 
-    @abc.abstractmethod
-    def minimum(self, x: Array, y: Array | Number, /) -> Array:
-        """The smaller of two values, element by element; NaN if one is NaN."""
-
-    @abc.abstractmethod
-    def maximum(self, x: Array, y: Array | Number, /) -> Array:
-        """The larger of two values, element by element; NaN if one is NaN."""
-
-    @abc.abstractmethod
     def clip(self, x: Array, low: float, high: float, /) -> Array:
         """`x` limited to the range from `low` to `high`; NaN stays NaN."""
+        return self.maximum(self.minimum(x, high), low)
 
-    @abc.abstractmethod
-    def abs(self, x: Array, /) -> Array:
-        """The absolute value."""
+    def flush(self, x: Float, limit: float = numerics.FLUSH, /) -> Float:
+        """Replaces small values by +0, so that no backend keeps a subnormal.
 
-    @abc.abstractmethod
-    def sqrt(self, x: Float, /) -> Float:
-        """The square root, correctly rounded."""
-
-    @abc.abstractmethod
-    def sum(self, x: Array, axis: int) -> Array:
-        """The sum along an axis.
-
-        Only for integers, and for floats of which at most one is not 0: each library adds in a
-        different order. For other floats use `healcore.core.detectors.windows.folded`. A sum of
-        int32 is int64 in some libraries, so it is compared, or converted before a state holds it.
-        """
-
-    @abc.abstractmethod
-    def cumsum(self, x: Int, axis: int) -> Int:
-        """The sums of the first 1, 2, ... elements along an axis, of integers."""
-
-    @abc.abstractmethod
-    def astype(self, x: Array, dtype: Any, /) -> Array:
-        """The values as `xp.float32` or `xp.int32`."""
-
-    @abc.abstractmethod
-    def arange(self, n: int, /) -> Int:
-        """0, 1, ... n - 1, to be compared; int64 in some libraries."""
-
-    @abc.abstractmethod
-    def asarray(self, x: np.ndarray, /) -> Array:
-        """A constant table of the core, `healcore.core.clipping.EDGES`, as an array."""
-
-    @abc.abstractmethod
-    def reciprocal(self, count: Int, /) -> Float:
-        """1 / count in float32, correctly rounded; infinite for 0."""
-
-    # -- functions with a default ------------------------------------------------------------------
-
-    def without_small(self, x: Float, limit: float, /) -> Float:
-        """Replaces small values by +0, so that no subnormal reaches a state.
+        Every float of a state passes through here, before it is stored. XLA flushes subnormals to
+        zero and NumPy keeps them, so two frameworks would otherwise drift apart.
 
         Args:
             x: float32 of any shape; NaN stays NaN.
             limit: the largest absolute value that is replaced.
         """
-        return self.where(self.abs(x) <= limit, 0.0, x)
+        return self.where(abs(x) <= limit, 0.0, x)
 
     def product(self, x: Float | Number, y: Float, /) -> Float:
         """Multiplies and rounds to float32 before anything is added, for products below 1e38.
@@ -180,18 +145,7 @@ class ArrayNamespace(abc.ABC):
             condition: bool, of any shape.
             flags: bits of `Cause` or `Action`, a Python number.
         """
-        bit = self.astype(condition, self.int32)
-        if flags == 1:
-            return bit
-        return bit * int(flags)
-
-    def never(self, like: Int, /) -> Flag:
-        """Makes a flag that never holds.
-
-        Args:
-            like: an int32 array. The flag has its shape and its device, which a constant lacks.
-        """
-        return like != like
+        return self.as_int(condition) * int(flags)
 
     def with_slot(self, values: Array, slot: Int, value: Array, /) -> Array:
         """Replaces one element of each ring, in a copy.
@@ -209,78 +163,41 @@ class ArrayNamespace(abc.ABC):
 
         The value stays as it is. Some compilers would otherwise compute it once for each result
         (`healcore.jax.array_namespace`).
-
-        Args:
-            x: the value.
         """
         return x
 
+    def ema(self, mean: Float, value: Float, rate: Float, learn: Flag, /) -> Float:
+        """One step of a moving average: ``mean + rate * (value - mean)`` where `learn` holds.
 
-class LibraryNamespace(ArrayNamespace):
-    """The functions of a library that has NumPy's names, such as NumPy itself.
+        Args:
+            mean: the average so far, float32.
+            value: the new value, which may be NaN where `learn` is false.
+            rate: weight of the new value, from 0 to 1.
+            learn: whether the value counts. Elsewhere the average stays the same.
+        """
+        step = self.product(rate, value - mean)
+        return self.flush(mean + self.where(learn, step, 0.0))
 
-    This is enough for right results, if the library rounds each operation by itself. A library that
-    compiles has faster forms: compare `healcore.jax.array_namespace`.
+    def decremented(self, count: Int, /) -> Int:
+        """Decrements an int32, but not below zero."""
+        return self.maximum(count - 1, 0)
 
-    Args:
-        library: a module with the functions of NumPy 2.
-    """
+    def streak(self, before: Int, hit: Flag, learn: Flag, restart: Flag, limit: Number, /) -> Int:
+        """Counts hits in a row.
 
-    def __init__(self, library: ModuleType) -> None:
-        self._library = library
-        self.float32 = library.float32
-        self.int32 = library.int32
-
-    def where(self, condition: Flag, x: Array | Number, y: Array | Number, /) -> Array:
-        """`numpy.where`."""
-        return self._library.where(condition, x, y)
-
-    def minimum(self, x: Array, y: Array | Number, /) -> Array:
-        """`numpy.minimum`."""
-        return self._library.minimum(x, y)
-
-    def maximum(self, x: Array, y: Array | Number, /) -> Array:
-        """`numpy.maximum`."""
-        return self._library.maximum(x, y)
-
-    def clip(self, x: Array, low: float, high: float, /) -> Array:
-        """`numpy.clip`."""
-        return self._library.clip(x, low, high)
-
-    def abs(self, x: Array, /) -> Array:
-        """`numpy.abs`."""
-        return self._library.abs(x)
-
-    def sqrt(self, x: Float, /) -> Float:
-        """`numpy.sqrt`."""
-        return self._library.sqrt(x)
-
-    def sum(self, x: Array, axis: int) -> Array:
-        """`numpy.sum`."""
-        return self._library.sum(x, axis=axis)
-
-    def cumsum(self, x: Int, axis: int) -> Int:
-        """`numpy.cumsum`."""
-        return self._library.cumsum(x, axis=axis)
-
-    def astype(self, x: Array, dtype: Any, /) -> Array:
-        """`numpy.astype`."""
-        return self._library.astype(x, dtype)
-
-    def arange(self, n: int, /) -> Int:
-        """`numpy.arange`."""
-        return self._library.arange(n)
-
-    def asarray(self, x: np.ndarray, /) -> Array:
-        """`numpy.asarray`."""
-        return self._library.asarray(x)
-
-    def reciprocal(self, count: Int, /) -> Float:
-        """`numpy.reciprocal` of the count as float32."""
-        return self._library.reciprocal(self.astype(count, self.float32))
+        Args:
+            before: hits in a row before this step.
+            hit: this step is a hit.
+            learn: this step counts. Otherwise it changes nothing, except by `restart`.
+            restart: forget the earlier hits first.
+            limit: the count does not grow above this number, so that it cannot overflow.
+        """
+        before = self.where(restart, 0, before)
+        longer = self.where(before < limit, before + 1, before)
+        return self.where(learn, self.where(hit, longer, 0), before)
 
 
-NUMPY = LibraryNamespace(np)
+NUMPY = ArrayNamespace(np)
 """The namespace of NumPy arrays.
 
 NumPy warns of invalid values that a `where` discards later. `Engine.step` ignores these warnings;
@@ -297,8 +214,6 @@ def as_namespace(xp: ArrayNamespace | ModuleType) -> ArrayNamespace:
     Returns:
         The namespace: ``as_namespace(np) is NUMPY``.
     """
-    if not isinstance(xp, ModuleType):
-        return xp
     if xp is np:
         return NUMPY
-    return LibraryNamespace(xp)
+    return ArrayNamespace(xp) if isinstance(xp, ModuleType) else xp

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
-from healcore.core import numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.ranges import whole
 
@@ -114,7 +113,7 @@ def watch_level(
     square = xp.product(deviation, value - level)
     spread = xp.where(first, 0.0, state.spread)
     spread = spread + xp.where(active, _RATE * (square - spread), 0.0)
-    level, spread = numerics.flush(level, xp=xp), numerics.flush(spread, xp=xp)
+    level, spread = xp.flush(level), xp.flush(spread)
 
     at_one_level = spread <= _MAX_VARIANCE * (level * level)
     escaped = rejected & (rejections >= config.patience * config.gain) & at_one_level

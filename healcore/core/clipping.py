@@ -66,7 +66,7 @@ def scale_to(limit: Float, norm: Float, over: Flag, *, xp: ArrayNamespace) -> Fl
     """
     target = xp.where(over, limit, norm)
     scale = xp.quotient(target, norm + EPSILON)
-    return numerics.flush(xp.where(over, scale, 1.0), xp=xp)
+    return xp.flush(xp.where(over, scale, 1.0))
 
 
 class FixedState(NamedTuple):
@@ -244,7 +244,7 @@ def _learn(
     var = xp.where(known, state.var, 0.0)
 
     new_count = xp.where(learn & warm, count + 1, count)
-    divisor = numerics.as_float(xp.where(new_count > 0, new_count, 1), xp=xp)
+    divisor = xp.as_float(xp.where(new_count > 0, new_count, 1))
     rate = numerics.complement(config.ema_decay, norm)
     gap = value - mean
     mean = mean + xp.where(learn, _step(gap, divisor, rate, warm, xp=xp), 0.0)
@@ -257,7 +257,7 @@ def _learn(
     var = xp.where(var > 0, var, 0.0)
     # If the step is not learnt, the baseline stays as it is after an expected change.
     mean, var = xp.where(learn, mean, state.mean), xp.where(learn, var, state.var)
-    mean, var = numerics.flush(mean, xp=xp), numerics.flush(var, xp=xp)
+    mean, var = xp.flush(mean), xp.flush(var)
     return state._replace(count=new_count, mean=mean, var=var)
 
 
@@ -339,14 +339,14 @@ class AutoClipConfig(NamedTuple):
         learn = learn & seen.finite & (norm > 0)
         edges = xp.asarray(EDGES)
         above = norm[..., None] >= edges
-        index = xp.sum(xp.astype(above, xp.int32), axis=-1) - 1
+        index = xp.sum(xp.as_int(above), -1) - 1
         index = xp.where(index < 0, 0, xp.where(index > BINS - 1, BINS - 1, index))
         bins = xp.arange(BINS)
         hit = (bins == index[..., None]) & learn[..., None]
 
         counts = xp.where(seen.restart[..., None], 0, state.counts)
         counts = xp.where(hit, counts + 1, counts)
-        total = xp.sum(counts, axis=-1)
+        total = xp.sum(counts, -1)
         full = total >= 2 * self.window
         percentile = _percentile(self.percentile, counts, total, edges, xp=xp)
 
@@ -359,7 +359,7 @@ class AutoClipConfig(NamedTuple):
         over = norm > target
         zero = numerics.zero_like(norm)
         new_counts = xp.where(full[..., None], counts // 2, counts)
-        return AutoClipState(xp.astype(new_counts, xp.int32)), Clip(
+        return AutoClipState(xp.as_int(new_counts)), Clip(
             scale_to(target, norm, over, xp=xp), zero + threshold, zero, over
         )
 
@@ -372,11 +372,11 @@ def _percentile(
     Interpolation would clip equal norms forever, by up to the width of a bin. The last sum has only
     one term other than zero, so its order does not matter.
     """
-    below = numerics.as_float(xp.cumsum(counts, axis=-1), xp=xp)
-    rank = xp.product(percent, numerics.as_float(total, xp=xp)) * 0.01
-    before = below - numerics.as_float(counts, xp=xp)
+    below = xp.as_float(xp.cumsum(counts, -1))
+    rank = xp.product(percent, xp.as_float(total)) * 0.01
+    before = below - xp.as_float(counts)
     in_bin = (below >= rank[..., None]) & (before < rank[..., None])
-    return xp.sum(xp.where(in_bin, edges[1:], 0.0), axis=-1)
+    return xp.sum(xp.where(in_bin, edges[1:], 0.0), -1)
 
 
 # A ratio of 1.04 rejects more than half of all noisy norms. So an accepted norm cancels eight
@@ -465,10 +465,10 @@ class AdaGCConfig(NamedTuple):
 
         learn_n = learn_n & (norms > 0)
         accepted = xp.where(over, limit, norms)
-        clipped = numerics.flush(norms * global_scale_n, xp=xp)
+        clipped = xp.flush(norms * global_scale_n)
         lowest = xp.where(unknown, clipped, xp.minimum(gamma, clipped))
         rate = numerics.complement(self.ema_decay, norms)
-        moved = xp.where(unknown, norms, numerics.ema(gamma, accepted, rate, learn_n, xp=xp))
+        moved = xp.where(unknown, norms, xp.ema(gamma, accepted, rate, learn_n))
         gamma = xp.where(learn_n, xp.where(warm_n, lowest, moved), gamma)
         shift_state, shift = baseline.watch_level(
             self.shift, state.shift, norms, over, learn_n & ~warm_n, restart_n, xp=xp

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from healcore.core import numerics
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Norms
+from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Norms, Number
 from healcore.core.decision import Telemetry
 from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.numerics import FLOAT32_MAX, SIGNAL_LIMIT, TINY
 
 # A norm is not negative, but subnormals count as 0, as in XLA.
-_LEAST_NORM = float(np.nextafter(np.float32(-numerics.TINY), np.float32(0)))
+_LEAST_NORM = float(np.nextafter(np.float32(-TINY), np.float32(0)))
 
 
 @exported_by("healcore.errors")
@@ -57,8 +55,8 @@ class CheckedSignals(NamedTuple):
     """Signals that are safe for arithmetic, and flags of what was replaced.
 
     Every value is finite and at most `SIGNAL_LIMIT`: NaN, Inf and invalid norms are replaced. A
-    field is None if the run never has its signal, see `Signals`. All detectors get the same
-    observed signals, so that each signal is checked once in a step.
+    value is None if the run never has its signal, see `Signals`; its flag is False then. All
+    detectors get the same observed signals, so that each signal is checked once in a step.
     """
 
     loss: Float
@@ -77,13 +75,12 @@ class CheckedSignals(NamedTuple):
     bad: Flag
     """Whether a signal is bad."""
     finite: Flag
-    """Whether all signals are finite, so that baselines may learn this step."""
+    """Whether baselines may learn this step: all signals are finite, and the caller does not skip
+    the step."""
     has_eval: Flag
     """Whether this step has an evaluation."""
     restart: Flag
     """Whether a change is expected, so that baselines restart their warm-up."""
-    learning_rate: Float | None = None
-    """The schedule's rate. It is not checked, and may be NaN or Inf."""
 
 
 def check_signals(
@@ -100,30 +97,25 @@ def check_signals(
             learn the last norm again.
         xp: the array namespace.
     """
-    largest_norm, other_norm = numerics.FLOAT32_MAX, last.grad_norm
+    largest_norm, other_norm = FLOAT32_MAX, last.grad_norm
     if clips:
-        largest_norm, other_norm = numerics.SIGNAL_LIMIT, 0.0
+        largest_norm, other_norm = SIGNAL_LIMIT, 0.0
     loss = grad_norm = group_norms = eval_loss = None
-    bad_loss = bad_grad = has_eval = None
-    sanitized = functools.partial(numerics.sanitized, xp=xp)
+    bad_loss = bad_grad = has_eval = restart & False
     if signals.loss is not None:
-        loss, bad_loss = sanitized(
-            signals.loss, -numerics.FLOAT32_MAX, numerics.FLOAT32_MAX, last.loss
-        )
+        loss, bad_loss = sanitized(signals.loss, -FLOAT32_MAX, FLOAT32_MAX, last.loss, xp=xp)
     if signals.grad_norm is not None:
-        grad_norm, bad_grad = sanitized(signals.grad_norm, _LEAST_NORM, largest_norm, other_norm)
+        grad_norm, bad_grad = sanitized(
+            signals.grad_norm, _LEAST_NORM, largest_norm, other_norm, xp=xp
+        )
     if signals.group_norms is not None:
-        group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, largest_norm)
-        any_bad = xp.sum(xp.astype(bad, xp.int32), axis=-1) > 0
-        if bad_grad is None:
-            bad_grad = any_bad
-        else:
-            bad_grad = bad_grad | any_bad
+        group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, largest_norm, xp=xp)
+        bad_grad = bad_grad | (xp.sum(xp.as_int(bad), -1) > 0)
     if signals.eval_loss is not None:
-        eval_loss, bad = sanitized(signals.eval_loss, -numerics.FLOAT32_MAX, numerics.FLOAT32_MAX)
+        eval_loss, bad = sanitized(signals.eval_loss, -FLOAT32_MAX, FLOAT32_MAX, xp=xp)
         has_eval = ~bad
-    found = [each for each in (bad_loss, bad_grad) if each is not None]
-    bad = xp.shared(functools.reduce(operator.or_, found))
+    bad = xp.shared(bad_loss | bad_grad)
+    skipped = signals.externally_skipped
     return CheckedSignals(
         loss=loss,
         grad_norm=grad_norm,
@@ -132,11 +124,31 @@ def check_signals(
         bad_loss=bad_loss,
         bad_grad=bad_grad,
         bad=bad,
-        finite=~bad,
+        finite=~bad if skipped is None else ~(bad | skipped),
         has_eval=has_eval,
         restart=restart,
-        learning_rate=signals.learning_rate,
     )
+
+
+def sanitized(
+    x: Float, low: float, high: float, other: Float | Number = 0.0, *, xp: ArrayNamespace
+) -> tuple[Float, Flag]:
+    """Makes a signal safe for arithmetic, and finds out whether it is bad.
+
+    Args:
+        x: the signal, float32 of any shape.
+        low: the smallest value that is not bad.
+        high: the largest value that is not bad.
+        other: replaces bad values.
+        xp: the array namespace.
+
+    Returns:
+        `x` limited to `SIGNAL_LIMIT`, where values of at most `TINY` are 0; and a bool array of its
+        shape: the value is bad, which is NaN or outside of the range.
+    """
+    bad = xp.clip(x, low, high) != x
+    x = xp.clip(xp.where(bad, other, x), -SIGNAL_LIMIT, SIGNAL_LIMIT)
+    return xp.flush(x, TINY), bad
 
 
 def check_scalar(name: str, value: Float) -> np.float32:

@@ -43,7 +43,10 @@ def decisions_of(policy: Any, losses: Any, norms: Any = None, evals: Any = None)
     for loss, norm, evaluation in zip(*columns, strict=True):
         runner.step(loss=loss, grad_norm=norm, eval_loss=evaluation)
         if runner.engine.mode != "observe":  # in which a step does it by itself
-            runner.state = runner.engine.subtract_rollback(runner.state, xp=np)
+            ordered = runner.state.last.decision.rollback_depth > 0
+            budget = runner.state.budget
+            budget = budget._replace(recoveries=np.int32(budget.recoveries - ordered))
+            runner.state = runner.state._replace(budget=budget)
         last = runner.state.last  # as ordered, in observe mode too
         parts = (getattr(last.decision, name) for name in Decisions._fields[:-1])
         rows.append((*parts, last.threshold))

@@ -52,7 +52,7 @@ def test_what_the_walks_name_is_called():
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/README.md"])
 def test_the_files_and_functions_that_a_page_for_developers_names_exist(code, page):
-    """`judge.py:judge`, or a file of the tests or of the root."""
+    """`engine.py:step`, or a file of the tests or of the root."""
     wrong = []
     for file, name, _ in walks.QUOTED.findall((ROOT / page).read_text()):
         if file and not code.has(file, name) and not (ROOT / file).is_file():

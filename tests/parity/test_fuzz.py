@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healcore.core import numerics
+from healcore.core.array_namespace import ArrayNamespace
 from healcore.core.decision import Action
 from healcore.core.engine import Engine
 from healcore.core.signals import Signals
@@ -219,10 +219,10 @@ def test_the_sign_of_zero_a_dtype_and_a_shape_are_differences():
 def test_a_fused_multiply_add_in_the_core_would_be_seen(monkeypatch):
     """The planted error: `ema` as one would write it first."""
 
-    def ema(mean, value, rate, learn, *, xp):
+    def ema(xp, mean, value, rate, learn):
         return xp.where(learn, mean + rate * (value - mean), mean)
 
-    monkeypatch.setattr(numerics, "ema", ema)
+    monkeypatch.setattr(ArrayNamespace, "ema", ema)
     only = tuple(each for each in policies.full().detectors if each[0] == "overfit")
     config = policies.full("fixed", detectors=only)
     trace = fuzz.signals(np.random.default_rng(0), 200, 100)

@@ -45,10 +45,6 @@ DETECTORS: dict[str, Any] = {
 }
 """Detectors by their name in a policy file, in the order in which they run."""
 
-FROM_EVALUATIONS: dict[str, tuple[str, ...]] = {"overfit": ("streak",)}
-"""Fields of a detector's state that learn from an evaluation, and not from the training step. They
-keep what they learnt if the caller skips the step."""
-
 CAUSES: dict[str, Cause] = {
     "nonfinite": NONFINITE,
     "nonfinite_loss": Cause.NONFINITE_LOSS,

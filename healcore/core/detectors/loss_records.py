@@ -149,12 +149,12 @@ class RecordsConfig(NamedTuple):
         learn = ~bad | record
 
         count = xp.where(learn & (before < _MAX_COUNT), before + 1, before)
-        t = numerics.as_float(count, xp=xp)
+        t = xp.as_float(count)
         record_ratio = xp.product(self.record_rate, t)
         numerator = xp.product(numerics.complement(self.record_rate, t), t)
         other_ratio = xp.quotient(numerator, xp.where(t > 1, t - 1, 1.0))
         pairs = xp.product(t, t + 1)
-        first_steps = numerics.as_float(count - count + self.warmup_steps, xp=xp)
+        first_steps = xp.as_float(count - count + self.warmup_steps)
         weight = xp.quotient(first_steps, xp.where(pairs > 0, pairs, 1.0))
         counts = learn & (count > self.warmup_steps) & (record_ratio > 1)
         new_score = xp.product(score + weight, xp.where(record, record_ratio, other_ratio))
@@ -164,7 +164,7 @@ class RecordsConfig(NamedTuple):
         new = RecordsState(
             count=xp.where(alarm, 0, count),
             history=history,
-            score=numerics.flush(score, xp=xp),
+            score=xp.flush(score),
             record=record,
         )
         return new, DetectorResult(alarm, alarm)
@@ -240,13 +240,13 @@ class InstabilityConfig(NamedTuple):
         count = xp.where(learn & (before < _MAX_COUNT), before + 1, before)
         learnt = xp.where(usual > 0, xp.minimum(norm, large), norm)
         one = numerics.one_like(norm)
-        steps = xp.where(count > 0, numerics.as_float(count, xp=xp), one)
+        steps = xp.where(count > 0, xp.as_float(count), one)
         weight = xp.maximum(xp.quotient(one, steps), _MIN_NORM_WEIGHT)
         step = xp.product(weight, learnt - usual)
         new = InstabilityState(
             count=xp.where(alarm, 0, count),
             history=history,
-            usual=numerics.flush(usual + xp.where(learn, step, 0.0), xp=xp),
+            usual=xp.flush(usual + xp.where(learn, step, 0.0)),
             records=xp.where(alarm, 0, grown),
             since=xp.where(grows, 0, xp.where(learn & lasts, state.since + 1, state.since)),
         )

@@ -66,7 +66,7 @@ def noise_unit(state: NoiseState, level: Float, min_share: Number, *, xp: ArrayN
     Returns:
         float32 0-d, in the unit of the values. 0 if all values were zero.
     """
-    return xp.maximum(state.noise, xp.product(min_share, xp.abs(level)))
+    return xp.maximum(state.noise, xp.product(min_share, abs(level)))
 
 
 def learn_noise(
@@ -95,8 +95,8 @@ def learn_noise(
     """
     value = xp.where(allowed, value, state.last)  # without a jump the noise stays
     count = xp.minimum(state.count + allowed, window)
-    weight = xp.reciprocal(count)
-    jump = xp.abs(value - state.last)
+    weight = xp.quotient(numerics.one_like(value), xp.as_float(count))
+    jump = abs(value - state.last)
     step = xp.product(weight, xp.minimum(jump, max_jump) - state.noise)
     noise = state.noise + xp.where(jump > 0, step, 0.0)
-    return NoiseState(count, value, numerics.flush(noise, xp=xp)), weight
+    return NoiseState(count, value, xp.flush(noise)), weight

@@ -141,7 +141,7 @@ def _judge(
 ) -> tuple[SpikeState, DetectorResult]:
     """Judges `value` (float32, finite where `learn` holds), then learns it."""
     values, first = begin_noise(state.values, value, restart, xp=xp)
-    judged = numerics.and_not(learn, values.count < config.window)
+    judged = learn & ~(values.count < config.window)
     threshold = xp.where(first, config.z_threshold, state.threshold)
     level, votes = state.level, state.votes
 
@@ -155,7 +155,7 @@ def _judge(
     max_gap = xp.where(known, xp.product(threshold, unit), numerics.SIGNAL_LIMIT)
     new_values, weight = learn_noise(values, value, learn, max_gap, config.window, xp=xp)
     new_votes = votes - xp.product(weight, votes) + vote
-    new_votes = xp.minimum(new_votes, numerics.plus_one(config.evidence))
+    new_votes = xp.minimum(new_votes, numerics.one_like(vote) + config.evidence)
     votes = xp.where(learn, new_votes, votes)
     sustained = votes > config.evidence
     lasting = xp.where(sustained, state.lasting + learn, 0)
@@ -170,9 +170,9 @@ def _judge(
     learnt = xp.maximum(learnt, MIN_THRESHOLD_SHARE * config.z_threshold)
     new = SpikeState(
         new_values,
-        numerics.flush(xp.where(restarts, value, level), xp=xp),
-        xp.where(numerics.and_not(judged, sustained), learnt, threshold),
-        numerics.flush(xp.where(restarts, 0.0, votes), xp=xp),
+        xp.flush(xp.where(restarts, value, level)),
+        xp.where(judged & ~sustained, learnt, threshold),
+        xp.flush(xp.where(restarts, 0.0, votes)),
         xp.where(restarts, 0, lasting),
     )
     return new, DetectorResult(vote >= 1, sustained & (vote > 0), z=z)

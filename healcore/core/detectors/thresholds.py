@@ -6,11 +6,9 @@ chosen has no escape. `grad_ceiling` learns its first norms again after `escape`
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import NamedTuple
 
-from healcore.core import numerics, ranges
+from healcore.core import ranges
 from healcore.core.array_namespace import ArrayNamespace, Float, Int
 from healcore.core.decision import NONFINITE, Cause, DetectorResult
 from healcore.core.signals import CheckedSignals
@@ -47,16 +45,9 @@ class NonFiniteConfig(NamedTuple):
             The same state, and the result, whose cause says whether loss, gradient or both are not
             finite. An alarm is sustained at once.
         """
-        flags = []
-        if seen.bad_grad is not None:
-            flags.append(xp.flag(seen.bad_grad, Cause.NONFINITE_GRAD))
-        if seen.bad_loss is not None and flags:
-            flags.append(seen.bad_loss)  # combined with an int32, a bool is the flag 1
-        elif seen.bad_loss is not None:
-            flags.append(xp.flag(seen.bad_loss, 1))
-        return state, DetectorResult(
-            seen.bad, seen.bad, cause=functools.reduce(operator.or_, flags)
-        )
+        cause = xp.flag(seen.bad_grad, Cause.NONFINITE_GRAD)
+        cause = cause | xp.flag(seen.bad_loss, Cause.NONFINITE_LOSS)
+        return state, DetectorResult(seen.bad, seen.bad, cause)
 
 
 class VanishingState(NamedTuple):
@@ -163,12 +154,12 @@ class LossCeilingConfig(NamedTuple):
         top = xp.where((count == 0) | (loss > state.top), loss, state.top)
         top = xp.where(learn & early, top, state.top)
 
-        above = xp.product(self.first_ratio - 1.0, xp.abs(state.top))
+        above = xp.product(self.first_ratio - 1.0, abs(state.top))
         over = (loss > state.top + above) & (count > 0)
         if self.ceiling is not None:
             over = over | (loss > self.ceiling)
         alarm = learn & ~early & over
-        streak = numerics.streak(state.streak, alarm, learn, seen.restart, self.sustain, xp=xp)
+        streak = xp.streak(state.streak, alarm, learn, seen.restart, self.sustain)
         count = xp.where(learn & early, count + 1, count)
         return CeilingState(count, top, streak), DetectorResult(
             alarm, alarm & (streak >= self.sustain)
@@ -227,7 +218,7 @@ class GradCeilingConfig(NamedTuple):
             outlier = outlier | (norm > self.ceiling)
         alarm = learn & outlier
 
-        streak = numerics.streak(state.streak, alarm, learn, seen.restart, self.escape, xp=xp)
+        streak = xp.streak(state.streak, alarm, learn, seen.restart, self.escape)
         sustained = alarm & (streak >= self.sustain)
         accepted = learn & early & ~alarm
         count = xp.where(accepted, count + 1, count)

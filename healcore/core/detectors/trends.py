@@ -113,16 +113,16 @@ class DivergenceConfig(NamedTuple):
         peak = xp.where(high, xp.maximum(trend, state.peak), trend)
         elevated = high & (excess > ELEVATED_SHARE * (peak - best))
         more = state.elevated_steps + 1
-        fewer = numerics.decremented(state.elevated_steps, xp=xp)
+        fewer = xp.decremented(state.elevated_steps)
         elevated_steps = xp.where(elevated, more, fewer)
         elevated_steps = xp.where(high, elevated_steps, 0)
         alarm = learn & elevated & (elevated_steps >= self.patience)
         expired = elevated_steps >= self.patience + self.patience
         after = DivergenceState(
             learnt,
-            numerics.flush(trend, xp=xp),
-            numerics.flush(xp.where(expired, trend, best), xp=xp),
-            numerics.flush(peak, xp=xp),
+            xp.flush(trend),
+            xp.flush(xp.where(expired, trend, best)),
+            xp.flush(peak),
             xp.where(expired, 0, elevated_steps),
         )
         before = state._replace(values=learnt)
@@ -193,11 +193,11 @@ class PlateauConfig(NamedTuple):
         learn, loss, restart = seen.finite, seen.loss, seen.restart
         started = (state.windows > 0) | (state.count > 0)
         count = xp.where(learn, state.count + 1, state.count)
-        divisor = numerics.as_float(xp.where(count > 0, count, 1), xp=xp)
+        divisor = xp.as_float(xp.where(count > 0, count, 1))
         step = xp.quotient(loss - state.mean, divisor)
         mean = state.mean + xp.where(learn, step, 0.0)
-        moved = xp.where(started, xp.abs(loss - state.last), 0.0)
-        change = numerics.ema(state.change, moved, 0.01, learn & started, xp=xp)
+        moved = xp.where(started, abs(loss - state.last), 0.0)
+        change = xp.ema(state.change, moved, 0.01, learn & started)
         # The average starts at the first change. A slow start from zero would make noise look like
         # an improvement.
         change = xp.where(learn & started & (state.change == 0), moved, change)
@@ -210,13 +210,13 @@ class PlateauConfig(NamedTuple):
         stale = xp.where(done, xp.where(better, 0, longer), state.stale)
         guessing = state.chance
         if self.chance_level is not None:
-            near = xp.abs(mean - self.chance_level) <= self.chance_margin
+            near = abs(mean - self.chance_level) <= self.chance_margin
             guessing = xp.where(done, near, guessing)
 
         alarm = learn & ~restart & ((stale >= self.patience) | guessing)
         new = PlateauState(
             count=xp.where(restart | done, 0, count),
-            mean=numerics.flush(xp.where(restart | done, 0.0, mean), xp=xp),
+            mean=xp.flush(xp.where(restart | done, 0.0, mean)),
             best=xp.where(better, mean, state.best),
             windows=xp.where(restart, 0, xp.where(done, 1, state.windows)),
             stale=xp.where(restart, 0, stale),
@@ -276,7 +276,7 @@ class OverfitConfig(NamedTuple):
         """
         learn = seen.finite
         rate = numerics.complement(self.ema_decay, seen.loss)
-        train = numerics.ema(state.train, seen.loss, rate, learn, xp=xp)
+        train = xp.ema(state.train, seen.loss, rate, learn)
         train = xp.where(learn & ~state.started, seen.loss, train)
         started = state.started | learn
         too_wide = seen.eval_loss - train > self.max_gap

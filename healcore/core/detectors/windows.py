@@ -95,7 +95,7 @@ def mean(window: Window, *, xp: ArrayNamespace) -> Float:
         window: the window.
         xp: the array namespace.
     """
-    divisor = numerics.as_float(xp.where(window.count > 0, window.count, 1), xp=xp)
+    divisor = xp.as_float(xp.where(window.count > 0, window.count, 1))
     return xp.quotient(folded(window.values, operator.add), divisor)
 
 
@@ -113,13 +113,13 @@ def variance(window: Window, mean: Float, bessel: bool, *, xp: ArrayNamespace) -
     slots = window.values.shape[-1]
     occupied = xp.arange(slots) < window.count[..., None]
     deviation = xp.where(occupied, window.values - mean[..., None], 0.0)
-    squares = numerics.flush(xp.product(deviation, deviation), xp=xp)
+    squares = xp.flush(xp.product(deviation, deviation))
     if bessel:
         divisor = xp.where(window.count > 1, window.count - 1, 1)
     else:
         divisor = xp.where(window.count > 0, window.count, 1)
     total = folded(squares, operator.add)
-    return xp.quotient(total, numerics.as_float(divisor, xp=xp))
+    return xp.quotient(total, xp.as_float(divisor))
 
 
 def folded(values: Float, combine: Callable[[Float, Float], Float]) -> Float:
@@ -210,10 +210,10 @@ class LossRatioConfig(NamedTuple):
         learn, loss = seen.finite, seen.loss
         window = cleared(state.window, seen.restart, xp=xp)
         usual = mean(window, xp=xp)
-        negative = xp.sum(xp.astype(window.values < 0, xp.int32), axis=-1)
-        positive = xp.sum(xp.astype(window.values > 0, xp.int32), axis=-1)
+        negative = xp.sum(xp.as_int(window.values < 0), -1)
+        positive = xp.sum(xp.as_int(window.values > 0), -1)
         plain = (negative == 0) & (2 * positive > window.count)
-        level = xp.where(plain, usual, folded(xp.abs(window.values), xp.maximum))
+        level = xp.where(plain, usual, folded(abs(window.values), xp.maximum))
 
         known = (window.count > 0) & (window.count >= self.warmup_steps) & (level > 0)
         known = known & (plain | (window.count >= self.window))
@@ -221,7 +221,7 @@ class LossRatioConfig(NamedTuple):
         outlier = xp.where(plain, loss, loss - usual) >= needed
         alarm = learn & known & outlier & (loss > state.last)
 
-        streak = numerics.streak(state.streak, alarm, learn, seen.restart, self.escape, xp=xp)
+        streak = xp.streak(state.streak, alarm, learn, seen.restart, self.escape)
         sustained = alarm & (streak >= self.sustain)
         escaped = alarm & (streak >= self.escape)
         accepted = learn & (~alarm | escaped)
@@ -304,22 +304,22 @@ class LossWindowConfig(NamedTuple):
         raw_var = variance(window, usual, self.bessel, xp=xp)
         # Floors as in ZClip: XLA rewrites (c m)(c m) as (m m) c^2, and sqrt(x x) as |x|. Squares of
         # 1e-20 are subnormal, and XLA flushes them, so `flush` sets them to zero everywhere.
-        floor = xp.product(self.min_rel_std, xp.abs(usual))
-        square = numerics.flush(xp.product(floor, floor), xp=xp)
+        floor = xp.product(self.min_rel_std, abs(usual))
+        square = xp.flush(xp.product(floor, floor))
         var = xp.maximum(raw_var, square)
         sigma = xp.maximum(xp.sqrt(raw_var), floor)
 
         known = (window.count > 0) & (window.count >= self.warmup_steps) & (var > 0)
         k = self.sigmas
         gap = value - usual
-        square = numerics.flush(xp.product(gap, gap), xp=xp)
+        square = xp.flush(xp.product(gap, gap))
         outlier = (gap > 0) & (square > k * xp.product(k, var))
         alarm = learn & known & outlier
 
         limit = usual + xp.where(alarm, xp.product(k, sigma), 0.0)
-        limited = numerics.flush(xp.where(alarm, limit, value), xp=xp)
+        limited = xp.flush(xp.where(alarm, limit, value))
         window = push(window, self.window, limited, learn, xp=xp)
-        streak = numerics.streak(state.streak, alarm, learn, seen.restart, self.sustain, xp=xp)
+        streak = xp.streak(state.streak, alarm, learn, seen.restart, self.sustain)
         return WindowState(window, streak), DetectorResult(alarm, alarm & (streak >= self.sustain))
 
 
@@ -414,13 +414,13 @@ class GradEmaConfig(NamedTuple):
         first = count == 0
         old_weight = xp.where(first, 0.0, state.weight)
         complement = numerics.complement(self.ema_decay, norm)
-        weight = numerics.ema(old_weight, numerics.one_like(norm), complement, accepted, xp=xp)
+        weight = xp.ema(old_weight, numerics.one_like(norm), complement, accepted)
         # Weight of the new value: 1 for the first value, 1 - decay in the long run.
         rate = xp.quotient(complement, xp.where(weight > 0, weight, 1.0))
         start = xp.where(first, 0.0, state.mean)
-        mean = numerics.ema(start, value, rate, accepted, xp=xp)
-        square = numerics.flush(xp.product(value - start, value - mean), xp=xp)
-        var = numerics.ema(xp.where(first, 0.0, state.var), square, rate, accepted, xp=xp)
+        mean = xp.ema(start, value, rate, accepted)
+        square = xp.flush(xp.product(value - start, value - mean))
+        var = xp.ema(xp.where(first, 0.0, state.var), square, rate, accepted)
         var = xp.where(var > 0, var, 0.0)
 
         sustained = alarm & (shift_state.rejections >= self.sustain * self.shift.gain)
@@ -444,8 +444,8 @@ def _is_outlier(
     if config.sigmas is not None:
         k, gap = config.sigmas, norm - state.mean
         floor = xp.product(config.min_rel_std, state.mean)
-        min_var = numerics.flush(xp.product(floor, floor), xp=xp)
+        min_var = xp.flush(xp.product(floor, floor))
         limit = k * xp.product(k, xp.maximum(state.var, min_var))
-        square = numerics.flush(xp.product(gap, gap), xp=xp)
+        square = xp.flush(xp.product(gap, gap))
         outlier = outlier | ((gap > 0) & (square >= limit))
     return outlier

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from healcore.core.array_namespace import Float, Number
-from healcore.core.decision import NONFINITE, Action, Cause, names_of
+from healcore.core.array_namespace import Number
+from healcore.core.decision import Action, Cause, names_of
 from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
 
 
@@ -155,25 +155,23 @@ def config_differences(left: EngineConfig, right: EngineConfig) -> list[str]:
         right: another policy.
 
     Returns:
-        Lines `key: left and right`. The keys are the keys of a policy file, such as `clip.kind` and
+        Lines `key: left and right`. The keys are those of a policy file, such as `clip.kind` and
         `lr.factor`. A table that only one policy has is named without its keys:
         `detect.plateau: absent and present`.
     """
     ours, theirs = _tables(left), _tables(right)
-    if ours["clip"]["kind"] != theirs["clip"]["kind"]:  # the kinds have other keys
-        ours["clip"], theirs["clip"] = ({"kind": each["clip"]["kind"]} for each in (ours, theirs))
     found = []
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if name not in ours or name not in theirs:
-            absent, present = "absent", "present"
-            pair = (present, absent) if name in ours else (absent, present)
-            found.append(f"{name}: {pair[0]} and {pair[1]}")
-            continue
-        for key, value in ours[name].items():
-            # As text, because `==` of arrays is an array.
-            before, here = _shown(value), _shown(theirs[name].get(key))
-            if before != here:
-                found.append(f"{name}.{key}: {before} and {here}".removeprefix("."))
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in ours:
+            found.append(f"{name}: absent and present")
+        elif name not in theirs:
+            found.append(f"{name}: present and absent")
+        else:
+            for key, value in ours[name].items():
+                # As text, because `==` of arrays is an array.
+                before, here = _shown(value), _shown(theirs[name][key])
+                if before != here:
+                    found.append(f"{name}.{key}: {before} and {here}".removeprefix("."))
     return found
 
 
@@ -181,32 +179,21 @@ def _tables(config: EngineConfig) -> dict[str, dict[str, Any]]:
     """The tables of a policy file; keys outside of a table are under the name ""."""
     single = ("mode", "max_skips", "grace_steps")
     tables: dict[str, dict[str, Any]] = {"": {name: getattr(config, name) for name in single}}
-    tables["clip"] = {"kind": "none"}
+    kind = "none" if config.clip is None else config.clip.kind
+    tables["clip"] = {"kind": kind}
     if config.clip is not None:
-        tables["clip"] = {"kind": config.clip.kind, **config.clip._asdict()}
-    tables |= {f"detect.{name}": detector._asdict() for name, detector in config.detectors}
-    tables |= {f"respond[{i}]": _rule_table(rule) for i, rule in enumerate(config.rules)}
+        tables[f"clip ({kind})"] = config.clip._asdict()
+    for name, detector in config.detectors:
+        tables[f"detect.{name}"] = detector._asdict()
+    for i, rule in enumerate(config.rules):
+        table = rule._asdict()
+        table["to"] = names_of(Cause(table.pop("causes")))
+        table["do"] = names_of(Action(table.pop("action")))
+        tables[f"respond[{i}]"] = table
     for name in ("incident", "rollback", "lr", "budget"):
         tables[name] = getattr(config, name)._asdict()
     return tables
 
 
-def _rule_table(rule: RuleConfig) -> dict[str, Any]:
-    """A table `[[respond]]` of a policy file, with names instead of flags."""
-    conditions = rule._asdict()
-    causes, skip, action = (conditions.pop(name) for name in ("causes", "skip", "action"))
-    flags = Cause(causes)
-    to = []
-    if NONFINITE in flags:
-        to.append("nonfinite")  # one name for two flags
-        flags &= ~NONFINITE
-    to += [name.lower() for name in names_of(flags)]
-    do = [name.lower() for name in names_of(Action(action))]
-    if skip:
-        do.insert(0, "skip")
-    table: dict[str, Any] = {"to": to, "do": do}
-    return table | {f"when.{name}": value for name, value in conditions.items()}
-
-
-def _shown(value: Float) -> str:
+def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else repr(value).strip("'")

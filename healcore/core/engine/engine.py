@@ -1,4 +1,12 @@
-"""`Engine`: a pure function from signals to one decision, the same source for every backend."""
+"""`Engine`: a pure function from signals to one decision, the same source for every backend.
+
+    signals -> check -> detectors -> rules -> skip -> clipping rule -> factor -------.
+                                         |                                           |
+                                         '-> incidents, budget -> learning rate -> Decision
+
+Each part judges a value before it learns the value. The skip is decided before the clipping rule
+learns the norm, and the budget is checked before an order is given.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +21,31 @@ from typing import Any
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.array_namespace import NUMPY, Array, ArrayNamespace, Flag, Float, as_namespace
-from healcore.core.clipping import RULES
-from healcore.core.decision import NONFINITE, Action, Cause, Decision
-from healcore.core.detectors import DETECTORS, FROM_EVALUATIONS
-from healcore.core.engine import learning_rate
-from healcore.core.engine.config import EngineConfig, may_limit_rate
-from healcore.core.engine.incidents import RecoveryOrders
-from healcore.core.engine.judge import judge
-from healcore.core.engine.saved_state import (
-    SCHEMA,
-    StateError,
-    from_json_data,
-    to_json_data,
-    with_unknown_rate,
+from healcore.core.array_namespace import (
+    NUMPY,
+    ArrayNamespace,
+    Flag,
+    Float,
+    Int,
+    Norms,
+    as_namespace,
 )
-from healcore.core.engine.state import FROZEN, UNKNOWN_RATE, EngineState, init, record_numbers
-from healcore.core.signals import Signals
+from healcore.core.clipping import EPSILON, Clip
+from healcore.core.decision import NONFINITE, Action, Cause, Decision
+from healcore.core.engine import rate as rates
+from healcore.core.engine.config import EngineConfig, may_limit_rate
+from healcore.core.engine.incident import RecoveryOrders, update_incident
+from healcore.core.engine.rule import update_rule
+from healcore.core.engine.saved_state import SCHEMA, StateError, from_json_data, to_json_data
+from healcore.core.engine.state import FROZEN, EngineState, RuleState, init, record_numbers
+from healcore.core.signals import CheckedSignals, Signals, check_signals
 from healcore.core.step_record import RECORD_FIELDS, record_metrics
 from healcore.core.trees import map_leaves, select
 
 _MAX_GROUPS = 10_000_000
+_NONFINITE = int(NONFINITE)
+_ORDERED_ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
+"""Flags of the actions that a rule orders once, not at each step of the same trouble."""
 
 
 class Engine:
@@ -56,6 +68,7 @@ class Engine:
         resets_moments       a cut of the rate resets the moments           adapters
         skips_bad_loss       a loss that is not finite skips the step       torch adapter
         tests_only_finite    a step can be judged after it was taken        torch adapter
+
     """
 
     def __init__(self, config: EngineConfig, *, limits_norm: bool = True) -> None:
@@ -65,29 +78,14 @@ class Engine:
             config: the policy.
             limits_norm: whether `step` applies a limit that `limit_norm` has set. False for states
                 that never get one: replays, and the engines of `specialised_for`.
-
-        Raises:
-            ValueError: unknown mode, clipping rule or detector.
         """
-        if config.mode not in ("heal", "observe"):
-            raise ValueError(f"mode must be 'heal' or 'observe', got {config.mode!r}")
-        if config.clip is not None and getattr(config.clip, "kind", None) not in RULES:
-            raise ValueError(
-                f"clip must be a rule of one of the kinds {sorted(RULES)}, got {config.clip!r}"
-            )
-        for name, _ in config.detectors:
-            if name not in DETECTORS:
-                raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
+        rules, clip = config.rules, config.clip
         self.config, self.mode = config, config.mode
-        self._clip_name: str | None = None
-        self.per_tensor = self.clips_at_fixed_norm = False
-        if config.clip is not None:
-            self._clip_name = config.clip.kind
-            self.per_tensor = config.clip.per_tensor
-            self.clips_at_fixed_norm = config.clip.is_fixed
+        self.per_tensor = clip is not None and clip.per_tensor
+        self.clips_at_fixed_norm = clip is not None and clip.is_fixed
         self.limits_norm = limits_norm
         # Attributes, because Dynamo cannot trace the lock of Python 3.11's `cached_property`.
-        self.cuts_lr = any(rule.action & Action.CUT_LR for rule in config.rules)
+        self.cuts_lr = any(rule.action & Action.CUT_LR for rule in rules)
         self.limits_lr = may_limit_rate(config.lr)
         """A limit of the rate needs `Signals.learning_rate`."""
         self.scales_lr = self.cuts_lr or self.limits_lr
@@ -97,13 +95,11 @@ class Engine:
         changes nothing in it. In observe mode no decision is enforced. False for a policy that
         clips per tensor, whose judge reads a norm of each tensor.
         """
-        self.skips_bad_loss = any(
-            rule.skip and rule.causes & Cause.NONFINITE_LOSS for rule in config.rules
-        )
+        self.skips_bad_loss = any(r.skip and r.causes & Cause.NONFINITE_LOSS for r in rules)
         """A gradient that is not finite always skips the step."""
         self.resets_moments = config.lr.reset_moments and self.cuts_lr and self.mode != "observe"
         """False in observe mode, which enforces nothing."""
-        self.scales_grads = config.clip is not None or limits_norm
+        self.scales_grads = clip is not None or limits_norm
         """If False, `Decision.grad_scale` and `group_scale` are always 1."""
         self._specialised: dict[tuple[bool, bool], Engine] = {}
         """Engines of `specialised_for`, by whether they limit the rate, and the gradient norm."""
@@ -116,7 +112,7 @@ class Engine:
         for rule in self.config.rules:
             is_immediate = type(rule.consecutive) is int and rule.consecutive == 1
             if rule.skip and (
-                rule.causes & ~int(NONFINITE) or rule.sustained or rule.within or not is_immediate
+                rule.causes & ~_NONFINITE or rule.sustained or rule.within or not is_immediate
             ):
                 return False
         clips_by_state = self.config.clip is not None and not self.clips_at_fixed_norm
@@ -197,18 +193,196 @@ class Engine:
         xp = as_namespace(xp)
         # NumPy warns of invalid values that `where` discards later.
         with np.errstate(all="ignore") if xp is NUMPY else nullcontext():
-            new, decision = judge(self.config, state, signals, limits_norm=self.limits_norm, xp=xp)
-            observes = self.mode == "observe"
-            if observes and any(rule.action & Action.ROLLBACK for rule in self.config.rules):
-                new = self.subtract_rollback(new, xp=xp)
+            new, decision = self._judge(state, signals, xp=xp)
             if signals.externally_skipped is not None:
                 skipped = signals.externally_skipped
                 new = self._without_step(state, new, signals, skipped, xp=xp)
                 decision = _neutral(decision, skipped, state.lr.scale, xp=xp)
                 decision = decision._replace(cause=xp.where(skipped, 0, decision.cause))
-            if observes:
-                decision = _neutral(decision, numerics.true_like(decision.skip), 1.0, xp=xp)
+            if self.mode == "observe":
+                decision = _neutral(decision, decision.skip | True, 1.0, xp=xp)
         return new, decision
+
+    def _judge(
+        self, state: EngineState, signals: Signals, *, xp: ArrayNamespace
+    ) -> tuple[EngineState, Decision]:
+        """The new state, and the decision as the policy orders it, in any mode."""
+        config = self.config
+        change_expected = state.change_expected
+        if signals.change_expected is not None:
+            change_expected = change_expected | signals.change_expected
+        grace = xp.where(change_expected, config.grace_steps, xp.decremented(state.grace))
+        clips = config.clip is not None
+        seen = check_signals(signals, change_expected, state.last, clips=clips, xp=xp)
+        detectors, alarms, lasting, z_loss = self._detect(state, seen, grace <= 0, xp=xp)
+        cause = alarms | lasting
+
+        # What the rules that fire ask for.
+        rules: list[RuleState] = []
+        never = seen.bad & False
+        wants_skip = wants_rollback = wants_cut = never
+        action = cause & 0
+        for rule, old in zip(config.rules, state.rules, strict=True):
+            hit = ((lasting if rule.sustained else alarms) & rule.causes) != 0
+            quiet_steps = config.incident.quiet_steps
+            counted, fired, newly_fired = update_rule(
+                rule, old, hit, state.step, quiet_steps, xp=xp
+            )
+            rules.append(counted)
+            if rule.skip:
+                wants_skip = wants_skip | fired
+            if rule.action & Action.ROLLBACK:
+                wants_rollback = wants_rollback | fired
+            if rule.action & Action.CUT_LR:
+                wants_cut = wants_cut | fired
+            if rule.action & _ORDERED_ONCE:
+                action = action | xp.flag(newly_fired, rule.action & _ORDERED_ONCE)
+
+        # Steps with non-finite gradients are always skipped, other steps at most `max_skips` times
+        # in a row. If all batches look bad, the batches are not the cause. The spike is then
+        # sustained and recovery is ordered, so more skips would not help.
+        streak = state.finite_skip_streak
+        if any(rule.skip and rule.causes & ~_NONFINITE for rule in config.rules):
+            granted = wants_skip & (seen.bad | (streak < config.max_skips))
+            streak = xp.where(seen.bad, streak, (streak + granted) * wants_skip)
+            wants_skip = granted
+        skip_by_rules = xp.shared(wants_skip | seen.bad_grad)
+        skip = skip_by_rules
+        if self.limits_norm:
+            skip = skip | (state.norm_limit < 0)  # the host has frozen the step, see `FROZEN`
+
+        clip_state, clip = state.clip, None
+        norms = seen.group_norms if self.per_tensor else seen.grad_norm
+        if clips and norms is not None and seen.grad_norm is not None:
+            clip_state, clip = config.clip.update(state.clip, seen, seen.finite & ~skip, xp=xp)
+        grad_scale, group_scale, clipped = self._scales(state, signals, skip, clip, xp=xp)
+
+        incident, budget, orders = update_incident(
+            config, state, cause, skip_by_rules, wants_rollback, wants_cut, xp=xp
+        )
+        if self.mode == "observe":  # no host carries the rollback out, and subtracts it
+            left = budget.recoveries
+            left = xp.where(orders.depth > 0, left - 1, left)
+            budget = budget._replace(recoveries=left)
+        lr = rates.update_rate(
+            config.lr,
+            state.lr,
+            orders,
+            incident.open,
+            signals.learning_rate,
+            cuts=self.cuts_lr,
+            xp=xp,
+        )
+        ordered = Decision(
+            grad_scale=grad_scale,
+            skip=skip,
+            lr_scale=lr.scale,
+            action=action | orders.action,
+            cause=cause,
+            rollback_depth=orders.depth,
+            group_scale=group_scale,
+        )
+        tally = state.tally._replace(
+            clips=state.tally.clips + clipped,
+            skips=state.tally.skips + skip,
+            alarms=state.tally.alarms + (cause != 0),
+            lr_cuts=state.tally.lr_cuts + orders.cut,
+        )
+        last = state.last._replace(decision=ordered, z_loss=z_loss)
+        if seen.loss is not None:
+            last = last._replace(loss=seen.loss)
+        if seen.grad_norm is not None:
+            norm = xp.where(seen.bad_grad, last.grad_norm, seen.grad_norm)
+            last = last._replace(grad_norm=norm)
+        if clip is not None and not self.per_tensor:
+            last = last._replace(threshold=clip.threshold, z=xp.flush(clip.z))
+        return EngineState(
+            step=state.step + 1,
+            change_expected=never,
+            grace=grace,
+            clip=clip_state,
+            detectors=detectors,
+            rules=tuple(rules),
+            finite_skip_streak=streak,
+            incident=incident,
+            budget=budget,
+            lr=lr,
+            norm_limit=state.norm_limit,
+            tally=tally,
+            last=last,
+        ), ordered
+
+    def _detect(
+        self, state: EngineState, seen: CheckedSignals, may_alarm: Flag, *, xp: ArrayNamespace
+    ) -> tuple[tuple[Any, ...], Int, Int, Float]:
+        """Runs the detectors that have their signals.
+
+        Args:
+            state: the state before the step.
+            seen: the checked signals.
+            may_alarm: false in the grace window, where only NaN and Inf are alarms.
+            xp: the array namespace.
+
+        Returns:
+            The new states; the `Cause` flags of the alarms; those of the sustained alarms; and the
+            score of the loss.
+        """
+        states: list[Any] = []
+        alarms = lasting = state.step & 0
+        z_loss = state.last.z_loss
+        for (_, detector), old in zip(self.config.detectors, state.detectors, strict=True):
+            if any(getattr(seen, signal) is None for signal in detector.NEEDS):
+                states.append(old)
+                continue
+            new, result = detector.update(old, seen, xp=xp)
+            states.append(new)
+            flags = sustained = result.cause
+            if flags is None:
+                flags = sustained = xp.flag(result.alarm & may_alarm, detector.CAUSE)
+                if result.sustained is not result.alarm:
+                    sustained = xp.flag(result.sustained & may_alarm, detector.CAUSE)
+            alarms, lasting = alarms | flags, lasting | sustained
+            if result.z is not None:
+                z_loss = xp.flush(result.z)
+        return tuple(states), xp.shared(alarms), xp.shared(lasting), z_loss
+
+    def _scales(
+        self,
+        state: EngineState,
+        signals: Signals,
+        skip: Flag,
+        clip: Clip | None,
+        *,
+        xp: ArrayNamespace,
+    ) -> tuple[Float, Norms | None, Flag]:
+        """The factors on the gradients, and whether the step is clipped.
+
+        They are the clipping rule's, and at most the factor that scales the whole gradient to the
+        host's limit. So the norm stays within the limit without a sum of the tensors' norms, which
+        each backend would round differently. A skipped step is not clipped.
+        """
+        grad_scale, group_scale = numerics.one_like(state.last.loss), None
+        clipped = skip & False
+        if self.per_tensor:
+            group_scale = numerics.one_like(state.last.decision.group_scale)
+        if clip is not None and self.per_tensor:
+            group_scale = xp.where(skip[..., None], 1.0, clip.scale)
+            clipped = (xp.sum(xp.as_int(clip.clipped), -1) > 0) & ~skip
+        elif clip is not None:
+            grad_scale = xp.where(skip, 1.0, clip.scale)
+            clipped = clip.clipped & ~skip
+        # The raw norm: in `CheckedSignals` it is limited, so it is too small above `SIGNAL_LIMIT`.
+        norm, limit = signals.grad_norm, state.norm_limit
+        if self.limits_norm and norm is not None:
+            over = (limit > 0) & (norm > limit) & ~skip
+            factor = xp.where(over, xp.quotient(limit, norm + EPSILON), 1.0)
+            factor = xp.flush(factor)
+            clipped = clipped | over
+            if group_scale is None:
+                grad_scale = xp.minimum(grad_scale, factor)
+            else:
+                group_scale = xp.minimum(group_scale, factor[..., None])
+        return grad_scale, group_scale, clipped
 
     def _without_step(
         self,
@@ -228,13 +402,10 @@ class Engine:
         expected = old.change_expected
         if signals.change_expected is not None:
             expected = expected | signals.change_expected
-        detectors = []
-        for (name, _), before, after in zip(
-            self.config.detectors, kept.detectors, new.detectors, strict=True
-        ):
-            for field in FROM_EVALUATIONS.get(name, ()):
-                before = before._replace(**{field: getattr(after, field)})
-            detectors.append(before)
+        detectors = list(kept.detectors)
+        for i, (_, detector) in enumerate(self.config.detectors):
+            if "eval_loss" in detector.NEEDS:  # it learns no loss of such a step
+                detectors[i] = new.detectors[i]
         return kept._replace(change_expected=skipped & expected, detectors=tuple(detectors))
 
     def expect_change(self, state: EngineState, *, xp: ArrayNamespace | ModuleType) -> EngineState:
@@ -247,7 +418,7 @@ class Engine:
             xp: not used. All methods that return a state take it.
         """
         del xp
-        return state._replace(change_expected=numerics.true_like(state.change_expected))
+        return state._replace(change_expected=state.change_expected | True)
 
     def on_rollback(
         self, live: EngineState, restored: EngineState, *, xp: ArrayNamespace | ModuleType
@@ -272,12 +443,12 @@ class Engine:
         raised = (then.rate_at_cut > 0) & (then.rate_at_cut < live.lr.rate_at_cut)
         return restored._replace(
             incident=incident._replace(
-                open=numerics.false_like(incident.open),
-                only_skips=numerics.false_like(incident.only_skips),
+                open=incident.open & False,
+                only_skips=incident.only_skips & False,
                 quiet=numerics.zero_like(incident.quiet),
             ),
             budget=budget._replace(
-                recoveries=numerics.decremented(budget.recoveries, xp=xp),
+                recoveries=xp.decremented(budget.recoveries),
                 healthy_steps=numerics.zero_like(budget.healthy_steps),
             ),
             lr=live.lr._replace(
@@ -288,22 +459,6 @@ class Engine:
             tally=live.tally._replace(rollbacks=live.tally.rollbacks + 1),
             last=live.last,
         )
-
-    def subtract_rollback(
-        self, state: EngineState, *, xp: ArrayNamespace | ModuleType
-    ) -> EngineState:
-        """Subtracts a rollback that the last step ordered from the budget.
-
-        For observe mode and replays, in which no host rolls back.
-
-        Args:
-            state: the state after the step.
-            xp: the array namespace of the state.
-        """
-        xp = as_namespace(xp)
-        ordered = (state.last.decision.action & int(Action.ROLLBACK)) != 0
-        recoveries = xp.where(ordered, state.budget.recoveries - 1, state.budget.recoveries)
-        return state._replace(budget=state.budget._replace(recoveries=recoveries))
 
     def specialised_for(self, state: EngineState) -> Engine:
         """The engine for the steps from `state` on, until the host changes the state.
@@ -347,22 +502,19 @@ class Engine:
                 of 1.
             xp: the array namespace.
         """
-        namespace = as_namespace(xp)
-        budget, tally = state.budget, state.tally
+        xp = as_namespace(xp)
         config = self.config.lr
         if not self.cuts_lr:  # the limit itself is in force, without a hold and a ramp
             config = config._replace(hold_steps=0, ramp_steps=0)
-        limited = state._replace(
-            lr=learning_rate.limited_rate(config, state.lr, limit, rate, xp=namespace),
-            budget=budget._replace(lr_cuts=budget.lr_cuts - 1),
-            tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
+        limited = rates.limited_rate(config, state.lr, limit, rate, xp=xp)
+        allowed = state.budget.lr_cuts > 0
+        pairs = zip(limited, state.lr, strict=True)
+        spent = xp.as_int(allowed)
+        return state._replace(
+            lr=type(state.lr)(*(xp.where(allowed, new, old) for new, old in pairs)),
+            budget=state.budget._replace(lr_cuts=state.budget.lr_cuts - spent),
+            tally=state.tally._replace(lr_cuts=state.tally.lr_cuts + spent),
         )
-        allowed = budget.lr_cuts > 0
-
-        def allowed_or_old(new: Array, old: Array) -> Array:
-            return select(allowed, new, old, xp=namespace)
-
-        return map_leaves(allowed_or_old, limited, state)
 
     def limit_norm(
         self, state: EngineState, limit: Float | None, *, xp: ArrayNamespace | ModuleType
@@ -381,18 +533,9 @@ class Engine:
         """
         xp = as_namespace(xp)
         none = numerics.zero_like(state.norm_limit)
-        given = none
-        if limit is not None:
-            given = limit
+        given = none if limit is None else limit
         is_limit = (given > numerics.FLUSH) & (given <= numerics.FLOAT32_MAX)
-        state = state._replace(norm_limit=xp.where(is_limit, given, none))
-        if self.config.clip is not None:
-            return state
-        # Without clipping and without a limit a step does not write the factor, which is 1.
-        last = state.last.decision
-        factor = xp.where(state.norm_limit > 0, last.grad_scale, 1.0)
-        last = last._replace(grad_scale=factor)
-        return state._replace(last=state.last._replace(decision=last))
+        return state._replace(norm_limit=xp.where(is_limit, given, none))
 
     def freeze(self, state: EngineState) -> EngineState:
         """Makes the engine skip all steps from the next one on, until the host calls `limit_norm`.
@@ -420,12 +563,11 @@ class Engine:
             xp: the array namespace.
         """
         xp = as_namespace(xp)
-        never = state.step < 0
-        cut = None
-        if self.cuts_lr:
-            cut = never
-        orders = RecoveryOrders(healthy=~never, refund=never, cut=cut)
-        rescaled = learning_rate.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
+        never, none = state.step < 0, state.step & 0
+        orders = RecoveryOrders(healthy=~never, refund=never, cut=never, depth=none, action=none)
+        rescaled = rates.update_rate(
+            self.config.lr, state.lr, orders, never, rate, cuts=self.cuts_lr, xp=xp
+        )
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
     def metrics(self, state: EngineState) -> dict[str, Any]:
@@ -447,21 +589,14 @@ class Engine:
             state: a state without batch axes.
 
         Returns:
-            `{"schema": SCHEMA, "policy": fingerprint, "clip": name, "detectors": [names],
-            "groups": n, "unknown_rate": -1.0, "state": {...}}`, from which `from_dict` restores the
-            state on any machine.
+            `{"schema": SCHEMA, "policy": fingerprint, "groups": n, "state": {...}}`, from which
+            `from_dict` restores the state on any machine.
         """
         scale = state.last.decision.group_scale
-        groups = 0
-        if scale is not None:
-            groups = int(np.asarray(scale).shape[-1])
         return {
             "schema": SCHEMA,
             "policy": self.fingerprint,
-            "clip": self._clip_name,
-            "detectors": [name for name, _ in self.config.detectors],
-            "groups": groups,
-            "unknown_rate": UNKNOWN_RATE,
+            "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
             "state": to_json_data(state),
         }
 
@@ -484,32 +619,17 @@ class Engine:
                 f"the saved state has schema {data.get('schema')!r}, but this version reads "
                 f"{SCHEMA}: start from a fresh state, or use the version that wrote it"
             )
-        clip, names = self._clip_name, [name for name, _ in self.config.detectors]
-        if data.get("clip") != clip or data.get("detectors") != names:
-            raise StateError(
-                f"the saved state belongs to a policy with clip {data.get('clip')!r} and detectors "
-                f"{data.get('detectors')}, but this policy has clip {clip!r} and detectors "
-                f"{names}: load the state with its own policy, or start from a fresh state"
-            )
         saved = data.get("policy")  # None for a policy with arrays as numbers
         if saved is not None and self.fingerprint is not None and saved != self.fingerprint:
             raise StateError(
-                "the saved state belongs to a policy with other numbers: its fingerprint is "
+                "the saved state belongs to another policy: its fingerprint is "
                 f"{saved!r:.40}, not {self.fingerprint!r}; load the state with its own policy, or "
                 "start from a fresh state, whose detectors warm up again"
             )
         count = data.get("groups")
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
             raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
-        state = from_json_data(self.init(groups=count), data.get("state"), "state")
-        if "unknown_rate" not in data:  # an older healcore has saved the state
-            return with_unknown_rate(state, reads_rate=self.scales_lr)
-        if data["unknown_rate"] != UNKNOWN_RATE:
-            raise StateError(
-                f"unknown_rate must be {UNKNOWN_RATE}, got {data['unknown_rate']!r:.80}: the saved "
-                "state is damaged, or a newer release wrote it"
-            )
-        return state
+        return from_json_data(self.init(groups=count), data.get("state"), "state")
 
 
 def _neutral(decision: Decision, when: Flag, lr_scale: Float, *, xp: ArrayNamespace) -> Decision:

@@ -11,18 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from healcore.core.engine.state import UNKNOWN_RATE, EngineState
 from healcore.core.errors import HealcoreError, exported_by
 
-SCHEMA = 10  # version of the saved form
-
-_SAVED_AS = {
-    "streak": "run",
-    "rejections": "run",
-    "elevated_steps": "run",
-    "finite_skip_streak": "skips",
-}
-"""Field of a state -> its name in the saved form, if the name is another one."""
+SCHEMA = 11  # version of the saved form
 
 
 @exported_by("healcore.errors")
@@ -32,22 +23,6 @@ class StateError(HealcoreError, ValueError):
     For example, the window of a detector has another length than in the saved state. A state with
     wrong shapes would fail much later, inside a compiled step.
     """
-
-
-def with_unknown_rate(state: EngineState, *, reads_rate: bool) -> EngineState:
-    """Marks the learning rate of an older saved state as unknown where it was unknown.
-
-    A state that was saved without the key `unknown_rate` has a rate of 1 if the program passed no
-    rate, and a rate of 0 if the policy had not read it.
-
-    Args:
-        state: the state that was saved, in NumPy.
-        reads_rate: whether the policy reads the rate.
-    """
-    rate, was_read = state.lr.rate, reads_rate and state.step > 0
-    if rate == 1.0 or (rate == 0.0 and not was_read):
-        rate = np.full_like(rate, UNKNOWN_RATE)
-    return state._replace(lr=state.lr._replace(rate=rate))
 
 
 def to_json_data(tree: Any) -> Any:
@@ -63,7 +38,7 @@ def to_json_data(tree: Any) -> Any:
     if tree is None:
         return None
     if hasattr(tree, "_fields"):
-        return {_saved_name(name): to_json_data(part) for name, part in tree._asdict().items()}
+        return {name: to_json_data(part) for name, part in tree._asdict().items()}
     if isinstance(tree, tuple):
         return [to_json_data(part) for part in tree]
     return np.asarray(tree).tolist()
@@ -75,7 +50,7 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
     Args:
         template: a state of the policy, whose structure, dtypes and shapes the result has.
         data: the saved data, which may be damaged or of another policy.
-        place: where the data are, for messages, such as "state.detectors[0]".
+        place: where the data are, for messages, such as "state.detectors".
 
     Returns:
         The state as NumPy arrays.
@@ -85,29 +60,22 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
     """
     if isinstance(template, np.ndarray):
         return _array(template, data, place)
-    if hasattr(template, "_fields") and isinstance(data, Mapping):
-        names = [_saved_name(field) for field in template._fields]
-        if set(data) == set(names):
-            parts = []
-            for name, part in zip(names, template, strict=True):
-                parts.append(from_json_data(part, data[name], f"{place}.{name}"))
-            return type(template)(*parts)
-    if type(template) is tuple and isinstance(data, list | tuple) and len(data) == len(template):
-        parts = []
-        for i, (part, each) in enumerate(zip(template, data, strict=True)):
-            parts.append(from_json_data(part, each, f"{place}[{i}]"))
-        return tuple(parts)
     if template is None and data is None:
         return None
-    expected = to_json_data(template)
+    if hasattr(template, "_fields") and isinstance(data, Mapping):
+        if set(data) == set(template._fields):
+            parts = [
+                from_json_data(part, data[name], f"{place}.{name}")
+                for name, part in template._asdict().items()
+            ]
+            return type(template)(*parts)
+    elif type(template) is tuple and isinstance(data, list | tuple) and len(data) == len(template):
+        pairs = zip(template, data, strict=True)
+        return tuple(from_json_data(part, each, place) for part, each in pairs)
     raise StateError(
-        f"{place} must have the structure of {expected!r:.120}, got {data!r:.80}: the "
-        "saved state belongs to another policy, or is damaged"
+        f"{place} must have the structure of {to_json_data(template)!r:.120}, got {data!r:.80}: "
+        "the saved state belongs to another policy, or is damaged"
     )
-
-
-def _saved_name(field: str) -> str:
-    return _SAVED_AS.get(field, field)
 
 
 def _array(template: np.ndarray, data: Any, place: str) -> np.ndarray:

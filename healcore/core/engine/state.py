@@ -43,18 +43,14 @@ class Tally(NamedTuple):
 
 
 class RuleState(NamedTuple):
-    """Hits of one rule, and its last firing.
-
-    A rule with `consecutive` reads `streak`, and a rule with `count` reads `window`. `age` keeps
-    an alert, a save or a stop from being ordered again at each step of a fault.
-    """
+    """Hits of one rule, and its last firing."""
 
     streak: Int
-    """Hits in a row; 0 for a rule that fires at one hit."""
+    """Hits in a row."""
     window: Int
     """(within,): ring of the last steps, 1 for a hit; (0,) without a window."""
     age: Int
-    """Steps since the rule last fired; only counted for `ORDERED_ONCE`."""
+    """Steps since the rule last fired."""
 
 
 class IncidentState(NamedTuple):
@@ -73,7 +69,7 @@ class IncidentState(NamedTuple):
     onset: Int
     """Step of the incident's first alarm."""
     quiet: Int
-    """Steps since the incident's last alarm; counted from -`quiet_steps` if a policy only skips."""
+    """Steps since the incident's last alarm."""
     alarms_since_rollback: Int
     """Alarms since the incident's last rollback order; -1 = no order."""
     alarms_since_cut: Int

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from healcore.core import numerics
 from healcore.core.array_namespace import NUMPY
 from healcore.core.detectors import LossSpikeConfig
-from healcore.core.signals import CheckedSignals
-from healcore.core.tape import to_loop
+from healcore.core.signals import CheckedSignals, sanitized
+from healcore.core.tape import to_program
 from healcore.core.trees import map_leaves
 from healcore.history.incidents import alarm_spans
 from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
@@ -264,17 +263,20 @@ def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     blank = CheckedSignals._make([None] * len(CheckedSignals._fields))
     blank = blank._replace(bad_loss=false, bad=false, finite=true, restart=false)
 
-    def judge(state: Any, inputs: Any, *, xp: Any) -> Any:
-        state, reading = config.update(state, blank._replace(loss=inputs[0]), xp=xp)
+    def judge(state: Any, loss: Any, *, xp: Any) -> Any:
+        state, reading = config.update(state, blank._replace(loss=loss), xp=xp)
         alarm = reading.alarm | reading.sustained  # as in the engine
         # `lasting` keeps an event open over single steps that return to the level.
         return state, (reading.z, alarm, reading.sustained | (state.lasting > 0))
 
     state = map_leaves(_scalar, config.init())
     with np.errstate(all="ignore"):  # as in the engine
-        losses = numerics.sanitized(values.astype(np.float32), -np.inf, np.inf, xp=NUMPY)[0]
-        loop = to_loop(judge, state, (np.float32(0),))
-        _, found = loop(state, zip(losses, strict=True))
+        losses, _ = sanitized(values.astype(np.float32), -np.inf, np.inf, xp=NUMPY)
+        program = to_program(judge, state, np.float32(0))
+        found = []
+        for loss in losses:
+            state, numbers = program(state, loss)
+            found.append(numbers)
     heights, alarms, sustained = np.array(found, np.float64).reshape(-1, 3).T
     return heights / _CHANGE_TO_SIGMA, alarms > 0, sustained > 0
 

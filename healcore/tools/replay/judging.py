@@ -1,7 +1,7 @@
 """Runs a policy's engine over the rows of a trace.
 
-The engine's step is recorded as a loop, once for each set of signals that rows log together. So a
-million rows take seconds. Rollbacks do not use up the budget of the replay, because the recorded
+The engine's step is recorded once for each set of signals that rows log together. So a million rows
+take seconds. Rollbacks do not use up the budget of the replay, because the recorded
 curve does not recover after them.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.signals import Signals
-from healcore.core.tape import to_loop
+from healcore.core.tape import to_program
 from healcore.core.trees import map_leaves
 from healcore.tools.traces.columns import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Rows, Trace
@@ -58,17 +58,17 @@ def judge_trace(engine: Engine, trace: Trace) -> np.recarray:
     #   attempt 0  |---------------|          the log of the first process
     #   attempt 1                  |-------|  the second process resumed after row 4
     #   cuts       0         5     8       n
-    # The engine judges the rows from one cut to the next in one call. Its state is saved at each
-    # cut, so that the state before row 5 is there when attempt 1 begins.
+    # The engine judges the rows from one cut to the next with one program. Its state is saved at
+    # each cut, so that the state before row 5 is there when attempt 1 begins.
     index, combinations, kind = _choose_signals(engine, trace.rows)
     rows = np.zeros(len(index), ROW_DTYPE).view(np.recarray)
     rows.index = index
     rows.step = trace.rows.step[index]
     rows.attempt = trace.rows.attempt[index]
-    loops: list[Callable[..., Any]] = []  # for each set of signals
+    programs: list[Callable[..., Any]] = []  # for each set of signals
     inputs: list[list[np.ndarray]] = []  # and its columns, (n,) each
     for names in combinations:
-        loops.append(_recorded_loop(engine.config, names))
+        programs.append(_program(engine.config, names))
         inputs.append([trace.rows.values[name][index] for name in names])
 
     # Numbers of judged rows before each attempt, and up to the row that it resumes after.
@@ -90,7 +90,11 @@ def judge_trace(engine: Engine, trace: Trace) -> np.recarray:
             if start and start in resumes:
                 state = _rolled_back(engine, state, saved[resumes[start]])
             columns = [column[start:stop] for column in inputs[kind[start]]]
-            state, decided = loops[kind[start]](state, zip(*columns, strict=True))
+            program = programs[kind[start]]
+            decided = []
+            for values in zip(*columns, strict=True):
+                state, decision = program(state, values)
+                decided.append(decision)
             decisions = np.fromiter(decided, _DECIDED, stop - start)
             for name in _DECIDED.names or ():
                 rows[name][start:stop] = decisions[name]
@@ -123,11 +127,11 @@ def _choose_signals(
 
 
 @functools.lru_cache(maxsize=256)
-def _recorded_loop(config: EngineConfig, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Records the loop over rows that log these signals, once for a policy."""
+def _program(config: EngineConfig, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Records the judgement of a row that logs these signals, once for a policy."""
     engine = Engine(config, limits_norm=False)  # a replay sets no limit of the norm
     row = tuple(np.float32(0) for _ in names)
-    return to_loop(functools.partial(_judge_row, engine, names), _first_state(engine), row)
+    return to_program(functools.partial(_judge_row, engine, names), _first_state(engine), row)
 
 
 def _first_state(engine: Engine) -> EngineState:

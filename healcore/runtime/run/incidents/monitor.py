@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from healcore.core.decision import LASTING, NONFINITE, Action, Cause, names_of
-from healcore.core.engine.incidents import incident_causes
+from healcore.core.engine.incident import incident_causes
 from healcore.core.step_record import StepRecord, Why
 from healcore.history import Counts
 from healcore.runtime.driver import Driver

@@ -7,7 +7,7 @@ import numpy as np
 from healcore.core.array_namespace import NUMPY
 from healcore.core.decision import Action
 from healcore.core.engine import EngineConfig, RuleConfig
-from healcore.core.engine.judge import update_rule
+from healcore.core.engine.rule import update_rule
 from healcore.core.engine.state import RuleState, init_rule
 from healcore.core.step_record import StepRecord
 from healcore.runtime.run.monitor_state import MonitorState
@@ -60,11 +60,11 @@ class HostRules:
             if saved is not None and len(saved) == 2 + config.within:
                 streak, age, *window = map(np.int32, saved)
                 state = RuleState(streak, np.array(window, np.int32), age)
-            state, firing = update_rule(
+            state, has_fired, _ = update_rule(
                 config, state, hit, np.int32(record.step), quiet_steps=0, xp=NUMPY
             )
             hits[key] = [int(state.streak), int(state.age), *map(int, state.window)]
-            fired |= bool(firing.fired)
+            fired |= bool(has_fired)
         if not fired:
             return record
         before = self._state.rule_fired.get(record.engine)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from healcore.core import numerics
 from healcore.core.array_namespace import ArrayNamespace, Flag, Float
 from healcore.core.engine.config import LrConfig, may_limit_rate
-from healcore.core.engine.incidents import RecoveryOrders
+from healcore.core.engine.incident import RecoveryOrders
 from healcore.core.engine.state import UNKNOWN_RATE, LrState
 
 _MAX_RATE = 1e12
@@ -28,68 +28,10 @@ def update_rate(
     is_open: Flag,
     rate: Float | None,
     *,
+    cuts: bool,
     xp: ArrayNamespace,
 ) -> LrState:
     """Updates the multiplier by one step; only healthy steps count for hold and ramp.
-
-    A cut multiplies the multiplier in force. In an open incident the multiplier stays, except that
-    the ceiling lowers it if the schedule rises. If no rule cuts, the host alone limits the rate. A
-    refund, after long health, raises the limit. `rate` is the schedule's learning rate at this
-    step, or None if it is unknown, which counts as a constant rate of 1. At a rate of 0 no
-    multiplier is wrong: it stays.
-    """
-    if orders.cut is None and not may_limit_rate(config):
-        return state
-    stored_rate = _stored_rate(rate, state, xp=xp)
-    known_rate = xp.abs(stored_rate)  # 1 for `UNKNOWN_RATE`
-    has_rate = known_rate > 0
-    continues = _continues_schedule(state, known_rate, has_rate, xp=xp)
-    raised = xp.quotient(state.rate_at_cut, config.factor)
-    rate_at_cut = xp.minimum(xp.where(orders.refund, raised, state.rate_at_cut), _MAX_RATE)
-    state = state._replace(rate_at_cut=rate_at_cut)
-    if orders.cut is not None:
-        new = _cut_hold_ramp(
-            config,
-            state,
-            orders.cut,
-            orders.healthy,
-            is_open,
-            known_rate,
-            has_rate,
-            continues,
-            xp=xp,
-        )
-        return new._replace(rate=stored_rate)
-    peak = xp.where(continues, xp.maximum(state.peak, known_rate), known_rate)
-    scale = numerics.flush(_top_multiplier(config, rate_at_cut, peak, xp=xp), xp=xp)
-    scale = xp.where(has_rate, scale, state.scale)
-    return state._replace(scale=scale, peak=peak, rate=stored_rate)
-
-
-def _continues_schedule(state: LrState, rate: Float, has_rate: Flag, *, xp: ArrayNamespace) -> Flag:
-    """Whether the rate continues the schedule of the last step. A rate of 0 always does.
-
-    A sudden fall of the rate begins another schedule with a new peak, and so does the first rate
-    after a rate of 0.
-    """
-    before = xp.abs(state.rate)  # 1 for `UNKNOWN_RATE`
-    continues = (before > 0) & (rate >= RESTART_RATIO * before)
-    return has_rate <= continues  # ~has_rate | continues, in one operation
-
-
-def _cut_hold_ramp(
-    config: LrConfig,
-    state: LrState,
-    cut: Flag,
-    healthy: Flag,
-    is_open: Flag,
-    rate: Float,
-    has_rate: Flag,
-    continues_schedule: Flag,
-    *,
-    xp: ArrayNamespace,
-) -> LrState:
-    """`update_rate` for a policy that cuts the rate. `LrState.rate` stays for the caller to set.
 
     multiplier
     1 or the ceiling  ------.                   .------
@@ -97,37 +39,69 @@ def _cut_hold_ramp(
                             |              /
     after the cut           '-------------
                            cut     hold     ramp        healthy steps
+
+    A cut multiplies the multiplier in force. In an open incident the multiplier stays, except that
+    the ceiling lowers it if the schedule rises. If no rule cuts, the host alone limits the rate. A
+    refund, after long health, raises the limit. At a rate of 0 no multiplier is wrong: it stays.
+
+    Args:
+        config: the policy's table `[lr]`.
+        state: the multiplier before the step.
+        orders: the cut, the refund and the health of the step.
+        is_open: an incident is open in which the model may get worse.
+        rate: the schedule's learning rate at this step, or None if it is unknown, which counts as a
+            constant rate of 1.
+        cuts: whether a rule of the policy cuts the rate. Static.
+        xp: the array namespace.
     """
+    if not (cuts or may_limit_rate(config)):
+        return state
+    cut = orders.cut
+    stored_rate = _stored_rate(rate, state, xp=xp)
+    known_rate = abs(stored_rate)  # 1 for `UNKNOWN_RATE`
+    has_rate = known_rate > 0
     # At a rate of 0 a cut is computed as if the rate were 1.
-    divisor = xp.where(has_rate, rate, 1.0)
-    advances = healthy & ~cut
-    cut_scale = xp.maximum(config.factor * state.scale, config.floor)
+    divisor = xp.where(has_rate, known_rate, 1.0)
+    raised = xp.quotient(state.rate_at_cut, config.factor)
+    rate_at_cut = xp.minimum(xp.where(orders.refund, raised, state.rate_at_cut), _MAX_RATE)
+    rate_at_cut = xp.where(cut, xp.product(state.scale, divisor), rate_at_cut)
     # A floor above the multiplier does not raise the multiplier.
+    cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     cut_scale = xp.minimum(cut_scale, state.scale)
-    after_cut = xp.product(cut_scale, divisor)
-    rate_after_cut = xp.where(cut, after_cut, state.rate_after_cut)
-    rate_at_cut = xp.where(cut, xp.product(state.scale, divisor), state.rate_at_cut)
+    rate_after_cut = xp.where(cut, xp.product(cut_scale, divisor), state.rate_after_cut)
+    # A sudden fall of the rate begins another schedule with a new peak, and so does the first rate
+    # after a rate of 0. A rate of 0 always continues the schedule.
+    before = abs(state.rate)  # 1 for `UNKNOWN_RATE`
+    continues = ~has_rate | ((before > 0) & (known_rate >= RESTART_RATIO * before))
+    peak = xp.where(continues & ~cut, xp.maximum(state.peak, known_rate), known_rate)
+
     hold = xp.where(cut, config.hold_steps, state.hold)
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
-    peak = xp.where(continues_schedule & ~cut, xp.maximum(state.peak, rate), rate)
-
     holding = hold > 0
-    ramp = numerics.decremented(ramp + (holding | ~advances), xp=xp)
+    advances = orders.healthy & ~cut
+    ramp = xp.decremented(ramp + (holding | ~advances))
     hold = xp.where(advances & holding, hold - 1, hold)
-    top = 1.0
-    if may_limit_rate(config):
-        top = _top_multiplier(config, rate_at_cut, peak, xp=xp)
+
+    top = _top_multiplier(config, rate_at_cut, peak, xp=xp)
     bottom = xp.minimum(xp.quotient(rate_after_cut, divisor), top)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
     part = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
-    ramp_share = numerics.as_float(config.ramp_steps - ramp, xp=xp) * part
+    ramp_share = xp.as_float(config.ramp_steps - ramp) * part
     ramped = bottom + xp.product(top - bottom, ramp_share)
     scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
-    scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
+    if cuts:
+        scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
     scale = xp.where(has_rate, scale, state.scale)
-    scale = numerics.flush(xp.where(cut, cut_scale, scale), xp=xp)
-    return LrState(scale, rate_after_cut, rate_at_cut, peak, state.rate, hold, ramp)
+    return LrState(
+        scale=xp.flush(xp.where(cut, cut_scale, scale)),
+        rate_after_cut=rate_after_cut,
+        rate_at_cut=rate_at_cut,
+        peak=peak,
+        rate=stored_rate,
+        hold=hold,
+        ramp=ramp,
+    )
 
 
 def limited_rate(
@@ -145,7 +119,7 @@ def limited_rate(
     """
     one = numerics.one_like(state.scale)
     stored_rate = _stored_rate(rate, state, xp=xp)
-    known_rate = xp.abs(stored_rate)  # 1 for `UNKNOWN_RATE`
+    known_rate = abs(stored_rate)  # 1 for `UNKNOWN_RATE`
     has_rate = known_rate > 0
     divisor = xp.where(has_rate, known_rate, 1.0)
     limit = xp.where(limit > 0, limit, divisor)
@@ -155,7 +129,7 @@ def limited_rate(
     rate_at_cut = xp.minimum(xp.quotient(limit, share), _MAX_RATE)
     zero = numerics.zero_like(state.hold)
     return LrState(
-        scale=numerics.flush(scale, xp=xp),
+        scale=xp.flush(scale),
         rate_after_cut=limit,
         rate_at_cut=rate_at_cut,
         peak=known_rate,
