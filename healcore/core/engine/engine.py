@@ -215,7 +215,7 @@ class Engine:
         clips = config.clip is not None
         seen = check_signals(signals, change_expected, state.last, clips=clips, xp=xp)
         detectors, alarms, lasting, z_loss = self._detect(state, seen, grace <= 0, xp=xp)
-        cause = alarms | lasting
+        cause: Int = alarms | lasting
 
         # What the rules that fire ask for.
         rules: list[RuleState] = []

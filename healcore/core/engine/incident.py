@@ -112,12 +112,12 @@ def update_incident(
         # An order makes an open incident of skips serious. It is then no new incident.
         worsens = worsens & ~acts
     serious = xp.shared(alarm & ~harmless)
-    in_incident = state.open | state.only_skips
+    in_incident: Flag = state.open | state.only_skips
     is_new = xp.shared((alarm & ~in_incident) | (serious & worsens))
     quiet = (state.quiet + 1) * in_incident
     quiet = xp.where(alarm, state.quiet * (harmless & state.open), quiet)
     lasts = quiet < config.incident.quiet_steps
-    is_serious = state.open | serious
+    is_serious: Flag = state.open | serious
     is_open = xp.shared(is_serious & lasts)
     new = state._replace(
         open=is_open,

@@ -60,9 +60,10 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
     """
     if isinstance(template, np.ndarray):
         return _array(template, data, place)
-    if template is None and data is None:
-        return None
-    if hasattr(template, "_fields") and isinstance(data, Mapping):
+    if template is None:
+        if data is None:
+            return None
+    elif hasattr(template, "_fields") and isinstance(data, Mapping):
         if set(data) == set(template._fields):
             parts = [
                 from_json_data(part, data[name], f"{place}.{name}")
