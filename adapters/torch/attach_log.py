@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore import console
-from healcore.console import first_of, is_logged, passes_power_of_ten
+from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, names_of
 from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.events.sentences import alarm_text
 from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_streak_text
 from healcore.runtime.run.incidents.program_clip import ProgramClip
-from healcore.torch import gradients
 from healcore.torch.ranks import StepRanks
 
 _ANSWERS = {
@@ -59,8 +55,6 @@ class AttachLog:
         self._program_clip = ProgramClip("torch")
         self._nonfinite = 0
         """Steps in a row that were not finite."""
-        self._has_named_buffers = False
-        """Whether a line has said that NaN is in buffers."""
         self.restart()
 
     def restart(self) -> None:
@@ -109,8 +103,6 @@ class AttachLog:
         self._incident = record.incident
         if is_new and record.cause and is_logged(record.incident):
             self.write(self._incident_line(record))
-            if not record.taken and record.cause & NONFINITE and not self._has_named_buffers:
-                self._name_nan_buffers()
         if record.action and self._engine.mode != "observe":
             self._log_action(record)
 
@@ -125,18 +117,6 @@ class AttachLog:
             from_start = steps == record.step
             text = nonfinite_streak_text(record, steps, (), from_start=from_start)
             self.write(text, console.error)
-
-    def _name_nan_buffers(self) -> None:
-        """Logs which buffers have taken in the NaN of a batch whose step was skipped, if any."""
-        names = _nan_buffers(self._optimizer)
-        if names:
-            self._has_named_buffers = True
-            self.write(
-                f"there is NaN in {first_of(names)}. The forward pass of a skipped step has "
-                "written it, and attach() restores no buffers, so an evaluation can be NaN. Reset "
-                "these buffers, for example by reset_running_stats(). A healcore.Healer with the "
-                "module in its state restores them on a skip"
-            )
 
     def _log_action(self, record: StepRecord) -> None:
         """Logs a cut of the learning rate, and orders that the loop has to carry out itself."""
@@ -178,27 +158,3 @@ class AttachLog:
             if not self._engine.per_tensor:
                 alarm.grad_scale = record.grad_scale
         return f"step {record.onset}: incident {record.incident}: {alarm_text(alarm)}"
-
-
-def _nan_buffers(optimizer: Optimizer) -> list[str]:
-    """Finds the buffers with NaN in the modules that an optimizer trains.
-
-    An optimizer does not refer to its modules. Visits all Python objects, in about 0.1 s.
-    """
-    trained = {id(p) for p in gradients.parameters(optimizer)}
-    modules: dict[int, nn.Module] = {}
-    for candidate in gc.get_objects():
-        # Not isinstance: that reads `__class__`, which an object may compute.
-        if not issubclass(type(candidate), nn.Module) or "_modules" not in vars(candidate):
-            continue
-        parts = {id(module): module for module in candidate.modules()}
-        if any(id(p) in trained for each in parts.values() for p in each._parameters.values()):
-            modules |= parts
-    found: set[str] = set()
-    for module in modules.values():
-        for name, buffer in module._buffers.items():
-            if type(buffer) is not Tensor or buffer.layout is not torch.strided:
-                continue
-            if not (buffer.is_meta or buffer.is_nested) and buffer.isnan().any():
-                found.add(f"{name} of {type(module).__name__}")
-    return sorted(found)

@@ -50,9 +50,9 @@ def attach(
 
     Remove other clipping: the policy needs the unclipped norm. A skipped step leaves parameters,
     moments and step counters bit-identical. Buffers that the forward pass has written, such as
-    BatchNorm's statistics, keep its NaN; a line in the log names them. The loop's own
-    learning-rate schedules and weight averages continue, since the loop did call `step()`. Step
-    hooks of a skipped step do not run if the host decides.
+    BatchNorm's statistics, keep its NaN. The loop's own learning-rate schedules and weight averages
+    continue, since the loop did call `step()`. Step hooks of a skipped step do not run if the host
+    decides.
 
     Args:
         optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper of an optimizer.
