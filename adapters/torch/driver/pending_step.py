@@ -175,7 +175,7 @@ class FollowedOptimizer:
         """See `StepListener.ended`."""
         self.accumulation.has_ended = True
         if self.buffers is not None:
-            self.buffers.on_step_ended(skipped)
+            self.buffers.end(skipped)
 
     def stepped(self) -> None:
         """See `StepListener.stepped`."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore.torch.live_state import State
+
+_LAZY = ()
+"""Shape of a parameter that has none yet."""
 
 
 class StructureWatch:
@@ -42,7 +44,15 @@ class StructureWatch:
             return []
         before = self._layout
         self._remember()
-        return _differences(before, self._layout)
+        texts: list[str] = []
+        for path in {**before, **self._layout}:
+            if path not in before:
+                texts.append(f"{path} is new")
+            elif path not in self._layout:
+                texts.append(f"{path} is gone")
+            elif before[path] not in (_LAZY, self._layout[path]):
+                texts.append(f"{path} has other parameters or another shape")
+        return texts
 
     def _remember(self) -> None:
         """Remembers the structure as it is now."""
@@ -62,45 +72,24 @@ class StructureWatch:
         seen += [name for names in self._buffers for name in names]  # a forward replaces the values
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
-                seen.append(_shapes(group["params"]))
+                seen.append([(id(p), _shape(p)) for p in group["params"]])
         return seen
 
 
 def _layout(state: State, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """Path of each tensor of a module -> its shape; optimizer -> its parameters."""
+    """Path of each parameter -> its shape; of each buffer -> None; optimizer -> its parameters."""
     layout: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, nn.Module):
-            for path, tensor in (*value.named_parameters(name), *value.named_buffers(name)):
-                layout[path] = _shape(tensor)
+            layout.update((path, _shape(p)) for path, p in value.named_parameters(name))
+            layout.update((path, None) for path, _ in value.named_buffers(name))  # may be resized
     for name, optimizer in optimizers.items():
-        layout[name] = [_shapes(group["params"]) for group in optimizer.param_groups]
+        layout[name] = [[*map(id, group["params"])] for group in optimizer.param_groups]
     return layout
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The differences of two structures as short texts."""
-    texts = [f"{path} is new" for path in now if path not in before]
-    for path, old in before.items():
-        if path not in now:
-            texts.append(f"{path} is gone")
-            continue
-        new = now[path]
-        if new != old and isinstance(old, list):
-            texts.append(f"{path} trains other parameters")
-        elif new != old and min(torch.Size(new).numel(), torch.Size(old).numel()) > 1:
-            # Layers resize empty buffers as they run.
-            texts.append(f"{path} has the shape {tuple(new)}, not {tuple(old)}")
-    return texts
-
-
-def _shapes(params: list[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Identity and shape of each parameter."""
-    return [(id(p), _shape(p)) for p in params]
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     try:
         return tensor.shape
-    except RuntimeError:  # a lazy parameter has none yet
-        return ()
+    except RuntimeError:
+        return _LAZY

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +21,7 @@ from healcore.runtime.program_settings import DIGESTED
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
-from healcore.torch.live_state import State
+from healcore.torch.live_state import State, tensors_in
 
 Key: TypeAlias = int | tuple[int, str]
 """The id of a parameter, or the id of a module and the name of its buffer.
@@ -79,37 +77,31 @@ class TorchWeights:
         self._differentiates = False
         """Whether `loss_fn` computes gradients, as for adversarial examples."""
         self.autocast: tuple[str, torch.dtype] | None = None
-        self._newest: dict[Key, Tensor] = {}
-        """The tensors of the newest copy that no optimizer trains."""
 
     def copy(self) -> dict[Key, Tensor]:
         """Copies the weights to the host: an accelerator's memory holds one set of weights.
 
-        Copies share the tensors that do not change: a frozen teacher takes the memory of one copy.
-
         Returns:
             Key -> copy of each trained parameter and each statistic. Waits for the device.
         """
-        followers = _on_host(self._followers())
-        for key, tensor in followers.items():
-            known = self._newest.get(key)
-            if known is not None and known.dtype == tensor.dtype and torch.equal(known, tensor):
-                followers[key] = known
-        self._newest = followers
-        return {**_on_host(self._trained()), **followers}
+        weights = self._weights()
+        copies: dict[Key, Tensor] = {}
+        for key, part in weights.items():
+            # From an H100, 1 GB takes 0.02 s to pinned memory, which torch keeps; to other, 0.7 s.
+            empty = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+            copies[key] = empty.copy_(part.detach(), non_blocking=part.is_cuda)
+        for device in {part.device for part in weights.values() if part.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
 
     def digest(self) -> str:
-        """A digest of the trained parameters, equal in processes with equal weights.
-
-        See `Driver.settings`. Parameters without data (lazy, meta) do not count.
+        """A digest of the weights, equal in processes with equal weights. See `Driver.settings`.
 
         Returns:
             16 hexadecimal digits, of `DIGESTED` values of each parameter.
         """
         digest = hashlib.blake2b(digest_size=8)
-        for part in self._trained().values():
-            if is_lazy(part) or part.is_meta:
-                continue
+        for part in self._weights().values():
             flat = part.detach().reshape(-1)
             stride = max(1, flat.numel() // DIGESTED)
             sample = flat[::stride][:DIGESTED].to("cpu", copy=True)
@@ -142,22 +134,21 @@ class TorchWeights:
             WeightsChanged: `weights` is a copy of other parameters.
             SignalError: `loss_fn` changes its batch.
         """
-        if weights is not None and _shapes(weights) != _shapes(self._all()):
+        if weights is not None and _shapes(weights) != _shapes(self._weights()):
             raise WeightsChanged
         mixed: AbstractContextManager[object] = nullcontext()
         if self.autocast is not None:
             mixed = torch.autocast(*self.autocast)
         try:
             with isolated(), self._restoring(), torch.set_grad_enabled(self._differentiates), mixed:
-                # `_restoring` restores everything but the trained parameters.
                 current: dict[Key, Tensor] = {}
                 if weights is not None:
-                    current = _on_host(self._trained())
+                    current = self.copy()
                 try:
                     self._write(weights or {})
                     if redraw:
                         self._redraw()
-                    return [_loss_of_copy(loss_fn, batch) for batch in batches]
+                    return [_loss(loss_fn, batch) for batch in batches]
                 finally:
                     self._write(current)
         except RuntimeError as error:
@@ -168,7 +159,7 @@ class TorchWeights:
 
     def _redraw(self) -> None:
         """Draws one number of each generator, so that all later numbers differ."""
-        for device in {part.device for part in self._trained().values()}:
+        for device in {part.device for part in self._weights().values()}:
             torch.rand((), device=device)
         random.random()
         np.random.rand()  # noqa: NPY002 -- users do
@@ -205,39 +196,31 @@ class TorchWeights:
             in_modules += [p for p in module._parameters.values() if p is not None]
         return in_optimizers, in_modules
 
-    def _trained(self) -> dict[int, Tensor]:
-        """Parameter's id -> each parameter that an optimizer trains; for DTensors, the local shard.
+    def _weights(self) -> dict[Key, Tensor]:
+        """The live tensors that a copy replaces; for DTensors, the local shards.
 
         If no module has a parameter of an optimizer, the optimizers train copies of the modules'
         parameters (master weights), and both belong to the weights.
         """
         self.reshard()
-        params, in_modules = self._parameters()
-        if {id(p) for p in params}.isdisjoint(id(p) for p in in_modules):
-            params += in_modules
-        return {id(p): gradients.local_part(p) for p in params if p.requires_grad}
-
-    def _followers(self) -> dict[Key, Tensor]:
-        """The batch statistics, which belong to the trained parameters."""
-        followers: dict[Key, Tensor] = {}
+        trained, in_modules = self._parameters()
+        if {id(p) for p in trained}.isdisjoint(id(p) for p in in_modules):
+            trained += in_modules
+        found: dict[Key, Tensor] = {id(p): p for p in trained if p.requires_grad}
         for module in self._modules():
             for name in STATISTICS:
                 buffer = module._buffers.get(name)
-                if buffer is not None and not (is_lazy(buffer) or buffer.is_meta):
-                    followers[id(module), name] = gradients.local_part(buffer)
-        return followers
-
-    def _all(self) -> dict[Key, Tensor]:
-        """All live tensors that a copy replaces."""
-        return {**self._trained(), **self._followers()}
+                if buffer is not None:
+                    found[id(module), name] = buffer
+        weights: dict[Key, Tensor] = {}
+        for key, tensor in found.items():
+            if not (is_lazy(tensor) or tensor.is_meta):  # they have no data yet
+                weights[key] = gradients.local_part(tensor)
+        return weights
 
     def _write(self, weights: Mapping[Key, Tensor]) -> None:
         """Writes these weights into the live tensors."""
-        if not weights:
-            self.reshard()  # so that later steps see the shards
-            return
-        # Reading all parameters shards them again.
-        live = self._all()
+        live = self._weights()  # later steps see the shards again
         for key, saved in weights.items():
             live[key].data.copy_(saved, non_blocking=live[key].is_cuda)
 
@@ -251,12 +234,22 @@ class TorchWeights:
         """
         modules = self._modules()
         attributes = [_public_attributes(module) for module in modules]
-        contents = self._written_by_forward(modules)
         marks = [(accumulation, dict(vars(accumulation))) for accumulation in self._accumulations]
-        grads: list[tuple[Tensor, Tensor | None]] = []
         in_optimizers, in_modules = self._parameters()
-        for p in (*in_optimizers, *in_modules):
-            grads.append((p, p.grad))
+        grads = [(p, p.grad) for p in (*in_optimizers, *in_modules)]
+        # A momentum encoder has frozen parameters, into which a forward pass averages. No forward
+        # pass averages into frozen parameters that are larger than the trained ones.
+        frozen = [p for p in in_modules if not (p.requires_grad or is_lazy(p))]
+        written: set[int] = set()
+        if _size(frozen) <= _size(self._weights().values()):
+            written.update(id(p) for p in frozen)
+        contents: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        """Tensors that a forward pass may write: their table, key, and a copy of their content."""
+        for module in modules:
+            for table in (module._buffers, module._parameters):
+                for name, tensor in table.items():
+                    if tensor is not None and (table is module._buffers or id(tensor) in written):
+                        contents.append((table, name, tensor, tensor.detach().clone()))
         for p, _ in grads:
             p.grad = None  # a backward pass would add to it
         if self._differentiates:
@@ -271,45 +264,11 @@ class TorchWeights:
                 p.grad = grad
             for accumulation, values in marks:
                 vars(accumulation).update(values)
-            for saved in contents:
-                saved.tensor.data.copy_(saved.content)
-                saved.table[saved.name] = saved.tensor
+            for table, name, tensor, content in contents:
+                tensor.data.copy_(content)
+                table[name] = tensor
             for module, values in zip(modules, attributes, strict=True):
                 vars(module).update(values)
-
-    def _written_by_forward(self, modules: Iterable[nn.Module]) -> list[_SavedTensor]:
-        """Copies of what a forward pass may write: buffers, and momentum encoders."""
-        # A momentum encoder has frozen parameters, into which a forward pass averages. No forward
-        # pass averages into frozen parameters that are larger than the trained ones.
-        trained = self._trained()
-        frozen = [p for p in self._parameters()[1] if not (p.requires_grad or is_lazy(p))]
-        encoders: set[int] = set()
-        if _size(frozen) <= _size(trained.values()):
-            encoders.update(id(p) for p in frozen)
-        saved: list[_SavedTensor] = []
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    content = buffer.detach().clone()
-                    saved.append(_SavedTensor(module._buffers, name, buffer, content))
-            for name, p in module._parameters.items():
-                if p is not None and id(p) in encoders:
-                    content = p.detach().clone()
-                    saved.append(_SavedTensor(module._parameters, name, p, content))
-        return saved
-
-
-class _SavedTensor(NamedTuple):
-    """A buffer or parameter of a module, with a copy of its content."""
-
-    table: dict[str, Any]
-    """The module's buffers or parameters, in which the tensor is."""
-    name: str
-    """Key in `table`."""
-    tensor: Tensor
-    """The tensor in use."""
-    content: Tensor
-    """A copy of its content, of the same shape and dtype."""
 
 
 def _public_attributes(module: nn.Module) -> dict[str, Any]:
@@ -320,92 +279,29 @@ def _shapes(weights: Mapping[Key, Tensor]) -> dict[Key, torch.Size]:
     return {key: tensor.shape for key, tensor in weights.items()}
 
 
-def _on_host(parts: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-    """Copies of tensors in host memory."""
-    copies = {}
-    for key, part in parts.items():
-        # From an H100, 1 GB takes 0.02 s to pinned memory, which torch keeps; to other, 0.7 s.
-        empty = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
-        copies[key] = empty.copy_(part.detach(), non_blocking=part.is_cuda)
-    for device in {part.device for part in parts.values() if part.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-    return copies
-
-
 def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:
-    """The loss of a copy of a batch, on the host. SignalError if the function changes the copy."""
-    batch = copy_of_batch(batch)
-    before = dict(_marks(batch))
+def _loss(loss_fn: Callable[..., Any], batch: Any) -> Any:
+    """The loss of a batch, on the host. SignalError if the function changes the batch."""
+    before = _writes(batch)
     loss = loss_fn(batch)
+    if _writes(batch) != before:
+        raise SignalError(
+            "loss_fn changes its batch, but the Healer calls it again, also on earlier batches: "
+            "write into a copy, as in batch = dict(batch) before batch.pop(), and x = x - 1 "
+            "instead of x.sub_(1)"
+        )
     if isinstance(loss, Tensor):
         loss = loss.detach()
         if hasattr(loss, "full_tensor"):  # a DTensor
             loss = loss.full_tensor()  # type: ignore[operator]
         loss = loss.tolist()
-    after = dict(_marks(batch))
-    changed = [path for path in before | after if before.get(path) != after.get(path)]
-    if changed:
-        raise SignalError(
-            f"loss_fn changes {', '.join(changed[:3])}, but the Healer calls it again, also on "
-            "earlier batches: write into a copy, as in batch = dict(batch) before batch.pop(), "
-            "and x = x - 1 instead of x.sub_(1)"
-        )
     return loss
 
 
-def copy_of_batch(batch: Any) -> Any:
-    """A copy of a batch and of the dictionaries, lists, tuples, dataclasses and tensors in it.
-
-    Args:
-        batch: a batch as the loop receives it.
-
-    Returns:
-        The copy. Objects of other kinds, and objects that cannot be copied, are shared with it.
-    """
-    if isinstance(batch, Tensor):
-        return batch.detach().clone().requires_grad_(batch.requires_grad)
-    parts = {key: copy_of_batch(part) for key, part in _parts(batch).items()}
-    with suppress(Exception):  # an object that cannot be copied is shared
-        if isinstance(batch, tuple):
-            return tuple.__new__(type(batch), parts.values())  # its class may take other arguments
-        copy_of = copy.copy(batch)
-        for key, part in parts.items():
-            if isinstance(batch, MutableMapping | list):
-                copy_of[key] = part
-            elif is_dataclass(batch):
-                object.__setattr__(copy_of, key, part)  # also of a frozen dataclass
-        return copy_of
-    return batch
-
-
-def _parts(batch: Any) -> dict[Any, Any]:
-    """The parts of a mapping, a list, a tuple or a dataclass, by key, index or name."""
-    if isinstance(batch, Mapping):
-        return {key: batch[key] for key in batch}
-    if isinstance(batch, list | tuple):
-        return dict(enumerate(batch))
-    parts: dict[Any, Any] = {}
-    if is_dataclass(batch):
-        for each in fields(batch):
-            if hasattr(batch, each.name):  # a field may be unset
-                parts[each.name] = getattr(batch, each.name)
-    return parts
-
-
-def _marks(batch: Any, path: str = "batch") -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yields the parts of a batch: path, identity and number of writes."""
-    parts = _parts(batch)
-    for key, part in parts.items():
-        if is_dataclass(batch):
-            yield from _marks(part, f"{path}.{key}")
-        else:
-            yield from _marks(part, f"{path}[{key!r}]")
-    if not parts and not isinstance(batch, Mapping | list | tuple):
-        writes = 0
-        if isinstance(batch, Tensor) and not batch.is_inference():
-            writes = batch._version
-        yield path, (id(batch), writes)
+def _writes(batch: Any) -> list[tuple[int, int]]:
+    """Identity and number of writes of each tensor in a batch."""
+    tensors = [each for each in tensors_in(batch, 1000) if not each.is_inference()]
+    return [(id(each), each._version) for each in tensors]

@@ -426,5 +426,6 @@ def test_statistics_of_another_dtype_than_before_are_not_restored():
     run.driver = TorchDriver({"model": run.model, "optimizer": run.optimizer}, ROLLS_BACK)
     run.step(0)
     layer.double()
+    run.driver.take_dispatch()
     run.step(1, factor=NAN)
     assert layer.get_buffer("running_mean").dtype == torch.float64
