@@ -38,6 +38,7 @@ class AttachLog:
 
     Attributes:
         console: see `attach`.
+        incident: number of the newest incident that needs no line any more.
     """
 
     def __init__(
@@ -48,22 +49,12 @@ class AttachLog:
         self._ranks = ranks
         self._resets_moments = resets_moments
         self.console: console.Console = "auto"
-        self._incident = 0
-        """Number of the newest incident."""
+        self.incident = 0
         self._logged: set[str] = set()
         """Lines of `write_once`."""
         self._program_clip = ProgramClip("torch")
         self._nonfinite = 0
         """Steps in a row that were not finite."""
-        self.restart()
-
-    def restart(self) -> None:
-        """Forgets the last step. Call it after the engine's state is replaced.
-
-        An incident that began before the loaded state was saved is not logged again.
-        """
-        self._last_step = -1
-        """Number of the last record's step, or -1 before the first record of a state."""
 
     def write_once(self, line: str) -> None:
         """Logs a line, unless it was logged by an earlier call."""
@@ -89,18 +80,15 @@ class AttachLog:
         Args:
             record: the record of a judged step, in the order of the steps.
         """
-        if record.step == self._last_step:
-            return  # a step that a GradScaler skips has the record of the step before
-        if self._last_step < 0 and record.onset < record.step - 1:
-            self._incident = record.incident  # it began before the state was loaded
-        self._last_step = record.step
+        if not record.judged:
+            return
         if record.taken:
             line = self._program_clip.add(record.grad_norm)
             if line:
                 self.write(line)
         self._log_nonfinite_streak(record)
-        is_new = record.incident > self._incident
-        self._incident = record.incident
+        is_new = record.incident > self.incident
+        self.incident = record.incident
         if is_new and record.cause and is_logged(record.incident):
             self.write(self._incident_line(record))
         if record.action and self._engine.mode != "observe":

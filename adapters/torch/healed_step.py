@@ -452,7 +452,8 @@ class HealedStep:
             self.measurer.clear()
         self._read_records()
         self._reset_is_due = False
-        self.attach_log.restart()
+        # An incident that began before the state was saved is not logged again.
+        self.attach_log.incident = int(self.live_engine.state.incident.number)
 
     def remove_listener(self) -> None:
         """Logs the lines of `attach` again, and releases all numbers that a Healer held."""

@@ -32,7 +32,7 @@ from healcore.core.engine.state import record_numbers
 from healcore.core.errors import AttachError
 from healcore.core.numerics import FLOAT32_MAX, SIGNAL_LIMIT, shortest_decimal
 from healcore.core.signals import Signals
-from healcore.core.step_record import RECORD_INTS, StepRecord, host_record, unpack_record
+from healcore.core.step_record import RECORD_INTS, StepRecord, Why, host_record, unpack_record
 from healcore.core.tape import to_program
 from healcore.core.trees import map_leaves
 from healcore.torch.array_namespace import Namespace
@@ -187,6 +187,8 @@ class _Step:
 
     state: EngineState | None = None
     """The state after the step, on the host. None before the step is judged, and on a device."""
+    counts: bool = True
+    """Whether the state has moved on: not where a GradScaler has skipped the step."""
     decision: Decision | None = None
     """What was decided. None before the step is judged."""
     present: Sequence[str] = ()
@@ -313,8 +315,9 @@ class LiveEngine:
             if program is None:
                 program = to_program(self.step_engine.step, self._state, signals)
                 self._programs[key] = program
-            self._state, step.decision = program(self._state, signals)
-        step.state = self._state
+            state, step.decision = program(self._state, signals)
+        step.counts = bool(state.step != self._state.step)
+        step.state = self._state = state
 
     def _test(self, signals: Signals, found_inf: Tensor | None) -> EnforcedDecision:
         """Tests on the device whether a step is finite. The host judges it `RECORD_LAG` later."""
@@ -358,11 +361,13 @@ class LiveEngine:
     def _decide_on_device(self, signals: Signals, found_inf: Tensor | None) -> EnforcedDecision:
         """Runs the whole engine on the device, and begins to copy the record of the step."""
         engine = self.step_engine
+        before = self._state.step
         self._state, decision = engine.step(self._state, signals, xp=self._xp)
         numbers = record_numbers(self._state)
         ints = torch.stack(numbers[:RECORD_INTS])  # bool becomes int32
         floats = torch.stack(numbers[RECORD_INTS:])
-        record = torch.cat([ints, floats.view(torch.int32)])  # see `keep_after_cuda_error`
+        # One array for one copy; by name, see `keep_after_cuda_error`.
+        record = torch.cat([ints, floats.view(torch.int32), before.reshape(1)])
         self._recent.append(_Step(decision=decision, copy=AsyncCopy(record)))
         skip = decision.skip
         if found_inf is not None:
@@ -383,13 +388,23 @@ class LiveEngine:
             name: the optimizer's name in the run, or an empty string.
         """
         step = self._recent[-1]
+        reads_rate = self.step_engine.limits_lr
 
         def read() -> StepRecord:
             if step.copy is not None and not step.present:
-                return unpack_record(step.copy.read(), name)
-            while step.state is None:
-                self._judge_oldest()
-            return host_record(record_numbers(step.state), name)
+                numbers = step.copy.read()
+                record = unpack_record(numbers, name)
+                counts = numbers[0] != numbers[-1]
+            else:
+                while step.state is None:
+                    self._judge_oldest()
+                record = host_record(record_numbers(step.state), name)
+                counts = step.counts
+            if not reads_rate:  # the rate of an earlier step
+                record = record._replace(lr=None)
+            if not counts:  # the numbers of the step before
+                record = record.unjudged(Why.EXTERNAL)
+            return record
 
         return read
 

@@ -26,7 +26,7 @@ from healcore.torch.driver.attaching import attach_all
 from healcore.torch.driver.buffers import UnsavedBuffers, buffers_of
 from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.memory import cuda_profiles, memory_of
-from healcore.torch.driver.pending_step import FollowedOptimizer, PendingEntries, PendingStep
+from healcore.torch.driver.pending_step import FollowedOptimizer, PendingEntry, PendingStep
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights
@@ -85,7 +85,8 @@ class TorchDriver(Driver):
         self._optimizers = {name: healing.optimizer for name, healing in healings.items()}
         """The optimizers by name, without wrappers."""
         self.on_step: Callable[[], None] = _do_nothing
-        self._pending = PendingEntries()
+        self._pending: list[PendingEntry] = []
+        """The judged steps since the last `take_dispatch`, oldest first."""
         self._followed: list[FollowedOptimizer] = []
         for name, healing in healings.items():
             accumulation = Accumulation(healing, self._after_step)
@@ -178,7 +179,10 @@ class TorchDriver(Driver):
             for followed in self._followed:
                 if followed.buffers is not None:
                     followed.buffers.keep_written()
-        step = self._pending.take()
+        step: PendingStep | None = None
+        if self._pending:
+            step = PendingStep([*self._pending])
+            self._pending.clear()
         self.window.end_batch(judged=step is not None)
         return step
 
@@ -259,17 +263,11 @@ class TorchDriver(Driver):
         if reset_moments:
             for healing in self.healings.values():
                 reset_moments_of(healing.optimizer)
-        for followed in self._followed:
-            healing = followed.healing
-            step = int(healing.live_engine.state.step)
-            if followed.name in engines:
-                # A state that only limits something is of the same step, so what the program has
-                # reported for its next step still holds.
-                healing.live_engine.load(engines[followed.name], rollback=False)
-                healing.healed_step.on_state_loaded(keeps_signals=state is None)
-            # The record of the same step may be unread.
-            if state is not None or step != int(healing.live_engine.state.step):
-                followed.restart()
+        for name, data in engines.items():
+            # A state that only limits something is of the same step, so what the program has
+            # reported for its next step still holds.
+            self.healings[name].live_engine.load(data, rollback=False)
+            self.healings[name].healed_step.on_state_loaded(keeps_signals=state is None)
         self._pending.clear()
 
     def structure_changes(self) -> list[str]:

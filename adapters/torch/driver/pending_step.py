@@ -1,15 +1,13 @@
 """Judged steps whose records the host has not read yet.
 
-The `FollowedOptimizer` of each optimizer keeps a judged step as a `PendingEntry`. All optimizers of
-a run append to the same `PendingEntries`. The entries of one dispatch are a `PendingStep`, which
-the Healer reads some dispatches later.
+The `FollowedOptimizer` of each optimizer keeps a judged step as a `PendingEntry`, in one list for
+all optimizers of a run. The entries of one dispatch are a `PendingStep`, which the Healer reads
+some dispatches later.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +15,6 @@ from torch import Tensor
 from healcore.core.step_record import (
     StepRecord,
     SuspectGradient,
-    Why,
     is_nan_by_optimizer,
     suspect_gradients,
 )
@@ -31,77 +28,44 @@ from healcore.torch.measurement import StepNorms
 from healcore.torch.ranks import StepMarks
 
 MAX_PENDING = 256
-"""Maximum number of entries that were not read. A loop may take many steps per batch, as in RL."""
-MAX_EARLY = 2**16
-"""Maximum number of records that were read and not yet taken."""
+"""Maximum number of steps that are not read. A loop may take many steps per batch, as in RL."""
 
 
-class PendingEntry(NamedTuple):
-    """One judged step of one engine, not read yet.
+class PendingEntry:
+    """One judged step of one optimizer, which is read once, after the earlier steps.
 
-    Its numbers may still be on their way from an accelerator. `FollowedOptimizer.read` waits for
-    them.
+    Its numbers may still be on their way from an accelerator. `read` waits for them.
+
+    Args:
+        optimizer: the optimizer, which reads the step.
+        record: reads the record of the engine.
+        norms: the gradient norms of the step. They are released when the step is read.
+        marks: the `StepMarks` of the ranks, on their way to the host. None for one rank alone.
     """
 
-    optimizer: FollowedOptimizer
-    """The optimizer, which has made the entry and reads it."""
-    record: PendingRecord
-    """Reads the record of the engine."""
-    norms: StepNorms
-    """The gradient norms of the step."""
-    marks: AsyncCopy | None
-    """The `StepMarks` of the ranks, on their way to the host. None for one rank alone."""
-    engine_reads_rate: bool
-    """Whether the engine has read the rate of this step, tensors included."""
+    def __init__(
+        self,
+        optimizer: FollowedOptimizer,
+        record: PendingRecord,
+        norms: StepNorms,
+        marks: AsyncCopy | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._pending = record
+        self._norms = norms
+        self._marks = marks
+        self._record: StepRecord | None = None
 
+    def read(self) -> StepRecord:
+        """The record of the step. Later calls return the same record."""
+        if self._record is None:
+            self._record = self._optimizer.read(self._pending(), self._norms)
+            self._norms = StepNorms()
+        return self._record
 
-class PendingEntries:
-    """The judged steps of all optimizers since the last `TorchDriver.take_dispatch`, oldest first.
-
-    A loop may take any number of steps for one batch. So that the entries do not fill the memory,
-    the oldest entry is read as soon as there are more than `MAX_PENDING`:
-
-        append ─► entries ─► take ─► PendingStep
-                     └─► more than MAX_PENDING: read at once ─► early records ─► take
-    """
-
-    def __init__(self) -> None:
-        self._entries: deque[PendingEntry] = deque()
-        """The entries that were not read."""
-        self._early: deque[StepRecord] = deque(maxlen=MAX_EARLY)
-        """Records of the steps before `_entries`, which were read because they were too many."""
-
-    def __len__(self) -> int:
-        """Number of entries that were not read."""
-        return len(self._entries)
-
-    def append(self, entry: PendingEntry) -> None:
-        """Appends a step that was judged now. Reads the oldest step if there are too many.
-
-        Args:
-            entry: the step.
-        """
-        self._entries.append(entry)
-        if len(self._entries) > MAX_PENDING:
-            oldest = self._entries.popleft()
-            self._early.append(oldest.optimizer.read(oldest))
-
-    def take(self) -> PendingStep | None:
-        """Removes all entries and records.
-
-        Returns:
-            The judged steps as one step, or None if no optimizer has stepped.
-        """
-        step: PendingStep | None = None
-        if self._entries:
-            step = PendingStep([*self._entries], [*self._early])
-        self.clear()
-        return step
-
-    def clear(self) -> None:
-        """Drops all entries and records, which belong to a state that was replaced."""
-        self._entries.clear()
-        self._early.clear()
+    def requests_vote(self) -> bool:
+        """Whether a rank has requested a vote in the step."""
+        return self._marks is not None and StepMarks(*self._marks.read()).votes > 0
 
 
 class FollowedOptimizer:
@@ -118,7 +82,7 @@ class FollowedOptimizer:
         name: name of the optimizer in the state.
         state: the state of the run.
         healings: the handle of each optimizer, by name.
-        pending: entries of all optimizers of the run.
+        pending: the steps of all optimizers that the run has not taken, oldest first.
         warnings: lines for the log of the run.
         accumulation: knows the gradients since the last step of this optimizer.
 
@@ -135,7 +99,7 @@ class FollowedOptimizer:
         name: str,
         state: State,
         healings: Mapping[str, Healing],
-        pending: PendingEntries,
+        pending: list[PendingEntry],
         warnings: list[str],
         accumulation: Accumulation,
     ) -> None:
@@ -149,11 +113,6 @@ class FollowedOptimizer:
         self._warnings = warnings
         self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
-        self.restart()
-
-    def restart(self) -> None:
-        """Counts the step of the engine's new state as read. Call it after a load. A sync."""
-        self._last_step = int(self.healing.live_engine.state.step)
 
     def judged(self, norms: StepNorms) -> None:
         """Keeps a step that was judged now, without a sync. See `StepListener.judged`."""
@@ -162,14 +121,11 @@ class FollowedOptimizer:
         line = step.measurer.missing_loss(observed=observed)
         if line:
             self._warnings.append(line)
-        entry = PendingEntry(
-            optimizer=self,
-            record=step.live_engine.pending_record(self.name),
-            norms=norms,
-            marks=step.all_reduce.last_marks,
-            engine_reads_rate=step.live_engine.step_engine.limits_lr,
-        )
-        self._pending.append(entry)
+        record = step.live_engine.pending_record(self.name)
+        self._pending.append(PendingEntry(self, record, norms, step.all_reduce.last_marks))
+        if len(self._pending) > MAX_PENDING:
+            # Many steps for one batch: what is kept for a step must not fill the memory.
+            self._pending[-1 - MAX_PENDING].read()
 
     def ended(self, skipped: bool | Tensor) -> None:
         """See `StepListener.ended`."""
@@ -181,27 +137,19 @@ class FollowedOptimizer:
         """See `StepListener.stepped`."""
         self.accumulation.on_step()
 
-    def read(self, entry: PendingEntry) -> StepRecord:
-        """Reads an entry. The entries of an optimizer have to be read in order.
+    def read(self, record: StepRecord, norms: StepNorms) -> StepRecord:
+        """Adds to a record what the host knows of the step. Call it in the order of the steps.
 
         A record with a cause gets evidence: the tensors whose gradients were unusual. To find them
         is a sync.
 
         Args:
-            entry: an entry of this optimizer.
-
-        Returns:
-            The record of the step. There is no judgment if a GradScaler has skipped the step.
+            record: the record of the engine.
+            norms: the gradient norms of the step.
         """
-        record = entry.record()
-        if record.step == self._last_step:
-            # A GradScaler has skipped this step: the state has the previous step's record.
-            return record.unjudged(Why.EXTERNAL)
-        self._last_step = record.step
-        norms = entry.norms
-        # The engine reads the rate only if the host has limited it. Otherwise the record has the
-        # rate of an earlier step, or none.
-        if record.lr is None or not entry.engine_reads_rate:
+        if not record.judged:
+            return record
+        if record.lr is None:
             record = record._replace(lr=max(norms.rates, default=None))
         if not record.cause:
             if norms.params:
@@ -244,34 +192,16 @@ class PendingStep:
     two entries.
 
     Args:
-        entries: the judged steps to read, in order.
-        early: records of earlier steps, which are read already.
-
-    Attributes:
-        count: see `PendingDispatch`.
-        vote_requested: see `PendingDispatch`.
+        entries: the judged steps, oldest first.
     """
 
     count = 1
+    vote_requested = False
 
-    def __init__(self, entries: Sequence[PendingEntry], early: Sequence[StepRecord]) -> None:
+    def __init__(self, entries: Sequence[PendingEntry]) -> None:
         self._entries = entries
-        self._early = early
-        self._records: list[StepRecord] | None = None
-        self.vote_requested = False
 
     def read(self) -> list[list[StepRecord]]:
-        """The records of the only step, in order. Waits only for what has not arrived yet.
-
-        Later calls return the same records.
-        """
-        if self._records is None:
-            for entry in self._entries:
-                if entry.marks is not None and StepMarks(*entry.marks.read()).votes > 0:
-                    self.vote_requested = True
-            records = [*self._early]
-            for entry in self._entries:
-                records.append(entry.optimizer.read(entry))
-            self._records = records  # only when all are read: an error is raised again
-            self._entries = ()
-        return [self._records]
+        """The records of the only step, in order. Waits only for what has not arrived yet."""
+        self.vote_requested = any(entry.requests_vote() for entry in self._entries)
+        return [[entry.read() for entry in self._entries]]
