@@ -41,11 +41,11 @@ class StepListener(Protocol):
     The methods run inside `optimizer.step()`, so none of them may wait for a device. One call of
     `optimizer.step()` makes these calls:
 
-        judged ─► the optimizer's update, unless the step is skipped ─► ended ─► stepped
+        judged ─► the optimizer's update, unless the step is skipped ─► ended
 
     A step without gradients is not judged and makes only the last call. A step that a GradScaler
-    has dropped is judged later, outside of `optimizer.step()`, and makes only the first two calls.
-    A step that raises makes no further call.
+    has dropped is judged later, outside of `optimizer.step()`. A step that raises makes no further
+    call.
     """
 
     def judged(self, norms: StepNorms) -> None:
@@ -60,16 +60,12 @@ class StepListener(Protocol):
         ...
 
     def ended(self, skipped: bool | Tensor) -> None:
-        """Called when a judged step has ended, after everything was restored.
+        """Called when a step has ended, after everything was restored.
 
         Args:
             skipped: whether the step was skipped: a bool, or a 0-d float32 of exactly 0 or 1 on the
-                device. In observe mode, and for a dropped step, always False.
+                device. In observe mode, and for a step that was dropped or not judged, False.
         """
-        ...
-
-    def stepped(self) -> None:
-        """Called when a call of `optimizer.step()` has ended, even if the step was not judged."""
         ...
 
 
@@ -364,6 +360,7 @@ class HealedStep:
         # Also the losses of a closure's later evaluations. An evaluation of a step that was not
         # judged, for example one without gradients, waits for the next step.
         self.measurer.losses.clear()
+        skipped: bool | Tensor = False
         if self._is_judged:
             params = gradients.parameters(self.optimizer)
             if not self._skips:
@@ -373,12 +370,9 @@ class HealedStep:
             elif self._grads_are_none:
                 for p in params:
                     p.grad = None
-            skipped = False
             if self._enforced is not None:
                 skipped = self._enforced.skip
-            self._end_judged(skipped)
-        if self.listener is not None:
-            self.listener.stepped()
+        self._report_end(skipped)
 
     def _check_running(self, *_: Any) -> None:
         """The pre-hook of the optimizer. A step that bypasses the replacement runs unjudged."""
@@ -395,7 +389,7 @@ class HealedStep:
         """See `Healing.judge_dropped`.
 
         The step counts as a step with non-finite gradients, and is reported to the listener like
-        every other step. Only `StepListener.stepped` is not called, as no `step()` was called.
+        every other step.
         """
         if not self.measurer.dropped.take():
             return
@@ -404,7 +398,7 @@ class HealedStep:
             alone = self.all_reduce.ranks.world == 1
             self.live_engine.step(self.measurer.measure_dropped(tensors, alone=alone))
             self._report(StepNorms())
-        self._end_judged(False)
+        self._report_end(False)
 
     # -- the records of the steps ---------------------------------------------------------------
 
@@ -419,7 +413,7 @@ class HealedStep:
         if self.listener is None or self._resets_moments:
             self._unread.append(self.live_engine.pending_record())
 
-    def _end_judged(self, skipped: bool | Tensor) -> None:
+    def _report_end(self, skipped: bool | Tensor) -> None:
         """Reads the records that have arrived, and calls the listener."""
         self._read_records(self.live_engine.record_lag)
         if self.listener is not None:

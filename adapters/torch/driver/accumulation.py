@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,23 +30,15 @@ class Accumulation:
         after_step: a bound method, called after each step. Only a weak reference to it is kept.
 
     Attributes:
-        is_new: whether a backward pass has run since the last step of any optimizer.
-        stepped: whether the optimizer has stepped for the last batch.
-        has_ended: whether a step has ended or was dropped since the window began.
-        idle: number of steps of other optimizers since this optimizer's last step.
-
-    `GradientWindow` resets the last four.
+        steps: number of steps of the optimizer, including the steps that a GradScaler has dropped.
     """
 
     def __init__(self, healing: Healing, after_step: Callable[[], object]) -> None:
         self.healing = healing
         self._after_step = weakref.WeakMethod(after_step)  # hooks are not collected in cycles
+        self.steps = 0
         self._reached = False
         """Whether a backward pass has run since the optimizer's last step."""
-        self.is_new = False
-        self.stepped = False
-        self.has_ended = False
-        self.idle = 0
         self._watched: Tensor | None = None
         """The parameter with the hook."""
         self._handle: Any = None
@@ -75,7 +66,13 @@ class Accumulation:
         self._reached = False
         self.healing.drop_losses()
 
-    def clear(self, *, used: bool = True) -> None:
+    def drop_nonfinite_loss(self) -> None:
+        """Drops the losses since the last step if they are NaN or Inf, and no backward pass ran."""
+        loss = self.healing.healed_step.measurer.losses.mean()
+        if not self._reached and loss is not None and not bool(loss.isfinite()):
+            self.healing.drop_losses()
+
+    def clear(self, *, used: bool) -> None:
         """Drops the gradients and losses since the last step, which the program computes again.
 
         Args:
@@ -83,25 +80,16 @@ class Accumulation:
                 they become 0: a CUDA graph writes into their memory, and without `.grad` no later
                 step would train.
         """
-        drops = used or self.in_progress
-        for p in gradients.parameters(self.healing.optimizer):
-            if drops:
-                p.grad = None
-            elif p.grad is not None:
-                with torch.no_grad(), suppress(RuntimeError):  # an expanded tensor is not writable
-                    p.grad.zero_()
+        self.healing.optimizer.zero_grad(set_to_none=used or self.in_progress)
         self.ignore()
 
     def on_step(self) -> None:
-        """Notes a step of the optimizer, see `StepListener.stepped`.
+        """Notes the end of a step. The gradients that are still in `.grad` are used from here on.
 
-        The gradients that are still in `.grad` are used from here on, so a save is possible again.
         At the end the driver is called.
         """
         self._reached = False
-        self.stepped = True
-        self.has_ended = True
-        self.idle = 0
+        self.steps += 1
         self._watch()
         after_step = self._after_step()
         if after_step is not None:
@@ -124,4 +112,3 @@ class Accumulation:
 
     def _on_backward(self, _: Tensor) -> None:
         self._reached = True
-        self.is_new = True

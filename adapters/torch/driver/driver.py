@@ -136,7 +136,7 @@ class TorchDriver(Driver):
             AttachError: the state has no such optimizer.
             SignalError: see `Healing.observe`.
         """
-        self.window.observed = True
+        self.window.on_loss()
         kind = "cpu"
         if isinstance(loss, Tensor):
             kind = loss.device.type
@@ -483,11 +483,7 @@ class TorchDriver(Driver):
                 followed.buffers.save()
 
     def _after_step(self) -> None:
-        """Notes a step of any optimizer, and calls `on_step` of the run.
-
-        Each `Accumulation` calls it.
-        """
-        self.window.on_step(judged=len(self._pending) > 0)
+        """Calls `on_step` of the run. Each `Accumulation` calls it."""
         self.on_step()
 
     def _find_buffers(self) -> None:

@@ -44,10 +44,6 @@ class GradientWindow:
     Args:
         optimizers: the optimizers of the state.
         modules: the modules of the state.
-
-    Attributes:
-        observed: whether a loss was observed since the last step of any optimizer. The driver sets
-            it.
     """
 
     def __init__(
@@ -56,30 +52,23 @@ class GradientWindow:
         self._optimizers = optimizers
         self._accumulations = [optimizer.accumulation for optimizer in optimizers]
         self._modules = modules
-        self.observed = False
         self._usual = set(self._accumulations)
         """The accumulations whose optimizers stepped for the last batch; at first all."""
-        self._without_gradient = 0
-        """Number of steps of all optimizers before the first step with a gradient."""
+        self._counted = dict.fromkeys(self._accumulations, 0)
+        """The number of steps of each optimizer at the last `end_batch`."""
+        self._idle = dict.fromkeys(self._accumulations, 0)
+        """The number of batches since each optimizer's last step for which others have stepped."""
+        self._observed_at = -1
+        """The number of steps of all optimizers when the last loss was observed."""
         self._has_judged = False
         """Whether any step had a gradient, and so was judged."""
         self._shared: DDPGradients | None = None
-        self.begin_window()
 
     # -- steps and losses -----------------------------------------------------------------------
 
-    def on_step(self, *, judged: bool) -> None:
-        """Notes a step of any optimizer. No loss and no backward pass has followed it yet.
-
-        Args:
-            judged: whether a step was judged since the last `end_batch`. A step without gradients
-                is not judged.
-        """
-        self.observed = False
-        for accumulation in self._accumulations:
-            accumulation.is_new = False
-        self._has_judged = self._has_judged or judged
-        self._without_gradient += not self._has_judged
+    def on_loss(self) -> None:
+        """Notes that a loss was observed."""
+        self._observed_at = self._steps()
 
     def end_batch(self, *, judged: bool) -> None:
         """Takes note of the optimizers that have stepped since the last call.
@@ -91,28 +80,27 @@ class GradientWindow:
         Args:
             judged: whether any step was judged since the last call.
         """
+        self._has_judged = self._has_judged or judged
         stepped = self._stepped()
         for accumulation in self._accumulations:
-            if judged and not accumulation.stepped:
-                accumulation.idle += 1
-            accumulation.stepped = False
-        if stepped:
-            self._usual = stepped
+            self._counted[accumulation] = accumulation.steps
+            self._idle[accumulation] += judged
+            if not judged:
+                accumulation.drop_nonfinite_loss()
+        for accumulation in stepped:
+            self._idle[accumulation] = 0
+        self._usual = stepped or self._usual
         if len(stepped) == len(self._accumulations) > 1:
             for accumulation in self._accumulations:
                 accumulation.ignore()
-        if not judged and not self._has_backward:
-            for accumulation in self._accumulations:
-                loss = accumulation.healing.healed_step.measurer.losses.mean()
-                if loss is not None and not bool(loss.isfinite()):
-                    accumulation.healing.drop_losses()
 
     def no_step_reason(self) -> str:
         """See `Driver.no_step_reason`."""
-        if self._has_judged or not self._without_gradient:
+        steps = self._steps()
+        if self._has_judged or not steps:
             return ""
         return (
-            f"optimizer.step() was called {counted(self._without_gradient, 'time')}, and no "
+            f"optimizer.step() was called {counted(steps, 'time')}, and no "
             "parameter had a gradient, so nothing was trained. Check that zero_grad() is not "
             "called between backward() and step(), that the loss is not detached, and that the "
             "optimizer has the parameters of the model"
@@ -125,9 +113,9 @@ class GradientWindow:
             patience: number of steps of the other optimizers after which gradients of an optimizer
                 that does not step count as abandoned, or None to wait for every optimizer.
         """
-        has_begun = self.observed or self._has_backward
+        has_begun = self._observed_at == self._steps()
         for accumulation in self._accumulations:
-            is_abandoned = patience is not None and accumulation.idle >= patience
+            is_abandoned = patience is not None and self._idle[accumulation] >= patience
             if accumulation.in_progress and (has_begun or not is_abandoned):
                 return False
         return True
@@ -140,17 +128,13 @@ class GradientWindow:
         stepped = self._stepped()
         return bool(stepped) and stepped < self._usual
 
-    @property
-    def _has_backward(self) -> bool:
-        """Whether a backward pass has run since the last step of any optimizer.
-
-        An evaluation reads batches too, and has no backward pass.
-        """
-        return any(accumulation.is_new for accumulation in self._accumulations)
+    def _steps(self) -> int:
+        """The number of steps of all optimizers."""
+        return sum(accumulation.steps for accumulation in self._accumulations)
 
     def _stepped(self) -> set[Accumulation]:
-        """The optimizers that have stepped since the last `end_batch`."""
-        return {accumulation for accumulation in self._accumulations if accumulation.stepped}
+        """The accumulations whose optimizers have stepped since the last `end_batch`."""
+        return {each for each in self._accumulations if each.steps > self._counted[each]}
 
     # -- a window that is repeated --------------------------------------------------------------
 
@@ -164,8 +148,7 @@ class GradientWindow:
         A window is the micro-batches of one step. If memory runs out in it, it is repeated with the
         same random numbers.
         """
-        for accumulation in self._accumulations:
-            accumulation.has_ended = False
+        self._begun_at = self._steps()
         self._random = torch_states()
         self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
@@ -175,7 +158,7 @@ class GradientWindow:
         A step that a GradScaler has dropped counts too. The window cannot be repeated then: its
         micro-batches would train the changed weights, and the step would count twice.
         """
-        return any(accumulation.has_ended for accumulation in self._accumulations)
+        return self._steps() > self._begun_at
 
     def redo_window(self, kept_alive: list[Any], *, clear_cache: bool) -> None:
         """Drops gradients and observed losses; restores random states and buffers.
@@ -186,7 +169,7 @@ class GradientWindow:
             clear_cache: whether the accelerator's unused memory is returned to the device.
         """
         for optimizer in self._optimizers:
-            optimizer.accumulation.clear()
+            optimizer.accumulation.clear(used=True)
             if optimizer.buffers is not None:
                 optimizer.buffers.end(True)
         set_torch_states(self._random)

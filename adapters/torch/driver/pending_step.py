@@ -71,9 +71,9 @@ class PendingEntry:
 class FollowedOptimizer:
     """One optimizer of the state. It is the `StepListener` of the optimizer's healed step.
 
-        judged  ─► keeps the step as a `PendingEntry`, which the run reads some batches later
-        ended   ─► LayerBuffers   saves or restores what the forward pass has written
-        stepped ─► Accumulation   no gradient is left that no step has used
+        judged ─► keeps the step as a `PendingEntry`, which the run reads some batches later
+        ended  ─► LayerBuffers   saves or restores what the forward pass has written
+                  Accumulation   no gradient is left that no step has used
 
     It refers to these parts and not to the driver, because hooks of the optimizer refer to it, and
     Python does not collect a cycle through these hooks.
@@ -129,12 +129,8 @@ class FollowedOptimizer:
 
     def ended(self, skipped: bool | Tensor) -> None:
         """See `StepListener.ended`."""
-        self.accumulation.has_ended = True
         if self.buffers is not None:
             self.buffers.end(skipped)
-
-    def stepped(self) -> None:
-        """See `StepListener.stepped`."""
         self.accumulation.on_step()
 
     def read(self, record: StepRecord, norms: StepNorms) -> StepRecord:

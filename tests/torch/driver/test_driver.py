@@ -241,6 +241,7 @@ def test_an_evaluation_counts_at_the_next_step_whatever_happens_in_between(betwe
             if between == "a limit":
                 driver.load(None, driver.engines())
             else:
+                driver.window.begin_window()
                 driver.window.redo_window([], clear_cache=False)
         driver.observe(1.0)
         run.step(i)

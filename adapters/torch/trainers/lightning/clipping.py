@@ -73,7 +73,3 @@ class _ClipAfterJudging:
     def ended(self, skipped: bool | Tensor) -> None:
         """See `StepListener.ended`."""
         self._listener.ended(skipped)
-
-    def stepped(self) -> None:
-        """See `StepListener.stepped`."""
-        self._listener.stepped()
