@@ -29,7 +29,6 @@ The files, for readers of the code:
     ranks               the signals of all ranks
     live_engine         the policy's engine with its state, on the host or on a device
     array_namespace       the array functions of the core in torch
-    enforcer            clips, and scales the rate of a step
     moments             resets the moments
     optimizer_numbers   numbers of the optimizer that a rollback holds
     attach_log          lines of `attach` without a Healer

@@ -130,19 +130,15 @@ class AttachLog:
             lr=None,
             lr_before=None,
             observed=self._engine.mode == "observe",
-            skip=False,
+            skip=not record.taken,
             skips=None,
             grad_scale=None,
-            action=(),
+            action=names_of(record.action),
             lr_scale=record.lr_scale,
         )
         rate = self._optimizer.param_groups[0].get("lr")
         if rate is not None:
             alarm.lr = float(rate)
-        # What was done at an earlier onset is unknown: this is the record of a later step.
-        if record.onset == record.step - 1:
-            alarm.skip = not record.taken
-            alarm.action = names_of(record.action)
-            if not self._engine.per_tensor:
-                alarm.grad_scale = record.grad_scale
-        return f"step {record.onset}: incident {record.incident}: {alarm_text(alarm)}"
+        if not self._engine.per_tensor:
+            alarm.grad_scale = record.grad_scale
+        return f"step {record.step - 1}: incident {record.incident}: {alarm_text(alarm)}"

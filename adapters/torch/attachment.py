@@ -19,8 +19,7 @@ from healcore.core.signals import SignalError
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.overrides import check_spelling
 from healcore.torch import gradients
-from healcore.torch.enforcer import Enforcer
-from healcore.torch.healed_step import HealedStep
+from healcore.torch.healed_step import HealedStep, has_kernel
 from healcore.torch.live_engine import LiveEngine
 from healcore.torch.loss_mean import one_number
 from healcore.torch.measurement import Measurer
@@ -40,7 +39,6 @@ def attach(
     process_group: ProcessGroup | DeviceMesh | Literal["auto"] | None = "auto",
     pp_mesh: DeviceMesh | None = None,
     console: Console = "auto",
-    compile: Any = None,
     **overrides: Unpack[Overrides],
 ) -> Healing:
     """Heals an optimizer: the policy judges every `optimizer.step()`, then clips it or skips it.
@@ -76,7 +74,6 @@ def attach(
         console: whether lines are printed to standard error. "auto": unless the program has set up
             logging for the logger `healcore`; False: never; True: unless the program's logging
             already prints them to the terminal.
-        compile: deprecated, and has no effect: no engine is compiled any more.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`.
 
@@ -90,8 +87,6 @@ def attach(
         TypeError: an unknown keyword resembles the name of an argument.
     """
     check_spelling(overrides, attach)
-    if compile is not None:
-        warnings.warn("attach(compile=) has no effect: omit it", DeprecationWarning, stacklevel=2)
     checked = checked_console(console)
     wrapper_scaler = scaler_of(optimizer)
     if scaler is None:
@@ -130,7 +125,7 @@ def heal_optimizer(
     Everything that can fail is done before the optimizer is changed, so a failed call leaves it as
     it was. The parts are made in this order, each from the parts before it:
 
-        StepRanks ─► Enforcer ─► LiveEngine ─► Measurer ─► HealedStep ─► Healing
+        StepRanks ─► LiveEngine ─► Measurer ─► HealedStep ─► Healing
 
     Args:
         optimizer: a torch.optim optimizer, see `unwrapped`.
@@ -173,16 +168,15 @@ def heal_optimizer(
             "the policy clips each parameter by its own history, and pipeline stages have "
             "different parameters: use a policy with one limit for all, clip={'kind': 'zclip'}"
         )
-    enforcer = Enforcer(optimizer)
     device = None
     # On a CPU reading a tensor costs nothing, and without a fused kernel the host needs the
     # decision anyway.
-    is_faster = home.type != "cpu" and enforcer.has_kernel
+    is_faster = home.type != "cpu" and has_kernel(optimizer)
     if engine == "device" or (engine == "auto" and is_faster):
         device = home
     live_engine = LiveEngine(policy_engine, len(params), device)
     measured = measurer(live_engine, optimizer, home, scaler)
-    step = healed_step(optimizer, live_engine, measured, enforcer, SignalAllReduce(ranks, home))
+    step = healed_step(optimizer, live_engine, measured, SignalAllReduce(ranks, home))
     return Healing(step)
 
 

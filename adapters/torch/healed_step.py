@@ -15,19 +15,22 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from healcore.core.decision import Action
 from healcore.core.errors import ParametersChangedError
 from healcore.torch import gradients
 from healcore.torch.attach_log import AttachLog
-from healcore.torch.enforcer import Enforcer
 from healcore.torch.live_engine import EnforcedDecision, LiveEngine, PendingRecord
 from healcore.torch.loss_mean import one_number
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
-from healcore.torch.moments import moments_obstacle, reset_moments
+from healcore.torch.moments import is_third_party, moments_obstacle, reset_moments
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
+
+_OBSERVED = EnforcedDecision(skip=False)
+"""What is enforced in observe mode."""
+_ABSENT = object()
 
 
 class StepListener(Protocol):
@@ -76,12 +79,15 @@ class HealedStep:
 
         _begin    evaluates a closure, if the program passes one
           _judge    measure   Measurer.measure, SignalAllReduce.reduce with several ranks
-                    guard     LiveEngine.step decides; Enforcer.enforce clips, scales the rate
+                    guard     LiveEngine.step decides; _apply clips, scales the rate
         original  `step` as it was before `attach`, unless the host skips
-        _end      restore   Enforcer.restore; then the listener, or a line in the log
+        _end      restore   what was replaced for the step; then the listener, or a line in the log
 
     The host skips a step by not calling the original `step`. A fused kernel skips by itself.
     A closure is evaluated before the original `step`, which receives the result.
+
+    Learning rates, held numbers, and the two attributes that fused kernels read are replaced for
+    one step, and restored afterwards unless other code has written there.
 
     Other code may wrap or store `step` before and after the replacement. A learning-rate scheduler
     wraps the function and marks the wrapper, which the replacement keeps. A `step` that was stored
@@ -92,17 +98,17 @@ class HealedStep:
         optimizer: the optimizer, without a wrapper.
         live_engine: the policy's engine with the state of this run.
         measurer: measures each step of this optimizer.
-        enforcer: enforces decisions on this optimizer.
         all_reduce: reduces the signals over the ranks, and knows these ranks.
 
     Attributes:
+        has_kernel: whether the optimizer can clip and skip inside its fused kernel.
         attached: whether the optimizer's `step` is replaced.
         listener: called at each step, or None.
         attach_log: logs incidents while there is no listener, and steps that were not judged.
         numbers: reads the numbers of the optimizer at every judged step, and names the numbers to
             be replaced for the step. None until `watch_numbers`, because it costs time.
-        in_update: whether a running step may have made a change. Stays True after the step raised.
-            False while the step waits for the other ranks' signals.
+        in_update: whether a running step may have made a change, as the original `step` does.
+            Stays True after the step raised. False while it waits for the other ranks' signals.
         pre_hook: the pre-hook of the optimizer; `attachment.healing_of` finds the `Healing` by it.
         undo_stack: undoes with `detach` what a trainer or wrapper has changed besides `step`.
     """
@@ -115,25 +121,21 @@ class HealedStep:
         optimizer: Optimizer,
         live_engine: LiveEngine,
         measurer: Measurer,
-        enforcer: Enforcer,
         all_reduce: SignalAllReduce,
     ) -> None:
         self.optimizer = optimizer
         self.live_engine = live_engine
         self.measurer = measurer
-        self.enforcer = enforcer
         self.all_reduce = all_reduce
         self.listener: StepListener | None = None
         self.numbers: OptimizerNumbers | None = None
+        self.has_kernel = has_kernel(optimizer)
         self.in_update = False
-        self._in_original = False
-        """Whether the decision is enforced, and the original `step` may run."""
         self._enforced: EnforcedDecision | None = None
-        """What is enforced at the step that runs. None if it is not judged, or only observed."""
-        self._is_judged = False
-        """Whether the step that runs is judged."""
-        self._skips = False
-        """Whether the host skips the step that runs."""
+        """What is enforced at the step that runs. None if it is not judged."""
+        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """What is replaced for the step, the oldest first: dictionary, key, value for the step, and
+        value before or `_ABSENT`."""
         self._grads_are_none = False
         """Whether the last step that was not skipped left every `.grad` None. Then a skipped step
         sets them to None too: the next backward pass would add to NaN."""
@@ -211,8 +213,6 @@ class HealedStep:
             the original `step`.
         """
         self._enforced = None
-        self._is_judged = False
-        self._skips = False
         self.in_update = False
         loss = None
         if not self._creates_state(kwargs):
@@ -230,8 +230,13 @@ class HealedStep:
                 args = (torch.compiler.disable(self._reused(closure, loss)), *args[1:])
                 kwargs = dict(kwargs)
                 kwargs.pop("closure", None)
-        self._in_original = True
+        self.in_update = True
         return loss, args, kwargs
+
+    @property
+    def _skips(self) -> bool:
+        """Whether the host skips the step that runs."""
+        return self._enforced is not None and self._enforced.skip is True
 
     def _creates_state(self, kwargs: Any) -> bool:
         """Whether torch.distributed.checkpoint creates the state of a fresh optimizer.
@@ -258,8 +263,8 @@ class HealedStep:
             self._fit_number(parameters)
 
         # Measure.
-        divisor = self.enforcer.amp_flag("grad_scale")
-        found_inf = self.enforcer.amp_flag("found_inf")
+        divisor = self._amp_flag("grad_scale")
+        found_inf = self._amp_flag("found_inf")
         measured = self.measurer.measure(parameters, divisor, ranks)
         signals = measured.signals
         own_loss: Tensor | None = None
@@ -277,17 +282,31 @@ class HealedStep:
 
         # Guard. A collective that raised before this line has changed nothing.
         self.in_update = True
-        self._is_judged = True
         enforced = live.step(signals, found_inf)
         if self._reset_is_due and enforced.skip is not True:
             reset_moments(self.optimizer)
             self._reset_is_due = False
         if self.numbers is not None:
             self.numbers.read()
+        self._enforced = _OBSERVED
         if live.engine.mode != "observe":
-            self._enforced = self._enforce(parameters, measured, enforced, divisor)
-            self._skips = self._enforced.skip is True
+            self._enforce(parameters, measured, enforced, divisor)
         self._report(norms)
+
+    def _amp_flag(self, name: str) -> Tensor | None:
+        """An attribute that a GradScaler sets on a fused optimizer for one step.
+
+        Args:
+            name: "grad_scale", the scale that the gradients still contain; or "found_inf", above 0
+                after an overflow.
+
+        Returns:
+            0-d float32 on the device of the first parameter, or None if it is not set.
+        """
+        value = vars(self.optimizer).get(name)
+        if isinstance(value, Tensor):
+            return gradients.to_device(value, self.measurer.home, torch.float32)
+        return None
 
     def _enforce(
         self,
@@ -295,19 +314,132 @@ class HealedStep:
         measured: Measurement,
         enforced: EnforcedDecision,
         divisor: Tensor | None,
-    ) -> EnforcedDecision:
-        """Enforces the engine's decision, and returns what was enforced."""
+    ) -> None:
+        """Completes the engine's decision, and enforces it."""
         if self.numbers is not None:
-            # First, because `needs_host` depends on the momentum of the step.
+            # First, because `_needs_host` depends on the momentum of the step.
             for group, entry, value in self.numbers.replacements():
-                self.enforcer.replace(group, entry, value)
-        if isinstance(enforced.skip, Tensor) and self.enforcer.needs_host(measured.params):
+                self._replace(group, entry, value)
+        if isinstance(enforced.skip, Tensor) and self._needs_host(measured.params):
             enforced = enforced.to_host()
         if self.live_engine.max_norm is not None and measured.clip_norm is not None:
             factor = self.measurer.clip_factor(measured.clip_norm, enforced.grad_scale)
             enforced = enforced._replace(clip_factor=factor)
-        self.enforcer.enforce(parameters, enforced, divisor)
-        return enforced
+        self._apply(parameters, enforced, divisor)
+
+    def _uses_kernel(self) -> bool:
+        return self.has_kernel and _all_fused(self.optimizer)
+
+    def _needs_host(self, params: Sequence[Tensor]) -> bool:
+        """Whether enforcing this step needs the decision on the host.
+
+        A fused SGD that skips leaves new momentum buffers uninitialised, so the host decides the
+        step that creates the buffers.
+
+        Args:
+            params: the parameters with gradients.
+        """
+        if not self._uses_kernel():
+            return True
+        optimizer = self.optimizer
+        if not isinstance(optimizer, SGD):
+            return False
+        if all(group["momentum"] == 0 for group in optimizer.param_groups):
+            return False
+        return any(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in params)
+
+    def _apply(
+        self, parameters: Sequence[Tensor], enforced: EnforcedDecision, divisor: Tensor | None
+    ) -> None:
+        """Enforces a decision, unless the host skips the step. A neutral decision changes no bit.
+
+        The fused kernel enforces a decision on the device, and subtracts a `found_inf` of exactly 0
+        from its step counter.
+
+        Args:
+            parameters: all parameters of the optimizer, in its order.
+            enforced: the decision; on the host if `_needs_host`.
+            divisor: a GradScaler's scale that the gradients still contain, 0-d float32, or None.
+        """
+        self._enforced = enforced
+        if enforced.skip is True:
+            return
+        self._clip(parameters, enforced, divisor)
+        if isinstance(enforced.skip, Tensor):
+            self._replace(vars(self.optimizer), "found_inf", enforced.skip)
+        scale = enforced.lr_scale
+        if not isinstance(scale, Tensor) and scale in (None, 1.0):
+            return
+        for group in self.optimizer.param_groups:
+            rate = group.get("lr")
+            if rate is None:
+                continue
+            # A rate in a tensor is read by the kernel on the device, in float32. On a CPU the rate
+            # stays exact.
+            own = scale
+            if isinstance(own, Tensor) and own.is_cpu and not isinstance(rate, Tensor):
+                own = own.to(torch.float64)
+            self._replace(group, "lr", rate * own)
+
+    def _clip(
+        self,
+        parameters: Sequence[Tensor],
+        enforced: EnforcedDecision,
+        divisor: Tensor | None = None,
+    ) -> None:
+        """Clips the gradients: in the fused kernel, or else in place.
+
+        A fixed clip is always in place, because a kernel divides where torch's clip multiplies.
+        """
+        on_device = isinstance(enforced.skip, Tensor)
+        if enforced.group_scale is not None:
+            if on_device:
+                factors = enforced.group_scale.unbind()
+            else:
+                factors = enforced.group_scale.tolist()
+            for p, factor in zip(parameters, factors, strict=True):
+                gradients.scale_([p], factor)
+        factor = enforced.clip_factor
+        if factor is not None:
+            # On a CPU nothing waits to be read. Elsewhere a product with 1 costs less than a sync.
+            if on_device or not factor.is_cpu or factor.double().numpy() < 1:
+                gradients.scale_(parameters, factor)
+            return
+        scale = enforced.grad_scale
+        # CUDA's SGD with momentum rounds differently if it divides, even by 1.
+        if scale is None or (not on_device and scale == 1.0):
+            return
+        if not self._uses_kernel():
+            gradients.scale_(parameters, scale)
+            return
+        if not on_device:
+            scale = torch.full((), scale, dtype=torch.float32, device=self.measurer.home)
+        if divisor is None:
+            divisor = torch.ones_like(scale)
+        self._replace(vars(self.optimizer), "grad_scale", divisor / scale)
+
+    def _replace(self, values: dict[str, Any], name: str, value: Any) -> None:
+        """Replaces an entry of a group, or an attribute of the optimizer, for the step."""
+        self._replaced.append((values, name, value, values.get(name, _ABSENT)))
+        values[name] = value
+
+    def _restore(self) -> None:
+        """Restores everything that was replaced for the step, the newest first.
+
+        A value that other code has written meanwhile stays, for example the rate of a scheduler
+        that a hook of the step calls.
+
+        Also `grad_scale` and `found_inf`: `GradScaler.step` multiplies its scale by an existing
+        `grad_scale`, or after `unscale_` keeps that value, and deletes both after the step.
+        """
+        for values, name, value, before in reversed(self._replaced):
+            if values.get(name) is not value:
+                continue
+            if before is _ABSENT:
+                del values[name]
+            else:
+                values[name] = before
+        self._replaced.clear()
 
     def _fit_number(self, parameters: Sequence[Tensor]) -> None:
         """Makes the engine's state fit the number of parameters, which a program may change.
@@ -342,15 +474,14 @@ class HealedStep:
             other_loss = closure()
             if self._enforced is not None and not isinstance(self._enforced.skip, Tensor):
                 with torch.no_grad():
-                    self.enforcer.clip(params, self._enforced)
+                    self._clip(params, self._enforced)
             return other_loss
 
         return evaluate
 
     def _end(self, finished: bool) -> None:
         """Restores what was changed for the step. Reports the step, unless it raised."""
-        self._in_original = False
-        self.enforcer.restore()
+        self._restore()
         if not finished:
             return
         self.in_update = False
@@ -361,22 +492,21 @@ class HealedStep:
         # judged, for example one without gradients, waits for the next step.
         self.measurer.losses.clear()
         skipped: bool | Tensor = False
-        if self._is_judged:
+        if self._enforced is not None:
+            skipped = self._enforced.skip
             params = gradients.parameters(self.optimizer)
-            if not self._skips:
+            if skipped is not True:
                 self._grads_are_none = all(p.grad is None for p in params)
                 if self.numbers is not None:
                     self.numbers.find_changes_by_step()
             elif self._grads_are_none:
                 for p in params:
                     p.grad = None
-            if self._enforced is not None:
-                skipped = self._enforced.skip
         self._report_end(skipped)
 
     def _check_running(self, *_: Any) -> None:
         """The pre-hook of the optimizer. A step that bypasses the replacement runs unjudged."""
-        if self._in_original:
+        if self.in_update:
             return
         self.measurer.losses.clear()
         self.measurer.dropped.stepped = True
@@ -492,3 +622,25 @@ def _marks(params: Sequence[Tensor]) -> list[tuple[int, int, int]]:
         else:
             marks.append((p._version, id(grad), grad._version))
     return marks
+
+
+def has_kernel(optimizer: Optimizer) -> bool:
+    """Whether an optimizer can clip and skip inside its fused kernel.
+
+    For GradScaler, fused Adam, AdamW, SGD and Adagrad divide the gradients by
+    `optimizer.grad_scale`, and change nothing if `optimizer.found_inf` is 1. torch marks them by
+    `_step_supports_amp_scaling`. A third-party step() may compute the update itself, or change the
+    update of super().step().
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if not _all_fused(optimizer) or is_third_party(optimizer):
+        return False
+    # Offloaded in part: on a CPU torch reads found_inf before the device has written it.
+    device_types = {p.device.type for p in gradients.parameters(optimizer)}
+    return len(device_types) == 1
+
+
+def _all_fused(optimizer: Optimizer) -> bool:
+    """Whether every group runs the fused kernel now; `load_state_dict` can change that."""
+    return all(group.get("fused") for group in optimizer.param_groups)

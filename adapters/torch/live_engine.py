@@ -150,8 +150,8 @@ class EnforcedDecision(NamedTuple):
     """The decision to enforce at one step: Python numbers, or 0-d tensors on the device.
 
     A `Decision` of the core says what the policy wants. An `EnforcedDecision` adds the overflow of
-    a GradScaler. Its numbers are either all on the host or all on the device. The `Enforcer` looks
-    at `skip`: a tensor means on the device. Only `clip_factor` is a tensor in both cases.
+    a GradScaler. Its numbers are either all on the host or all on the device: a tensor as `skip`
+    means on the device. Only `clip_factor` is a tensor in both cases.
     """
 
     skip: Any

@@ -110,11 +110,10 @@ def test_a_value_that_is_no_loss_is_rejected(where: Any, method: str, loss: Any,
 @host_and_device
 def test_side_signals_reach_the_next_step_only(where: Any):
     loop = Loop(where, policies.EVERYTHING)
-    names = loop.heal.state_dict()["detectors"]
+    names = [name for name, _ in policies.EVERYTHING.config.detectors]
 
     def judged() -> Any:
-        found = loop.heal.state_dict()["state"]["detectors"]
-        return [found[names.index("overfit")]]
+        return loop.heal.state_dict()["state"]["detectors"][names.index("overfit")]
 
     fresh = judged()
     loop.heal.observe_eval(torch.tensor(2.0))
@@ -157,7 +156,8 @@ def test_an_incident_is_one_line_of_any_length(where: Any, logged: Any):
     loop.steps(*[1.0] * healthy)
     assert not logged(), "without an alarm"
     loop.steps(*[NAN] * 40, *[1.0] * RECORD_LAG)
-    (line,) = logged()
+    line, buffers = logged()
+    assert "restores no buffers" in buffers
     begin = f"AdamW: step {healthy}: incident 1: nonfinite loss and nonfinite grad; "
     assert line.startswith(begin)
     assert where == "device" or line.endswith("; skipped")
@@ -169,7 +169,7 @@ def test_an_incident_of_a_loaded_state_is_not_logged_again(logged: Any):
     logged()
     resumed.heal.load_state_dict(stopped.heal.state_dict())
     resumed.steps(NAN, *[1.0] * 200, NAN)
-    (line,) = logged()
+    line, _ = logged()  # the second line is of the buffers
     assert "step 206: incident 2: nonfinite" in line
 
 

@@ -116,10 +116,7 @@ class DeepSpeedStep(HealedStep):
             super()._judge()
             self._group_decision = self._enforced
         elif self._group_decision is not None:
-            self._enforced = self._group_decision
-            self._skips = self._group_decision.skip
-            divisor = self.enforcer.amp_flag("grad_scale")
-            self.enforcer.enforce(params, self._group_decision, divisor)
+            self._apply(params, self._group_decision, self._amp_flag("grad_scale"))
 
     def _report(self, norms: StepNorms) -> None:
         """See `HealedStep._report`."""
