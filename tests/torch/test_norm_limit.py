@@ -66,7 +66,6 @@ def test_without_a_limit_no_bit_changes_also_after_its_release(case: Case, where
             limit(heal, LIMIT)
         if i == 4:
             limit(heal, 0.0)
-            assert float(heal.metrics()["heal/grad_scale"]) == 1.0
             twin = case.build()
             with torch.no_grad():
                 for p, value in zip(parameters(twin), parameters(mine), strict=True):
@@ -74,6 +73,7 @@ def test_without_a_limit_no_bit_changes_also_after_its_release(case: Case, where
             twin.load_state_dict(copy.deepcopy(mine.state_dict()))
         case.step(mine, i, heal=heal)
         if i != 3:
+            assert float(heal.metrics()["heal/grad_scale"]) == 1.0
             case.step(twin, i)
             assert_same(snapshot(mine), snapshot(twin))
     assert int(heal.metrics()["heal/clips"]) == 1

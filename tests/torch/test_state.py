@@ -79,7 +79,7 @@ def test_a_rollback_keeps_the_cut_and_costs_one_recovery(where: Any):
     [
         pytest.param(lambda d: None, "mapping", id="no mapping"),
         pytest.param(lambda d: {**d, "schema": 99}, "99", id="later schema"),
-        pytest.param(lambda d: {**d, "clip": "fixed"}, "policy", id="another rule"),
+        pytest.param(lambda d: {**d, "policy": "0"}, "policy", id="another policy"),
         pytest.param(
             lambda d: {**d, "state": {**d["state"], "step": [1, 2]}}, "shape", id="another shape"
         ),
