@@ -19,13 +19,13 @@ from healcore.jax.driver.blocks import Scan, ScanPrograms, Update
 from healcore.jax.driver.edits import Edits
 from healcore.jax.driver.engine_readings import BlockRecords
 from healcore.jax.driver.engines import find_engines, fits_moments, map_states, with_engines
-from healcore.jax.driver.leaf_forms import to_live_leaf
 from healcore.jax.driver.processes import Processes
 from healcore.jax.driver.program_state import (
     check_not_donated,
     floating_arrays,
     is_donated,
     program_state_of,
+    to_live_leaf,
 )
 from healcore.jax.driver.step_reader import LOOP_LINE, Dispatch, StepReader, counters_of
 from healcore.jax.driver.summed_gradients import SummedGradients
@@ -152,7 +152,7 @@ class JaxDriver(Driver):
         parameters. It becomes the state of the run, with its own detectors and budgets.
         """
         try:
-            self._live.check_if_new()
+            self._live.check()
         except HealStateError as error:
             if not self._continue_with_new_structure():
                 raise
@@ -250,16 +250,12 @@ class JaxDriver(Driver):
     def state(self) -> dict[str, Any]:
         """The live state to save, without healing states. Copies nothing.
 
-        Adds a warning for texts in the state that the program has changed, see
-        `ProgramState.changed_texts`.
-
         Returns:
             Name of an item -> tree, see `ProgramState.items`.
 
         Raises:
             StateMismatch: the program has changed the structure of nnx objects in place.
         """
-        self.warnings += [_TEXT_CHANGED.format(path) for path in self._live.changed_texts()]
         try:
             return self._live.items()
         except HealStateError as error:
@@ -306,7 +302,10 @@ class JaxDriver(Driver):
         Args:
             patience: not needed in JAX, where no accumulation is abandoned.
         """
-        return self._live.between_steps()
+        for _, accumulator in nodes(optax.MultiStepsState, self._live.read()):
+            if jax.device_get(accumulator.mini_step):
+                return False
+        return True
 
     def undo_window(self) -> str:
         """See `Driver.undo_window`. A step that has raised or was not taken has changed nothing.
@@ -475,9 +474,8 @@ class JaxDriver(Driver):
         self._processes.close()
 
     def _states(self) -> list[HealState]:
-        """The HealState of each engine in the live state. Leaves may be nnx Variables."""
-        roots = self._live.roots()
-        return [entry.state_in(roots) for entry in self._engines]
+        """The HealState of each engine in the live state."""
+        return [self._live.node(entry.state_in) for entry in self._engines]
 
     def _counters(self) -> list[Any]:
         """See `counters_of`, of the live state."""
@@ -523,8 +521,4 @@ _GUARDED = (
     "optax.apply_if_finite around protect hides each step with NaN or Inf in its gradients: "
     "healcore does not judge this step, and its change_expected and eval_loss are lost. protect "
     "skips such steps itself: remove optax.apply_if_finite"
-)
-_TEXT_CHANGED = (
-    "state{} is a text that the program has changed, and a checkpoint holds only arrays and "
-    "numbers: a restart and a rollback do not change it. Use a number in its place"
 )

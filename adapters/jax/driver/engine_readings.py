@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.jax.driver.program_state import array_of
 from healcore.jax.heal_state import HealState, steps_judged
 
 Result = TypeVar("Result")
@@ -96,7 +95,7 @@ def start_read(states: Sequence[HealState]) -> Readings:
     once, which takes a quarter of the time of one more compiled function.
 
     Args:
-        states: the HealState of each engine. Leaves may be nnx Variables.
+        states: the HealState of each engine.
 
     Returns:
         A function that waits for the copy and returns a list with one entry, because a dispatch
@@ -104,7 +103,7 @@ def start_read(states: Sequence[HealState]) -> Readings:
     """
     arrays = []
     for state in states:
-        arrays.append((array_of(state.heal_records), array_of(state.heal_leaf_norms)))
+        arrays.append((state.heal_records, state.heal_leaf_norms))
     if _are_ready(arrays):
         engines = []
         for rows, norms in arrays:

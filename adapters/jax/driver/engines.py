@@ -27,8 +27,12 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
-from healcore.jax.driver.leaf_forms import to_live_leaf
-from healcore.jax.driver.program_state import array_of, floating_arrays, is_floating, key_name
+from healcore.jax.driver.program_state import (
+    floating_arrays,
+    is_floating,
+    key_name,
+    to_live_leaf,
+)
 from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
 from healcore.jax.opt_state import warn_if_after_optimizer, without_heal_state
 from healcore.jax.optax_states import check_second_iterates
@@ -264,5 +268,5 @@ def edit_numbers(states: Sequence[HealState]) -> list[int]:
     A rollback edits the state and counts the edit in it. A step keeps the number, so a state with a
     lower number was computed from the state before the rollback, and would undo it.
     """
-    arrays = jax.device_get([array_of(state.heal_engine) for state in states])
+    arrays = jax.device_get([state.heal_engine for state in states])
     return [heal_state.edit_of(vector) for vector in arrays]

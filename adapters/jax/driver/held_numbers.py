@@ -16,8 +16,7 @@ import numpy as np
 
 from healcore.jax import optimizer_numbers
 from healcore.jax.driver.engines import EngineEntry
-from healcore.jax.driver.leaf_forms import to_live_leaf
-from healcore.jax.driver.program_state import key_name
+from healcore.jax.driver.program_state import key_name, to_live_leaf
 from healcore.jax.heal_state import HealState, ProtectState
 from healcore.jax.trees import Path, PyTree, node_at
 from healcore.runtime.driver import NumberRange

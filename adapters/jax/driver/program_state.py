@@ -5,27 +5,26 @@
     tree of arrays            with the healing states
         | items   ^ restored
     items of a checkpoint     {"state": tree without healing states, as of a run without healcore,
-                               "healcore.side_state": what the tree cannot hold, see `ExactLeaves`}
+                               "healcore.side_state": `ProtectState.heal_reset_moments`}
 
-A dictionary has one item for each of its names instead of "state". `leaf_forms.py` converts single
-leaves.
+A dictionary has one item for each of its names instead of "state". Python numbers are saved as
+they are. A restored leaf receives the weak type, sharding and commitment of the live leaf
+(`to_live_leaf`), so that the step is not compiled again.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.console import first_of
-from healcore.jax.driver.leaf_forms import to_live_leaf, to_saved_leaf
 from healcore.jax.heal_state import HealState, HealStateError, ProtectState
 from healcore.jax.opt_state import with_heal_state, without_heal_state
 from healcore.jax.optax_states import is_optax_state
@@ -36,7 +35,6 @@ from healcore.jax.trees import (
     arrays_of,
     is_number,
     is_static,
-    map_nodes,
     nodes,
     with_arrays,
 )
@@ -44,7 +42,7 @@ from healcore.jax.trees import (
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""
 SIDE_STATE = "healcore.side_state"
-"""Name of the item with `ExactLeaves`. Only checkpoints of a Healer have this item."""
+"""Name of the item with `_SideState`. Only checkpoints of a Healer have this item."""
 _RESET_FIELD = "heal_reset_moments"
 """Field of `ProtectState` that belongs to the moments, not to the engine."""
 
@@ -71,16 +69,9 @@ class ProgramState:
         """The state as the user passed it."""
         self._named = type(state) is dict and all(isinstance(name, str) for name in state)
         self._has_static = any(map(is_static, jax.tree.leaves(state)))
-        self._texts = _texts(state)
-        """The texts among the static leaves at the start, until one has changed."""
-        tree = self.read()
-        self._accumulates = bool(nodes(optax.MultiStepsState, tree))
-        self._avals = _avals(tree)
-        """Path -> abstract value of the leaf, with the widest dtype so far."""
-        self._first = _avals(without_heal_state(tree))
-        """Path -> abstract value of the leaf, in the first state without healing states."""
+        self._forms = _forms(self.read())
         self._checked: Any = None
-        """Structure and abstract values of the last state that passed `check_if_new`, or None."""
+        """Structure and abstract values of the last state that passed `check`, or None."""
 
     def read(self) -> PyTree:
         """The state as a pytree of arrays, with optax's own state types. Copies nothing.
@@ -123,13 +114,15 @@ class ProgramState:
         """
         return self.whole(tree)
 
-    def roots(self) -> PyTree:
-        """A cheap tree with each optimizer state at its path in `read`.
+    def node(self, getter: Callable[[PyTree], PyTree]) -> PyTree:
+        """A node of an optimizer state, without a copy of the rest of the state.
 
-        Each step reads the engines' states from it, and `read` would copy a tree of nnx objects.
-        The leaves may be nnx Variables, so pass a leaf to `array_of`.
+        Each step reads the engines' states with it, and `read` would copy a tree of nnx objects.
+
+        Args:
+            getter: takes the node from `read`.
         """
-        return self.state
+        return getter(self.state)
 
     def trained(self, optimizer: str) -> PyTree:
         """A tree that contains the parameters of an optimizer, to find their names.
@@ -157,47 +150,30 @@ class ProgramState:
                 found.append(keystr(path))
         return found
 
-    def check_if_new(self) -> None:
-        """Calls `check` if the structure or an `aval` differs from the last state that passed.
-
-        Called after each step. A compiled step returns the same `aval` objects, so that the
-        comparison is fast.
-
-        Raises:
-            HealStateError: as in `check`.
-        """
-        if self.in_place:
-            tree = self.read()
-        else:
-            tree = self.state
-        leaves, structure = jax.tree.flatten(tree)
-        found = structure, [getattr(leaf, "aval", type(leaf)) for leaf in leaves]
-        if found != self._checked:
-            self.check()
-            self._checked = found
-
     def check(self) -> None:
         """Checks that the leaves have the first state's paths, shapes and dtypes.
 
-        A state of another form would be saved, and no program could load the checkpoint. A step may
-        widen a dtype, as the first steps of `optax.inject_hyperparams` and Prodigy do.
+        A state of another form would be saved, and no program could load the checkpoint. Called
+        after each step. A compiled step returns the same `aval` objects, so that the comparison
+        with the last state is fast.
 
         Raises:
             HealStateError: a leaf is new, missing, or of another shape or dtype.
         """
-        new = _avals(self.read())
-        known = self._avals
-        for path, aval in new.items():
-            if _widens(known.get(path), aval):
-                known[path] = aval
-        forms = {path: _form(aval) for path, aval in new.items()}
-        wanted = {path: _form(aval) for path, aval in known.items()}
+        tree = self.state
+        if self.in_place:
+            tree = self.read()
+        leaves, structure = jax.tree.flatten(tree)
+        found = structure, [getattr(leaf, "aval", type(leaf)) for leaf in leaves]
+        if found == self._checked:
+            return
+        forms = _forms(self.read())
         differences = []
-        for path in {**wanted, **forms}:
+        for path in {**self._forms, **forms}:
             form = forms.get(path, "missing")
-            known_form = wanted.get(path, "not present")
-            if form != known_form:
-                differences.append(f"state{path} is {form}, and was {known_form}")
+            known = self._forms.get(path, "not present")
+            if form != known:
+                differences.append(f"state{path} is {form}, and was {known}")
         if differences:
             listed = first_of(differences, separator="; ")
             error = HealStateError(
@@ -209,33 +185,32 @@ class ProgramState:
             )
             error.differences = listed
             raise error
+        self._checked = found
 
     def items(self) -> dict[str, Any]:
         """The items of a checkpoint, without healing states. Copies nothing.
 
         Returns:
-            Name of an item -> tree, and `SIDE_STATE` -> `ExactLeaves`.
+            Name of an item -> tree, and `SIDE_STATE` -> `_SideState`.
 
         Raises:
             HealStateError: as in `check`.
         """
-        self.check_if_new()
+        self.check()
         tree = self.read()
-        kept = {}
-        for path, leaf in tree_leaves_with_path(without_heal_state(tree)):
-            if is_number(leaf) or _is_widened(path, leaf, self._first):
-                kept[keystr(path)] = leaf
+        flags = {}
         for path, leaf in tree_leaves_with_path(tree):
-            if _is_of_protect(path):
-                kept[keystr(path)] = leaf
-        # SIDE_STATE also if empty: a new process does not know which leaves a later step widens.
-        return {**self._saved(), SIDE_STATE: ExactLeaves(kept)}
+            if _is_reset_flag(path):
+                flags[keystr(path)] = leaf
+        items = {STATE: without_heal_state(tree)}
+        if self._named:
+            items = dict(items[STATE])
+        return {**items, SIDE_STATE: _SideState(flags)}
 
     def restored(self, items: Mapping[str, Any]) -> Any:
         """Makes a tree of a checkpoint's items and the live healing states.
 
-        The store has checked that the items fit `items`. Zeroes an accumulator of optax.MultiSteps
-        with NaN, which would stay there.
+        The store has checked that the items fit `items`.
 
         Args:
             items: the items of a checkpoint, as `items` has made them.
@@ -245,67 +220,18 @@ class ProgramState:
         """
         tree = self.read()
         bare = without_heal_state(tree)
+        saved = items.get(STATE)
         if self._named:
             saved = {name: items[name] for name in bare}
-        else:
-            saved = items[STATE]
-        side_state = items.get(SIDE_STATE, {})
+        flags = items.get(SIDE_STATE, {})
 
-        def restored(path: Path, new: Any, live: Any) -> Any:
-            return to_live_leaf(side_state.get(keystr(path), new), live)
-
-        def with_side_state(path: Path, live: Any) -> Any:
-            if not _is_of_protect(path):
+        def with_flag(path: Path, live: Any) -> Any:
+            if not _is_reset_flag(path):
                 return live
-            # The initial value, False, if the checkpoint lacks this field.
-            return restored(path, np.zeros((), live.dtype), live)
+            return to_live_leaf(flags.get(keystr(path), False), live)
 
-        new = tree_map_with_path(restored, saved, bare)
-        new = with_heal_state(map_nodes(optax.MultiStepsState, _without_nan, new), like=tree)
-        return tree_map_with_path(with_side_state, new)
-
-    def _saved(self) -> dict[str, Any]:
-        """The items with the first state's dtypes: every checkpoint fits a new process."""
-        tree = without_heal_state(self.read())
-
-        def saved(path: Path, leaf: Leaf) -> Any:
-            leaf = to_saved_leaf(leaf)
-            if not _is_widened(path, leaf, self._first):
-                return leaf
-            # An Inf by overflow would make the checkpoint count as bad.
-            return jnp.nan_to_num(leaf.astype(self._first[keystr(path)].dtype))
-
-        tree = tree_map_with_path(saved, tree)
-        if self._named:
-            return dict(tree)
-        return {STATE: tree}
-
-    def changed_texts(self) -> list[str]:
-        """Finds the texts in the state that the program has changed.
-
-        A checkpoint holds no static leaves, so a restart does not know the new text. The driver
-        warns of such a text.
-
-        Returns:
-            The paths of these texts. Empty after a call that has found some.
-        """
-        now = _texts(self.state)
-        changed = [path for path, text in self._texts.items() if now.get(path) != text]
-        if changed:
-            self._texts = {}
-        return changed
-
-    def between_steps(self) -> bool:
-        """Whether no optax.MultiSteps has accumulated gradients that no step has used yet.
-
-        One sync if the optimizer accumulates.
-        """
-        if not self._accumulates:
-            return True
-        for _, accumulator in nodes(optax.MultiStepsState, self.read()):
-            if jax.device_get(accumulator.mini_step):
-                return False
-        return True
+        new = jax.tree.map(to_live_leaf, saved, bare)
+        return tree_map_with_path(with_flag, with_heal_state(new, like=tree))
 
 
 class NnxProgramState(ProgramState):
@@ -382,17 +308,16 @@ class NnxProgramState(ProgramState):
         copy.write(tree)
         return copy.state
 
-    def roots(self) -> Any:
-        """The optimizer states with Variables as leaves, without a copy of the model."""
+    def node(self, getter: Callable[[PyTree], PyTree]) -> PyTree:
+        """See `ProgramState.node`. The node with the arrays of its Variables."""
         from flax import nnx
 
         roots = {}
         for name, live in self.state.items():
+            roots[name] = live
             if isinstance(live, nnx.Optimizer):
                 roots[name] = {"opt_state": live.opt_state}
-            else:
-                roots[name] = live
-        return roots
+        return _arrays(getter(roots))
 
     def trained(self, optimizer: str) -> Any:
         """The Variables of each module that the optimizer of this name trains.
@@ -493,84 +418,45 @@ def key_name(key: Any) -> str:
     raise TypeError(f"a key of a path has a name, a key or an index, not {key!r}")
 
 
-def array_of(leaf: Leaf) -> Any:
-    """The array of a leaf of `ProgramState.roots`, which may be an nnx.Variable.
-
-    Args:
-        leaf: an array or a Variable.
-    """
-    # Repeats `_is_variable` instead of calling it, because each step calls this function.
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(leaf, nnx.Variable):
-        return leaf[...]
-    return leaf
-
-
 def _arrays(tree: PyTree) -> PyTree:
-    """The tree with the array of each Variable in its place."""
-    return jax.tree.map(array_of, tree, is_leaf=_is_variable)
+    """The tree with the array of each nnx.Variable in its place. Does not import flax."""
+    nnx = sys.modules["flax.nnx"]
+
+    def is_variable(node: PyTree) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    def array_of(leaf: Leaf) -> Any:
+        if is_variable(leaf):
+            return leaf[...]
+        return leaf
+
+    return jax.tree.map(array_of, tree, is_leaf=is_variable)
 
 
-def _is_variable(node: PyTree) -> bool:
-    """Whether a node is an nnx.Variable. Does not import flax."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(node, nnx.Variable)
-
-
-class ExactLeaves:
-    """The item of a checkpoint with what the other items cannot hold.
+class _SideState:
+    """The item of a checkpoint with `ProtectState.heal_reset_moments`.
 
     The other items have the form of a plain run's checkpoint, so that a program without healcore
-    can load them. They have arrays in the place of Python numbers, the first state's dtypes, and
-    no fields of healcore. This item has the Python numbers, the leaves that a step has widened, and
-    `ProtectState.heal_reset_moments`.
+    can load them.
 
     Args:
-        kept: path in the state -> value.
+        flags: path in the state -> value.
     """
 
     optional = True
     """A checkpoint of a run without healcore lacks this item, and can be restored."""
 
-    def __init__(self, kept: dict[str, Any]) -> None:
-        self._kept = kept
+    def __init__(self, flags: dict[str, Any]) -> None:
+        self._flags = flags
 
     def state_dict(self) -> dict[str, Any]:
         """Path in the state -> value. The store calls this method, as for any object."""
-        return self._kept
+        return self._flags
 
 
-def _is_widened(path: Path, leaf: Leaf, first: Mapping[str, Any]) -> bool:
-    """Whether a leaf of the bare state has another dtype than in the first state."""
-    return isinstance(leaf, jax.Array) and leaf.dtype != first[keystr(path)].dtype
-
-
-def _without_nan(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
-    """An accumulator of a checkpoint. One that holds NaN begins its accumulation again."""
-    if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(accumulator.acc_grads)):
-        return accumulator
-
-    def zeros(leaf: jax.Array) -> jax.Array:
-        return to_live_leaf(jnp.zeros(leaf.shape, leaf.dtype), leaf)
-
-    return accumulator._replace(
-        mini_step=jax.tree.map(zeros, accumulator.mini_step),
-        acc_grads=jax.tree.map(zeros, accumulator.acc_grads),
-    )
-
-
-def _is_of_protect(path: Path) -> bool:
+def _is_reset_flag(path: Path) -> bool:
     """Whether a path leads to `ProtectState.heal_reset_moments`."""
     return bool(path) and getattr(path[-1], "name", None) == _RESET_FIELD
-
-
-def _texts(state: PyTree) -> dict[str, str | bytes]:
-    """Path -> text, of the leaves that are texts."""
-    found = {}
-    for path, leaf in tree_leaves_with_path(state):
-        if isinstance(leaf, str | bytes):
-            found[keystr(path)] = leaf
-    return found
 
 
 def is_donated(leaf: Leaf) -> bool:
@@ -589,27 +475,55 @@ def check_not_donated(tree: PyTree) -> None:
             )
 
 
-def _avals(tree: PyTree) -> dict[str, Any]:
-    """Path -> abstract value of the leaf."""
+def to_live_leaf(new: Leaf, live: Leaf) -> Leaf:
+    """Converts a restored leaf to the form of the live leaf, which a step may donate.
+
+    An array of another weak type or placement would compile the step again. An array that is not
+    committed to the live devices would be moved at each step. The saved dtype is kept.
+
+    Args:
+        new: the restored leaf.
+        live: the leaf in its place in the live state.
+
+    Returns:
+        The leaf to put into the state.
+    """
+    if not isinstance(live, jax.Array):
+        return new
+    if jnp.issubdtype(live.dtype, jax.dtypes.prng_key):
+        data = _placed_like(jax.random.key_data(new), live)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
+    if not isinstance(new, jax.Array):
+        new = np.asarray(new, getattr(new, "dtype", live.dtype))
+    if live.weak_type and new.dtype == live.dtype:
+        new = jnp.zeros_like(live).at[...].set(new)
+    return _placed_like(new, live)
+
+
+def _placed_like(new: Leaf, live: jax.Array) -> jax.Array:
+    """An array on the devices of the live array, with the same commitment."""
+    if isinstance(new, jax.Array) and new.committed == live.committed:
+        if new.sharding == live.sharding:
+            return new
+    if not live.committed:
+        return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
+    return jax.device_put(new, live.sharding)
+
+
+def _forms(tree: PyTree) -> dict[str, str]:
+    """Path -> dtype and shape of the leaf. A number is of one form, of Python or in an array.
+
+    `count + 1` makes an array of a Python number in a compiled step, and a program may write a
+    Python number in the place of a hyperparameter.
+    """
     found = {}
     for path, leaf in tree_leaves_with_path(tree):
-        saved = to_saved_leaf(leaf)
-        found[keystr(path)] = getattr(saved, "aval", saved)
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None and not is_number(leaf):
+            form = "no array"
+        elif np.shape(leaf) or jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            form = f"{dtype}{tuple(leaf.shape)}"
+        else:
+            form = "a number"
+        found[keystr(path)] = form
     return found
-
-
-def _widens(old: Any, new: Any) -> bool:
-    """Whether the dtype of `new` holds every number of `old`, or the type of `old` is weak."""
-    before = getattr(old, "dtype", np.dtype(object))
-    after = getattr(new, "dtype", np.dtype(object))
-    are_numbers = jnp.issubdtype(before, jnp.number) and jnp.issubdtype(after, jnp.number)
-    if not are_numbers or old.shape != new.shape:
-        return False
-    return getattr(old, "weak_type", False) or jnp.promote_types(before, after) == after
-
-
-def _form(leaf: Leaf) -> str:
-    """Dtype and shape."""
-    if not hasattr(leaf, "dtype"):
-        return "no array"
-    return f"{leaf.dtype}{tuple(leaf.shape)}"

@@ -44,7 +44,6 @@ from healcore.jax.driver.engine_readings import (
     start_read_of_block,
 )
 from healcore.jax.driver.engines import EngineEntry
-from healcore.jax.driver.program_state import array_of
 from healcore.jax.heal_state import HealState, HealStateError
 
 LOOP_LINE = "state = healer.update(step(healer.state, batch))"
@@ -404,6 +403,6 @@ def counters_of(states: Iterable[HealState]) -> list[Any]:
     """The array with each engine's counter of steps. Each step replaces these arrays.
 
     Args:
-        states: the HealState of each engine. Leaves may be nnx Variables.
+        states: the HealState of each engine.
     """
-    return [array_of(state.heal_engine) for state in states]
+    return [state.heal_engine for state in states]

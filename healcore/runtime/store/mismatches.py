@@ -55,16 +55,24 @@ def _array_types(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _array_type(node: values.Node) -> str:
-    """Dtype and shape of a node, and the kind of a random key; "no array" for another value."""
+    """Dtype and shape of a node, and the kind of a random key; "no array" for another value.
+
+    A number is of one type, whether it is a Python number or an array without axes: a counter is a
+    number at the start of a run, and an array after the first jitted step.
+    """
     array = None
     if isinstance(node, dict):
         array = node.get("array")
+    is_python_number = isinstance(node, int | float)
     if array is None:
+        if is_python_number or (isinstance(node, dict) and node.keys() <= {"float", "complex"}):
+            return "a number"
         return "no array"
-    text = f"{array['dtype']}{tuple(array['shape'])}"
     if array["kind"] == "key":
-        text += f" {array['impl']} key"
-    return text
+        return f"{array['dtype']}{tuple(array['shape'])} {array['impl']} key"
+    if not array["shape"]:
+        return "a number"
+    return f"{array['dtype']}{tuple(array['shape'])}"
 
 
 def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]:

@@ -167,17 +167,6 @@ def test_a_state_given_by_name(tmp_path):
     assert np.isfinite(losses).all()
 
 
-def test_a_changed_text_is_reported_once_because_no_checkpoint_holds_it():
-    state = {"model": make(), "opt": TX.init(arrays_of(make())), "mode": "warm-up"}
-    driver = JaxDriver(state, RULES)
-    driver.state()
-    driver.update({**state, "mode": "train"})
-    for _ in range(2):
-        driver.state()
-    (line,) = driver.warnings
-    assert "state['mode'] is a text that the program has changed" in line
-
-
 def test_an_array_in_the_place_of_a_function_is_refused():
     model = make()
     driver = JaxDriver((model, TX.init(arrays_of(model))), RULES)
