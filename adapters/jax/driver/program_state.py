@@ -502,9 +502,9 @@ def to_live_leaf(new: Leaf, live: Leaf) -> Leaf:
 
 def _placed_like(new: Leaf, live: jax.Array) -> jax.Array:
     """An array on the devices of the live array, with the same commitment."""
-    if isinstance(new, jax.Array) and new.committed == live.committed:
-        if new.sharding == live.sharding:
-            return new
+    is_array = isinstance(new, jax.Array)
+    if is_array and (new.committed, new.sharding) == (live.committed, live.sharding):
+        return new
     if not live.committed:
         return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
     return jax.device_put(new, live.sharding)
