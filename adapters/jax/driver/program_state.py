@@ -518,8 +518,8 @@ def _forms(tree: PyTree) -> dict[str, str]:
     """
     found = {}
     for path, leaf in tree_leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None and not is_number(leaf):
+        dtype: Any = getattr(leaf, "dtype", np.dtype(object))
+        if dtype == object and not is_number(leaf):
             form = "no array"
         elif np.shape(leaf) or jnp.issubdtype(dtype, jax.dtypes.prng_key):
             form = f"{dtype}{tuple(leaf.shape)}"
