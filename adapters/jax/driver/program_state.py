@@ -33,6 +33,7 @@ from healcore.jax.trees import (
     Path,
     PyTree,
     arrays_of,
+    is_array,
     is_number,
     is_static,
     nodes,
@@ -518,12 +519,12 @@ def _forms(tree: PyTree) -> dict[str, str]:
     """
     found = {}
     for path, leaf in tree_leaves_with_path(tree):
-        dtype: Any = getattr(leaf, "dtype", np.dtype(object))
-        if dtype == object and not is_number(leaf):
-            form = "no array"
-        elif np.shape(leaf) or jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            form = f"{dtype}{tuple(leaf.shape)}"
-        else:
+        form = "no array"
+        if is_number(leaf):
             form = "a number"
+        elif is_array(leaf):
+            form = f"{leaf.dtype}{tuple(leaf.shape)}"
+            if not leaf.shape and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                form = "a number"
         found[keystr(path)] = form
     return found
