@@ -473,13 +473,6 @@ class Driver(abc.ABC):
         """
         return {}
 
-    def suspect_numbers(self) -> list[str]:
-        """The numbers by which an optimizer made NaN or Inf of finite gradients.
-
-        For example ``["b2 is 1.0"]``. Empty if no number is suspect. May wait for the device.
-        """
-        return []
-
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:  # noqa: B027 -- as above
         """Holds numbers of the optimizers in their ranges, and restarts the ranges of `numbers`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +15,51 @@ from healcore.core.engine.state import UNKNOWN_RATE
 from healcore.core.numerics import shortest_decimal
 from healcore.jax import heal_state, optimizer_numbers
 from healcore.jax.driver import held_numbers
-from healcore.jax.driver.blocks import Scan, ScanPrograms, Update
-from healcore.jax.driver.edits import Edits
-from healcore.jax.driver.engine_readings import BlockRecords
-from healcore.jax.driver.engines import find_engines, fits_moments, map_states, with_engines
-from healcore.jax.driver.processes import Processes
+from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
+from healcore.jax.driver.engines import (
+    edit_numbers,
+    find_engines,
+    fits_moments,
+    map_states,
+    with_engines,
+)
 from healcore.jax.driver.program_state import (
     check_not_donated,
     floating_arrays,
     is_donated,
     program_state_of,
+    short_names,
     to_live_leaf,
 )
-from healcore.jax.driver.step_reader import LOOP_LINE, Dispatch, StepReader, counters_of
+from healcore.jax.driver.step_reader import (
+    LOOP_LINE,
+    BlockRecords,
+    Dispatch,
+    StepReader,
+    counters_of,
+)
 from healcore.jax.driver.summed_gradients import SummedGradients
 from healcore.jax.driver.weights import JaxWeights, transferring
-from healcore.jax.heal_state import HealState, HealStateError, ProtectState, with_change_expected
+from healcore.jax.heal_state import (
+    HealState,
+    HealStateError,
+    ProtectState,
+    with_change_expected,
+    with_edit,
+)
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
-from healcore.jax.optimizer_numbers import injected_hyperparameters, injected_rates
+from healcore.jax.optimizer_numbers import injected_rates
 from healcore.jax.trees import PyTree, node_at, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import Driver, Engines, NumberRange
 from healcore.runtime.program_settings import STEPPED, WEIGHTS, json_setting
 from healcore.runtime.store.checkpoints import IN_MEMORY, StateMismatch
-from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
+
+if TYPE_CHECKING:
+    from healcore.jax.store.vote_marks import VoteMarks
 
 
 class JaxDriver(Driver):
@@ -74,28 +93,28 @@ class JaxDriver(Driver):
         self._weights = self._make_weights()
         self._changes: list[str] = []
         """Changes of the structure of the state that `structure_changes` has not returned yet."""
-        self._not_finite = set(self.nonfinite_weights())
+        self._not_finite: set[str] = set()
         """Parameters that were not finite at the start."""
+        self._not_finite = set(self.nonfinite_weights())
         self.warnings: list[str] = []
-        if any(nodes(HealState, guard) for _, guard in nodes(optax.ApplyIfFiniteState, tree)):
-            self.warnings.append(_GUARDED)
         if not floating_arrays(tree):
             self.warnings.append(_NO_PARAMETERS)
         self.on_step: Callable[[], None] = lambda: None
         steps = nodes(optax.MultiStepsState, tree)
         accumulates = any(nodes(HealState, state) for _, state in steps)
-        self._reader = StepReader(
-            self._engines,
-            accumulates,
-            self.warnings.append,
-            reads_rate=self._engine.scales_lr,
-        )
-        self._processes = Processes()
-        self._scans = ScanPrograms(jax.tree.leaves(state))
-        self.window = SummedGradients(self._counters)
+        self._reader = StepReader(self._engines, accumulates, self.warnings.append)
+        self._votes: VoteMarks | None = None
+        """The votes of several processes, from the call of `ranks` on."""
+        self._given = state
+        self._programs: dict[Any, CompiledBlocks] = {}
+        """Identity of an update of `Healer.scan`, structure of the state, `donate` -> blocks."""
+        self.window = SummedGradients(lambda: counters_of(self._states()))
         states = self._states()
         self._reader.restart(states)
-        self._edits = Edits(states)
+        self._edit = max(edit_numbers(states))
+        """Number of the last edit of the state, such as a rollback."""
+        self._edit_is_new = False
+        """Whether no state of the program has continued from the last edit yet."""
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -138,7 +157,9 @@ class JaxDriver(Driver):
             states = self._states()
             if is_donated(states[0].heal_engine):  # most programs donate the whole state
                 check_not_donated(self._live.read())
-            if self._edits.is_stale(states):
+            if self._edit_is_new:
+                self._edit_is_new = any(each != self._edit for each in edit_numbers(states))
+            if self._edit_is_new:
                 raise HealStateError(_STALE)
         except HealStateError:
             self._live.state = before
@@ -167,17 +188,15 @@ class JaxDriver(Driver):
         except HealStateError:
             return False
         names = [entry.name for entry in engines]
-        known_names = [entry.name for entry in self._engines]
-        if live.in_place or names != known_names:
+        if live.in_place or names != [entry.name for entry in self._engines]:
             return False
         if not all(fits_moments(tree, entry) for entry in engines):
             return False
-        self._live = live
-        self._engines = engines
+        self._live, self._engines = live, engines
         self._weights = self._make_weights()
         states = self._states()
-        self._reader = self._reader.for_new_structure(engines, states)
-        self._edits = Edits(states)
+        self._reader.change_structure(engines, states)
+        self._edit, self._edit_is_new = max(edit_numbers(states)), False
         return True
 
     def _make_weights(self) -> JaxWeights:
@@ -199,7 +218,7 @@ class JaxDriver(Driver):
         With optax.MultiSteps an engine may not have judged the step. Only the device knows this,
         and `StepRecord.step` then does not change.
         """
-        return self._reader.dispatch(self._states(), self._processes.begin_dispatch)
+        return self._reader.dispatch(self._states(), self._votes)
 
     def begin_scan(self, update: Update, state: PyTree, *, donate: bool) -> Scan:
         """Begins a loop of compiled blocks, see `Healer.scan`.
@@ -215,12 +234,15 @@ class JaxDriver(Driver):
         Raises:
             HealStateError: `state` is neither the state of the Healer nor one computed from it.
         """
-        if state is not self._live.state and not self._scans.is_first(state):
+        if state is not self._live.state and state is not self._given:
             self._set_state(state)
             self._reader.skip_to(self._states())  # the program has taken no step
-        structure = jax.tree.structure(self._live.state)
-        paths = [entry.path for entry in self._engines]
-        return Scan(self, self._scans.compiled(update, structure, paths, donate=donate))
+        live = self._live.state
+        key = id(update), jax.tree.structure(live), donate
+        if key not in self._programs:  # the blocks keep `update`, and so its id
+            paths = [entry.path for entry in self._engines]
+            self._programs[key] = CompiledBlocks(update, live, paths, donate=donate)
+        return Scan(lambda: self.live, self.take_block, self._programs[key])
 
     def take_block(self, state: PyTree, records: BlockRecords) -> None:
         """Sets the state after a block of `Healer.scan`.
@@ -233,11 +255,12 @@ class JaxDriver(Driver):
             HealStateError: as in `update`.
         """
         self.update(state)
-        self._reader.add_block(records)
+        self._reader.block = records
 
     def request_vote(self) -> None:
         """See `Driver.request_vote`. The vote follows one of the next dispatches."""
-        self._processes.request_vote()
+        assert self._votes is not None, "only called with several processes"
+        self._votes.request()
 
     @transferring
     def expect_change(self) -> None:
@@ -335,15 +358,11 @@ class JaxDriver(Driver):
         return self._weights.losses_of(loss_fn, batches, weights, redraw=redraw)
 
     def nonfinite_weights(self) -> list[str]:
-        """See `Driver.nonfinite_weights`. Paths in the state. One sync."""
-        return self._weights.nonfinite()
+        """See `Driver.nonfinite_weights`. Paths in the state. One sync.
 
-    def has_finite_weights(self) -> bool:
-        """Whether every parameter that was finite at the start is still finite. One sync.
-
-        A mask of -Inf among the parameters is not damage.
+        A parameter that was not finite at the start, such as a mask of -Inf, is not damage.
         """
-        return set(self.nonfinite_weights()) <= self._not_finite
+        return [path for path in self._weights.nonfinite() if path not in self._not_finite]
 
     def memory(self) -> dict[str, int]:
         """See `Driver.memory`. The memory of the first device.
@@ -366,12 +385,10 @@ class JaxDriver(Driver):
         The settings are the hyperparameters of optax.inject_hyperparams, the constants of the
         optimizers, the dtypes of the weights, and a digest of the weights.
         """
-        injected = jax.device_get(injected_hyperparameters(self._live.read()))
-        names = [path.rpartition("['")[2].removesuffix("']") for path in injected]
-        if len(set(names)) < len(names):
-            names = list(injected)
+        injected = optimizer_numbers.injected_leaves(self._live.read())
         found: dict[str, Any] = {}
-        for name, value in zip(names, injected.values(), strict=True):
+        values = jax.device_get([*injected.values()])
+        for name, value in zip(short_names(injected), values, strict=True):
             # 0.001 instead of 0.0010000000474974513.
             found[name] = json_setting(shortest_decimal(value))
         found |= self._optimizer_constants()
@@ -420,9 +437,7 @@ class JaxDriver(Driver):
             if entry.name not in states:
                 continue
             engine = states[entry.name]["state"]
-            # If the engine has not read the rate, an older saved state has a rate of 0.
-            was_read = self._engine.scales_lr and engine["step"]
-            if was_read and engine["lr"]["rate"] != UNKNOWN_RATE:
+            if self._engine.scales_lr and engine["lr"]["rate"] != UNKNOWN_RATE:
                 found[entry.name] = engine["lr"]["rate"]
         return found
 
@@ -437,16 +452,10 @@ class JaxDriver(Driver):
         return held_numbers.numbers_of(self._engines, self._live.read())
 
     @transferring
-    def suspect_numbers(self) -> list[str]:
-        """See `Driver.suspect_numbers`. One sync."""
-        return held_numbers.suspect_numbers(self._live.read())
-
-    @transferring
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
-        """See `Driver.hold_numbers`. Does not edit the state if nothing would change. One sync."""
+        """See `Driver.hold_numbers`. The next step has to start from `live`. One sync."""
         tree = held_numbers.with_held_numbers(self._engines, self._live.read(), ranges)
-        if tree is not None:
-            self._edit_state(tree)
+        self._edit_state(tree)
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -461,31 +470,36 @@ class JaxDriver(Driver):
     def ranks(self) -> Ranks:
         """See `Driver.ranks`.
 
-        All processes make the first call together, at the same position in the program, because it
-        makes numbered keys for the exchange.
+        All processes make the call together, at the same position in the program, because it makes
+        numbered keys for the exchange.
         """
-        return self._processes.ranks()
+        if jax.process_count() == 1:
+            return Alone()
+        from healcore.jax.store.coordination import CoordinatedRanks
+        from healcore.jax.store.vote_marks import VoteMarks
+
+        self._votes = VoteMarks()
+        return CoordinatedRanks()
 
     def close(self) -> None:
         """See `Driver.close`. Ends the thread of the votes.
 
         The optimizer itself has no hooks to remove: the program's step contains healcore's.
         """
-        self._processes.close()
+        if self._votes is not None:
+            self._votes.close()
 
     def _states(self) -> list[HealState]:
         """The HealState of each engine in the live state."""
         return [self._live.node(entry.state_in) for entry in self._engines]
 
-    def _counters(self) -> list[Any]:
-        """See `counters_of`, of the live state."""
-        return counters_of(self._states())
-
     def _edit_state(self, tree: PyTree) -> None:
         """Makes `tree` the live state, from which the next step has to start. It counts no step."""
         has_read = self._reader.has_read(self._states())
         if not self._live.in_place:
-            tree = self._edits.mark(tree)
+            self._edit += 1
+            self._edit_is_new = True
+            tree = map_states(lambda state: with_edit(state, self._edit), tree)
         self._live.write(tree)
         if has_read:  # otherwise `take_dispatch` still has to return the step before the edit
             self._reader.skip_to(self._states())
@@ -516,9 +530,4 @@ _NO_PARAMETERS = (
     "the state has no parameters outside of the optimizer's state, so no checkpoint holds them: a "
     "restart or a rollback would combine old moments with new weights. Add the parameters, as in "
     'state=(params, opt_state), with nnx state={"model": model, "optimizer": optimizer}'
-)
-_GUARDED = (
-    "optax.apply_if_finite around protect hides each step with NaN or Inf in its gradients: "
-    "healcore does not judge this step, and its change_expected and eval_loss are lost. protect "
-    "skips such steps itself: remove optax.apply_if_finite"
 )

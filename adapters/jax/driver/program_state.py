@@ -5,7 +5,7 @@
     tree of arrays            with the healing states
         | items   ^ restored
     items of a checkpoint     {"state": tree without healing states, as of a run without healcore,
-                               "healcore.side_state": `ProtectState.heal_reset_moments`}
+                               "healcore.state": nothing, the mark of a Healer's checkpoint}
 
 A dictionary has one item for each of its names instead of "state". Python numbers are saved as
 they are. A restored leaf receives the weak type, sharding and commitment of the live leaf
@@ -15,19 +15,20 @@ they are. A restored leaf receives the weak type, sharding and commitment of the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.console import first_of
 from healcore.jax.heal_state import HealState, HealStateError, ProtectState
 from healcore.jax.opt_state import with_heal_state, without_heal_state
-from healcore.jax.optax_states import is_optax_state
+from healcore.jax.optax_states import is_optax_state, reset_moments
 from healcore.jax.trees import (
     Leaf,
     Path,
@@ -35,17 +36,17 @@ from healcore.jax.trees import (
     arrays_of,
     is_array,
     is_number,
-    is_static,
+    map_nodes,
     nodes,
     with_arrays,
 )
 
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""
-SIDE_STATE = "healcore.side_state"
-"""Name of the item with `_SideState`. Only checkpoints of a Healer have this item."""
-_RESET_FIELD = "heal_reset_moments"
-"""Field of `ProtectState` that belongs to the moments, not to the engine."""
+MARK = "healcore.state"
+"""Name of an item without content, which only checkpoints of a Healer have."""
+_EMPTY = SimpleNamespace(state_dict=dict, optional=True)
+"""The item of this name. A checkpoint of a run without healcore is restored without it."""
 
 
 class ProgramState:
@@ -69,7 +70,6 @@ class ProgramState:
         self.state = state
         """The state as the user passed it."""
         self._named = type(state) is dict and all(isinstance(name, str) for name in state)
-        self._has_static = any(map(is_static, jax.tree.leaves(state)))
         self._forms = _forms(self.read())
         self._checked: Any = None
         """Structure and abstract values of the last state that passed `check`, or None."""
@@ -79,22 +79,7 @@ class ProgramState:
 
         Static leaves, such as the functions of an Equinox module, are None, see `trees`.
         """
-        if self._has_static:
-            return arrays_of(self.state)
-        return self.state
-
-    def whole(self, tree: PyTree) -> PyTree:
-        """Adds the program's own static leaves to a tree, so that the program can use it.
-
-        Args:
-            tree: a tree with the structure of `read`.
-
-        Returns:
-            A tree in the form in which the program passed its state.
-        """
-        if self._has_static:
-            return with_arrays(self.state, tree)
-        return tree
+        return arrays_of(self.state)
 
     def write(self, tree: PyTree) -> None:
         """Replaces the state, after a rollback or another edit of the Healer.
@@ -102,7 +87,7 @@ class ProgramState:
         Args:
             tree: a tree with the structure of `read`.
         """
-        self.state = self.whole(tree)
+        self.state = self.copy_with(tree)
 
     def copy_with(self, tree: PyTree) -> PyTree:
         """Makes a second state, and leaves the live one as it is.
@@ -113,7 +98,7 @@ class ProgramState:
         Returns:
             A state in the form in which the program passed its own, with the values of `tree`.
         """
-        return self.whole(tree)
+        return with_arrays(self.state, tree)
 
     def node(self, getter: Callable[[PyTree], PyTree]) -> PyTree:
         """A node of an optimizer state, without a copy of the rest of the state.
@@ -192,21 +177,24 @@ class ProgramState:
         """The items of a checkpoint, without healing states. Copies nothing.
 
         Returns:
-            Name of an item -> tree, and `SIDE_STATE` -> `_SideState`.
+            Name of an item -> tree, and `MARK`. Moments that the next step resets are reset.
 
         Raises:
             HealStateError: as in `check`.
         """
         self.check()
-        tree = self.read()
-        flags = {}
-        for path, leaf in tree_leaves_with_path(tree):
-            if _is_reset_flag(path):
-                flags[keystr(path)] = leaf
-        items = {STATE: without_heal_state(tree)}
+
+        def with_reset(state: ProtectState) -> ProtectState:
+            resets = state.heal_reset_moments
+            if resets is None or not jax.device_get(resets):
+                return state
+            return state._replace(inner_state=reset_moments(state.inner_state, jnp.zeros_like))
+
+        bare = without_heal_state(map_nodes(ProtectState, with_reset, self.read()))
+        items = {STATE: bare}
         if self._named:
-            items = dict(items[STATE])
-        return {**items, SIDE_STATE: _SideState(flags)}
+            items = dict(bare)
+        return {**items, MARK: _EMPTY}
 
     def restored(self, items: Mapping[str, Any]) -> Any:
         """Makes a tree of a checkpoint's items and the live healing states.
@@ -224,15 +212,15 @@ class ProgramState:
         saved = items.get(STATE)
         if self._named:
             saved = {name: items[name] for name in bare}
-        flags = items.get(SIDE_STATE, {})
 
-        def with_flag(path: Path, live: Any) -> Any:
-            if not _is_reset_flag(path):
-                return live
-            return to_live_leaf(flags.get(keystr(path), False), live)
+        def without_reset(state: ProtectState) -> ProtectState:
+            live = state.heal_reset_moments
+            if live is None:
+                return state
+            return state._replace(heal_reset_moments=to_live_leaf(np.zeros((), bool), live))
 
-        new = jax.tree.map(to_live_leaf, saved, bare)
-        return tree_map_with_path(with_flag, with_heal_state(new, like=tree))
+        new = with_heal_state(jax.tree.map(to_live_leaf, saved, bare), like=tree)
+        return map_nodes(ProtectState, without_reset, new)
 
 
 class NnxProgramState(ProgramState):
@@ -419,6 +407,19 @@ def key_name(key: Any) -> str:
     raise TypeError(f"a key of a path has a name, a key or an index, not {key!r}")
 
 
+def short_names(paths: Iterable[Path]) -> list[str]:
+    """The last key of each path as a name, or the whole path if a key occurs twice.
+
+    Args:
+        paths: paths of leaves, such as the numbers of an optimizer.
+    """
+    found = [*paths]
+    names = [key_name(path[-1]) for path in found]
+    if len(set(names)) < len(names):
+        return [keystr(path) for path in found]
+    return names
+
+
 def _arrays(tree: PyTree) -> PyTree:
     """The tree with the array of each nnx.Variable in its place. Does not import flax."""
     nnx = sys.modules["flax.nnx"]
@@ -432,32 +433,6 @@ def _arrays(tree: PyTree) -> PyTree:
         return leaf
 
     return jax.tree.map(array_of, tree, is_leaf=is_variable)
-
-
-class _SideState:
-    """The item of a checkpoint with `ProtectState.heal_reset_moments`.
-
-    The other items have the form of a plain run's checkpoint, so that a program without healcore
-    can load them.
-
-    Args:
-        flags: path in the state -> value.
-    """
-
-    optional = True
-    """A checkpoint of a run without healcore lacks this item, and can be restored."""
-
-    def __init__(self, flags: dict[str, Any]) -> None:
-        self._flags = flags
-
-    def state_dict(self) -> dict[str, Any]:
-        """Path in the state -> value. The store calls this method, as for any object."""
-        return self._flags
-
-
-def _is_reset_flag(path: Path) -> bool:
-    """Whether a path leads to `ProtectState.heal_reset_moments`."""
-    return bool(path) and getattr(path[-1], "name", None) == _RESET_FIELD
 
 
 def is_donated(leaf: Leaf) -> bool:

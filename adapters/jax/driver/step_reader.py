@@ -1,8 +1,8 @@
 """Finds out on the host which steps a run has taken, and makes their records.
 
 A compiled step leaves its records on the device. Reading them at once would make the host wait for
-each step. So each dispatch begins a copy and returns (`engine_readings`), and the Healer reads the
-copy some dispatches later, when the numbers have long arrived:
+each step. So each dispatch begins a copy and returns, and the Healer reads the copy some dispatches
+later, when the numbers have long arrived:
 
     device   step 1 | step 2 | step 3 | ...
     copy            | rows 1 | rows 2 | ...
@@ -16,14 +16,19 @@ ring of the state holds the rows of the last 64 steps:
     after dispatch 7     step 21     ring: ... 16 17 18 19 20 21
                                                         --------
                                                         3 steps, so 3 records
+
+A block of `Healer.scan` has many updates, and the compiled block returns the ring after each of
+them. Any other dispatch is one update.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from healcore.core.decision import NONFINITE
@@ -35,16 +40,11 @@ from healcore.core.step_record import (
     suspect_gradients,
     unpack_record,
 )
-from healcore.jax.driver.engine_readings import (
-    BlockRecords,
-    CachedResult,
-    EngineReading,
-    Readings,
-    start_read,
-    start_read_of_block,
-)
 from healcore.jax.driver.engines import EngineEntry
-from healcore.jax.heal_state import HealState, HealStateError
+from healcore.jax.heal_state import HealState, HealStateError, steps_judged
+
+if TYPE_CHECKING:
+    from healcore.jax.store.vote_marks import VoteMarks
 
 LOOP_LINE = "state = healer.update(step(healer.state, batch))"
 """The line of a training loop that starts each step from the current state, for messages."""
@@ -52,19 +52,92 @@ _STEP_FIELDS = [RECORD_FIELDS.index("loss"), RECORD_FIELDS.index("grad_norm")]
 """Indices in a record that no edit of the Healer changes."""
 
 
-class Dispatch(NamedTuple):
+class EngineReading(NamedTuple):
+    """The part of one engine's state that the host reads, after one update."""
+
+    step: int
+    """Number of steps judged."""
+    ring: np.ndarray
+    """The records of the last steps, see `HealState.heal_records`."""
+    norms: np.ndarray
+    """float32 (n,): norm of each gradient leaf at the last step."""
+
+    def row(self, step: int) -> np.ndarray:
+        """The record of a step in the ring, where a later step overwrites it.
+
+        Args:
+            step: number of the step, from 1.
+        """
+        return self.ring[(step - 1) % len(self.ring)]
+
+
+BlockRecords = list[tuple[Any, Any]]
+"""The records and the norms of each engine on the device, with a first axis over the updates."""
+
+
+def block_records(states: Iterable[HealState]) -> BlockRecords:
+    """What the host reads of the states after one update, without the axis over the updates.
+
+    Args:
+        states: the HealState of each engine.
+    """
+    return [(state.heal_records, state.heal_leaf_norms) for state in states]
+
+
+@jax.jit
+def _as_block(records: BlockRecords) -> BlockRecords:
+    """Copies the records of one update, whose state the next step may donate."""
+    return jax.tree.map(lambda array: array[None], records)
+
+
+class _Readings:
+    """The readings after each update of a dispatch, which are being copied to the host.
+
+    Args:
+        records: the records of a block. The copy begins at once, and nothing waits for it.
+    """
+
+    def __init__(self, records: BlockRecords) -> None:
+        self._records = records
+        for array in jax.tree.leaves(records):
+            array.copy_to_host_async()
+
+    @functools.cached_property
+    def updates(self) -> list[list[EngineReading]]:
+        """The reading of each engine after each update. Waits for the copy."""
+        engines = []
+        for rows, norms in self._records:
+            readings = []
+            for ring, last_norms in zip(np.asarray(rows), np.asarray(norms), strict=True):
+                readings.append(EngineReading(int(steps_judged(ring)), ring, last_norms))
+            engines.append(readings)
+        return [list(update) for update in zip(*engines, strict=True)]
+
+
+class Dispatch:
     """Implements `healcore.runtime.driver.PendingDispatch`: a dispatch that is being copied.
 
     A dispatch is one call of the program's compiled step, which may have several steps. The Healer
     queues it, and calls `read` a few dispatches later.
+
+    Args:
+        compute: waits for the copy, and makes the records of each step.
     """
 
-    read: Callable[[], list[list[StepRecord]]]
-    """Waits for the copy, and returns the records of each step, oldest step first."""
-    count: int
-    """Expected number of steps, which `read` may correct."""
-    votes: Callable[[], bool]
-    """The value of `vote_requested`, which is known once all processes have begun this dispatch."""
+    def __init__(self, compute: Callable[[], list[list[StepRecord]]]) -> None:
+        self._compute = compute
+        self.votes: Callable[[], bool] = lambda: False
+        """The value of `vote_requested`, known once all processes have begun this dispatch."""
+        self.count = 1
+        """Expected number of steps, which `read` may correct."""
+
+    def read(self) -> list[list[StepRecord]]:
+        """Waits for the copy, and returns the records of each step, oldest step first."""
+        return self._steps
+
+    @functools.cached_property
+    def _steps(self) -> list[list[StepRecord]]:
+        return self._compute()
 
     @property
     def vote_requested(self) -> bool:
@@ -94,24 +167,18 @@ class StepReader:
         engines: the engines of the run.
         accumulates: whether an optax.MultiSteps hides micro-batches from an engine.
         warn: called with a warning, once.
-        reads_rate: whether the policy reads the learning rate. If not, records have no rate.
     """
 
     def __init__(
-        self,
-        engines: Sequence[EngineEntry],
-        accumulates: bool,
-        warn: Callable[[str], object],
-        *,
-        reads_rate: bool,
+        self, engines: Sequence[EngineEntry], accumulates: bool, warn: Callable[[str], object]
     ) -> None:
         self._engines, self._accumulates, self._warn = engines, accumulates, warn
-        self._reads_rate = reads_rate
         self._has_warned = False
-        self._last: Readings
+        self._last: Callable[[], list[EngineReading]]
+        """Waits for the reading after the last dispatch."""
         self._last_counters: list[Any]
         """The arrays of `counters_of` at the last dispatch."""
-        self._block: BlockRecords | None = None
+        self.block: BlockRecords | None = None
         """The records of a block that `dispatch` has not returned."""
         self._stride: float | None = None
         """Number of steps of one update, or None if unknown."""
@@ -131,8 +198,9 @@ class StepReader:
         Args:
             states: the HealState of each engine.
         """
-        self._block = None
-        self._last = start_read(states)
+        self.block = None
+        after = _Readings(_as_block(block_records(states)))
+        self._last = lambda: after.updates[-1]
         self.skip_to(states)
 
     def has_read(self, states: Sequence[HealState]) -> bool:
@@ -151,45 +219,24 @@ class StepReader:
         """
         self._last_counters = counters_of(states)
 
-    def add_block(self, records: BlockRecords) -> None:
-        """Sets the records of a block of `Healer.scan`, which the next `dispatch` returns.
+    def change_structure(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> None:
+        """Continues with another structure of the state, after the first step with it.
 
-        Args:
-            records: what the compiled block has returned.
-        """
-        self._block = records
-
-    def for_new_structure(
-        self, engines: Sequence[EngineEntry], states: Sequence[HealState]
-    ) -> StepReader:
-        """Makes the reader for a new structure of the state, after the first step with it.
-
-        Waits for the device.
-
-        A program may widen a layer between two steps. Nobody has seen the state from which the
-        first step after this change started, so the reader assumes as many steps as usual.
+        Waits for the device. Nobody has seen the state from which this step started, so the reader
+        assumes as many steps as usual.
 
         Args:
             engines: the engines of the new state, with the names of the earlier engines.
             states: the HealState of each engine after the step.
-
-        Returns:
-            The reader, whose next `dispatch` returns this step.
         """
-        reader = StepReader(engines, self._accumulates, self._warn, reads_rate=self._reads_rate)
-        reader._stride = self._stride
-        reader._last_counters, reader._block = self._last_counters, self._block
+        self._engines, self._usual_norms = engines, {}
         steps = max(1, round(self._stride or 1))  # a mean of a block may be a fraction
-        [after] = start_read(states)()
         before = []
-        for reading in after:
+        for reading in _Readings(_as_block(block_records(states))).updates[-1]:
             before.append(reading._replace(step=max(reading.step - steps, 0)))
-        reader._last = lambda: [before]
-        return reader
+        self._last = lambda: before
 
-    def dispatch(
-        self, states: Sequence[HealState], begin_vote: Callable[[], Callable[[], bool]]
-    ) -> Dispatch | None:
+    def dispatch(self, states: Sequence[HealState], votes: VoteMarks | None) -> Dispatch | None:
         """Begins to copy the dispatch since the last call to the host.
 
         The first call waits for the device, to learn the number of steps. Later dispatches are
@@ -198,72 +245,68 @@ class StepReader:
 
         Args:
             states: the HealState of each engine after the dispatch.
-            begin_vote: counts a dispatch, and returns a function that says whether the processes
-                of the run vote after it.
+            votes: counts the dispatches of several processes, and says after which they vote.
 
         Returns:
             The dispatch, or None if there was no step. Its `read` raises HealStateError as
             `_steps_of_update` says.
         """
-        counters = counters_of(states)
-        if not any_replaced(counters, self._last_counters):
+        if self.has_read(states):
             return None
-        self._last_counters = counters
-        votes = begin_vote()
-        before = self._last
-        block = self._block
-        if block is None:
-            after = start_read(states)
-            updates = 1
-            steps = self._steps
-        else:
-            self._block = None
-            after = start_read_of_block(block)
-            updates = len(block[0].rows)
-            steps = self._steps_of_block
-        self._last = after
-        read = CachedResult(lambda: steps(before()[-1], after()))
+        self.skip_to(states)
+        before, block = self._last, self.block
+        self.block = None
+        after = _Readings(block or _as_block(block_records(states)))
+        self._last = lambda: after.updates[-1]
+        dispatch = Dispatch(
+            lambda: self._steps(before(), after.updates, is_block=block is not None)
+        )
+        if votes is not None:
+            dispatch.votes = votes.begin_dispatch()
+        updates = 1
+        if block is not None:
+            updates = len(block[0][0])
         if self._stride is None:
-            self._stride = len(read()) / updates
-        return Dispatch(read, max(1, round(self._stride * updates)), votes)
+            self._stride = len(dispatch.read()) / updates
+        dispatch.count = max(1, round(self._stride * updates))
+        return dispatch
 
     def _steps(
-        self, before: list[EngineReading], readings: list[list[EngineReading]]
+        self, before: list[EngineReading], updates: list[list[EngineReading]], *, is_block: bool
     ) -> list[list[StepRecord]]:
-        """The records of each step of a dispatch of one update, at least one step."""
-        [after] = readings
-        steps, changed = self._steps_of_update(before, after)
-        self._stride = len(steps)
-        if not self._was_taken(changed):
-            return [[record.unjudged(Why.STATE_KEPT) for record in steps[0]]]
-        return steps
+        """The records of each step of a dispatch, at least one step.
 
-    def _steps_of_block(
-        self, before: list[EngineReading], readings: list[list[EngineReading]]
-    ) -> list[list[StepRecord]]:
-        """The records of each step of a block of `Healer.scan`, at least one step.
-
-        An update may take no optimizer step, as in off-policy learning, and is not a step then. A
-        block without any step counts as one step that no engine has judged.
+        An update of a block may take no optimizer step, as in off-policy learning, and is not a
+        step then. A dispatch without any step counts as one step that no engine has judged.
         """
         steps: list[list[StepRecord]] = []
         earlier = before
-        for after in readings:
+        for after in updates:
             of_update, changed = self._steps_of_update(earlier, after)
             if changed:
                 steps += of_update
             earlier = after
-        if not steps:
-            return self._steps_of_update(before, readings[-1])[0]
-        self._stride = len(steps) / len(readings)
-        return steps
+        if steps:
+            self._stride = len(steps) / len(updates)
+            self._accumulated, self._untaken = self._untaken, 0
+            return steps
+        [records], _ = self._steps_of_update(before, updates[-1])
+        if is_block or self._accumulates:
+            return [records]
+        self._untaken += 1
+        if self._untaken <= self._accumulated:
+            return [records]
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(_UNTAKEN)
+        return [[record.unjudged(Why.STATE_KEPT) for record in records]]
 
     def _steps_of_update(
         self, before: list[EngineReading], after: list[EngineReading]
     ) -> tuple[list[list[StepRecord]], bool]:
         """The records of each step between two reads, at least one; and whether a state changed.
 
-        The number of steps is the smallest number that any engine has judged in this dispatch. An
+        The number of steps is the smallest number that any engine has judged in this update. An
         engine with more (five updates of a critic for one update of the generator) has several
         records per step.
 
@@ -271,65 +314,43 @@ class StepReader:
             HealStateError: the state of an engine was reset, by `tx.init`, or the dispatch has more
                 steps than the state has records.
         """
-        steps: list[list[StepRecord]] = [[] for _ in range(_count(before, after))]
-        changed = False
+        counts = []
         for engine, old, new in zip(self._engines, before, after, strict=True):
             _check_continues(engine, old, new)
-            left_out = _is_left_out(old, new)
-            without_step = Why.EXTERNAL if left_out else Why.NOT_DUE
-            self._add(engine, old.step, new, steps, without_step)
-            changed |= new.step != old.step or left_out
+            if new.step > old.step:
+                counts.append(new.step - old.step)
+        steps: list[list[StepRecord]] = [[] for _ in range(min(counts, default=1))]
+        changed = bool(counts)
+        for engine, old, new in zip(self._engines, before, after, strict=True):
+            count = new.step - old.step
+            for i in range(count):
+                record = self._record(engine, new, old.step + i + 1)
+                steps[i * len(steps) // count].append(record)
+            if count:
+                continue
+            # An engine does not judge steps of other optimizers, or micro-batches of an
+            # optax.MultiSteps around `protect`. The Healer knows the order in the last row.
+            why = Why.NOT_DUE
+            if _is_left_out(old, new):
+                why, changed = Why.EXTERNAL, True
+            idle = unpack_record(new.row(new.step), engine.name).unjudged(why)
+            for records in steps:
+                records.append(idle._replace(step=new.step))
         return steps, changed
 
-    def _add(
-        self,
-        engine: EngineEntry,
-        first: int,
-        new: EngineReading,
-        steps: list[list[StepRecord]],
-        without_step: Why,
-    ) -> None:
-        """Adds an engine's records of the steps after step `first`.
-
-        `without_step` is why the engine has no step of its own where it has none.
-        """
-        for number in range(first, new.step):
-            record = self._record(engine, new, number + 1)
-            if record.step == new.step:  # norms of earlier steps are overwritten
-                if record.cause:
-                    usual = self._usual_norms.get(engine.name)
-                    record = record._replace(
-                        evidence=suspect_gradients(new.norms, usual, engine.tensor_names),
-                        by_optimizer=is_nan_by_optimizer(record.cause, new.norms),
-                    )
-                else:
-                    self._usual_norms[engine.name] = new.norms
-            steps[(number - first) * len(steps) // (new.step - first)].append(record)
-        if new.step - first >= len(steps):
-            return  # each step has a record of this engine
-        for records in steps:
-            if not any(record.engine == engine.name for record in records):
-                # An engine does not judge steps of other optimizers, or micro-batches of an
-                # optax.MultiSteps around `protect`. The Healer knows the order in the last row.
-                idle = self._record(engine, new, new.step).unjudged(without_step)
-                records.append(idle._replace(step=new.step))
-
-    def _record(self, engine: EngineEntry, view: EngineReading, step: int) -> StepRecord:
-        """The record of one step of an engine."""
-        return unpack_record(view.record(step), engine.name, reads_rate=self._reads_rate)
-
-    def _was_taken(self, changed: bool) -> bool:
-        """Whether an update was a step or part of an accumulation; see `_untaken`."""
-        if changed:
-            self._accumulated = self._untaken
-            self._untaken = 0
-            return True
-        self._untaken += 1
-        taken = self._accumulates or self._untaken <= self._accumulated
-        if not taken and not self._has_warned:
-            self._has_warned = True
-            self._warn(_UNTAKEN)
-        return taken
+    def _record(self, engine: EngineEntry, new: EngineReading, step: int) -> StepRecord:
+        """The record of one step of an engine, with its suspect gradients."""
+        record = unpack_record(new.row(step), engine.name)
+        if step != new.step:  # its norms are overwritten
+            return record
+        if not record.cause:
+            self._usual_norms[engine.name] = new.norms
+            return record
+        usual = self._usual_norms.get(engine.name)
+        return record._replace(
+            evidence=suspect_gradients(new.norms, usual, engine.tensor_names),
+            by_optimizer=is_nan_by_optimizer(record.cause, new.norms),
+        )
 
 
 _UNTAKEN = (
@@ -338,15 +359,6 @@ _UNTAKEN = (
     "no detector sees it. protect skips bad steps itself: remove the guard. To accumulate "
     "gradients, write protect(optax.MultiSteps(optimizer, k))"
 )
-
-
-def _count(before: Sequence[EngineReading], after: Sequence[EngineReading]) -> int:
-    """Smallest number of steps that an engine has judged, at least 1."""
-    counts = []
-    for old, new in zip(before, after, strict=True):
-        if new.step > old.step:
-            counts.append(new.step - old.step)
-    return min(counts, default=1)
 
 
 def _check_continues(engine: EngineEntry, old: EngineReading, new: EngineReading) -> None:
@@ -359,8 +371,8 @@ def _check_continues(engine: EngineEntry, old: EngineReading, new: EngineReading
             "within the loop it loses the moments, the detectors and the budgets. To reset only "
             "the moments: with_heal_state(without_heal_state(tx.init(params)), like=old)"
         )
-    if new.step - old.step > len(new.ring):
-        steps = new.step - old.step
+    steps = new.step - old.step
+    if steps > len(new.ring):
         raise HealStateError(
             f"one dispatch has {steps} steps, and the state holds the records of {len(new.ring)}: "
             f"write protect(tx, policy, records={steps})"
@@ -375,7 +387,7 @@ def _is_left_out(old: EngineReading, new: EngineReading) -> bool:
     """
     if new.norms.tobytes() != old.norms.tobytes():
         return True
-    judged_as = new.record(new.step)[RECORD_FIELDS.index("cause")]
+    judged_as = new.row(new.step)[RECORD_FIELDS.index("cause")]
     return not (judged_as & NONFINITE or np.isfinite(new.norms).all())
 
 
@@ -384,8 +396,7 @@ def _has_changed(old: EngineReading, new: EngineReading) -> bool:
 
     A step that is not judged, or that the caller skips, does not change the record.
     """
-    before = old.record(new.step)[_STEP_FIELDS]
-    after = new.record(new.step)[_STEP_FIELDS]
+    before, after = old.row(new.step)[_STEP_FIELDS], new.row(new.step)[_STEP_FIELDS]
     return before.tobytes() != after.tobytes()
 
 

@@ -131,7 +131,7 @@ class JaxWeights:
                 self._live.write(state)
             arguments = ()
             if not in_place:
-                arguments = (self._live.whole(state),)
+                arguments = (self._live.copy_with(state),)
             losses = []
             for batch in batches:
                 losses.append(jax.device_get(loss_fn(*arguments, batch)))

@@ -38,7 +38,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from healcore.jax.driver.program_state import SIDE_STATE, program_state_of
+from healcore.jax.driver.program_state import MARK, program_state_of
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.store import files, manifest, single_file, values
 from healcore.runtime.store.array_format import ArrayFormat, Target
@@ -308,7 +308,7 @@ class JaxFormat(ArrayFormat):
             like: the live values, or for a checkpoint of a Healer the state as the Healer was given
                 it, which need not be a mapping.
         """
-        if SIDE_STATE in saved and not (isinstance(like, Mapping) and SIDE_STATE in like):
+        if MARK in saved and not (isinstance(like, Mapping) and MARK in like):
             like = program_state_of(like).items()
         return super().match(step, saved, like)
 

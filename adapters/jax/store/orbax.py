@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from healcore.jax.driver.program_state import SIDE_STATE, program_state_of
+from healcore.jax.driver.program_state import MARK, program_state_of
 from healcore.jax.store.array_format import JaxFormat
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.store.checkpoints import IN_MEMORY, Keep, Restored
@@ -46,8 +46,8 @@ class _JaxStore(CheckpointStore):
         """
         restored = super().restore(step, like)
         # Only the Healer passes healcore's own item.
-        items = isinstance(like, Mapping) and SIDE_STATE in like
-        if items or SIDE_STATE not in restored.state:
+        items = isinstance(like, Mapping) and MARK in like
+        if items or MARK not in restored.state:
             return restored
         live = program_state_of(like)
         return restored._replace(state=live.copy_with(live.restored(restored.state)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from healcore.console import listed
 from healcore.core.decision import Cause
 from healcore.core.step_record import StepRecord, Why
 
@@ -15,18 +14,18 @@ IN_A_ROW = 1_000
 """Consecutive steps without a finite step after which any other run ends."""
 
 
-def by_optimizer_text(numbers: Sequence[str]) -> str:
+def by_optimizer_text(rate: float | None) -> str:
     """Explains a step whose gradients were finite, and whose update was not.
 
     Args:
-        numbers: settings of the optimizer that may be the reason, from `Driver.suspect_numbers`.
+        rate: the learning rate, which is named if it is not finite.
 
     Returns:
         The diagnosis for a person.
     """
     text = "The optimizer made NaN or Inf of a finite gradient"
-    if numbers:
-        text += f": {listed(numbers)}"
+    if rate is not None and not math.isfinite(rate):
+        text += f": the learning rate is {rate}"
     return (
         f"{text}. Look at its learning rate and schedule, and at its numbers in a small dtype: in "
         "bfloat16 a b2 of 0.999 is 1, in float16 an eps of 1e-8 is 0 "

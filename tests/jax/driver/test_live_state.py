@@ -12,7 +12,7 @@ from healcore.core.decision import Action, Cause
 from healcore.core.engine import RuleConfig
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver.driver import JaxDriver
-from healcore.jax.driver.program_state import SIDE_STATE, program_state_of
+from healcore.jax.driver.program_state import MARK, program_state_of
 from healcore.jax.store import OrbaxStore
 from healcore.runtime.driver import WeightsChanged
 from tests.jax import policies
@@ -22,13 +22,13 @@ from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, driven, ev
 BATCHES = [batch(seed) for seed in range(6)]
 
 
-def without_side_state(driver: JaxDriver) -> dict[str, Any]:
-    return {name: item for name, item in driver.state().items() if name != SIDE_STATE}
+def without_mark(driver: JaxDriver) -> dict[str, Any]:
+    return {name: item for name, item in driver.state().items() if name != MARK}
 
 
 def saved(driver: JaxDriver) -> Any:
     """The bits of everything that goes into a checkpoint."""
-    return bits(without_side_state(driver))
+    return bits(without_mark(driver))
 
 
 def back_to(driver: JaxDriver, store: Any, step: int) -> None:
@@ -113,7 +113,7 @@ def test_a_checkpoint_is_restored_with_the_state_that_the_healer_was_given(kind,
     restored = OrbaxStore(tmp_path).restore(1, given).state
     assert jax.tree.structure(restored) == jax.tree.structure(given)
     found = program_state_of(restored).items()
-    assert bits({n: x for n, x in found.items() if n != SIDE_STATE}) == saved(driver)
+    assert bits({n: x for n, x in found.items() if n != MARK}) == saved(driver)
     if kind == "nnx":
         assert restored["model"] is not given["model"]
         assert bits(nnx.state(given["model"])) == bits(nnx.state(RUNS[kind]().state["model"]))
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_restored_with_the_state_that_the_healer_was_given(kind,
     else:
         part = {"params": given["params"]} if kind == "plain" else given
     found = program_state_of(OrbaxStore(tmp_path).restore(1, part).state).items()
-    assert found.keys() - {SIDE_STATE} == program_state_of(part).items().keys() - {SIDE_STATE}
+    assert found.keys() - {MARK} == program_state_of(part).items().keys() - {MARK}
 
 
 def test_python_numbers_come_back_as_they_were():
@@ -150,7 +150,7 @@ def test_accumulated_gradients_are_dropped_and_never_saved(wrap):
     assert driver.may_save()
     advance(driver, run, BATCHES[:3])
     assert driver.may_save()
-    items = jax.tree.map(jnp.copy, without_side_state(driver))
+    items = jax.tree.map(jnp.copy, without_mark(driver))
     advance(driver, run, BATCHES[3:4])
     assert not driver.may_save()
     compiled = run.compiled()

@@ -12,7 +12,6 @@ import pytest
 from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
 from healcore.jax import HealStateError, protect
-from healcore.jax.driver.blocks import Block, Scan
 from healcore.runtime import healer as healer_module
 from healcore.runtime.healer import HealerError
 from healcore.runtime.run.ending.exits import RunStopped
@@ -200,8 +199,7 @@ def test_a_second_scan_continues_the_first_and_a_loop_over_epochs_goes_back(tmp_
 @pytest.mark.slow
 def test_what_the_program_still_holds_can_be_read_unless_it_is_donated():
     params, *_ = state = start()
-    column = params["a"][:, 0]
-    twice = (*state[:2], column, column)
+    twice = (*state[:2], params["a"][:, 0], params["a"][:, 1])
 
     def update(state: Any, number: Any) -> Any:
         new, outputs = UPDATE((state[0], state[1], state[2], jax.random.key(0)), number)
@@ -234,34 +232,6 @@ def test_a_block_that_was_computed_ahead_is_not_computed_again(donate):
         healer.scan(update, state, 11, every=4, donate=donate)
     jax.effects_barrier()
     assert sorted(ran) == list(range(11))
-
-
-class NoRoomForTwoStates:
-    """Blocks on a device that has no memory for a block while the Healer works after another."""
-
-    donates = False
-
-    def __init__(self, live: Any) -> None:
-        self.live, self.in_work = live, False
-        self.refused = 0
-
-    def run(self, state: Any, first: int, count: int) -> Block:
-        if self.in_work:
-            self.refused += 1
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return Block(state, first, count, state + count, state, [])
-
-    def take_block(self, state: Any, records: Any) -> None:
-        self.live, self.in_work = state, True
-
-
-def test_without_memory_for_two_states_blocks_are_computed_one_by_one():
-    device = NoRoomForTwoStates(0)
-    scan = Scan(device, device)  # type: ignore[arg-type]
-    for first, count, next_count in [(0, 4, 4), (4, 4, 3), (8, 3, 0)]:
-        device.in_work = False
-        scan.run(first, count, next_count)
-    assert (device.live, device.refused) == (11, 1)
 
 
 @pytest.mark.slow

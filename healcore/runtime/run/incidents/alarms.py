@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -106,12 +105,7 @@ class AlarmLog:
             return
         by_optimizer = None
         if record.by_optimizer:
-            numbers: list[str] = []
-            if record.lr is not None and not math.isfinite(record.lr):
-                numbers.append(f"the learning rate is {record.lr}")
-            with suppress(RuntimeError):  # `_rate_of` says why
-                numbers += self._driver.suspect_numbers()
-            by_optimizer = by_optimizer_text(numbers)
+            by_optimizer = by_optimizer_text(record.lr)
         event = self._write_event(judged, by_optimizer, has_line=has_line)
         if has_line:
             explanation = by_optimizer or failures_of(record.cause)[0].diagnosis
