@@ -31,7 +31,7 @@ from jax import lax
 
 from healcore.jax.driver.step_reader import BlockRecords, block_records
 from healcore.jax.heal_state import HealStateError
-from healcore.jax.trees import Leaf, Path, PyTree, is_static, node_at
+from healcore.jax.trees import Path, PyTree, arrays_of, node_at, with_arrays
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
 """(state, number of the update) -> (state, outputs), as for `lax.scan`."""
@@ -60,8 +60,7 @@ class Block(NamedTuple):
 class CompiledBlocks:
     """The blocks of one update function, compiled once for each number of updates.
 
-    A state is traced without its constants, which are functions, texts and Python bools. An example
-    is `inference` of an Equinox module: the update branches by it, so it may not be traced.
+    Functions and texts in the state are constants of the compiled program, see `trees.arrays_of`.
 
     Args:
         update: the program's function.
@@ -75,13 +74,11 @@ class CompiledBlocks:
     ) -> None:
         self._update, self._paths = update, paths
         self.donates = donate
-        self._leaves, self._structure = jax.tree.flatten(state)
+        self._like = state
         donated: tuple[int, ...] = ()
         if donate:
             donated = (0,)
         self._compiled = jax.jit(self._block, donate_argnums=donated)
-        self._is_first = True
-        """Whether no block was dispatched yet."""
 
     def run(self, state: PyTree, first: int, count: int) -> Block:
         """Dispatches a block, and returns without waiting for the device.
@@ -92,12 +89,9 @@ class CompiledBlocks:
             count: number of updates.
         """
         steps = np.arange(first, first + count, dtype=np.int32)
-        traced = self._traced(state)
-        if self._is_first:
-            self._is_first = False
-            traced = self._with_types_of_outputs(traced, steps)
-        traced, outputs, records = self._compiled(traced, steps)
-        return Block(state, first, count, self._whole(traced), outputs, records)
+        arrays, outputs, records = self._compiled(arrays_of(state), steps)
+        new = with_arrays(self._like, arrays)
+        return Block(state, first, count, new, outputs, records)
 
     def no_outputs(self, state: PyTree) -> Any:
         """The outputs of `lax.scan` over zero updates, whose first axis has length 0.
@@ -105,83 +99,35 @@ class CompiledBlocks:
         Args:
             state: a state of the run, for the shapes.
         """
-        _, outputs, _ = jax.eval_shape(self._block, self._traced(state), np.zeros(1, np.int32))
+        _, outputs, _ = jax.eval_shape(self._block, arrays_of(state), np.zeros(1, np.int32))
         return jax.tree.map(lambda each: jnp.zeros((0, *each.shape[1:]), each.dtype), outputs)
 
-    def _block(self, traced: list[Leaf], steps: Any) -> tuple[Any, Any, Any]:
+    def _block(self, arrays: PyTree, steps: Any) -> tuple[Any, Any, Any]:
         """The function that is compiled: returns the state after the block, outputs and records."""
 
-        def body(traced: list[Leaf], step: Any) -> tuple[Any, Any]:
-            state, outputs = self._checked(self._update(self._whole(traced), step))
+        def body(arrays: PyTree, step: Any) -> tuple[Any, Any]:
+            state, outputs = self._checked(self._update(with_arrays(self._like, arrays), step))
             records = block_records(node_at(state, path) for path in self._paths)
-            return self._traced(state), (outputs, records)
+            return arrays_of(state), (outputs, records)
 
-        traced, (outputs, records) = lax.scan(body, traced, steps)
-        return traced, outputs, records
-
-    def _with_types_of_outputs(self, traced: list[Leaf], steps: np.ndarray) -> list[Leaf]:
-        """The state with the types that a block returns. `jnp.full(3, 0.1)` has a weak type.
-
-        `lax.scan` converts weak types within the first block. Without this method the second block
-        would begin with other types than the first one, and be compiled again.
-        """
-        if not any(getattr(leaf, "weak_type", False) for leaf in traced):
-            return traced
-        new, _, _ = jax.eval_shape(self._block, traced, steps)
-        converted = []
-        for leaf, like in zip(traced, new, strict=True):
-            if getattr(leaf, "weak_type", False) and not like.weak_type:
-                leaf = lax.convert_element_type(leaf, like.dtype)
-            converted.append(leaf)
-        return converted
-
-    def _traced(self, state: PyTree) -> list[Leaf]:
-        """The leaves that a block traces."""
-        traced = []
-        for leaf, first in zip(jax.tree.leaves(state), self._leaves, strict=True):
-            if not _is_constant(first):
-                traced.append(leaf)
-        return traced
-
-    def _whole(self, traced: list[Leaf]) -> Any:
-        """The state with its constants, from a result of `_traced`."""
-        new = iter(traced)
-        leaves = []
-        for first in self._leaves:
-            if _is_constant(first):
-                leaves.append(first)
-            else:
-                leaves.append(next(new))
-        return self._structure.unflatten(leaves)
+        arrays, (outputs, records) = lax.scan(body, arrays, steps)
+        return arrays, outputs, records
 
     def _checked(self, result: Any) -> tuple[Any, Any]:
         """The new state and the outputs, as `update` has returned them.
 
         Raises:
-            HealStateError: `result` is not a pair, or its state has another structure or bool.
+            HealStateError: `result` is not a pair, or its state has another structure.
         """
         if isinstance(result, tuple | list) and len(result) == 2:
             state, outputs = result
-            leaves, structure = jax.tree.flatten(state)
-            if structure == self._structure:
-                for leaf, first in zip(leaves, self._leaves, strict=True):
-                    if type(first) is bool and leaf is not first:
-                        raise HealStateError(
-                            "`update` of healer.scan has changed a Python bool of the state, which "
-                            "is a constant of the compiled block: write jnp.asarray(flag) in the "
-                            "first state"
-                        )
+            if jax.tree.structure(state) == jax.tree.structure(self._like):
                 return state, outputs
         raise HealStateError(
             "`update` of healer.scan gets a state and the number of the update, and returns the "
             "new state, of the same structure, and its outputs, as a function for lax.scan does. "
             "Write `return state, outputs`, or `return state, None` for no outputs"
         )
-
-
-def _is_constant(leaf: Leaf) -> bool:
-    """Whether a leaf is a constant of the compiled program."""
-    return is_static(leaf) or type(leaf) is bool
 
 
 class Scan:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,9 +23,7 @@ from healcore.jax.driver.engines import (
     with_engines,
 )
 from healcore.jax.driver.program_state import (
-    check_not_donated,
     floating_arrays,
-    is_donated,
     program_state_of,
     short_names,
     to_live_leaf,
@@ -43,7 +40,6 @@ from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import (
     HealState,
     HealStateError,
-    ProtectState,
     with_change_expected,
     with_edit,
 )
@@ -52,7 +48,7 @@ from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.optimizer_numbers import injected_rates
 from healcore.jax.trees import PyTree, node_at, nodes
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import Driver, Engines, NumberRange
+from healcore.runtime.driver import Engines, NumberRange
 from healcore.runtime.program_settings import STEPPED, WEIGHTS, json_setting
 from healcore.runtime.store.checkpoints import IN_MEMORY, StateMismatch
 from healcore.runtime.store.ranks import Alone, Ranks
@@ -62,7 +58,7 @@ if TYPE_CHECKING:
     from healcore.jax.store.vote_marks import VoteMarks
 
 
-class JaxDriver(Driver):
+class JaxDriver(JaxWeights):
     """Implements `healcore.runtime.driver.Driver` for a JAX run.
 
     The Healer decides, and this class reads and replaces the state for it. A compiled step returns
@@ -76,8 +72,7 @@ class JaxDriver(Driver):
         policy: the optimizer's policy.
 
     Raises:
-        HealStateError: `state` has no healing state, its policy differs, or an array of `state`
-            was donated to a compiled function.
+        HealStateError: `state` has no healing state, or its policy differs.
     """
 
     framework = "jax"
@@ -88,14 +83,10 @@ class JaxDriver(Driver):
         self._live = program_state_of(state)
         """The state of the program. `ProgramState` hides its form."""
         tree = self._live.read()
-        check_not_donated(tree)
         self._engines = find_engines(tree, self._live.trained, self._engine)
-        self._weights = self._make_weights()
         self._changes: list[str] = []
         """Changes of the structure of the state that `structure_changes` has not returned yet."""
-        self._not_finite: set[str] = set()
-        """Parameters that were not finite at the start."""
-        self._not_finite = set(self.nonfinite_weights())
+        self._not_finite = frozenset(self.nonfinite_weights())
         self.warnings: list[str] = []
         if not floating_arrays(tree):
             self.warnings.append(_NO_PARAMETERS)
@@ -153,10 +144,13 @@ class JaxDriver(Driver):
         """Checks a state of the program, and makes it the live state."""
         before, self._live.state = self._live.state, state
         try:
-            self._check_structure()
+            try:
+                self._live.check()
+            except HealStateError as error:
+                if not self._continue_with_new_structure():
+                    raise
+                self._changes.append(error.differences)
             states = self._states()
-            if is_donated(states[0].heal_engine):  # most programs donate the whole state
-                check_not_donated(self._live.read())
             if self._edit_is_new:
                 self._edit_is_new = any(each != self._edit for each in edit_numbers(states))
             if self._edit_is_new:
@@ -165,22 +159,13 @@ class JaxDriver(Driver):
             self._live.state = before
             raise
 
-    def _check_structure(self) -> None:
-        """Raises HealStateError for a state of another structure, unless it is a whole state.
+    def _continue_with_new_structure(self) -> bool:
+        """Makes a state of another structure the state of the run, if it is a whole state.
 
         A program may widen a layer between two calls: it makes new parameters, and a new state of
         the optimizer for them. A whole state has every engine, and moments with the shapes of its
         parameters. It becomes the state of the run, with its own detectors and budgets.
         """
-        try:
-            self._live.check()
-        except HealStateError as error:
-            if not self._continue_with_new_structure():
-                raise
-            self._changes.append(error.differences)
-
-    def _continue_with_new_structure(self) -> bool:
-        """Makes a state of another structure the state of the run, if it is a whole state."""
         try:
             live = program_state_of(self._live.state)
             tree = live.read()
@@ -193,18 +178,10 @@ class JaxDriver(Driver):
         if not all(fits_moments(tree, entry) for entry in engines):
             return False
         self._live, self._engines = live, engines
-        self._weights = self._make_weights()
         states = self._states()
         self._reader.change_structure(engines, states)
         self._edit, self._edit_is_new = max(edit_numbers(states)), False
         return True
-
-    def _make_weights(self) -> JaxWeights:
-        """The part of the state that comparisons replace."""
-        parameters: set[str] = set()
-        for entry in self._engines:
-            parameters.update(entry.parameters)
-        return JaxWeights(self._live, parameters)
 
     def structure_changes(self) -> list[str]:
         """See `Driver.structure_changes`."""
@@ -337,43 +314,11 @@ class JaxDriver(Driver):
         """
         return ""
 
-    # -- weights and numbers ----------------------------------------------------------------------
-
-    def copy_weights(self) -> dict[str, Any]:
-        """See `Driver.copy_weights`. Path -> copy of each array.
-
-        The copies stay valid when a step donates the state.
-        """
-        return self._weights.copy()
-
-    def losses_of(
-        self,
-        loss_fn: Callable[..., Any],
-        batches: Iterable[Any],
-        weights: Mapping[str, Any] | None = None,
-        *,
-        redraw: bool = False,
-    ) -> list[Any]:
-        """See `Driver.losses_of`, and `JaxWeights.losses_of`."""
-        return self._weights.losses_of(loss_fn, batches, weights, redraw=redraw)
-
-    def nonfinite_weights(self) -> list[str]:
-        """See `Driver.nonfinite_weights`. Paths in the state. One sync.
-
-        A parameter that was not finite at the start, such as a mask of -Inf, is not damage.
-        """
-        return [path for path in self._weights.nonfinite() if path not in self._not_finite]
+    # -- memory and numbers -----------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """See `Driver.memory`. The memory of the first device.
-
-        The activations are those at the peak so far. A failed step may have needed more.
-        """
-        params = _bytes_on_one_device(self._weights.arrays().values())
-        whole = _bytes_on_one_device(jax.tree.leaves(self._live.read()))
-        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-        used = max(0, peak - whole)
-        return {"parameters": params, "optimizer state": whole - params, "activations": used}
+        """See `Driver.memory`. Not known by owner, see `memory_profiles`."""
+        return {}
 
     def memory_profiles(self) -> dict[str, bytes]:
         """See `Driver.memory_profiles`. The arrays by the lines that made them, for `pprof`."""
@@ -383,7 +328,7 @@ class JaxDriver(Driver):
         """See `Driver.settings`.
 
         The settings are the hyperparameters of optax.inject_hyperparams, the constants of the
-        optimizers, the dtypes of the weights, and a digest of the weights.
+        optimizers, and a digest of the weights.
         """
         injected = optimizer_numbers.injected_leaves(self._live.read())
         found: dict[str, Any] = {}
@@ -392,11 +337,9 @@ class JaxDriver(Driver):
             # 0.001 instead of 0.0010000000474974513.
             found[name] = json_setting(shortest_decimal(value))
         found |= self._optimizer_constants()
-        dtypes = {str(jnp.result_type(leaf)) for leaf in self._weights.arrays().values()}
-        digest = self._weights.digest()
+        digest = self.digest()
         if any(engine["state"]["step"] for engine in self.engines().values()):
             digest += STEPPED
-        found["precision"] = ", ".join(sorted(dtypes))
         found[WEIGHTS] = digest
         return found
 
@@ -409,8 +352,8 @@ class JaxDriver(Driver):
         tree = self._live.read()
         found = {}
         for entry in self._engines:
-            owner = node_at(tree, entry.path[:-1])
-            if isinstance(owner, ProtectState):
+            owner = entry.protected(tree)
+            if owner is not None:
                 constants = optimizer_numbers.constants_of(owner.inner_state)
                 if constants:
                     found[f"constants of {entry.name} (optax {optax.__version__})"] = constants
@@ -426,19 +369,17 @@ class JaxDriver(Driver):
         found: dict[str, float | None] = {}
         states = self.engines() if engines is None else engines
         for entry in self._engines:
-            owner = node_at(tree, entry.path[:-1])
+            owner = entry.protected(tree)
             injected = []
-            if isinstance(owner, ProtectState):
+            if owner is not None:
                 injected = injected_rates(owner)
+            found[entry.name] = None
             if len(injected) == 1:
                 found[entry.name] = float(jax.device_get(injected[0]))
-                continue
-            found[entry.name] = None
-            if entry.name not in states:
-                continue
-            engine = states[entry.name]["state"]
-            if self._engine.scales_lr and engine["lr"]["rate"] != UNKNOWN_RATE:
-                found[entry.name] = engine["lr"]["rate"]
+            elif entry.name in states and self._engine.scales_lr:
+                rate = states[entry.name]["state"]["lr"]["rate"]
+                if rate != UNKNOWN_RATE:
+                    found[entry.name] = rate
         return found
 
     @transferring
@@ -508,16 +449,6 @@ class JaxDriver(Driver):
 def _zeros_of(leaf: jax.Array) -> Any:
     """Zeros in the form of a live leaf."""
     return to_live_leaf(jnp.zeros_like(leaf), leaf)
-
-
-def _bytes_on_one_device(leaves: Iterable[Any]) -> int:
-    """Size of some arrays on one device, in bytes. This includes arrays that a step has donated."""
-    size = 0
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array):
-            shape = leaf.sharding.shard_shape(leaf.shape)
-            size += leaf.dtype.itemsize * math.prod(shape)
-    return size
 
 
 _STALE = (

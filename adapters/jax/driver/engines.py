@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
@@ -33,7 +33,7 @@ from healcore.jax.driver.program_state import (
     key_name,
     to_live_leaf,
 )
-from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
+from healcore.jax.heal_state import HealState, HealStateError, ProtectState, ScaleByHealLrState
 from healcore.jax.opt_state import warn_if_after_optimizer, without_heal_state
 from healcore.jax.optax_states import check_second_iterates
 from healcore.jax.trees import Path, PyTree, map_nodes, node_at, node_getter, nodes
@@ -62,6 +62,17 @@ class EngineEntry(NamedTuple):
     """Names of the tensors whose gradients it judges."""
     state_in: Callable[[PyTree], HealState]
     """Takes its HealState from the state."""
+
+    def protected(self, tree: PyTree) -> ProtectState | None:
+        """The state of its `protect`, or None for an engine in a chain.
+
+        Args:
+            tree: the live state.
+        """
+        owner = node_at(tree, self.path[:-1])
+        if isinstance(owner, ProtectState):
+            return owner
+        return None
 
 
 def find_engines(
@@ -126,26 +137,25 @@ def _likeliest(arrays: Sequence[Path], count: int, engine: Path) -> list[list[Pa
     the engine's HealState: the networks of a GAN may be next to their optimizers.
     """
     ranked: dict[tuple[bool, int], list[list[Path]]] = {}
-    for path, inside in _subtrees(arrays, count).items():
+    for inside, path in _subtrees(arrays, count).items():
         is_named = bool(path) and key_name(path[-1]) in ("params", "model")
         alike = sum(key == other for key, other in zip(path, engine, strict=False))
-        ranked.setdefault((is_named, alike), []).append(inside)
+        ranked.setdefault((is_named, alike), []).append([*inside])
     if not ranked:
         return []
     return ranked[max(ranked)]
 
 
-def _subtrees(arrays: Sequence[Path], count: int) -> dict[Path, list[Path]]:
-    """Path of each outermost subtree with `count` of the arrays -> paths of these arrays."""
+def _subtrees(arrays: Sequence[Path], count: int) -> dict[tuple[Path, ...], Path]:
+    """The paths of each `count` arrays that are all of a subtree -> path of the outermost one."""
     inside: dict[Path, list[Path]] = {}
     for path in arrays:
         for depth in range(len(path) + 1):
             inside.setdefault(path[:depth], []).append(path)
-    found = {}
-    for path, paths in inside.items():
-        parent_fits = bool(path) and len(inside[path[:-1]]) == count
-        if len(paths) == count and not parent_fits:
-            found[path] = paths
+    found: dict[tuple[Path, ...], Path] = {}
+    for path, paths in inside.items():  # an outer subtree before those within
+        if len(paths) == count:
+            found.setdefault(tuple(paths), path)
     return found
 
 
@@ -167,7 +177,7 @@ def fits_moments(tree: PyTree, entry: EngineEntry) -> bool:
     count = len(entry.tensor_names)
     optimizer = entry.path[: max(1, len(entry.path) - 1)]
     arrays = [path for path in shapes if path[: len(optimizer)] == optimizer]
-    for moments in _subtrees(arrays, count).values():
+    for moments in _subtrees(arrays, count):
         if [shapes[path] for path in moments] != parameters[:count]:
             return False
     return bool(parameters) and len(parameters) % count == 0
@@ -220,28 +230,26 @@ def with_engines(
     Raises:
         StateError: a state belongs to another policy or model, or the run has no such engine.
     """
-    paths = {entry.name: entry.path for entry in engines}
-    check_engines(data, paths)
+    check_engines(data, [entry.name for entry in engines])
     states = {name: engine.from_dict(state) for name, state in data.items()}
-    new = {}
-    for name, state in states.items():
-        live = node_at(tree, paths[name])
-        packed = heal_state.with_engine_state(engine, live, state)
-        new[paths[name]] = jax.tree.map(to_live_leaf, packed, live)
+    names = iter([entry.name for entry in engines])  # in the order of the tree
+
+    def restored(live: HealState) -> HealState:
+        name = next(names)
+        if name not in states:
+            return live
+        return heal_state.with_engine_state(engine, live, states[name])
+
+    tree = map_states(restored, tree)
     scales = {float(state.lr.scale) for state in states.values()}
-    scale = None
-    if len(scales) == 1 and engine.mode != "observe":
-        [scale] = scales
+    if len(scales) != 1 or engine.mode == "observe":
+        return tree
+    [scale] = scales
 
-    def is_healing(node: PyTree) -> bool:
-        return isinstance(node, HealState | ScaleByHealLrState)
+    def scaled(live: ScaleByHealLrState) -> ScaleByHealLrState:
+        return ScaleByHealLrState(to_live_leaf(np.float32(scale), live.heal_lr_scale))
 
-    def replaced(path: Path, node: PyTree) -> PyTree:
-        if scale is not None and isinstance(node, ScaleByHealLrState):
-            return ScaleByHealLrState(to_live_leaf(np.float32(scale), node.heal_lr_scale))
-        return new.get(path, node)
-
-    return tree_map_with_path(replaced, tree, is_leaf=is_healing)
+    return map_nodes(ScaleByHealLrState, scaled, tree)
 
 
 def map_states(change: Callable[[HealState], HealState], tree: PyTree) -> PyTree:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from healcore.jax import optimizer_numbers
-from healcore.jax.driver.engines import EngineEntry
-from healcore.jax.driver.program_state import short_names, to_live_leaf
-from healcore.jax.heal_state import HealState, ProtectState
-from healcore.jax.trees import Path, PyTree, node_at
+from healcore.jax.driver.engines import EngineEntry, map_states
+from healcore.jax.driver.program_state import short_names
+from healcore.jax.heal_state import HealState
+from healcore.jax.trees import Path, PyTree
 from healcore.runtime.driver import NumberRange
 
 
@@ -34,7 +34,10 @@ def numbers_of(engines: Sequence[EngineEntry], tree: PyTree) -> dict[str, Number
         Name of each number that a step has seen -> its lowest, highest and newest value.
     """
     names_of = _number_names(engines, tree)
-    arrays = [node_at(tree, path).heal_numbers for path in names_of]
+    arrays = []
+    for entry in engines:
+        if entry.name in names_of:
+            arrays.append(entry.state_in(tree).heal_numbers)
     ranges = {}
     for names, array in zip(names_of.values(), jax.device_get(arrays), strict=True):
         for name, seen in zip(names, optimizer_numbers.read_ranges(array), strict=True):
@@ -56,34 +59,31 @@ def with_held_numbers(
     Returns:
         The new state.
     """
-    new = {}
-    for path, names in _number_names(engines, tree).items():
-        new[path] = optimizer_numbers.make_numbers([ranges.get(name) for name in names])
+    names_of = _number_names(engines, tree)
+    entries = iter(engines)  # in the order of the tree
 
-    def is_heal_state(node: PyTree) -> bool:
-        return isinstance(node, HealState)
+    def held(state: HealState) -> HealState:
+        names = names_of.get(next(entries).name)
+        if names is None:
+            return state
+        numbers = optimizer_numbers.make_numbers([ranges.get(name) for name in names])
+        return state._replace(heal_numbers=numbers)
 
-    def with_numbers(path: Path, node: PyTree) -> PyTree:
-        if path not in new:
-            return node
-        return node._replace(heal_numbers=to_live_leaf(new[path], node.heal_numbers))
-
-    return jax.tree_util.tree_map_with_path(with_numbers, tree, is_leaf=is_heal_state)
+    return map_states(held, tree)
 
 
-def _number_names(engines: Sequence[EngineEntry], tree: PyTree) -> dict[Path, list[str]]:
-    """Path of each HealState with numbers -> the names of its numbers, in their order.
+def _number_names(engines: Sequence[EngineEntry], tree: PyTree) -> dict[str, list[str]]:
+    """Name of each engine with numbers -> the names of its numbers, in their order.
 
     A name is the argument of the optimizer, such as `b2`, or its path if an argument of this name
     occurs twice.
     """
-    paths_of: dict[Path, list[Path]] = {}
+    paths_of: dict[str, list[Path]] = {}
     for entry in engines:
-        owner = node_at(tree, entry.path[:-1])
-        if isinstance(owner, ProtectState) and owner.heal.heal_numbers is not None:
+        owner = entry.protected(tree)
+        if owner is not None and owner.heal.heal_numbers is not None:
             start = (*entry.path[:-1], jax.tree_util.GetAttrKey("inner_state"))
             places = optimizer_numbers.number_leaves(owner.inner_state)
-            paths_of[entry.path] = [(*start, *place) for place in places]
-
+            paths_of[entry.name] = [(*start, *place) for place in places]
     names = iter(short_names([path for paths in paths_of.values() for path in paths]))
     return {engine: [next(names) for _ in paths] for engine, paths in paths_of.items()}

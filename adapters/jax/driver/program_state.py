@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.console import first_of
@@ -433,22 +432,6 @@ def _arrays(tree: PyTree) -> PyTree:
         return leaf
 
     return jax.tree.map(array_of, tree, is_leaf=is_variable)
-
-
-def is_donated(leaf: Leaf) -> bool:
-    """Whether a compiled function has reused the memory of the array, which is unreadable then."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
-
-
-def check_not_donated(tree: PyTree) -> None:
-    """Raises HealStateError if an array of the tree was donated."""
-    for path, leaf in tree_leaves_with_path(tree):
-        if is_donated(leaf):
-            raise HealStateError(
-                f"state{keystr(path)} was donated to a compiled function, so its values are gone. "
-                "Pass the state that this function has returned, or call it with a copy: "
-                "jax.tree.map(jnp.copy, state)"
-            )
 
 
 def to_live_leaf(new: Leaf, live: Leaf) -> Leaf:

@@ -1,9 +1,9 @@
-"""`JaxWeights`: copies the weights of a state, and evaluates the loss with earlier weights."""
+"""`JaxWeights`: the part of the driver that copies weights, and evaluates a loss with them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,9 +12,10 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.core.signals import SignalError
-from healcore.jax.driver.program_state import ProgramState, is_donated
+from healcore.jax.driver.engines import EngineEntry
+from healcore.jax.driver.program_state import ProgramState
 from healcore.jax.trees import Leaf, Path
-from healcore.runtime.driver import WeightsChanged
+from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.program_settings import DIGESTED
 from healcore.runtime.run.compare.loss_function import NotComparable
 
@@ -26,7 +27,7 @@ _DONATING = (
 )
 
 
-class JaxWeights:
+class JaxWeights(Driver):
     """Copies the weights of a state by path, and computes losses with earlier weights.
 
     The weights are the arrays that one comparison replaces together: the parameters that the
@@ -35,26 +36,21 @@ class JaxWeights:
     comparison would not show it. Everything else stays as it is now, such as an average of the
     weights. Where the state does not show which of several equal parts is trained, all of them are
     replaced, see `EngineEntry.parameters`.
-
-    Args:
-        live: the state of the run, in which the weights are found, and replaced for an evaluation.
-        parameters: paths of the arrays that the optimizers train.
     """
 
-    def __init__(self, live: ProgramState, parameters: Collection[str]) -> None:
-        self._live = live
-        self._parameters = frozenset(parameters)
-        self._compared = self._parameters.union(live.leaves_within("batch_stats"))
-        self._finite = self._parameters.union(live.leaves_within("acc_grads"))
-        """With the accumulators of optax.MultiSteps: a NaN stays there, and 0 * NaN is NaN."""
+    _live: ProgramState
+    """The state of the run."""
+    _engines: list[EngineEntry]
+    """The engines in this state."""
+    _not_finite: frozenset[str] = frozenset()
+    """Parameters that were not finite at the start, such as a mask of -Inf."""
 
-    def copy(self) -> dict[str, Any]:
-        """Copies the weights into host memory, to compare later weights with them.
+    def copy_weights(self) -> dict[str, Any]:
+        """See `Driver.copy_weights`. Path -> copy of each array.
 
-        Returns:
-            Path -> copy of each array. The copies stay valid when a step donates the state.
+        The copies stay valid when a step donates the state.
         """
-        return {path: _copy(leaf) for path, leaf in self._leaves(self._compared).items()}
+        return {path: _copy(leaf) for path, leaf in self._leaves("batch_stats").items()}
 
     def digest(self) -> str:
         """A digest of some values of each parameter, see `Driver.settings`.
@@ -63,7 +59,7 @@ class JaxWeights:
         per parameter.
         """
         found = hashlib.blake2b(digest_size=8)
-        for leaf in self.arrays().values():
+        for leaf in self._leaves().values():
             part = leaf
             if isinstance(leaf, jax.Array):
                 part = leaf.addressable_data(0)
@@ -72,15 +68,15 @@ class JaxWeights:
             found.update(flat[::interval][:DIGESTED].tobytes())
         return found.hexdigest()
 
-    def nonfinite(self) -> list[str]:
-        """Finds the parameters and accumulated gradients with a NaN or Inf. One sync.
+    def nonfinite_weights(self) -> list[str]:
+        """See `Driver.nonfinite_weights`. Paths such as ``['params']['w']``. One sync.
 
-        Returns:
-            Their paths, such as ``['params']['w']``.
+        With the accumulators of optax.MultiSteps: a NaN stays there, and 0 * NaN is NaN.
         """
-        found = {
-            path: jnp.isfinite(leaf).all() for path, leaf in self._leaves(self._finite).items()
-        }
+        found = {}
+        for path, leaf in self._leaves("acc_grads").items():
+            if path not in self._not_finite:
+                found[path] = jnp.isfinite(leaf).all()
         return [path for path, finite in jax.device_get(found).items() if not finite]
 
     @transferring
@@ -92,7 +88,7 @@ class JaxWeights:
         *,
         redraw: bool = False,
     ) -> list[Any]:
-        """Calls `loss_fn(state, batch)` for each batch, or `loss_fn(batch)` for nnx objects.
+        """See `Driver.losses_of`. `loss_fn` takes state and batch, or of nnx objects the batch.
 
         Replaces the current weights by `weights`, but keeps the random keys of the state. The
         live state is the same afterwards, also if `loss_fn` raises.
@@ -113,12 +109,11 @@ class JaxWeights:
         """
         weights = weights or {}
         if weights:
-            for path, leaf in self._leaves(self._compared).items():
+            for path, leaf in self._leaves("batch_stats").items():
                 if getattr(weights.get(path), "shape", None) != leaf.shape:
                     raise WeightsChanged
-        for leaf in jax.tree.leaves(batches):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise NotComparable("the step has donated the batch: remove it from donate_argnums")
+        if any(map(_is_deleted, jax.tree.leaves(batches))):
+            raise NotComparable("the step has donated the batch: remove it from donate_argnums")
         live = self._live.read()
         in_place = self._live.in_place
         replaced = dict(weights)
@@ -135,29 +130,31 @@ class JaxWeights:
             losses = []
             for batch in batches:
                 losses.append(jax.device_get(loss_fn(*arguments, batch)))
-                if any(map(is_donated, jax.tree.leaves(live))):
+                if any(map(_is_deleted, jax.tree.leaves(live))):
                     raise SignalError(_DONATING)
             return losses
         finally:
             if in_place:
                 self._live.write(live)
 
-    def arrays(self) -> dict[str, Any]:
-        """The parameters.
+    def _leaves(self, part: str = "") -> dict[str, Any]:
+        """Path -> array of each parameter, and of the parts of the state with a name.
 
-        Returns:
-            Path -> array, in the same order in all processes.
+        In the order of the state, which is the same in all processes.
         """
-        return self._leaves(self._parameters)
-
-    def _leaves(self, paths: Collection[str]) -> dict[str, Any]:
-        """Path -> leaf of the live state, for some paths, in the order of the state."""
+        paths = set(self._live.leaves_within(part))
+        for entry in self._engines:
+            paths.update(entry.parameters)
         found = {}
         for path, leaf in tree_leaves_with_path(self._live.read()):
-            name = keystr(path)
-            if name in paths:
-                found[name] = leaf
+            if keystr(path) in paths:
+                found[keystr(path)] = leaf
         return found
+
+
+def _is_deleted(leaf: Leaf) -> bool:
+    """Whether a compiled function has reused the memory of an array."""
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def _copy(leaf: Leaf) -> Any:

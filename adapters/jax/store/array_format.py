@@ -164,34 +164,33 @@ class JaxFormat(ArrayFormat):
         Raises:
             ValueError: other processes hold shards that this process needs for the live sharding.
         """
-        if live is None or not live.layout.spans:
-            return _assembled(leaf)
-        return _sharded(leaf, live.layout.sharding)
+        sharding = None
+        if live is not None:
+            sharding = live.layout.sharding
+        return _array(leaf, sharding)
 
     def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
         """Makes what the program has saved from the array that the checkpoint holds.
 
         Args:
-            node: entry of the array, with its `kind`: "jax", "numpy", "scalar" or "key".
+            node: entry of the array, with its `kind`: "jax", "numpy" or "key".
             array: the array; the data of a random key.
             live: the leaf of the state to restore into, or None if the state has no such leaf.
 
         Returns:
-            A random key, a NumPy scalar, or an array of the kind and the placement of the live one.
+            A random key, or an array of the kind and the placement of the live one.
         """
-        layout = _Layout(array.shape)
-        is_numpy = node["kind"] in ("numpy", "scalar")
+        is_numpy, placement = node["kind"] == "numpy", None
         if live is not None:
-            layout = live.layout
-            is_numpy = layout.sharding is None
+            is_numpy = live.layout.sharding is None
+            if live.layout.committed:
+                placement = live.layout.sharding
         if isinstance(array, np.ndarray) and not is_numpy:
             # Without a sharding it is not committed to a device. Replicas on a CPU share memory.
             # This is safe with donation: XLA never writes to memory that belongs to NumPy.
-            array = jax.device_put(array, layout.sharding if layout.committed else None)
+            array = jax.device_put(array, placement)
         if node["kind"] == "key":
             return jax.random.wrap_key_data(jnp.asarray(array), impl=node["impl"])
-        if node["kind"] == "scalar" and is_numpy:
-            return array[()]
         return array
 
     @functools.cached_property
@@ -364,8 +363,6 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
         if value.dtype.hasobject or value.dtype.names is not None or value.dtype.kind in "SUMm":
             return None
         kind = "numpy"
-        if isinstance(value, np.generic):
-            kind = "scalar"
         value = np.asarray(value, value.dtype.newbyteorder("="))
         layout = _Layout(value.shape)
         parts = {tuple((0, size) for size in value.shape): value}
@@ -379,19 +376,22 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
 
 
 def _to_write(leaf: Leaf) -> Any:
-    """The array that Orbax writes: NumPy's, or JAX's if other processes hold a part of it."""
-    if not leaf.layout.spans:
-        return _assembled(leaf)
+    """The array that Orbax writes."""
     sharding = leaf.layout.sharding
     if any(isinstance(part, jax.Array) for part in leaf.parts.values()):
         sharding = sharding.with_memory_kind(_PINNED)  # the copies stay in host memory
-    return _sharded(leaf, sharding)
+    return _array(leaf, sharding)
 
 
-def _sharded(leaf: Leaf, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """An array that spans processes. Raises ValueError if other processes hold a needed part."""
+def _array(leaf: Leaf, sharding: jax.sharding.Sharding | None) -> Any:
+    """The array of a copy: NumPy's, or JAX's if its sharding spans processes.
+
+    Raises:
+        ValueError: other processes hold a part that this process needs.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return _assembled(leaf)
     shape = leaf.layout.shape
-    assert sharding is not None, "only a sharding spans processes"
 
     def shard(slices: Any) -> np.ndarray:
         saved = leaf.parts.get(_index_of(slices, shape))

@@ -61,7 +61,7 @@ def test_steps_are_reported_in_order_though_each_was_donated_to_the_next(kind, e
     # The bad step, and the tensor that it names.
     assert bad.cause == Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
     assert bad.action == Action.ROLLBACK | Action.CUT_LR
-    assert (bad.skip, bad.rollback_depth, bad.lr_scale) == (True, 1, 0.25)
+    assert (not bad.taken, bad.rollback_depth, bad.lr_scale) == (True, 1, 0.25)
     assert (bad.onset, bad.incident, bad.incident_open) == (2, 1, True)
     assert (bad.loss, bad.grad_norm) == (second.loss, second.grad_norm)  # the last finite ones
     assert bad.evidence[0].name == tensor
