@@ -49,7 +49,7 @@ def test_a_healing_state_of_another_kind_touches_nothing():
     for engines, message in (
         ({"opt_state": smaller}, "other tensors"),
         ({"optimizer": smaller}, "'optimizer'"),
-        ({"opt_state": foreign.to_dict(foreign.init())}, "clip"),
+        ({"opt_state": foreign.to_dict(foreign.init())}, "another policy"),
     ):
         with pytest.raises(StateError, match=message):
             driver.load(None, engines)
