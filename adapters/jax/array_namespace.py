@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number, register
 
 _ABOVE_SHARED = 1_000_003
 """A divisor that is larger than every shared value. It is not a power of two, which XLA would turn
@@ -73,7 +73,9 @@ class JaxNamespace(ArrayNamespace):
 
 
 JAX = JaxNamespace()
-"""The namespace of JAX arrays, for ``engine.step(state, signals, xp=JAX)``."""
+"""The namespace of JAX arrays."""
+
+register(jax.Array, lambda array: JAX)
 
 
 def _of_one_type(x: Array, y: Array | Number) -> tuple[jax.Array, jax.Array]:

@@ -318,7 +318,7 @@ def _judge(
     config = structure.unflatten([next(left) if leaf is None else leaf for leaf in rest])
     engine = Engine(config, limits_norm=limits_norm)
     packed: _Packed = _unpack(_first(engine, tensors), vector, windows)
-    new, decision = engine.step(_engine_state(packed), signals, xp=JAX)
+    new, decision = engine.step(_engine_state(packed), signals)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)

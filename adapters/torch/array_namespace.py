@@ -1,4 +1,4 @@
-"""`Namespace`: the array namespace of the core in torch, with the bits of NumPy and XLA."""
+"""`TORCH`: the array namespace of the core in torch, with the bits of NumPy and XLA."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from healcore.core.array_namespace import Array, ArrayNamespace, Number
-from healcore.core.clipping import EDGES
+from healcore.core.array_namespace import Array, ArrayNamespace, Number, register
 from healcore.core.numerics import FLUSH
 
 
-class Namespace(ArrayNamespace):
-    """Array functions of the core on one device, in eager tensor operations.
+class TorchNamespace(ArrayNamespace):
+    """The functions of the core for torch, in eager tensor operations. `TORCH` is the instance.
 
     Rejected: array-api-compat, which keeps torch's inexact `sqrt`. The core's only table is copied
-    to the device once.
-
-    Args:
-        device: where the arrays are.
+    to a device once.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__(torch)
-        self._device = device
-        self._edges = torch.as_tensor(EDGES).to(device)
+        self._tables: dict[torch.device, Tensor] = {}
 
     def where(self, condition: Tensor, x: Array | Number, y: Array | Number, /) -> Tensor:
         """`torch.where`."""
@@ -61,14 +56,15 @@ class Namespace(ArrayNamespace):
         """`torch.Tensor.to`."""
         return x.to(torch.int32)
 
-    def arange(self, n: int, /) -> Tensor:
-        """`torch.arange` on the device."""
-        return torch.arange(n, device=self._device)
+    def places(self, values: Tensor, /) -> Tensor:
+        """`torch.arange` on the device of `values`."""
+        return torch.arange(values.shape[-1], device=values.device)
 
-    def asarray(self, x: Any, /) -> Tensor:
-        """The core's only table, `EDGES`, on the device."""
-        del x
-        return self._edges
+    def table(self, numbers: Any, like: Tensor, /) -> Tensor:
+        """The core's only table, `healcore.core.clipping.EDGES`, on the device of `like`."""
+        if like.device not in self._tables:
+            self._tables[like.device] = torch.as_tensor(numbers).to(like.device)
+        return self._tables[like.device]
 
     def flush(self, x: Tensor, limit: float = FLUSH, /) -> Tensor:
         """One operation instead of three."""
@@ -83,3 +79,9 @@ class Namespace(ArrayNamespace):
         if not isinstance(y, Tensor):
             y = torch.full_like(x, y)
         return x / y
+
+
+TORCH = TorchNamespace()
+"""The namespace of tensors."""
+
+register(Tensor, lambda tensor: TORCH)

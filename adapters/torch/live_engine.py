@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from healcore.core.array_namespace import NUMPY, ArrayNamespace
+import healcore.torch.array_namespace  # noqa: F401  # registers the namespace of tensors
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.engine.state import record_numbers
@@ -35,7 +35,6 @@ from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_INTS, StepRecord, Why, host_record, unpack_record
 from healcore.core.tape import to_program
 from healcore.core.trees import map_leaves
-from healcore.torch.array_namespace import Namespace
 
 RECORD_LAG = 10
 """Steps after which the record of a step on a device is read. Its copy has arrived by then. The
@@ -230,7 +229,6 @@ class LiveEngine:
         self.record_lag = 0
         if device is not None:
             self.record_lag = RECORD_LAG
-            self._namespace = Namespace(device)
             largest = FLOAT32_MAX
             if engine.config.clip is not None:
                 largest = SIGNAL_LIMIT
@@ -266,11 +264,10 @@ class LiveEngine:
         """The newest steps. The oldest of a full queue has been judged."""
         self._waiting: deque[_Step] = deque()
         """The steps that are not judged yet."""
-        self._xp: ArrayNamespace = NUMPY
-        self._state: EngineState = map_leaves(_scalar, state)
+        self._own_form = _scalar
         if self.device is not None and not self.judges_late:
-            self._xp = self._namespace
-            self._state = map_leaves(self._to_device, state)
+            self._own_form = self._to_device
+        self._state: EngineState = map_leaves(self._own_form, state)
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -346,7 +343,7 @@ class LiveEngine:
         if engine.config.clip is not None:
             # A fixed clip reads nothing but the norm.
             seen: Any = SimpleNamespace(grad_norm=signals.grad_norm)
-            _, clip = engine.config.clip.update(None, seen, None, xp=self._namespace)
+            _, clip = engine.config.clip.update(None, seen, None)
             scale = clip.scale
         return EnforcedDecision(bad.to(torch.float32), scale)
 
@@ -362,7 +359,7 @@ class LiveEngine:
         """Runs the whole engine on the device, and begins to copy the record of the step."""
         engine = self.step_engine
         before = self._state.step
-        self._state, decision = engine.step(self._state, signals, xp=self._xp)
+        self._state, decision = engine.step(self._state, signals)
         numbers = record_numbers(self._state)
         ints = torch.stack(numbers[:RECORD_INTS])  # bool becomes int32
         floats = torch.stack(numbers[RECORD_INTS:])
@@ -456,7 +453,7 @@ class LiveEngine:
 
     def expect_change(self) -> None:
         """Opens the grace window at the next step."""
-        self._state = self.engine.expect_change(self.state, xp=self._xp)
+        self._state = self.engine.expect_change(self.state)
 
     def grow(self, tensors: int) -> None:
         """Starts a clipping history for added parameters.
@@ -475,7 +472,7 @@ class LiveEngine:
             return old
 
         new = map_leaves(extended, self._to_numpy(), self.engine.init(groups=tensors))
-        self._state = map_leaves(_scalar if self._xp is NUMPY else self._to_device, new)
+        self._state = map_leaves(self._own_form, new)
 
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state, which the engines of all frameworks read.
@@ -520,7 +517,7 @@ class LiveEngine:
         saved = self.parse(data)
         self._judge_all()  # records of the steps so far may still be read
         if rollback:
-            saved = self.engine.on_rollback(self._to_numpy(), saved, xp=np)
+            saved = self.engine.on_rollback(self._to_numpy(), saved)
         self.start(saved)
 
     def _to_numpy(self) -> EngineState:

@@ -1,12 +1,12 @@
-"""`ArrayNamespace`: the array functions with which the core computes, `xp` in its signatures.
+"""`xp`: the array functions with which the core computes, of the library of their operands.
 
 The core is written once and runs on arrays of NumPy, JAX and torch, and on the placeholders of
-`tape`. So it imports no array library. Each function takes the namespace of its arrays as the
-keyword `xp`, and writes ``xp.where(condition, a, b)`` where a NumPy program has ``np.where``.
-Arithmetic, comparisons and `abs` are the operators of the arrays.
+`tape`. So it imports no array library. It writes ``xp.where(condition, a, b)`` where a NumPy
+program has ``np.where``. Arithmetic, comparisons and `abs` are the operators of the arrays.
 
-A namespace is a library with NumPy's names, and the few functions that give the same bits in each
-library (docs/parity.md). A subclass replaces what its library has in another or a faster form:
+An `ArrayNamespace` is a library with NumPy's names, and the few functions that give the same bits
+in each library (docs/parity.md). A subclass replaces what its library has in another or a faster
+form, and `register` says for which arrays it computes:
 
     ====================================  ================================  ======================
     namespace                             arrays                            replaces
@@ -14,8 +14,8 @@ library (docs/parity.md). A subclass replaces what its library has in another or
     `NUMPY`                               NumPy arrays                      nothing
     `healcore.core.tape.Tape`             placeholders, which are recorded  selections, conversions
     `healcore.jax.array_namespace.JAX`    JAX arrays, traced or not         `where`, `shared`, ...
-    `healcore.torch.array_namespace`      tensors of one device             what torch lacks, or
-    (`Namespace`)                                                           rounds otherwise
+    `healcore.torch.array_namespace`      tensors                           what torch lacks, or
+    (`TORCH`)                                                               rounds otherwise
     ====================================  ================================  ======================
 
 The aliases of this file name the arrays in the core's signatures. They are aliases of `Any`, since
@@ -26,7 +26,7 @@ arrays with leading batch axes, which the shapes below leave out.
 from __future__ import annotations
 
 import math
-from types import ModuleType
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
@@ -58,22 +58,21 @@ class ArrayNamespace:
 
         where(condition, x, y)   the core's only branch on a value. At most one of `x` and `y` is a
                                  Python number: the dtype of two would differ between libraries.
-        minimum(x, y), maximum(x, y), sqrt(x), arange(n)
+        minimum(x, y), maximum(x, y), sqrt(x)
         cumsum(x, axis), sum(x, axis)   of integers, and of floats of which at most one is not 0:
                                  each library adds in another order. For other floats use
                                  `healcore.core.detectors.windows.folded`. A sum of int32 is int64
                                  in some libraries: compare it, or convert it for a state.
-        asarray(x)               of the core's only table, `healcore.core.clipping.EDGES`.
 
     Args:
         library: a module with the functions of NumPy 2.
 
     Examples:
         >>> import numpy as np
-        >>> from healcore.core.array_namespace import NUMPY, ArrayNamespace, Float
-        >>> def positive_part(x: Float, *, xp: ArrayNamespace) -> Float:
+        >>> from healcore.core.array_namespace import Float, xp
+        >>> def positive_part(x: Float) -> Float:
         ...     return xp.maximum(x, 0.0)
-        >>> positive_part(np.array([-1, 2], np.float32), xp=NUMPY)
+        >>> positive_part(np.array([-1, 2], np.float32))
         array([0., 2.], dtype=float32)
     """
 
@@ -83,6 +82,15 @@ class ArrayNamespace:
     def __getattr__(self, name: str) -> Any:
         """A function of the library."""
         return getattr(self.library, name)
+
+    def places(self, values: Array, /) -> Int:
+        """Counts 0, 1, ... along the last axis of an array."""
+        return self.library.arange(values.shape[-1])
+
+    def table(self, numbers: np.ndarray, like: Array, /) -> Array:
+        """Makes an array of constants, in the library and on the device of `like`."""
+        del like
+        return self.library.asarray(numbers)
 
     def as_float(self, x: Array, /) -> Float:
         """The values as float32; exact for counts below 2**24."""
@@ -155,7 +163,7 @@ class ArrayNamespace:
             slot: int (...), the index in the last axis.
             value: (...), the new element.
         """
-        here = self.arange(values.shape[-1]) == slot[..., None]
+        here = self.places(values) == slot[..., None]
         return self.where(here, value[..., None], values)
 
     def shared(self, x: Array, /) -> Array:
@@ -204,16 +212,50 @@ NumPy warns of invalid values that a `where` discards later. `Engine.step` ignor
 callers of other functions need ``np.errstate(all="ignore")``.
 """
 
+_registered: dict[type, Callable[[Any], ArrayNamespace]] = {}
+_found: dict[type, Callable[[Any], ArrayNamespace]] = {}
+"""The registered function for each type of operand so far. A class of JAX says by the array alone
+whether it is one of its arrays."""
 
-def as_namespace(xp: ArrayNamespace | ModuleType) -> ArrayNamespace:
-    """Accepts a module such as `numpy` where a namespace is needed.
+
+def register(kind: type, namespace_of: Callable[[Any], ArrayNamespace]) -> None:
+    """Says which namespace computes with the arrays of a library.
 
     Args:
-        xp: a namespace, which is returned unchanged, or a module with the functions of NumPy 2.
-
-    Returns:
-        The namespace: ``as_namespace(np) is NUMPY``.
+        kind: the class of the arrays.
+        namespace_of: returns the namespace of an array.
     """
-    if xp is np:
-        return NUMPY
-    return ArrayNamespace(xp) if isinstance(xp, ModuleType) else xp
+    _registered[kind] = namespace_of
+    _found.clear()
+
+
+def _namespace(operands: tuple[Any, ...]) -> ArrayNamespace:
+    """The namespace of the first operand that is neither of NumPy nor a Python number.
+
+    Constants of NumPy may stand beside the arrays of every library.
+    """
+    for each in operands:
+        if type(each) not in _found:
+            _found[type(each)] = lambda array: NUMPY
+            for kind, namespace_of in _registered.items():
+                if isinstance(each, kind):
+                    _found[type(each)] = namespace_of
+        namespace = _found[type(each)](each)
+        if namespace is not NUMPY:
+            return namespace
+    return NUMPY
+
+
+class _NamespaceOfOperands:
+    """Each function is the one of the operands' namespace."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*operands: Any) -> Any:
+            return getattr(_namespace(operands), name)(*operands)
+
+        setattr(self, name, call)
+        return call
+
+
+xp: Any = _NamespaceOfOperands()
+"""The functions of `ArrayNamespace`, for the arrays of every registered library."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.array_namespace import Flag, Float, Int, Number, xp
 from healcore.core.ranges import whole
 
 # The average covers about 15 values. A power of two makes the product exact.
@@ -70,14 +70,7 @@ class ShiftResult(NamedTuple):
 
 
 def watch_level(
-    config: ShiftConfig,
-    state: ShiftState,
-    value: Float,
-    rejected: Flag,
-    learn: Flag,
-    restart: Flag,
-    *,
-    xp: ArrayNamespace,
+    config: ShiftConfig, state: ShiftState, value: Float, rejected: Flag, learn: Flag, restart: Flag
 ) -> tuple[ShiftState, ShiftResult]:
     """Updates the rejections by one value, and decides whether the level has shifted.
 
@@ -94,7 +87,6 @@ def watch_level(
         rejected: the rule rejects the value as an outlier.
         learn: the value counts. Elsewhere the state is unchanged, except by `restart`.
         restart: earlier rejections are forgotten first.
-        xp: the array namespace.
 
     Returns:
         The new state, and whether and to which level the values have shifted.
@@ -123,9 +115,7 @@ def watch_level(
     return ShiftState(rejections, level, spread), ShiftResult(escaped, level, spread)
 
 
-def limit_outlier(
-    value: Float, mean: Float, count: Int, warm: Flag, *, xp: ArrayNamespace
-) -> tuple[Float, Flag]:
+def limit_outlier(value: Float, mean: Float, count: Int, warm: Flag) -> tuple[Float, Flag]:
     """Keeps a norm of a warm-up from spoiling the mean.
 
     Args:
@@ -133,7 +123,6 @@ def limit_outlier(
         mean: mean of the norms before it.
         count: number of the norms before it.
         warm: the warm-up is not over. Afterwards the norm is not limited.
-        xp: the array namespace.
 
     Returns:
         The norm, limited to ten times the mean; and whether to forget the norms before it, because

@@ -1,7 +1,7 @@
 """Clipping rules, which run on the device at every step: fixed, ZClip, AutoClip, AdaGC.
 
 A rule is a NamedTuple of numbers, which may be arrays. `init(groups=n)` returns the state as NumPy
-arrays. `update(state, seen, learn, *, xp)` judges a norm against the state, then learns the norm
+arrays. `update(state, seen, learn)` judges a norm against the state, then learns the norm
 where `learn` holds (the step is not skipped). It returns the new state and a `Clip`. Attributes of
 the class say what the engine and the adapters have to know about a rule:
 
@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from healcore.core import baseline, numerics
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.array_namespace import Flag, Float, Int, Number, xp
 from healcore.core.ranges import (
     Fraction,
     Limit,
@@ -52,14 +52,13 @@ class Clip(NamedTuple):
     """Whether the norm is above the threshold."""
 
 
-def scale_to(limit: Float, norm: Float, over: Flag, *, xp: ArrayNamespace) -> Float:
+def scale_to(limit: Float, norm: Float, over: Flag) -> Float:
     """Returns the factor that reduces a norm to a limit.
 
     Args:
         limit: the norm after clipping.
         norm: the norm before clipping, of the same shape.
         over: whether the norm is clipped. Elsewhere the factor is exactly 1.
-        xp: the array namespace.
 
     Returns:
         float32 of the norm's shape, from 0 to 1. A subnormal factor is 0, in every backend.
@@ -91,7 +90,7 @@ class FixedConfig(NamedTuple):
     init = zero_init(FixedState)
 
     def update(
-        self, state: FixedState, seen: CheckedSignals, learn: Flag, *, xp: ArrayNamespace
+        self, state: FixedState, seen: CheckedSignals, learn: Flag
     ) -> tuple[FixedState, Clip]:
         """Clips `seen.grad_norm` to `max_norm`.
 
@@ -99,7 +98,6 @@ class FixedConfig(NamedTuple):
             state: the empty state.
             seen: the signals of the step. Reads `grad_norm`.
             learn: not needed, because the rule learns nothing.
-            xp: the array namespace.
 
         Returns:
             The same state, and the clipping of this step.
@@ -108,7 +106,7 @@ class FixedConfig(NamedTuple):
         norm = seen.grad_norm
         over = norm > self.max_norm
         zero = numerics.zero_like(norm)
-        scale = scale_to(self.max_norm, norm, over, xp=xp)
+        scale = scale_to(self.max_norm, norm, over)
         return state, Clip(scale, zero + self.max_norm, zero, over)
 
 
@@ -164,7 +162,7 @@ class ZClipConfig(NamedTuple):
     init = zero_init(ZClipState)
 
     def update(
-        self, state: ZClipState, seen: CheckedSignals, learn: Flag, *, xp: ArrayNamespace
+        self, state: ZClipState, seen: CheckedSignals, learn: Flag
     ) -> tuple[ZClipState, Clip]:
         """Judges `seen.grad_norm`, then learns it.
 
@@ -172,7 +170,6 @@ class ZClipConfig(NamedTuple):
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
             learn: whether the norm may be learnt, bool 0-d. False for a step that is skipped.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the clipping of this step.
@@ -208,14 +205,14 @@ class ZClipConfig(NamedTuple):
             lower = (threshold == 0) | (threshold > self.max_norm)
             threshold = xp.where(lower, self.max_norm, threshold)
         over = norm > effective
-        scale = scale_to(effective, norm, over, xp=xp)
+        scale = scale_to(effective, norm, over)
         known = ~warm & (sigma > 0)
         z = xp.where(known, xp.quotient(gap, xp.where(known, sigma, 1.0)), 0.0)
 
         learn = learn & seen.finite & (norm > 0)
-        learnt = _learn(self, state, count, norm, accepted, learn, xp=xp)
+        learnt = _learn(self, state, count, norm, accepted, learn)
         shift_state, shift = baseline.watch_level(
-            self.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
+            self.shift, state.shift, norm, spike, learn & ~warm, seen.restart
         )
         return ZClipState(
             count=learnt.count,
@@ -226,18 +223,11 @@ class ZClipConfig(NamedTuple):
 
 
 def _learn(
-    config: ZClipConfig,
-    state: ZClipState,
-    count: Int,
-    norm: Float,
-    accepted: Float,
-    learn: Flag,
-    *,
-    xp: ArrayNamespace,
+    config: ZClipConfig, state: ZClipState, count: Int, norm: Float, accepted: Float, learn: Flag
 ) -> ZClipState:
     """Updates mean and variance: Welford during warm-up, then moving averages."""
     warm = count < config.warmup_steps
-    value, first_were_outliers = baseline.limit_outlier(accepted, state.mean, count, warm, xp=xp)
+    value, first_were_outliers = baseline.limit_outlier(accepted, state.mean, count, warm)
     count = xp.where(learn & first_were_outliers, 0, count)
     known = count > 0
     mean = xp.where(known, state.mean, 0.0)
@@ -247,11 +237,11 @@ def _learn(
     divisor = xp.as_float(xp.where(new_count > 0, new_count, 1))
     rate = numerics.complement(config.ema_decay, norm)
     gap = value - mean
-    mean = mean + xp.where(learn, _step(gap, divisor, rate, warm, xp=xp), 0.0)
+    mean = mean + xp.where(learn, _step(gap, divisor, rate, warm), 0.0)
     new_gap = value - mean
     square = xp.product(xp.where(warm, gap, new_gap), new_gap)
     deviation = square - var
-    step = _step(deviation, divisor, rate, warm, xp=xp)
+    step = _step(deviation, divisor, rate, warm)
     var = var + xp.where(learn, step, 0.0)
     # Rounding can give a variance of -1e-12 after equal values.
     var = xp.where(var > 0, var, 0.0)
@@ -261,7 +251,7 @@ def _learn(
     return state._replace(count=new_count, mean=mean, var=var)
 
 
-def _step(gap: Float, count: Float, rate: Float, warm: Flag, *, xp: ArrayNamespace) -> Float:
+def _step(gap: Float, count: Float, rate: Float, warm: Flag) -> Float:
     """Change of an average: `gap / count` where `warm` (a plain mean), else `rate * gap`."""
     plain = xp.quotient(gap, count)
     return xp.where(warm, plain, xp.product(rate, gap))
@@ -322,7 +312,7 @@ class AutoClipConfig(NamedTuple):
         return zeros(AutoClipState, (BINS,))
 
     def update(
-        self, state: AutoClipState, seen: CheckedSignals, learn: Flag, *, xp: ArrayNamespace
+        self, state: AutoClipState, seen: CheckedSignals, learn: Flag
     ) -> tuple[AutoClipState, Clip]:
         """Adds `seen.grad_norm` to the histogram, then clips it at the percentile.
 
@@ -330,25 +320,23 @@ class AutoClipConfig(NamedTuple):
             state: the state before the step: counts (BINS,).
             seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
             learn: whether the norm may be learnt, bool 0-d. False for a step that is skipped.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the clipping of this step.
         """
         norm = seen.grad_norm
         learn = learn & seen.finite & (norm > 0)
-        edges = xp.asarray(EDGES)
+        edges = xp.table(EDGES, norm)
         above = norm[..., None] >= edges
         index = xp.sum(xp.as_int(above), -1) - 1
         index = xp.where(index < 0, 0, xp.where(index > BINS - 1, BINS - 1, index))
-        bins = xp.arange(BINS)
-        hit = (bins == index[..., None]) & learn[..., None]
+        hit = (xp.places(state.counts) == index[..., None]) & learn[..., None]
 
         counts = xp.where(seen.restart[..., None], 0, state.counts)
         counts = xp.where(hit, counts + 1, counts)
         total = xp.sum(counts, -1)
         full = total >= 2 * self.window
-        percentile = _percentile(self.percentile, counts, total, edges, xp=xp)
+        percentile = _percentile(self.percentile, counts, total, edges)
 
         known = total > 0
         target = xp.where(known, percentile, norm)
@@ -360,13 +348,11 @@ class AutoClipConfig(NamedTuple):
         zero = numerics.zero_like(norm)
         new_counts = xp.where(full[..., None], counts // 2, counts)
         return AutoClipState(xp.as_int(new_counts)), Clip(
-            scale_to(target, norm, over, xp=xp), zero + threshold, zero, over
+            scale_to(target, norm, over), zero + threshold, zero, over
         )
 
 
-def _percentile(
-    percent: Number, counts: Int, total: Int, edges: Float, *, xp: ArrayNamespace
-) -> Float:
+def _percentile(percent: Number, counts: Int, total: Int, edges: Float) -> Float:
     """Upper edge of the bin that holds the percentile.
 
     Interpolation would clip equal norms forever, by up to the width of a bin. The last sum has only
@@ -433,7 +419,7 @@ class AdaGCConfig(NamedTuple):
         return zeros(AdaGCState, (groups,))._replace(count=np.zeros((), np.int32))
 
     def update(
-        self, state: AdaGCState, seen: CheckedSignals, learn: Flag, *, xp: ArrayNamespace
+        self, state: AdaGCState, seen: CheckedSignals, learn: Flag
     ) -> tuple[AdaGCState, Clip]:
         """Judges the norm of each tensor, then learns it.
 
@@ -442,7 +428,6 @@ class AdaGCConfig(NamedTuple):
             seen: the signals of the step. Reads `group_norms` (n,), `grad_norm`, `finite` and
                 `restart`.
             learn: whether the norms may be learnt, bool 0-d. False for a step that is skipped.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the clipping of this step, in arrays of shape (n,).
@@ -452,7 +437,7 @@ class AdaGCConfig(NamedTuple):
         warm = count < self.warmup_steps
         learn = learn & seen.finite
         over_global = seen.grad_norm > self.max_norm
-        global_scale = scale_to(self.max_norm, seen.grad_norm, over_global, xp=xp)
+        global_scale = scale_to(self.max_norm, seen.grad_norm, over_global)
 
         warm_n, global_scale_n, learn_n = warm[..., None], global_scale[..., None], learn[..., None]
         restart_n = seen.restart[..., None]
@@ -460,7 +445,7 @@ class AdaGCConfig(NamedTuple):
         unknown = gamma == 0
         limit = self.ratio * gamma
         over = ~warm_n & ~unknown & (norms > limit)
-        tensor_scale = scale_to(limit, norms, over, xp=xp)
+        tensor_scale = scale_to(limit, norms, over)
         scale = xp.where(warm_n, global_scale_n, tensor_scale)
 
         learn_n = learn_n & (norms > 0)
@@ -471,7 +456,7 @@ class AdaGCConfig(NamedTuple):
         moved = xp.where(unknown, norms, xp.ema(gamma, accepted, rate, learn_n))
         gamma = xp.where(learn_n, xp.where(warm_n, lowest, moved), gamma)
         shift_state, shift = baseline.watch_level(
-            self.shift, state.shift, norms, over, learn_n & ~warm_n, restart_n, xp=xp
+            self.shift, state.shift, norms, over, learn_n & ~warm_n, restart_n
         )
         gamma = xp.where(shift.escaped, shift.level, gamma)
         count = xp.where(learn & warm & (seen.grad_norm > 0), count + 1, count)

@@ -1,7 +1,7 @@
 """The float32 arithmetic of the core.
 
 It gives the same bits in NumPy, XLA and torch (docs/parity.md), if the core follows these rules.
-The namespace `xp` is an `ArrayNamespace`.
+The functions are those of `healcore.core.array_namespace.xp`.
 
 * XLA on a CPU contracts ``a * b + c`` into a fused multiply-add, except through a ``select``
   whose condition LLVM cannot prove: use `xp.product`. LLVM moves the addition of a constant into

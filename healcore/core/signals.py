@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Norms, Number
+from healcore.core.array_namespace import Flag, Float, Norms, Number, xp
 from healcore.core.decision import Telemetry
 from healcore.core.errors import HealcoreError, exported_by
 from healcore.core.numerics import FLOAT32_MAX, SIGNAL_LIMIT, TINY
@@ -84,7 +84,7 @@ class CheckedSignals(NamedTuple):
 
 
 def check_signals(
-    signals: Signals, restart: Flag, last: Telemetry, *, clips: bool, xp: ArrayNamespace
+    signals: Signals, restart: Flag, last: Telemetry, *, clips: bool
 ) -> CheckedSignals:
     """Checks the signals of a step, once for all detectors.
 
@@ -95,7 +95,6 @@ def check_signals(
         clips: whether the policy clips. No float32 factor clips a gradient above `SIGNAL_LIMIT`, so
             such a norm is then bad. A bad norm is replaced by 0, because a clipping rule would
             learn the last norm again.
-        xp: the array namespace.
     """
     largest_norm, other_norm = FLOAT32_MAX, last.grad_norm
     if clips:
@@ -103,16 +102,14 @@ def check_signals(
     loss = grad_norm = group_norms = eval_loss = None
     bad_loss = bad_grad = has_eval = restart & False
     if signals.loss is not None:
-        loss, bad_loss = sanitized(signals.loss, -FLOAT32_MAX, FLOAT32_MAX, last.loss, xp=xp)
+        loss, bad_loss = sanitized(signals.loss, -FLOAT32_MAX, FLOAT32_MAX, last.loss)
     if signals.grad_norm is not None:
-        grad_norm, bad_grad = sanitized(
-            signals.grad_norm, _LEAST_NORM, largest_norm, other_norm, xp=xp
-        )
+        grad_norm, bad_grad = sanitized(signals.grad_norm, _LEAST_NORM, largest_norm, other_norm)
     if signals.group_norms is not None:
-        group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, largest_norm, xp=xp)
+        group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, largest_norm)
         bad_grad = bad_grad | (xp.sum(xp.as_int(bad), -1) > 0)
     if signals.eval_loss is not None:
-        eval_loss, bad = sanitized(signals.eval_loss, -FLOAT32_MAX, FLOAT32_MAX, xp=xp)
+        eval_loss, bad = sanitized(signals.eval_loss, -FLOAT32_MAX, FLOAT32_MAX)
         has_eval = ~bad
     bad = xp.shared(bad_loss | bad_grad)
     skipped = signals.externally_skipped
@@ -130,9 +127,7 @@ def check_signals(
     )
 
 
-def sanitized(
-    x: Float, low: float, high: float, other: Float | Number = 0.0, *, xp: ArrayNamespace
-) -> tuple[Float, Flag]:
+def sanitized(x: Float, low: float, high: float, other: Float | Number = 0.0) -> tuple[Float, Flag]:
     """Makes a signal safe for arithmetic, and finds out whether it is bad.
 
     Args:
@@ -140,7 +135,6 @@ def sanitized(
         low: the smallest value that is not bad.
         high: the largest value that is not bad.
         other: replaces bad values.
-        xp: the array namespace.
 
     Returns:
         `x` limited to `SIGNAL_LIMIT`, where values of at most `TINY` are 0; and a bool array of its

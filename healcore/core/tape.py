@@ -8,11 +8,11 @@ conditional expression of Python. Values and dtypes equal NumPy's, in a twentiet
 (docs/decisions/0039).
 
 How it works: `to_program` calls the function once with a placeholder, a `RecordedValue`, for each
-number of its arguments, and with a `Tape` as `xp`. Each operator on a placeholder, and each call
-of the tape, adds a line and returns a new placeholder. A placeholder also holds the `sample` that
+number of its arguments. Each operator on a placeholder, and each function of `xp` with one, adds a
+line and returns a new placeholder. A placeholder also holds the `sample` that
 NumPy computes from the example arguments, for its dtype and shape only.
 
-    def judged(state, norm, *, xp):                 # what the core has
+    def judged(state, norm):                        # what the core has
         mean, unused = state
         over = norm > 2.0 * mean
         return (xp.where(over, mean, norm), unused), xp.flag(over, 4)
@@ -35,7 +35,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from healcore.core.array_namespace import ArrayNamespace
+from healcore.core.array_namespace import ArrayNamespace, register
 from healcore.core.trees import map_leaves
 
 Operand: TypeAlias = Any
@@ -51,7 +51,7 @@ class NotRecordable(TypeError):
 
 
 def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
-    """Records ``function(*trees, xp=...)`` and returns a faster function with the same results.
+    """Records ``function(*trees)`` and returns a faster function with the same results.
 
     Args:
         function: a pure function without branches on a value, such as `Engine.step`.
@@ -60,14 +60,15 @@ def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
             does not check.
 
     Returns:
-        A function of trees like these, without `xp`. A call needs ``np.errstate(all="ignore")``.
+        A function of trees like these. A call needs ``np.errstate(all="ignore")``.
 
     Raises:
         NotRecordable: the function branches on a value.
 
     Examples:
         >>> import numpy as np
-        >>> def larger(pair, *, xp):
+        >>> from healcore.core.array_namespace import xp
+        >>> def larger(pair):
         ...     return xp.where(pair[0] > pair[1], pair[0], pair[1])
         >>> program = to_program(larger, (np.float32(1), np.float32(2)))
         >>> program((np.float32(7), np.float32(5)))
@@ -76,7 +77,7 @@ def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
     tape = Tape()
     arguments = [map_leaves(tape.placeholder, tree) for tree in trees]
     with np.errstate(all="ignore"):
-        result = function(*arguments, xp=tape)
+        result = function(*arguments)
     names = [f"tree{i}" for i in range(len(trees))]
     body = [
         *(f"{tape.pattern(tree)} = {name}" for tree, name in zip(arguments, names, strict=True)),
@@ -144,10 +145,11 @@ _ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 for _name, _sign in (_ARITHMETIC | _COMPARISONS | {"and": "&", "or": "|"}).items():
     _add_operator(_name, _sign)
+register(RecordedValue, lambda value: value.tape)
 
 
 class Tape(ArrayNamespace):
-    """The recorded operations; also the array namespace `xp` of the recorded function.
+    """The recorded operations; also the array namespace of the placeholders.
 
     A function of NumPy with a placeholder among its arguments becomes a line with this call. Those
     that are slow on scalars become expressions of Python.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 
-from healcore.core.array_namespace import Array, ArrayNamespace, Flag
+from healcore.core.array_namespace import Array, Flag, xp
 
 State = TypeVar("State")
 
@@ -91,7 +91,7 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def select(condition: Flag, if_true: Array, if_false: Array, *, xp: ArrayNamespace) -> Array:
+def select(condition: Flag, if_true: Array, if_false: Array) -> Array:
     """`xp.where(...)`, whose `if_false` may have more trailing axes than `condition`.
 
     Args:
@@ -99,7 +99,6 @@ def select(condition: Flag, if_true: Array, if_false: Array, *, xp: ArrayNamespa
         if_true: the array where the condition holds.
         if_false: the array elsewhere, with the axes of the batch first. If it is the same object as
             `if_true`, it is the result, without an operation.
-        xp: the array namespace.
     """
     if if_true is if_false:
         return if_false

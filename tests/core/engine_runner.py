@@ -37,7 +37,7 @@ class Runner:
     def __init__(self, config: EngineConfig, *, groups: int = 0, lanes: int = 0) -> None:
         self.engine = Engine(config)
         self.state: EngineState = self.engine.init(groups=groups, batch=(lanes,) if lanes else ())
-        self._step = functools.partial(self.engine.step, xp=np) if lanes else recorded(self.engine)
+        self._step = functools.partial(self.engine.step) if lanes else recorded(self.engine)
         self._convert = (lambda state: state) if lanes else scalars
 
     def step(self, **signals: Any) -> Decision:

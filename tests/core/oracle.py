@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.array_namespace import NUMPY
 from healcore.core.decision import Action
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.engine.state import FROZEN
@@ -122,26 +121,26 @@ def growing_run(
     for stop in stops:
         for i in range(len(rows), stop):
             sets_limit, norm_limit = norm_limits(i, numbers)
-            limited = engine.limit_norm(state, norm_limit, xp=np)
+            limited = engine.limit_norm(state, norm_limit)
             limited = where(norm_limit == FROZEN, engine.freeze(state), limited)
             state = where(sets_limit, limited, state)
-            state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
+            state, decision = engine.step(state, fuzz.at(trace, i))
             decided = {name: x for name, x in decision._asdict().items() if x is not None}
             last = {"threshold": state.last.threshold, "z": state.last.z}
             tally = state.tally._asdict() | {"incidents": state.incident.number}
             rows.append(decided | last | tally)
             back = carried_out(i, numbers) & (decision.action & int(Action.ROLLBACK) != 0)
-            state = where(back, engine.on_rollback(state, state, xp=np), state)
+            state = where(back, engine.on_rollback(state, state), state)
             rate = None if trace.learning_rate is None else trace.learning_rate[i]
             with np.errstate(all="ignore"):
-                limited = engine.limit_lr(state, limit, rate, xp=np)
+                limited = engine.limit_lr(state, limit, rate)
             state = where(back & is_limited, limited, state)
         yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def where(lanes: np.ndarray, new: EngineState, old: EngineState) -> EngineState:
     """The state with these lanes of `new`, and the others of `old`."""
-    return map_leaves(lambda a, b: select(lanes, a, b, xp=NUMPY), new, old)
+    return map_leaves(lambda a, b: select(lanes, a, b), new, old)
 
 
 def compare(expected: Expected, got: Columns) -> Outcome:

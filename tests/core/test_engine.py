@@ -131,8 +131,8 @@ def test_observe_judges_as_heal_does_and_enforces_nothing():
     heal, observe = Engine(FULL), Engine(FULL._replace(mode="observe"))
     a, b = heal.init(batch=(20,)), observe.init(batch=(20,))
     for i in range(200):
-        a, ordered = heal.step(a, fuzz.at(trace, i), xp=np)
-        b, enforced = observe.step(b, fuzz.at(trace, i), xp=np)
+        a, ordered = heal.step(a, fuzz.at(trace, i))
+        b, enforced = observe.step(b, fuzz.at(trace, i))
         # A host would carry out the rollbacks of the first, and nobody the rollbacks of the second.
         due = (ordered.action & int(Action.ROLLBACK)) != 0
         left = a.budget.recoveries - due.astype(np.int32)
@@ -150,10 +150,10 @@ def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
     engine = Engine(FULL)
     state = engine.init(batch=(30,))
     for i in range(120):
-        state, _ = engine.step(state, fuzz.at(trace, i), xp=np)
+        state, _ = engine.step(state, fuzz.at(trace, i))
         if i == 60:
             restored = state
-    back = engine.on_rollback(state, restored, xp=np)
+    back = engine.on_rollback(state, restored)
 
     # Restored: what the detectors and rules had seen.
     for part in ("clip", "detectors", "rules", "step", "grace"):
@@ -205,12 +205,12 @@ def test_before_a_limit_no_decision_depends_on_the_rate(rule):
     last_scales = np.ones(20)
     for i in range(200):
         if i == 90:
-            a, b = (engine.on_rollback(each, each, xp=np) for each in (a, b))
-            a, b = (engine.limit_lr(s, np.float32(1e-3), np.float32(1), xp=np) for s in (a, b))
+            a, b = (engine.on_rollback(each, each) for each in (a, b))
+            a, b = (engine.limit_lr(s, np.float32(1e-3), np.float32(1)) for s in (a, b))
         current = engine.specialised_for(b)
         assert current.limits_lr == (i >= 90)
-        a, first = engine.step(a, fuzz.at(trace, i), xp=np)
-        b, second = current.step(b, fuzz.at(trace, i), xp=np)
+        a, first = engine.step(a, fuzz.at(trace, i))
+        b, second = current.step(b, fuzz.at(trace, i))
         assert same(first, second)
         last_scales = first.lr_scale
     assert len(np.unique(last_scales)) > 1
@@ -226,7 +226,7 @@ def test_a_rate_of_zero_is_a_known_rate_and_leaves_the_multiplier_as_it_is(last,
         runner = Runner(ESCALATION._replace(rules=(rule,), lr=lr))
         runner.step(loss=1.0, learning_rate=0.01)
         given = np.float32(limit), np.float32(0.01)
-        runner.state = runner.engine.limit_lr(runner.state, *given, xp=np)
+        runner.state = runner.engine.limit_lr(runner.state, *given)
         rates = [0.01, 0.008, 0.006, 0.004, 0.002, 0.001, last, last]
         scales = [each.lr_scale for each in runner.feed(loss=[1.0] * 8, learning_rate=rates)]
         assert scales[0] == pytest.approx(highest)
@@ -241,8 +241,8 @@ def test_a_limit_at_a_rate_of_zero_is_the_limit_of_the_rates_that_follow():
     runner = Runner(ESCALATION._replace(rules=(rule,), lr=LrConfig(ceiling=0.25)))
     zero = np.float32(0)
     with np.errstate(all="raise"):
-        runner.state = runner.engine.limit_lr(runner.state, np.float32(0.005), zero, xp=np)
-        runner.state = runner.engine.apply_rate(runner.state, zero, xp=np)
+        runner.state = runner.engine.limit_lr(runner.state, np.float32(0.005), zero)
+        runner.state = runner.engine.apply_rate(runner.state, zero)
     assert runner.state.lr.scale == 1
     rates = [0.0, 0.0, 0.004, 0.01, 0.002]
     scales = [each.lr_scale for each in runner.feed(loss=[1.0] * 5, learning_rate=rates)]
@@ -252,7 +252,7 @@ def test_a_limit_at_a_rate_of_zero_is_the_limit_of_the_rates_that_follow():
 def limited(runner: Runner, limit: float | None) -> None:
     """Sets the limit of the gradient norm as the host does."""
     given = None if limit is None else np.float32(limit)
-    runner.state = runner.engine.limit_norm(runner.state, given, xp=np)
+    runner.state = runner.engine.limit_norm(runner.state, given)
 
 
 @pytest.mark.parametrize("release", [0.0, None, np.nan, np.inf, -1.0, 1e-40])
@@ -317,15 +317,15 @@ def test_a_step_without_a_limit_has_none_of_its_operations(clip):
     for i in range(60):
         if i in (20, 40):
             limit = np.float32(0.1 if i == 20 else 0.0)
-            a, b = (engine.limit_norm(state, limit, xp=np) for state in (a, b))
+            a, b = (engine.limit_norm(state, limit) for state in (a, b))
         if i == 30:
             a, b = engine.freeze(a), engine.freeze(b)
         current = engine.specialised_for(b)
         assert current is engine.specialised_for(b)
         assert current.limits_norm == (20 <= i < 40)
         assert current.scales_grads == (clip is not None or current.limits_norm)
-        a, first = engine.step(a, fuzz.at(trace, i), xp=np)
-        b, second = current.step(b, fuzz.at(trace, i), xp=np)
+        a, first = engine.step(a, fuzz.at(trace, i))
+        b, second = current.step(b, fuzz.at(trace, i))
         assert same((a, first), (b, second))
     assert a.tally.clips.any()
     assert (a.tally.skips >= 10).all()

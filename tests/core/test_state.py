@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import healcore.jax.array_namespace  # noqa: F401  # registers the namespace of JAX arrays
 from healcore.core.engine import Engine, StateError
 from healcore.core.engine.state import record_numbers
 from healcore.core.signals import Signals
@@ -22,7 +23,7 @@ from tests.core import fuzz, policies
 
 def test_a_branch_on_a_value_is_refused_where_a_step_is_recorded():
     with pytest.raises(NotRecordable, match=r"xp\.where"):
-        to_program(lambda x, *, xp: 1 if x > 0 else x, np.float32(1))
+        to_program(lambda x: 1 if x > 0 else x, np.float32(1))
 
 
 @pytest.mark.parametrize("clip", policies.CLIPS)
@@ -33,11 +34,11 @@ def test_a_traced_step_has_no_branch_and_keeps_its_types(clip):
     state = map_leaves(jnp.asarray, engine.init(groups=groups))
     signals = fuzz.at(fuzz.signals(np.random.default_rng(0), 1, 1, groups=groups), 0, 0)
     signals = map_leaves(jnp.asarray, signals)
-    after, decision = jax.eval_shape(lambda s, x: engine.step(s, x, xp=jnp), state, signals)
+    after, decision = jax.eval_shape(engine.step, state, signals)
     assert after == jax.eval_shape(lambda s: s, state)
-    again, same = jax.eval_shape(lambda s, x: engine.step(s, x, xp=jnp), after, signals)
+    again, same = jax.eval_shape(engine.step, after, signals)
     assert (again, same) == (after, decision)
-    limited = jax.eval_shape(lambda s, x: engine.limit_norm(s, x, xp=jnp), state, jnp.float32(1))
+    limited = jax.eval_shape(engine.limit_norm, state, jnp.float32(1))
     assert limited == after
     kinds = {"grad_scale": "f4", "lr_scale": "f4", "skip": "?", "group_scale": "f4"}
     for name, value in decision._asdict().items():
@@ -50,7 +51,7 @@ def test_a_step_writes_into_nothing_it_was_given():
     trace = fuzz.signals(np.random.default_rng(2), 30, 1)
     for i in range(30):
         before = map_leaves(lambda leaf: np.array(leaf), state)
-        after, _ = engine.step(state, fuzz.at(trace, i, 0), xp=np)
+        after, _ = engine.step(state, fuzz.at(trace, i, 0))
         for a, b in zip(leaves(before), leaves(state), strict=True):
             np.testing.assert_array_equal(a, b)
         state = after
@@ -63,14 +64,14 @@ def after_steps(clip: str, steps: int = 80):
     trace = fuzz.signals(np.random.default_rng(8), steps, 1, groups=groups)
     state = engine.init(groups=groups)
     for i in range(steps):
-        state, _ = engine.step(state, fuzz.at(trace, i, 0), xp=np)
+        state, _ = engine.step(state, fuzz.at(trace, i, 0))
     return engine, state
 
 
 @pytest.mark.parametrize("clip", policies.CLIPS)
 def test_json_restores_a_state_to_the_bit(clip):
     engine, state = after_steps(clip)
-    state = engine.limit_norm(state, np.float32(0.1), xp=np)
+    state = engine.limit_norm(state, np.float32(0.1))
     text = json.dumps(engine.to_dict(state), allow_nan=False)
     back = engine.from_dict(json.loads(text))
     fresh = engine.init(groups=policies.GROUPS if clip == "adagc" else 0)
@@ -162,7 +163,7 @@ def test_a_record_has_the_rate_of_its_step_or_none(preset, given, read):
     rate = None if given is None else np.float32(given)
     signals = Signals(loss=np.float32(1), grad_norm=np.float32(1), learning_rate=rate)
     assert host_record(record_numbers(engine.init())).lr is None
-    state, _ = engine.step(engine.init(), signals, xp=np)
+    state, _ = engine.step(engine.init(), signals)
     saved = engine.from_dict(json.loads(json.dumps(engine.to_dict(state))))
     for each in (state, saved):
         assert host_record(record_numbers(each)).lr == read

@@ -2,10 +2,9 @@
 
 `recorded` is for one run at a time, as in torch's host engine; `jax-scalars` runs lane after lane
 with 0-d arrays, which XLA rewrites in ways of its own, and `jax-kernel` does so in one kernel, as
-`protect`; `torch-graph` is one graph without Inductor.
+`protect`.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+import healcore.torch.array_namespace  # noqa: F401  # registers the namespace of tensors
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.engine.state import FROZEN
 from healcore.core.signals import Signals
 from healcore.core.trees import map_leaves
-from healcore.jax.array_namespace import JAX
 from healcore.jax.heal_state import one_kernel
-from healcore.torch.array_namespace import Namespace
 from tests.core import fuzz
 from tests.core.engine_runner import recorded, scalars
 
@@ -74,17 +72,14 @@ def norm_limits(begin: int, lanes: int) -> np.ndarray:
 def limited(engine: Engine, backend: str, state: Any, limit: np.ndarray) -> Any:
     """The state with a limit of the norm or frozen steps, in the backend's own arrays."""
     where: Any = np.where
-    xp: Any = np
     given: Any = limit
     if backend.startswith("jax"):
         where = jnp.where
-        xp = JAX
         given = jnp.asarray(limit)
     elif backend.startswith("torch"):
         where = torch.where
-        xp = _TORCH
         given = _tensor(limit)
-    state = engine.limit_norm(state, given, xp=xp)
+    state = engine.limit_norm(state, given)
     frozen = engine.freeze(state).norm_limit
     state = state._replace(norm_limit=where(given == FROZEN, frozen, state.norm_limit))
     return scalars(state) if backend == "recorded" else state
@@ -130,8 +125,6 @@ def named(tree: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
 ChunkRunner = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
-_TORCH = Namespace(torch.device("cpu"))
-
 
 def start(backend: str, state: EngineState) -> Any:
     """A NumPy state as the backend's own arrays."""
@@ -147,23 +140,9 @@ def runner(backend: str, engine: Engine) -> ChunkRunner:
     if backend.startswith("jax"):
         return _jax(engine, one_by_one=backend != "jax", kernel=backend == "jax-kernel")
     if backend == "torch":
-        return _stepwise(lambda s, x: engine.step(s, x, xp=_TORCH), _tensor)
-    if backend in ("torch-compiled", "torch-graph"):
-        torch.compiler.reset()  # or the recompilation limit would count other tests' engines
-        compiled = torch.compile(
-            lambda s, x: engine.step(s, x, xp=_TORCH),
-            fullgraph=True,
-            backend="inductor" if backend == "torch-compiled" else "eager",
-        )
+        return _stepwise(engine.step, _tensor)
 
-        def step(state: Any, signals: Signals) -> Any:
-            # Two names of one tensor in the state (the LR multiplier and its telemetry) would be
-            # two tensors at the first step and one at the second: compiled twice.
-            return compiled(map_leaves(torch.clone, state), signals)
-
-        return _stepwise(step, _tensor)
-    numpy = functools.partial(engine.step, xp=np)
-    return _stepwise(recorded(engine) if backend == "recorded" else numpy, lambda x: x)
+    return _stepwise(recorded(engine) if backend == "recorded" else engine.step, lambda x: x)
 
 
 def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -> ChunkRunner:
@@ -184,7 +163,7 @@ def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -
 
 def _jax(engine: Engine, *, one_by_one: bool, kernel: bool) -> ChunkRunner:
     """One jitted scan over the chunk: of all lanes at once, or of each in its turn."""
-    judge = functools.partial(engine.step, xp=JAX)
+    judge = engine.step
     step = one_kernel(lambda state, signals: judge(state, signals)) if kernel else judge
 
     def scan(state: Any, trace: Signals) -> Any:

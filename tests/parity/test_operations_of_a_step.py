@@ -16,7 +16,6 @@ import torch
 from healcore.core.signals import Signals
 from healcore.core.trees import map_leaves
 from healcore.jax import protect
-from healcore.jax.array_namespace import JAX
 from healcore.policy import engine_of
 from healcore.torch import attach
 from tests.torch.sync_counter import CountSyncs
@@ -46,7 +45,7 @@ def test_the_engine_has_the_committed_number_of_equations(preset: str):
     engine = engine_of(preset)
     one = jnp.float32(1)
     rate = one if engine.limits_lr else None
-    step = functools.partial(engine.step, xp=JAX)
+    step = engine.step
     signals = Signals(loss=one, grad_norm=one, learning_rate=rate)
     found = equations(jax.make_jaxpr(step)(map_leaves(jnp.asarray, engine.init()), signals).jaxpr)
     committed = COUNTS[preset][0]

@@ -93,7 +93,7 @@ def test_a_limit_of_a_rollback_is_applied_in_the_step_until_it_is_gone():
         loop.step()
         engine = loop.heal.engine
         state = engine.from_dict(loop.heal.state_dict())
-        limited = engine.limit_norm(state, np.float32(0.25), xp=np)
+        limited = engine.limit_norm(state, np.float32(0.25))
         loop.heal.load_state_dict(engine.to_dict(limited))
     assert not is_late(late)
     for _ in range(6):
@@ -103,7 +103,7 @@ def test_a_limit_of_a_rollback_is_applied_in_the_step_until_it_is_gone():
     for loop in (late, at_once):
         engine = loop.heal.engine
         state = engine.from_dict(loop.heal.state_dict())
-        loop.heal.load_state_dict(engine.to_dict(engine.limit_norm(state, None, xp=np)))
+        loop.heal.load_state_dict(engine.to_dict(engine.limit_norm(state, None)))
     assert is_late(late)
     for _ in range(6):
         late.step()

@@ -1,7 +1,7 @@
 """Detectors, which judge one step against their state and then learn the step.
 
 A detector is a NamedTuple of thresholds, which may be arrays. `init` returns the state as NumPy
-arrays. `update(state, seen, *, xp)` returns the new state and a `DetectorResult`. `CAUSE` holds the
+arrays. `update(state, seen)` returns the new state and a `DetectorResult`. `CAUSE` holds the
 flags of an alarm. A detector is inactive without the signals in `NEEDS`.
 """
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 from healcore.core import numerics
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.array_namespace import Flag, Float, Int, Number, xp
 from healcore.core.decision import Cause, DetectorResult
 from healcore.core.ranges import Fraction, NotNegative, Ratio, Steps, number, whole
 from healcore.core.signals import CheckedSignals
@@ -51,13 +51,7 @@ class RecordHistory(NamedTuple):
 
 
 def add_loss(
-    history: RecordHistory,
-    loss: Float,
-    growth: Number,
-    first: Flag,
-    learn: Flag,
-    *,
-    xp: ArrayNamespace,
+    history: RecordHistory, loss: Float, growth: Number, first: Flag, learn: Flag
 ) -> tuple[RecordHistory, Flag]:
     """Learns a loss, and decides whether the loss is a record.
 
@@ -71,7 +65,6 @@ def add_loss(
         growth: required growth over the last record, at least 0.
         first: whether the loss begins a history, bool 0-d.
         learn: whether the loss is learnt, bool 0-d.
-        xp: the array namespace.
 
     Returns:
         The new extremes, and whether the loss is a record, bool 0-d.
@@ -125,7 +118,7 @@ class RecordsConfig(NamedTuple):
     init = zero_init(RecordsState)
 
     def update(
-        self, state: RecordsState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: RecordsState, seen: CheckedSignals
     ) -> tuple[RecordsState, DetectorResult]:
         """Compares the loss with the largest earlier loss, then learns it.
 
@@ -135,7 +128,6 @@ class RecordsConfig(NamedTuple):
         Args:
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `loss`, `bad_loss` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result. An alarm is sustained at once.
@@ -144,7 +136,7 @@ class RecordsConfig(NamedTuple):
         before = xp.where(seen.restart, 0, state.count)
         first = before == 0
         score = xp.where(first, 0.0, state.score)
-        history, higher = add_loss(state.history, seen.loss, self.growth, first, ~bad, xp=xp)
+        history, higher = add_loss(state.history, seen.loss, self.growth, first, ~bad)
         record = higher | (bad & state.record & ~first)
         learn = ~bad | record
 
@@ -212,14 +204,13 @@ class InstabilityConfig(NamedTuple):
     init = zero_init(InstabilityState)
 
     def update(
-        self, state: InstabilityState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: InstabilityState, seen: CheckedSignals
     ) -> tuple[InstabilityState, DetectorResult]:
         """Compares loss and norm with the history, then learns them.
 
         Args:
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `loss`, `grad_norm`, `finite` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result: an alarm at the last of `records` records
@@ -229,7 +220,7 @@ class InstabilityConfig(NamedTuple):
         before = xp.where(seen.restart, 0, state.count)
         first = before == 0
         grown = xp.where(first, 0, state.records)
-        history, record = add_loss(state.history, seen.loss, self.growth, first, learn, xp=xp)
+        history, record = add_loss(state.history, seen.loss, self.growth, first, learn)
         usual = xp.where(first, 0.0, state.usual)
         large = xp.product(self.norm_ratio, usual)
         grows = (record & (norm > large)) | (~learn & (grown > 0) & (state.since == 0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from healcore.core import numerics
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.array_namespace import Flag, Float, Int, Number, xp
 
 SMALL_NOISE = 0.001
 """Smallest noise, as a share of the level: a smaller change is never an outlier."""
@@ -32,16 +32,13 @@ class NoiseState(NamedTuple):
     """Mean absolute difference of successive values."""
 
 
-def begin_noise(
-    state: NoiseState, value: Float, restart: Flag, *, xp: ArrayNamespace
-) -> tuple[NoiseState, Flag]:
+def begin_noise(state: NoiseState, value: Float, restart: Flag) -> tuple[NoiseState, Flag]:
     """Prepares the state for a value. A restart resets the count and keeps the noise.
 
     Args:
         state: the state before the value.
         value: float32 0-d.
         restart: whether a change was expected at this step, bool 0-d.
-        xp: the array namespace.
 
     Returns:
         The state, and whether the value is the first one, bool 0-d. The first value has no
@@ -52,7 +49,7 @@ def begin_noise(
     return state._replace(count=count, last=xp.where(first, value, state.last)), first
 
 
-def noise_unit(state: NoiseState, level: Float, min_share: Number, *, xp: ArrayNamespace) -> Float:
+def noise_unit(state: NoiseState, level: Float, min_share: Number) -> Float:
     """Returns the unit in which spikes and trends are measured: the noise, with a floor.
 
     Without the floor, a run that is almost without noise would raise an alarm at each small rise.
@@ -61,7 +58,6 @@ def noise_unit(state: NoiseState, level: Float, min_share: Number, *, xp: ArrayN
         state: the noise.
         level: the level of the values, float32 0-d.
         min_share: smallest noise, as a share of the level.
-        xp: the array namespace.
 
     Returns:
         float32 0-d, in the unit of the values. 0 if all values were zero.
@@ -70,13 +66,7 @@ def noise_unit(state: NoiseState, level: Float, min_share: Number, *, xp: ArrayN
 
 
 def learn_noise(
-    state: NoiseState,
-    value: Float,
-    allowed: Flag,
-    max_jump: Float,
-    window: Number,
-    *,
-    xp: ArrayNamespace,
+    state: NoiseState, value: Float, allowed: Flag, max_jump: Float, window: Number
 ) -> tuple[NoiseState, Float]:
     """Learns a value: its difference to the last value moves the noise.
 
@@ -87,7 +77,6 @@ def learn_noise(
         max_jump: largest difference that counts, float32 0-d. One outlier would otherwise raise
             the noise, and hide the outliers after it.
         window: number of values that determine the noise.
-        xp: the array namespace.
 
     Returns:
         The new state, and the weight of this value, float32 0-d: 1 / count, but at least

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 from healcore.core import numerics
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.array_namespace import Flag, Float, Int, Number, xp
 from healcore.core.decision import Cause, DetectorResult
 from healcore.core.detectors.noise import (
     NOISE_WINDOW,
@@ -73,22 +73,19 @@ class LossSpikeConfig(NamedTuple):
     NEEDS = frozenset({"loss"})
     init = zero_init(SpikeState)
 
-    def update(
-        self, state: SpikeState, seen: CheckedSignals, *, xp: ArrayNamespace
-    ) -> tuple[SpikeState, DetectorResult]:
+    def update(self, state: SpikeState, seen: CheckedSignals) -> tuple[SpikeState, DetectorResult]:
         """Judges `seen.loss`, then learns it.
 
         Args:
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `loss`, `finite` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result. An alarm is a full vote; it is sustained if
             the sum of the votes is above `evidence`. `z` is the height above the level in units of
             the noise.
         """
-        return _judge(self, state, seen.loss, seen.finite, seen.restart, xp=xp)
+        return _judge(self, state, seen.loss, seen.finite, seen.restart)
 
 
 class GradSpikeConfig(NamedTuple):
@@ -111,22 +108,19 @@ class GradSpikeConfig(NamedTuple):
     NEEDS = frozenset({"grad_norm"})
     init = zero_init(SpikeState)
 
-    def update(
-        self, state: SpikeState, seen: CheckedSignals, *, xp: ArrayNamespace
-    ) -> tuple[SpikeState, DetectorResult]:
+    def update(self, state: SpikeState, seen: CheckedSignals) -> tuple[SpikeState, DetectorResult]:
         """Judges `seen.grad_norm`, then learns it. Skips norms of 0.
 
         Args:
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the same result as `LossSpikeConfig.update`, without the
             score `z`: `Telemetry` has the score of the loss only.
         """
         norm = seen.grad_norm
-        new, reading = _judge(self, state, norm, seen.finite & (norm > 0), seen.restart, xp=xp)
+        new, reading = _judge(self, state, norm, seen.finite & (norm > 0), seen.restart)
         return new, reading._replace(z=None)
 
 
@@ -136,16 +130,14 @@ def _judge(
     value: Float,
     learn: Flag,
     restart: Flag,
-    *,
-    xp: ArrayNamespace,
 ) -> tuple[SpikeState, DetectorResult]:
     """Judges `value` (float32, finite where `learn` holds), then learns it."""
-    values, first = begin_noise(state.values, value, restart, xp=xp)
+    values, first = begin_noise(state.values, value, restart)
     judged = learn & ~(values.count < config.window)
     threshold = xp.where(first, config.z_threshold, state.threshold)
     level, votes = state.level, state.votes
 
-    unit = noise_unit(values, level, config.min_noise, xp=xp)
+    unit = noise_unit(values, level, config.min_noise)
     known = unit > 0
     gap = value - level
     # A value that is not judged has the score 0, and therefore no vote.
@@ -153,7 +145,7 @@ def _judge(
     vote = xp.clip(xp.quotient(z - threshold, threshold), 0.0, 1.0)
 
     max_gap = xp.where(known, xp.product(threshold, unit), numerics.SIGNAL_LIMIT)
-    new_values, weight = learn_noise(values, value, learn, max_gap, config.window, xp=xp)
+    new_values, weight = learn_noise(values, value, learn, max_gap, config.window)
     new_votes = votes - xp.product(weight, votes) + vote
     new_votes = xp.minimum(new_votes, numerics.one_like(vote) + config.evidence)
     votes = xp.where(learn, new_votes, votes)

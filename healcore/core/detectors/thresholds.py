@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from healcore.core import ranges
-from healcore.core.array_namespace import ArrayNamespace, Float, Int
+from healcore.core.array_namespace import Float, Int, xp
 from healcore.core.decision import NONFINITE, Cause, DetectorResult
 from healcore.core.signals import CheckedSignals
 from healcore.core.trees import zero_init
@@ -32,14 +32,13 @@ class NonFiniteConfig(NamedTuple):
     init = zero_init(NonFiniteState)
 
     def update(
-        self, state: NonFiniteState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: NonFiniteState, seen: CheckedSignals
     ) -> tuple[NonFiniteState, DetectorResult]:
         """Reads the flags of `seen`.
 
         Args:
             state: the empty state.
             seen: the signals of the step. Reads `bad`, `bad_grad` and `bad_loss`.
-            xp: the array namespace.
 
         Returns:
             The same state, and the result, whose cause says whether loss, gradient or both are not
@@ -75,14 +74,13 @@ class VanishingConfig(NamedTuple):
     init = zero_init(VanishingState)
 
     def update(
-        self, state: VanishingState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: VanishingState, seen: CheckedSignals
     ) -> tuple[VanishingState, DetectorResult]:
         """Counts steps below the threshold. Non-finite steps change nothing.
 
         Args:
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result: an alarm from the step on at which `patience`
@@ -135,14 +133,13 @@ class LossCeilingConfig(NamedTuple):
     init = zero_init(CeilingState)
 
     def update(
-        self, state: CeilingState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: CeilingState, seen: CheckedSignals
     ) -> tuple[CeilingState, DetectorResult]:
         """Judges `seen.loss`, or learns it in the first steps. Non-finite steps change nothing.
 
         Args:
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `loss`, `finite` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result: an alarm at each loss above a ceiling, which
@@ -192,7 +189,7 @@ class GradCeilingConfig(NamedTuple):
     init = zero_init(CeilingState)
 
     def update(
-        self, state: CeilingState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: CeilingState, seen: CheckedSignals
     ) -> tuple[CeilingState, DetectorResult]:
         """Judges the norm, and learns the first norms. Non-finite steps change nothing.
 
@@ -200,7 +197,6 @@ class GradCeilingConfig(NamedTuple):
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`. A norm of 0 is
                 neither judged nor learnt.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result: an alarm at each outlier, which is sustained

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 from healcore.core import numerics
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.array_namespace import Flag, Float, Int, Number, xp
 from healcore.core.decision import Cause, DetectorResult
 from healcore.core.detectors.noise import (
     NOISE_WINDOW,
@@ -81,27 +81,26 @@ class DivergenceConfig(NamedTuple):
     init = zero_init(DivergenceState)
 
     def update(
-        self, state: DivergenceState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: DivergenceState, seen: CheckedSignals
     ) -> tuple[DivergenceState, DetectorResult]:
         """Learns `seen.loss`, then compares the trend with the best level.
 
         Args:
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `loss`, `finite` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result: an alarm while the trend has been elevated
             for `patience` steps, at most for as many steps. An alarm is sustained at once.
         """
         learn, loss = seen.finite, seen.loss
-        values, first = begin_noise(state.values, loss, seen.restart, xp=xp)
+        values, first = begin_noise(state.values, loss, seen.restart)
         warm = values.count < self.window
         trend = xp.where(first, loss, state.trend)
-        unit = noise_unit(values, trend, SMALL_NOISE, xp=xp)
+        unit = noise_unit(values, trend, SMALL_NOISE)
         threshold = xp.product(self.rise, unit)
         max_distance = xp.where(unit > 0, threshold, numerics.SIGNAL_LIMIT)
-        learnt, weight = learn_noise(values, loss, learn, max_distance, self.window, xp=xp)
+        learnt, weight = learn_noise(values, loss, learn, max_distance, self.window)
 
         distance = xp.maximum(xp.minimum(loss - trend, max_distance), -max_distance)
         trend = trend + xp.product(weight, distance)
@@ -177,14 +176,13 @@ class PlateauConfig(NamedTuple):
     init = zero_init(PlateauState)
 
     def update(
-        self, state: PlateauState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: PlateauState, seen: CheckedSignals
     ) -> tuple[PlateauState, DetectorResult]:
         """Adds `seen.loss` to its window.
 
         Args:
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `loss`, `finite` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result. The alarm lasts until a window is better. An
@@ -260,7 +258,7 @@ class OverfitConfig(NamedTuple):
     init = zero_init(OverfitState)
 
     def update(
-        self, state: OverfitState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: OverfitState, seen: CheckedSignals
     ) -> tuple[OverfitState, DetectorResult]:
         """Learns `seen.loss`, and judges `seen.eval_loss` at steps with an evaluation.
 
@@ -268,7 +266,6 @@ class OverfitConfig(NamedTuple):
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `loss`, `eval_loss`, `has_eval`, `finite` and
                 `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result. The alarm lasts until an evaluation with a

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from healcore.core import baseline, numerics
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.array_namespace import Flag, Float, Int, Number, xp
 from healcore.core.decision import Cause, DetectorResult
 from healcore.core.ranges import Fraction, Limit, NotNegative, OnOff, Positive, Steps, number, whole
 from healcore.core.signals import CheckedSignals
@@ -50,13 +50,12 @@ def empty(length: int) -> Window:
     return zeros(Window)._replace(values=np.zeros((slots,), np.float32))
 
 
-def cleared(window: Window, when: Flag, *, xp: ArrayNamespace) -> Window:
+def cleared(window: Window, when: Flag) -> Window:
     """Empties a window where a flag is set, at an expected change or after an escape.
 
     Args:
         window: the window.
         when: bool 0-d, or with the leading axes of the window.
-        xp: the array namespace.
     """
     return Window(
         xp.where(when[..., None], 0.0, window.values),
@@ -65,7 +64,7 @@ def cleared(window: Window, when: Flag, *, xp: ArrayNamespace) -> Window:
     )
 
 
-def push(window: Window, length: int, value: Float, learn: Flag, *, xp: ArrayNamespace) -> Window:
+def push(window: Window, length: int, value: Float, learn: Flag) -> Window:
     """Replaces the oldest value of a window.
 
     Args:
@@ -73,13 +72,11 @@ def push(window: Window, length: int, value: Float, learn: Flag, *, xp: ArrayNam
         length: number of values, as in `empty`.
         value: the new value, float32 0-d.
         learn: whether the value enters the window, bool 0-d.
-        xp: the array namespace.
 
     Returns:
         The window with the new value, or the same window where `learn` does not hold.
     """
-    slots = window.values.shape[-1]
-    slot = (xp.arange(slots) == window.place[..., None]) & learn[..., None]
+    slot = (xp.places(window.values) == window.place[..., None]) & learn[..., None]
     after = window.place + 1
     return Window(
         xp.where(slot, value[..., None], window.values),
@@ -88,18 +85,17 @@ def push(window: Window, length: int, value: Float, learn: Flag, *, xp: ArrayNam
     )
 
 
-def mean(window: Window, *, xp: ArrayNamespace) -> Float:
+def mean(window: Window) -> Float:
     """Returns the mean of the values of a window; 0 if it is empty.
 
     Args:
         window: the window.
-        xp: the array namespace.
     """
     divisor = xp.as_float(xp.where(window.count > 0, window.count, 1))
     return xp.quotient(folded(window.values, operator.add), divisor)
 
 
-def variance(window: Window, mean: Float, bessel: bool, *, xp: ArrayNamespace) -> Float:
+def variance(window: Window, mean: Float, bessel: bool) -> Float:
     """Returns the mean square of the deviations from the mean.
 
     A running sum of squares would round a small variance away.
@@ -108,10 +104,8 @@ def variance(window: Window, mean: Float, bessel: bool, *, xp: ArrayNamespace) -
         window: the window.
         mean: result of `mean`, float32 0-d.
         bessel: whether to divide by n - 1 instead of n.
-        xp: the array namespace.
     """
-    slots = window.values.shape[-1]
-    occupied = xp.arange(slots) < window.count[..., None]
+    occupied = xp.places(window.values) < window.count[..., None]
     deviation = xp.where(occupied, window.values - mean[..., None], 0.0)
     squares = xp.flush(xp.product(deviation, deviation))
     if bessel:
@@ -194,22 +188,21 @@ class LossRatioConfig(NamedTuple):
         return zeros(LossRatioState)._replace(window=empty(self.window))
 
     def update(
-        self, state: LossRatioState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: LossRatioState, seen: CheckedSignals
     ) -> tuple[LossRatioState, DetectorResult]:
         """Judges `seen.loss` against the window, then learns it if accepted.
 
         Args:
             state: the state before the step.
             seen: the signals of the step. Reads `loss`, `finite` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result: an alarm at each outlier, which is sustained
             after `sustain` of them in a row.
         """
         learn, loss = seen.finite, seen.loss
-        window = cleared(state.window, seen.restart, xp=xp)
-        usual = mean(window, xp=xp)
+        window = cleared(state.window, seen.restart)
+        usual = mean(window)
         negative = xp.sum(xp.as_int(window.values < 0), -1)
         positive = xp.sum(xp.as_int(window.values > 0), -1)
         plain = (negative == 0) & (2 * positive > window.count)
@@ -225,8 +218,8 @@ class LossRatioConfig(NamedTuple):
         sustained = alarm & (streak >= self.sustain)
         escaped = alarm & (streak >= self.escape)
         accepted = learn & (~alarm | escaped)
-        window = cleared(window, escaped, xp=xp)
-        window = push(window, self.window, loss, accepted, xp=xp)
+        window = cleared(window, escaped)
+        window = push(window, self.window, loss, accepted)
         last = xp.where(accepted, loss, state.last)
         new = LossRatioState(window, last, xp.where(escaped, 0, streak))
         return new, DetectorResult(alarm, sustained)
@@ -284,14 +277,13 @@ class LossWindowConfig(NamedTuple):
         return zeros(WindowState)._replace(window=empty(self.window))
 
     def update(
-        self, state: WindowState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: WindowState, seen: CheckedSignals
     ) -> tuple[WindowState, DetectorResult]:
         """Judges the signal in `NEEDS` against the window, then learns it.
 
         Args:
             state: the state before the step.
             seen: the signals of the step. Reads the signal in `NEEDS`, `finite` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result: an alarm at each outlier, which is sustained
@@ -299,9 +291,9 @@ class LossWindowConfig(NamedTuple):
         """
         (signal,) = self.NEEDS
         value, learn = getattr(seen, signal), seen.finite
-        window = cleared(state.window, seen.restart, xp=xp)
-        usual = mean(window, xp=xp)
-        raw_var = variance(window, usual, self.bessel, xp=xp)
+        window = cleared(state.window, seen.restart)
+        usual = mean(window)
+        raw_var = variance(window, usual, self.bessel)
         # Floors as in ZClip: XLA rewrites (c m)(c m) as (m m) c^2, and sqrt(x x) as |x|. Squares of
         # 1e-20 are subnormal, and XLA flushes them, so `flush` sets them to zero everywhere.
         floor = xp.product(self.min_rel_std, abs(usual))
@@ -318,7 +310,7 @@ class LossWindowConfig(NamedTuple):
 
         limit = usual + xp.where(alarm, xp.product(k, sigma), 0.0)
         limited = xp.flush(xp.where(alarm, limit, value))
-        window = push(window, self.window, limited, learn, xp=xp)
+        window = push(window, self.window, limited, learn)
         streak = xp.streak(state.streak, alarm, learn, seen.restart, self.sustain)
         return WindowState(window, streak), DetectorResult(alarm, alarm & (streak >= self.sustain))
 
@@ -387,14 +379,13 @@ class GradEmaConfig(NamedTuple):
     init = zero_init(GradEmaState)
 
     def update(
-        self, state: GradEmaState, seen: CheckedSignals, *, xp: ArrayNamespace
+        self, state: GradEmaState, seen: CheckedSignals
     ) -> tuple[GradEmaState, DetectorResult]:
         """Judges `seen.grad_norm`, then learns it if accepted. Skips norms of 0.
 
         Args:
             state: the state before the step, 0-d.
             seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
-            xp: the array namespace.
 
         Returns:
             The state after the step, and the result: an alarm at each outlier, which is sustained
@@ -404,12 +395,12 @@ class GradEmaConfig(NamedTuple):
         learn = seen.finite & (norm > 0)
         count = xp.where(seen.restart, 0, state.count)
         warm = count < self.warmup_steps
-        alarm = learn & ~warm & _is_outlier(self, state, norm, xp=xp)
+        alarm = learn & ~warm & _is_outlier(self, state, norm)
         shift_state, shift = baseline.watch_level(
-            self.shift, state.shift, norm, alarm, learn & ~warm, seen.restart, xp=xp
+            self.shift, state.shift, norm, alarm, learn & ~warm, seen.restart
         )
         accepted = learn & ~alarm
-        value, first_were_outliers = baseline.limit_outlier(norm, state.mean, count, warm, xp=xp)
+        value, first_were_outliers = baseline.limit_outlier(norm, state.mean, count, warm)
         count = xp.where(accepted & first_were_outliers, 0, count)
         first = count == 0
         old_weight = xp.where(first, 0.0, state.weight)
@@ -434,9 +425,7 @@ class GradEmaConfig(NamedTuple):
         return learnt, DetectorResult(alarm, sustained | shift.escaped)
 
 
-def _is_outlier(
-    config: GradEmaConfig, state: GradEmaState, norm: Float, *, xp: ArrayNamespace
-) -> Flag:
+def _is_outlier(config: GradEmaConfig, state: GradEmaState, norm: Float) -> Flag:
     """Whether the norm fails one of the two tests."""
     outlier = norm < 0
     if config.ratio is not None:

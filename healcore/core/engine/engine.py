@@ -13,22 +13,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import cached_property
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from healcore.core import numerics
 from healcore.core.array_namespace import (
-    NUMPY,
-    ArrayNamespace,
     Flag,
     Float,
     Int,
     Norms,
-    as_namespace,
+    xp,
 )
 from healcore.core.clipping import EPSILON, Clip
 from healcore.core.decision import NONFINITE, Action, Cause, Decision
@@ -157,15 +153,12 @@ class Engine:
         """
         return init(self.config, groups=groups, batch=batch)
 
-    def step(
-        self, state: EngineState, signals: Signals, *, xp: ArrayNamespace | ModuleType
-    ) -> tuple[EngineState, Decision]:
+    def step(self, state: EngineState, signals: Signals) -> tuple[EngineState, Decision]:
         """Judges one step.
 
         Args:
             state: from `init` or the previous step.
             signals: at least a loss or a gradient norm.
-            xp: the array namespace of all arrays: an `ArrayNamespace`, or a module with NumPy's
                 functions, such as `numpy` itself.
 
         Returns:
@@ -181,7 +174,7 @@ class Engine:
             >>> from healcore.policy import engine_of
             >>> engine = engine_of("default")
             >>> signals = Signals(loss=np.float32(2.0), grad_norm=np.float32("nan"))
-            >>> state, decision = engine.step(engine.init(), signals, xp=np)
+            >>> state, decision = engine.step(engine.init(), signals)
             >>> bool(decision.skip)
             True
         """
@@ -190,22 +183,19 @@ class Engine:
                 "a step needs a loss or a gradient norm, got neither: pass Signals(loss=...) or "
                 "Signals(grad_norm=...)"
             )
-        xp = as_namespace(xp)
         # NumPy warns of invalid values that `where` discards later.
-        with np.errstate(all="ignore") if xp is NUMPY else nullcontext():
-            new, decision = self._judge(state, signals, xp=xp)
+        with np.errstate(all="ignore"):
+            new, decision = self._judge(state, signals)
             if signals.externally_skipped is not None:
                 skipped = signals.externally_skipped
-                new = self._without_step(state, new, signals, skipped, xp=xp)
-                decision = _neutral(decision, skipped, state.lr.scale, xp=xp)
+                new = self._without_step(state, new, signals, skipped)
+                decision = _neutral(decision, skipped, state.lr.scale)
                 decision = decision._replace(cause=xp.where(skipped, 0, decision.cause))
             if self.mode == "observe":
-                decision = _neutral(decision, decision.skip | True, 1.0, xp=xp)
+                decision = _neutral(decision, decision.skip | True, 1.0)
         return new, decision
 
-    def _judge(
-        self, state: EngineState, signals: Signals, *, xp: ArrayNamespace
-    ) -> tuple[EngineState, Decision]:
+    def _judge(self, state: EngineState, signals: Signals) -> tuple[EngineState, Decision]:
         """The new state, and the decision as the policy orders it, in any mode."""
         config = self.config
         change_expected = state.change_expected
@@ -213,8 +203,8 @@ class Engine:
             change_expected = change_expected | signals.change_expected
         grace = xp.where(change_expected, config.grace_steps, xp.decremented(state.grace))
         clips = config.clip is not None
-        seen = check_signals(signals, change_expected, state.last, clips=clips, xp=xp)
-        detectors, alarms, lasting, z_loss = self._detect(state, seen, grace <= 0, xp=xp)
+        seen = check_signals(signals, change_expected, state.last, clips=clips)
+        detectors, alarms, lasting, z_loss = self._detect(state, seen, grace <= 0)
         cause: Int = alarms | lasting
 
         # What the rules that fire ask for.
@@ -225,9 +215,7 @@ class Engine:
         for rule, old in zip(config.rules, state.rules, strict=True):
             hit = ((lasting if rule.sustained else alarms) & rule.causes) != 0
             quiet_steps = config.incident.quiet_steps
-            counted, fired, newly_fired = update_rule(
-                rule, old, hit, state.step, quiet_steps, xp=xp
-            )
+            counted, fired, newly_fired = update_rule(rule, old, hit, state.step, quiet_steps)
             rules.append(counted)
             if rule.skip:
                 wants_skip = wants_skip | fired
@@ -254,24 +242,18 @@ class Engine:
         clip_state, clip = state.clip, None
         norms = seen.group_norms if self.per_tensor else seen.grad_norm
         if clips and norms is not None and seen.grad_norm is not None:
-            clip_state, clip = config.clip.update(state.clip, seen, seen.finite & ~skip, xp=xp)
-        grad_scale, group_scale, clipped = self._scales(state, signals, skip, clip, xp=xp)
+            clip_state, clip = config.clip.update(state.clip, seen, seen.finite & ~skip)
+        grad_scale, group_scale, clipped = self._scales(state, signals, skip, clip)
 
         incident, budget, orders = update_incident(
-            config, state, cause, skip_by_rules, wants_rollback, wants_cut, xp=xp
+            config, state, cause, skip_by_rules, wants_rollback, wants_cut
         )
         if self.mode == "observe":  # no host carries the rollback out, and subtracts it
             left = budget.recoveries
             left = xp.where(orders.depth > 0, left - 1, left)
             budget = budget._replace(recoveries=left)
         lr = rates.update_rate(
-            config.lr,
-            state.lr,
-            orders,
-            incident.open,
-            signals.learning_rate,
-            cuts=self.cuts_lr,
-            xp=xp,
+            config.lr, state.lr, orders, incident.open, signals.learning_rate, cuts=self.cuts_lr
         )
         ordered = Decision(
             grad_scale=grad_scale,
@@ -313,7 +295,7 @@ class Engine:
         ), ordered
 
     def _detect(
-        self, state: EngineState, seen: CheckedSignals, may_alarm: Flag, *, xp: ArrayNamespace
+        self, state: EngineState, seen: CheckedSignals, may_alarm: Flag
     ) -> tuple[tuple[Any, ...], Int, Int, Float]:
         """Runs the detectors that have their signals.
 
@@ -321,7 +303,6 @@ class Engine:
             state: the state before the step.
             seen: the checked signals.
             may_alarm: false in the grace window, where only NaN and Inf are alarms.
-            xp: the array namespace.
 
         Returns:
             The new states; the `Cause` flags of the alarms; those of the sustained alarms; and the
@@ -334,7 +315,7 @@ class Engine:
             if any(getattr(seen, signal) is None for signal in detector.NEEDS):
                 states.append(old)
                 continue
-            new, result = detector.update(old, seen, xp=xp)
+            new, result = detector.update(old, seen)
             states.append(new)
             flags = sustained = result.cause
             if flags is None:
@@ -347,13 +328,7 @@ class Engine:
         return tuple(states), xp.shared(alarms), xp.shared(lasting), z_loss
 
     def _scales(
-        self,
-        state: EngineState,
-        signals: Signals,
-        skip: Flag,
-        clip: Clip | None,
-        *,
-        xp: ArrayNamespace,
+        self, state: EngineState, signals: Signals, skip: Flag, clip: Clip | None
     ) -> tuple[Float, Norms | None, Flag]:
         """The factors on the gradients, and whether the step is clipped.
 
@@ -385,20 +360,14 @@ class Engine:
         return grad_scale, group_scale, clipped
 
     def _without_step(
-        self,
-        old: EngineState,
-        new: EngineState,
-        signals: Signals,
-        skipped: Flag,
-        *,
-        xp: ArrayNamespace,
+        self, old: EngineState, new: EngineState, signals: Signals, skipped: Flag
     ) -> EngineState:
         """The old state if the caller skips the step, with the signals that come only once.
 
         The loss and the norms of a skipped step are dropped, because the next step has its own. An
         announced change and an evaluation are reported for one step only, so they would be lost.
         """
-        kept = map_leaves(lambda after, before: select(skipped, before, after, xp=xp), new, old)
+        kept = map_leaves(lambda after, before: select(skipped, before, after), new, old)
         expected = old.change_expected
         if signals.change_expected is not None:
             expected = expected | signals.change_expected
@@ -408,21 +377,17 @@ class Engine:
                 detectors[i] = new.detectors[i]
         return kept._replace(change_expected=skipped & expected, detectors=tuple(detectors))
 
-    def expect_change(self, state: EngineState, *, xp: ArrayNamespace | ModuleType) -> EngineState:
+    def expect_change(self, state: EngineState) -> EngineState:
         """Opens the grace window at the next step, because the LR, the batch or the data change.
 
         Baselines restart their warm-up. For `grace_steps` steps only non-finite values are alarms.
 
         Args:
             state: the state before the change.
-            xp: not used. All methods that return a state take it.
         """
-        del xp
         return state._replace(change_expected=state.change_expected | True)
 
-    def on_rollback(
-        self, live: EngineState, restored: EngineState, *, xp: ArrayNamespace | ModuleType
-    ) -> EngineState:
+    def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
         """Combines the restored detectors with the live budget and limits after a rollback.
 
         The LR multiplier and the limit of the gradient norm stay as they are in the live state,
@@ -435,9 +400,7 @@ class Engine:
         Args:
             live: the state at the moment of the rollback.
             restored: the state in the checkpoint.
-            xp: the array namespace.
         """
-        xp = as_namespace(xp)
         incident, budget = live.incident, live.budget
         then = restored.lr
         raised = (then.rate_at_cut > 0) & (then.rate_at_cut < live.lr.rate_at_cut)
@@ -484,14 +447,7 @@ class Engine:
             self._specialised[key] = Engine(config, limits_norm=limits_norm)
         return self._specialised[key]
 
-    def limit_lr(
-        self,
-        state: EngineState,
-        limit: Float,
-        rate: Float | None,
-        *,
-        xp: ArrayNamespace | ModuleType,
-    ) -> EngineState:
+    def limit_lr(self, state: EngineState, limit: Float, rate: Float | None) -> EngineState:
         """Sets a limit on the learning rate for the host; no effect if no cuts are left.
 
         Args:
@@ -500,13 +456,11 @@ class Engine:
                 schedule's current rate.
             rate: the schedule's current learning rate, float32 array, or None for a constant rate
                 of 1.
-            xp: the array namespace.
         """
-        xp = as_namespace(xp)
         config = self.config.lr
         if not self.cuts_lr:  # the limit itself is in force, without a hold and a ramp
             config = config._replace(hold_steps=0, ramp_steps=0)
-        limited = rates.limited_rate(config, state.lr, limit, rate, xp=xp)
+        limited = rates.limited_rate(config, state.lr, limit, rate)
         allowed = state.budget.lr_cuts > 0
         pairs = zip(limited, state.lr, strict=True)
         spent = xp.as_int(allowed)
@@ -516,9 +470,7 @@ class Engine:
             tally=state.tally._replace(lr_cuts=state.tally.lr_cuts + spent),
         )
 
-    def limit_norm(
-        self, state: EngineState, limit: Float | None, *, xp: ArrayNamespace | ModuleType
-    ) -> EngineState:
+    def limit_norm(self, state: EngineState, limit: Float | None) -> EngineState:
         """Sets or releases a limit on the gradient norm for the host; this costs no budget.
 
         From the next step on, a finite gradient whose norm is above the limit is scaled down to it,
@@ -529,9 +481,7 @@ class Engine:
             state: the live state.
             limit: largest norm of the gradients, float32 array, 0-d or of the state's batch shape.
                 0, None or a number that cannot be a limit (negative, NaN, Inf) releases the limit.
-            xp: the array namespace.
         """
-        xp = as_namespace(xp)
         none = numerics.zero_like(state.norm_limit)
         given = none if limit is None else limit
         is_limit = (given > numerics.FLUSH) & (given <= numerics.FLOAT32_MAX)
@@ -549,9 +499,7 @@ class Engine:
         frozen = numerics.zero_like(state.norm_limit) + FROZEN
         return state._replace(norm_limit=frozen)
 
-    def apply_rate(
-        self, state: EngineState, rate: Float, *, xp: ArrayNamespace | ModuleType
-    ) -> EngineState:
+    def apply_rate(self, state: EngineState, rate: Float) -> EngineState:
         """Recomputes the multiplier for another learning rate of the schedule; hold and ramp stay.
 
         A rollback restores the schedule, and a cut limits the rate in absolute terms. At a lower
@@ -560,13 +508,11 @@ class Engine:
         Args:
             state: a state without an open incident.
             rate: the schedule's learning rate, float32 array.
-            xp: the array namespace.
         """
-        xp = as_namespace(xp)
         never, none = state.step < 0, state.step & 0
         orders = RecoveryOrders(healthy=~never, refund=never, cut=never, depth=none, action=none)
         rescaled = rates.update_rate(
-            self.config.lr, state.lr, orders, never, rate, cuts=self.cuts_lr, xp=xp
+            self.config.lr, state.lr, orders, never, rate, cuts=self.cuts_lr
         )
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
@@ -632,7 +578,7 @@ class Engine:
         return from_json_data(self.init(groups=count), data.get("state"), "state")
 
 
-def _neutral(decision: Decision, when: Flag, lr_scale: Float, *, xp: ArrayNamespace) -> Decision:
+def _neutral(decision: Decision, when: Flag, lr_scale: Float) -> Decision:
     """Replaces the decision by a neutral one where `when` holds; the causes stay."""
     group_scale = decision.group_scale
     if group_scale is not None:

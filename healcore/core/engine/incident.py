@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from healcore.core.array_namespace import ArrayNamespace, Flag, Int
+from healcore.core.array_namespace import Flag, Int, xp
 from healcore.core.decision import NONFINITE, Action
 from healcore.core.engine.config import EngineConfig, may_limit_rate
 from healcore.core.engine.state import BudgetState, EngineState, IncidentState
@@ -82,8 +82,6 @@ def update_incident(
     skip: Flag,
     wants_rollback: Flag,
     wants_cut: Flag,
-    *,
-    xp: ArrayNamespace,
 ) -> tuple[IncidentState, BudgetState, RecoveryOrders]:
     """Updates incidents and budget by one step, and grants the orders that the rules want.
 
@@ -94,7 +92,6 @@ def update_incident(
         skip: the rules skip the step. A step that the host freezes is not meant.
         wants_rollback: a rule that fires rolls back.
         wants_cut: a rule that fires cuts the learning rate.
-        xp: the array namespace.
 
     Returns:
         The new incidents, the new budget, and the orders for which the budget is left.
@@ -129,16 +126,16 @@ def update_incident(
     healthy = xp.shared(~(is_open | alarm))
     if recovers(config):
         new, rollback, cut, depth = _due_orders(
-            config, new, is_new, alarm, wants_rollback, wants_cut, xp=xp
+            config, new, is_new, alarm, wants_rollback, wants_cut
         )
         nonfinite = (cause & _NONFINITE) != 0
         return new, *_grant(
-            config, before.budget, rollback, cut, depth, nonfinite, is_open, healthy, xp=xp
+            config, before.budget, rollback, cut, depth, nonfinite, is_open, healthy
         )
     # The host may still limit the rate, which long health takes back.
     budget, refund, never = before.budget, alarm & False, alarm & False
     if may_limit_rate(config.lr):
-        budget, refund = _refund(config, budget, healthy, is_open, xp=xp)
+        budget, refund = _refund(config, budget, healthy, is_open)
     return new, budget, RecoveryOrders(healthy, refund, never, cause & 0, cause & 0)
 
 
@@ -149,8 +146,6 @@ def _due_orders(
     alarm: Flag,
     wants_rollback: Flag,
     wants_cut: Flag,
-    *,
-    xp: ArrayNamespace,
 ) -> tuple[IncidentState, Flag, Flag, Int]:
     """Finds out which of the wanted orders are due.
 
@@ -190,8 +185,6 @@ def _grant(
     nonfinite: Flag,
     is_open: Flag,
     healthy: Flag,
-    *,
-    xp: ArrayNamespace,
 ) -> tuple[BudgetState, RecoveryOrders]:
     """Grants the due orders for which the budget is left.
 
@@ -208,7 +201,7 @@ def _grant(
         | xp.flag(denied & ~nonfinite, Action.ALERT)
     )
     left = budget._replace(lr_cuts=xp.where(cut_granted, budget.lr_cuts - 1, budget.lr_cuts))
-    new, refund = _refund(config, left, healthy, is_open | rollback | cut, xp=xp)
+    new, refund = _refund(config, left, healthy, is_open | rollback | cut)
     recoveries = xp.minimum(budget.recoveries + refund, config.budget.recoveries)
     depth = xp.where(granted, depth, budget.recoveries & 0)
     orders = RecoveryOrders(healthy, refund, cut_granted, depth, action)
@@ -216,12 +209,7 @@ def _grant(
 
 
 def _refund(
-    config: EngineConfig,
-    budget: BudgetState,
-    healthy: Flag,
-    ends_health: Flag,
-    *,
-    xp: ArrayNamespace,
+    config: EngineConfig, budget: BudgetState, healthy: Flag, ends_health: Flag
 ) -> tuple[BudgetState, Flag]:
     """Counts a healthy step; long health refunds a cut. Returns also whether it refunds."""
     count = (budget.healthy_steps + healthy) * ~ends_health

@@ -10,7 +10,7 @@ inverse factor of one cut.
 from __future__ import annotations
 
 from healcore.core import numerics
-from healcore.core.array_namespace import ArrayNamespace, Flag, Float
+from healcore.core.array_namespace import Flag, Float, xp
 from healcore.core.engine.config import LrConfig, may_limit_rate
 from healcore.core.engine.incident import RecoveryOrders
 from healcore.core.engine.state import UNKNOWN_RATE, LrState
@@ -29,7 +29,6 @@ def update_rate(
     rate: Float | None,
     *,
     cuts: bool,
-    xp: ArrayNamespace,
 ) -> LrState:
     """Updates the multiplier by one step; only healthy steps count for hold and ramp.
 
@@ -52,12 +51,11 @@ def update_rate(
         rate: the schedule's learning rate at this step, or None if it is unknown, which counts as a
             constant rate of 1.
         cuts: whether a rule of the policy cuts the rate. Static.
-        xp: the array namespace.
     """
     if not (cuts or may_limit_rate(config)):
         return state
     cut = orders.cut
-    stored_rate = _stored_rate(rate, state, xp=xp)
+    stored_rate = _stored_rate(rate, state)
     known_rate = abs(stored_rate)  # 1 for `UNKNOWN_RATE`
     has_rate = known_rate > 0
     # At a rate of 0 a cut is computed as if the rate were 1.
@@ -82,7 +80,7 @@ def update_rate(
     ramp = xp.decremented(ramp + (holding | ~advances))
     hold = xp.where(advances & holding, hold - 1, hold)
 
-    top = _top_multiplier(config, rate_at_cut, peak, xp=xp)
+    top = _top_multiplier(config, rate_at_cut, peak)
     bottom = xp.minimum(xp.quotient(rate_after_cut, divisor), top)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
@@ -104,9 +102,7 @@ def update_rate(
     )
 
 
-def limited_rate(
-    config: LrConfig, state: LrState, limit: Float, rate: Float | None, *, xp: ArrayNamespace
-) -> LrState:
+def limited_rate(config: LrConfig, state: LrState, limit: Float, rate: Float | None) -> LrState:
     """The multiplier after the host has limited the rate to `limit`, as after a cut to this rate.
 
     Args:
@@ -115,10 +111,9 @@ def limited_rate(
         limit: upper limit of the learning rate, see `Engine.limit_lr`.
         rate: the schedule's learning rate, or None if it is unknown, which counts as a constant
             rate of 1.
-        xp: the array namespace.
     """
     one = numerics.one_like(state.scale)
-    stored_rate = _stored_rate(rate, state, xp=xp)
+    stored_rate = _stored_rate(rate, state)
     known_rate = abs(stored_rate)  # 1 for `UNKNOWN_RATE`
     has_rate = known_rate > 0
     divisor = xp.where(has_rate, known_rate, 1.0)
@@ -139,7 +134,7 @@ def limited_rate(
     )
 
 
-def _stored_rate(rate: Float | None, state: LrState, *, xp: ArrayNamespace) -> Float:
+def _stored_rate(rate: Float | None, state: LrState) -> Float:
     """The schedule's rate as a state has it: 0 for the smallest rates, or `UNKNOWN_RATE`.
 
     A rate that is NaN, negative or 1e12 and more is of no use, so it counts as unknown: a float32
@@ -152,9 +147,7 @@ def _stored_rate(rate: Float | None, state: LrState, *, xp: ArrayNamespace) -> F
     return xp.where(usable, xp.where(rate > numerics.TINY, rate, 0.0), UNKNOWN_RATE)
 
 
-def _top_multiplier(
-    config: LrConfig, rate_at_cut: Float, peak: Float, *, xp: ArrayNamespace
-) -> Float:
+def _top_multiplier(config: LrConfig, rate_at_cut: Float, peak: Float) -> Float:
     """The multiplier at which the schedule's peak is the ceiling's share of `rate_at_cut`."""
     share = xp.product(config.ceiling, rate_at_cut)
     # The peak is 0 until the first rate above 0, where the multiplier stays.

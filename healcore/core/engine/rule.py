@@ -7,19 +7,13 @@ NaN never has ten hits in a row.
 
 from __future__ import annotations
 
-from healcore.core.array_namespace import ArrayNamespace, Flag, Int, Number
+from healcore.core.array_namespace import Flag, Int, Number, xp
 from healcore.core.engine.config import RuleConfig
 from healcore.core.engine.state import RuleState
 
 
 def update_rule(
-    config: RuleConfig,
-    state: RuleState,
-    hit: Flag,
-    step: Int,
-    quiet_steps: Number,
-    *,
-    xp: ArrayNamespace,
+    config: RuleConfig, state: RuleState, hit: Flag, step: Int, quiet_steps: Number
 ) -> tuple[RuleState, Flag, Flag]:
     """Counts one step for a rule, and decides whether the rule fires.
 
@@ -29,7 +23,6 @@ def update_rule(
         hit: whether a cause of the rule is present.
         step: number of the step, which gives its slot in the window.
         quiet_steps: steps without firing after which the next firing counts as new.
-        xp: the array namespace.
 
     Returns:
         The new state; whether the rule fires; and whether it fires for the first time in

@@ -38,7 +38,7 @@ def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None)
             before = engine.from_dict(saved[name])
         else:
             before = engine.init(groups=state["groups"])
-        merged[name] = engine.to_dict(engine.on_rollback(now, before, xp=np))
+        merged[name] = engine.to_dict(engine.on_rollback(now, before))
     return merged
 
 
@@ -63,7 +63,7 @@ def limit_norms(
         if freeze:
             state = engine.freeze(state)
         else:
-            state = engine.limit_norm(state, np.float32(limits.get(name, 0.0)), xp=np)
+            state = engine.limit_norm(state, np.float32(limits.get(name, 0.0)))
         limited[name] = engine.to_dict(state)
     return limited
 

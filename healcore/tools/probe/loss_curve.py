@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from healcore.core.array_namespace import NUMPY
 from healcore.core.detectors import LossSpikeConfig
 from healcore.core.signals import CheckedSignals, sanitized
 from healcore.core.tape import to_program
@@ -263,15 +262,15 @@ def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     blank = CheckedSignals._make([None] * len(CheckedSignals._fields))
     blank = blank._replace(bad_loss=false, bad=false, finite=true, restart=false)
 
-    def judge(state: Any, loss: Any, *, xp: Any) -> Any:
-        state, reading = config.update(state, blank._replace(loss=loss), xp=xp)
+    def judge(state: Any, loss: Any) -> Any:
+        state, reading = config.update(state, blank._replace(loss=loss))
         alarm = reading.alarm | reading.sustained  # as in the engine
         # `lasting` keeps an event open over single steps that return to the level.
         return state, (reading.z, alarm, reading.sustained | (state.lasting > 0))
 
     state = map_leaves(_scalar, config.init())
     with np.errstate(all="ignore"):  # as in the engine
-        losses, _ = sanitized(values.astype(np.float32), -np.inf, np.inf, xp=NUMPY)
+        losses, _ = sanitized(values.astype(np.float32), -np.inf, np.inf)
         program = to_program(judge, state, np.float32(0))
         found = []
         for loss in losses:

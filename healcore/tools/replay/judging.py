@@ -146,10 +146,10 @@ def _first_state(engine: Engine) -> EngineState:
 
 
 def _judge_row(
-    engine: Engine, names: tuple[str, ...], state: EngineState, values: tuple[Any, ...], *, xp: Any
+    engine: Engine, names: tuple[str, ...], state: EngineState, values: tuple[Any, ...]
 ) -> tuple[EngineState, tuple[Any, ...]]:
     """Judges one row. Returns the new state, and the fields of `_DECIDED`."""
-    new, _ = engine.step(state, Signals(**dict(zip(names, values, strict=True))), xp=xp)
+    new, _ = engine.step(state, Signals(**dict(zip(names, values, strict=True))))
     new = _with_recoveries(new, state)
     incident, last = new.incident, new.last
     decision = last.decision
@@ -169,7 +169,7 @@ def _judge_row(
 
 def _rolled_back(engine: Engine, live: EngineState, restored: EngineState) -> EngineState:
     """`Engine.on_rollback` at a row where the recorded run rolled back."""
-    state = map_leaves(lambda leaf: leaf[()], engine.on_rollback(live, restored, xp=np))
+    state = map_leaves(lambda leaf: leaf[()], engine.on_rollback(live, restored))
     return _with_recoveries(state, live)
 
 

@@ -37,7 +37,7 @@ def step(engine: Engine, state, row):
         return None
     if "eval_loss" in row:
         signals["eval_loss"] = np.asarray(float(row["eval_loss"] or "nan"), np.float32)
-    new, _ = engine.step(state, Signals(**signals), xp=np)
+    new, _ = engine.step(state, Signals(**signals))
     return paid_for(new, state.budget.recoveries), new.last.decision
 
 
@@ -122,7 +122,7 @@ def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
     second = logs.write(tmp_path / "2.csv", logs.part(run, 300, 700), range(300, 700))
     engine = load("pretraining").engine()
     before, states = by_hand(engine, engine.init(), rows_of(first), range(450))
-    state = engine.on_rollback(states[-1], states[299], xp=np)
+    state = engine.on_rollback(states[-1], states[299])
     state = paid_for(state, states[-1].budget.recoveries)
     after, _ = by_hand(engine, state, rows_of(second), range(450, 850))
     got, result = replayed(logs.trace(first, second), "pretraining")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from healcore.torch.driver.weights import copy_of_batch
 from healcore.torch.trainers.huggingface import trainer_internals as internals
 from healcore.torch.trainers.huggingface.counters import CountsBefore
 from healcore.torch.trainers.huggingface.trainer_internals import Batch, HfTrainer
@@ -32,7 +32,7 @@ def loss_fn_of(trainer: HfTrainer) -> Callable[..., Any] | None:
 
     def loss_of(batch: Batch, items: Any = None) -> Any:
         # compute_loss may change its inputs, log, set attributes, and in TRL change metrics.
-        inputs = internals.prepared_inputs(trainer, copy_of_batch(batch))
+        inputs = internals.prepared_inputs(trainer, copy.deepcopy(batch))
         items = items or internals.items_in_batch(trainer, inputs)
         given = {}
         if items is not None:

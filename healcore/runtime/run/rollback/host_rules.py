@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from healcore.core.array_namespace import NUMPY
 from healcore.core.decision import Action
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.engine.rule import update_rule
@@ -61,7 +60,7 @@ class HostRules:
                 streak, age, *window = map(np.int32, saved)
                 state = RuleState(streak, np.array(window, np.int32), age)
             state, has_fired, _ = update_rule(
-                config, state, hit, np.int32(record.step), quiet_steps=0, xp=NUMPY
+                config, state, hit, np.int32(record.step), quiet_steps=0
             )
             hits[key] = [int(state.streak), int(state.age), *map(int, state.window)]
             fired |= bool(has_fired)

@@ -73,13 +73,13 @@ def limit_rates(
             if 0 < last_healthy < at_fault[name]:
                 lower[name] = last_healthy
         for name, limit in (lower or new).items():
-            limited = engine.limit_lr(states[name], np.float32(limit), known.get(name), xp=np)
+            limited = engine.limit_lr(states[name], np.float32(limit), known.get(name))
             states[name] = limited
     limits: dict[str, float] = {}
     for name in states:
         if name not in known:
             continue
-        states[name] = engine.apply_rate(states[name], known[name], xp=np)
+        states[name] = engine.apply_rate(states[name], known[name])
         lr = states[name].lr
         if lr.hold:
             limit = float(lr.rate_after_cut)
