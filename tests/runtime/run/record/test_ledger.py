@@ -3,7 +3,7 @@
 import pytest
 
 from healcore.core.decision import Cause
-from healcore.core.engine import incidents
+from healcore.core.engine.incident import incident_causes
 from healcore.core.step_record import Why
 from healcore.policy import load
 from healcore.runtime.run.dispatch_queue import StepResult
@@ -36,7 +36,7 @@ def test_a_row_of_skips_goes_on_through_the_micro_steps_of_an_accumulation(last,
 def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(alert):
     """One long incident would be told as many, each with an onset of its own."""
     ledger = Ledger()
-    opening = incidents.incident_causes(load("default").engine().config)
+    opening = incident_causes(load("default").engine().config)
     for index in range(3, 13):
         causes = Cause.NONFINITE_GRAD
         if index == 6:
