@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints, Cursor, Healer
 from healcore import policy as policies
+from healcore.runtime.run.incidents.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import (
@@ -194,6 +195,7 @@ def test_a_loop_over_range_with_a_loader_for_each_epoch_begins_this_epoch_again(
 def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):
     # A rollback repeats the same batches.
     monkeypatch.setattr(MonitorState, "batches_of", lambda *_: [])
+    monkeypatch.setattr(IncidentMonitor, "batches_of_alarms", lambda *_: [])
     policy = rules(cut=False)
     clean = loop_of(framework, policy=rules(cut=False))
     train(clean, policy, data(), epochs=5)

@@ -8,7 +8,7 @@ at the same step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from healcore.core.step_record import StepRecord, Why
@@ -131,6 +131,14 @@ class DispatchQueue:
             self._read_steps.extend(self._read(*self._queue.popleft()))
         return self._read_steps.popleft()
 
+    def make_due_again(self, steps: Sequence[StepResult]) -> None:
+        """Makes steps due again that `read_all` has yielded, and that nothing has acted on.
+
+        Args:
+            steps: the newest steps that were read, oldest first.
+        """
+        self._read_steps.extendleft(reversed(steps))
+
     def take_count_correction(self) -> int:
         """Number of steps that were read since the last call, minus the expected number.
 
@@ -205,10 +213,12 @@ class DispatchQueue:
             vote_requested=vote_requested and is_last,
         )
 
-    def forget(self) -> None:
-        """Drops the unread steps and the batches of an accumulation: a rollback undid them."""
-        self._queue.clear()
-        self._read_steps.clear()
+    def forget_accumulation(self) -> None:
+        """Drops the batches of an accumulation that a rollback has undone.
+
+        All steps have been read before. Otherwise they would be assigned to the first step after
+        the rollback, which would be said to have trained on batches that it has not read.
+        """
         self._accumulated = ()
         self._contents = ()
 

@@ -21,7 +21,7 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
     micro_step = record(why=Why.NOT_DUE)
     queue.push(dispatch_of(micro_step), DispatchStart(0, (BatchId(0, 0),)))
     list(queue.read_all())
-    queue.forget()
+    queue.forget_accumulation()
 
     # The next update is of its own batch.
     queue.push(dispatch_of(record()), DispatchStart(0, (BatchId(0, 1),)))
@@ -29,11 +29,14 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
     assert update.batches == (BatchId(0, 1),)
 
 
-def test_a_rollback_drops_the_unread_steps():
+def test_steps_that_are_put_back_are_due_again_before_all_others():
+    """A rollback that was not possible has read them, and their own orders are still open."""
     queue = DispatchQueue()
     for index in range(3):
         queue.push(dispatch_of(record()), DispatchStart(index, ()))
     assert queue.read_next().index == 0
-    queue.forget()
-    queue.push(dispatch_of(record()), DispatchStart(1, ()))
-    assert [each.index for each in queue.read_all()] == [1]
+    unread = list(queue.read_all())
+    queue.push(dispatch_of(record()), DispatchStart(3, ()))
+    queue.make_due_again(unread)
+    assert queue.has_due()
+    assert [each.index for each in queue.read_all()] == [1, 2, 3]

@@ -9,6 +9,7 @@ from healcore.core.decision import LASTING, NONFINITE, Action, Cause, names_of
 from healcore.core.engine.incident import incident_causes
 from healcore.core.step_record import StepRecord, Why
 from healcore.history import Counts
+from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Driver
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import StepResult
@@ -202,6 +203,26 @@ class IncidentMonitor:
         otherwise nothing would remind the user of an alert that was logged hours before.
         """
         return Cause(self._newest_causes) & LASTING
+
+    # -- batches --------------------------------------------------------------------------------
+
+    @staticmethod
+    def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
+        """The batches of the steps after an order, up to the last step with an alarm.
+
+        Args:
+            later: the steps that were read after the order, oldest first.
+        """
+        found: list[BatchId] = []
+        since_alarm: list[BatchId] = []
+        for step in later:
+            since_alarm += step.batches
+            for record in step.records:
+                if record.cause:
+                    found += since_alarm
+                    since_alarm = []
+                    break
+        return found
 
     def read_engines(self) -> None:
         """Sets multipliers and counts from the engines' states, without an event.

@@ -455,20 +455,28 @@ class Recovery:
 
         Returns:
             The rollback. None if no snapshot is usable and the weights can be kept: then the run
-            continues.
+            continues, and the steps that were read meanwhile are due again.
 
         Raises:
             RunStopped: no snapshot is usable, and the weights are damaged.
         """
         run = self.run
+        # Unread steps belong to the trouble up to their last alarm.
+        unread = list(run.dispatch_queue.read_all())
+        run.progress.step += run.dispatch_queue.take_count_correction()
+        if trouble.batches and not trouble.exact:
+            batches = tuple(run.monitor.batches_of_alarms(unread))
+            more = chosen.envelope.joined(Envelope(left_out=batches))
+            chosen = replace(chosen, envelope=more)
         try:
             done = run.rollback_restore.restore(trouble, chosen, steps)
         except StoreError as error:
             self._without_snapshot(trouble, error)
+            run.dispatch_queue.make_due_again(unread)  # their own troubles are answered next
             return None
         report.report_rollback(run, done, index)
         run.batches.on_rollback(done.checkpoint)
-        run.dispatch_queue.forget()
+        run.dispatch_queue.forget_accumulation()
         run.nonfinite_recovery.on_rollback()
         run.rate_log.on_rollback(done)
         run.monitor.read_engines()
