@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from healcore.core.array_namespace import Array, ArrayNamespace, Number, register
+from healcore.core.array_namespace import ArrayNamespace, register
 from healcore.core.numerics import FLUSH
 
 
@@ -18,25 +18,13 @@ class TorchNamespace(ArrayNamespace):
     to a device once.
     """
 
+    # These also take a Python number, which `torch.minimum` and `torch.maximum` do not.
+    minimum = staticmethod(torch.clamp_max)
+    maximum = staticmethod(torch.clamp_min)
+
     def __init__(self) -> None:
         super().__init__(torch)
         self._tables: dict[torch.device, Tensor] = {}
-
-    def where(self, condition: Tensor, x: Array | Number, y: Array | Number, /) -> Tensor:
-        """`torch.where`."""
-        return torch.where(condition, x, y)
-
-    def minimum(self, x: Tensor, y: Tensor | Number, /) -> Tensor:
-        """`torch.clamp_max`, which also takes a Python number."""
-        return torch.clamp_max(x, y)
-
-    def maximum(self, x: Tensor, y: Tensor | Number, /) -> Tensor:
-        """`torch.clamp_min`, which also takes a Python number."""
-        return torch.clamp_min(x, y)
-
-    def clip(self, x: Tensor, low: float, high: float, /) -> Tensor:
-        """`torch.clamp`."""
-        return torch.clamp(x, low, high)
 
     def sqrt(self, x: Tensor, /) -> Tensor:
         """Square root, correctly rounded in float32 as in NumPy and XLA.

@@ -312,7 +312,7 @@ class Healing:
             raise SignalError(f"weight must be a finite number from 0 on, got {weight!r}")
         self.healed_step.judge_dropped()
         if weight:
-            self._measurer.observe(value, weight)
+            self._measurer.losses.add(value, weight)
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
         """Reports the loss of an evaluation, which the policy reads at the next step.

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -152,7 +151,7 @@ def norms_of_clip(grads: Sequence[Tensor]) -> tuple[Sequence[Tensor] | None, Ten
 def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Norms of whole DTensors from the norms of this rank's parts. Keeps norms of plain tensors.
 
-    One small all_reduce for each dimension of each mesh. Every rank of the mesh has to call it.
+    A small all_reduce for each DTensor. Every rank of the mesh has to call it.
 
     Args:
         norms: the norms of this rank's parts, 0-d float32 each.
@@ -161,26 +160,17 @@ def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tens
     Returns:
         The norms of the whole tensors, in the same order.
     """
-    whole = [*norms]
-    by_mesh: dict[Any, list[int]] = {}
-    for i, tensor in enumerate(tensors):
+    whole: list[Tensor] = []
+    for norm, tensor in zip(norms, tensors, strict=True):
         if is_dtensor(tensor):
-            by_mesh.setdefault(tensor.device_mesh, []).append(i)  # type: ignore[attr-defined]
-    for mesh, members in by_mesh.items():
-        parts = norm_vector([norms[i] for i in members], norms[members[0]].device)
-        squares = parts.double() ** 2
-        for dim in range(mesh.ndim):
-            copies: list[int] = []
-            for i in members:
-                placement = tensors[i].placements[dim]  # type: ignore[attr-defined]
-                if placement.is_replicate():  # every rank has the same part, which counts once
-                    copies.append(mesh.size(dim))
-                else:
-                    copies.append(1)
-            squares /= torch.tensor(copies, dtype=squares.dtype).to(squares.device)
-            dist.all_reduce(squares, group=mesh.get_group(dim))
-        for i, norm in zip(members, squares.sqrt().to(torch.float32).unbind(), strict=True):
-            whole[i] = norm
+            from torch.distributed.tensor import DTensor, Partial
+
+            given: Any = tensor
+            placements = [p if p.is_replicate() else Partial() for p in given.placements]
+            square = norm.double() ** 2
+            square = DTensor.from_local(square, given.device_mesh, placements, run_check=False)
+            norm = square.full_tensor().sqrt().to(torch.float32)
+        whole.append(norm)
     return whole
 
 

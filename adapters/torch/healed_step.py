@@ -616,11 +616,7 @@ def _marks(params: Sequence[Tensor]) -> list[tuple[int, int, int]]:
     """Numbers of writes in place of each parameter and gradient, and the gradient's identity."""
     marks: list[tuple[int, int, int]] = []
     for p in params:
-        grad = p.grad
-        if grad is None:
-            marks.append((p._version, id(None), -1))
-        else:
-            marks.append((p._version, id(grad), grad._version))
+        marks.append((p._version, id(p.grad), getattr(p.grad, "_version", -1)))
     return marks
 
 

@@ -262,8 +262,6 @@ class LiveEngine:
             lag = RECORD_LAG
         self._recent: deque[_Step] = deque(maxlen=lag + 1)
         """The newest steps. The oldest of a full queue has been judged."""
-        self._waiting: deque[_Step] = deque()
-        """The steps that are not judged yet."""
         self._own_form = _scalar
         if self.device is not None and not self.judges_late:
             self._own_form = self._to_device
@@ -327,9 +325,8 @@ class LiveEngine:
         numbers = torch.stack([getattr(signals, name).to(torch.float32) for name in present])
         step = _Step(present=present, copy=AsyncCopy(numbers))
         self._recent.append(step)
-        self._waiting.append(step)
-        if len(self._waiting) > RECORD_LAG:
-            self._judge_oldest()
+        if len(self._recent) > RECORD_LAG:
+            self._judge_until(self._recent[0])
         if engine.mode == "observe":
             return EnforcedDecision(torch.zeros_like(numbers[0]))
         if signals.loss is not None and engine.skips_bad_loss:
@@ -347,13 +344,15 @@ class LiveEngine:
             scale = clip.scale
         return EnforcedDecision(bad.to(torch.float32), scale)
 
-    def _judge_oldest(self) -> None:
-        """Judges the oldest step that is waiting, by the copy of its signals."""
-        step = self._waiting.popleft()
-        assert step.copy is not None
-        values: dict[str, Any] = dict.fromkeys(Signals._fields)
-        values.update(zip(step.present, step.copy.read(), strict=True))
-        self._judge(step, Signals(**values))
+    def _judge_until(self, last: _Step) -> None:
+        """Judges the steps that wait, up to this one, by the copies of their signals."""
+        for step in self._recent:
+            if last.state is not None:
+                return
+            if step.state is None and step.copy is not None:
+                values: dict[str, Any] = dict.fromkeys(Signals._fields)
+                values.update(zip(step.present, step.copy.read(), strict=True))
+                self._judge(step, Signals(**values))
 
     def _decide_on_device(self, signals: Signals, found_inf: Tensor | None) -> EnforcedDecision:
         """Runs the whole engine on the device, and begins to copy the record of the step."""
@@ -393,8 +392,8 @@ class LiveEngine:
                 record = unpack_record(numbers, name)
                 counts = numbers[0] != numbers[-1]
             else:
-                while step.state is None:
-                    self._judge_oldest()
+                self._judge_until(step)
+                assert step.state is not None
                 record = host_record(record_numbers(step.state), name)
                 counts = step.counts
             if not reads_rate:  # the rate of an earlier step
@@ -407,8 +406,8 @@ class LiveEngine:
 
     def _judge_all(self) -> None:
         """Judges all waiting steps. Waits for the device."""
-        while self._waiting:
-            self._judge_oldest()
+        if self.judges_late and self._recent:
+            self._judge_until(self._recent[-1])
 
     @property
     def state(self) -> EngineState:

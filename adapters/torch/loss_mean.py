@@ -87,7 +87,6 @@ class LossMean:
         """
         # A product, because a loop may change its loss in place later (``loss /= steps``).
         value = float32_tensor(loss, self._device) * weight
-        self._last = value, weight
         if self.count:
             value = self._total + value
         self._total = value
@@ -103,10 +102,6 @@ class LossMean:
         if not self.count:
             return None
         return _quotient(self._total, self.weight)
-
-    def last(self) -> Tensor:
-        """The last loss without its weight, 0-d float32. There must be a loss."""
-        return _quotient(*self._last)
 
     def clear(self) -> None:
         """Drops the losses since the last step."""

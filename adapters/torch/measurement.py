@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,10 +77,6 @@ class Measurer:
         self.home = home
         self._optimizer = optimizer
         self.losses = LossMean(home)
-        # Of all parameters, because the last group may be empty.
-        self._last_parameter = gradients.parameters(optimizer)[-1]
-        self._grad_at_loss: weakref.ref[Tensor] | None = None
-        """Gradient of `_last_parameter` when the last loss was observed, or None without one."""
         self.eval_loss: Tensor | float = math.nan
         self.has_seen_loss = False
         self._first_loss_is_late = False
@@ -100,35 +95,6 @@ class Measurer:
         """Drops what the loop has reported since the last step."""
         self.losses.clear()
         self.eval_loss = math.nan
-
-    def observe(self, loss: Tensor | float, weight: float) -> None:
-        """Adds a loss of the current step. No host sync.
-
-        Args:
-            loss: what `one_number` has returned for the loss.
-            weight: its weight in the mean, above 0.
-        """
-        grad = self._last_parameter.grad
-        self._grad_at_loss = None
-        if grad is not None:
-            self._grad_at_loss = weakref.ref(grad)
-        self.losses.add(loss, weight)
-
-    def _loss(self) -> Tensor | None:
-        """The mean of the losses since the last step, or None without a loss.
-
-        Backward passes add to a gradient in place. Another tensor means that the gradients are of
-        the last loss only: the loop has skipped earlier batches. If the mean is not finite then,
-        the last loss is the loss of the step.
-        """
-        loss = self.losses.mean()
-        before = None
-        if self._grad_at_loss is not None:
-            before = self._grad_at_loss()
-        if self.losses.count > 1 and self._last_parameter.grad is not before:
-            assert loss is not None
-            loss = torch.where(loss.isfinite(), loss, self.losses.last())
-        return loss
 
     def measure(
         self, parameters: Sequence[Tensor], divisor: Tensor | None, ranks: StepRanks
@@ -183,7 +149,7 @@ class Measurer:
                 squares = torch.cat([squares, parts])
         if not self.engine.per_tensor:
             group_norms = None
-        signals = self._signals(norm, group_norms, self._loss(), self.eval_loss)
+        signals = self._signals(norm, group_norms, self.losses.mean(), self.eval_loss)
         return Measurement(signals, params, norms, squares, clip_norm)
 
     def clip_factor(self, clip_norm: Tensor, grad_scale: float | Tensor) -> Tensor:
