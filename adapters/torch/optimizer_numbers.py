@@ -8,7 +8,7 @@ and a limit for the learning rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -34,10 +34,9 @@ _NO_NUMBERS = {
 schedulers keep there for themselves."""
 
 
-_Place = tuple[int, str]
-"""A parameter group, and one of its entries."""
-_Numbers = dict[int | None, float]
-"""The numbers of an entry, by their index in the tuple or list (None if the entry is neither)."""
+_Key = tuple[int, str, int | None]
+"""A parameter group, one of its entries, and the index of the number in the tuple or list, which
+is None if the entry is itself a number."""
 
 
 class OptimizerNumbers:
@@ -65,13 +64,12 @@ class OptimizerNumbers:
         self._optimizer = optimizer
         self._single = len(optimizer.param_groups) == 1
         """Whether group 0 has no index in names. Names do not change if a group is added later."""
-        self._given: dict[_Place, tuple[Any, _Numbers]] = {}
-        """The value of each entry at the last read, and the numbers in it."""
-        self._ranges: dict[tuple[_Place, int | None], NumberRange] = {}
-        """The range of each number."""
+        self._given: dict[_Key, float] = {}
+        """The numbers at the last read."""
+        self._ranges: dict[_Key, NumberRange] = {}
         self._held: Mapping[str, NumberRange] = {}
         """Name of a number -> the range in which it is held."""
-        self._changed_by_step: set[_Place] = set()
+        self._changed_by_step: set[_Key] = set()
         """What `optimizer.step()` itself has changed."""
 
     def ranges(self) -> dict[str, NumberRange]:
@@ -82,9 +80,9 @@ class OptimizerNumbers:
             the second. Values that were replaced because they are held are not included.
         """
         found: dict[str, NumberRange] = {}
-        for (place, element), number_range in self._ranges.items():
-            if place not in self._changed_by_step:
-                found[self._name(place, element)] = number_range
+        for key, number_range in self._ranges.items():
+            if key not in self._changed_by_step:
+                found[self._name(key)] = number_range
         return found
 
     def hold(self, ranges: Mapping[str, NumberRange]) -> None:
@@ -96,23 +94,20 @@ class OptimizerNumbers:
             ranges: names as in `ranges()` -> range. Names that no parameter group has are ignored.
         """
         self._held = ranges
-        self._given.clear()
         self._ranges.clear()
 
     def read(self) -> None:
         """Reads the program's values at a judged step, before any of them is replaced."""
-        for place, value in self._changed():
-            numbers = _numbers(value)
-            self._given[place] = value, numbers
-            for element, number in numbers.items():
-                low, high = number, number
-                if math.isnan(number):
-                    # Outside of every range, as if it were below and above all numbers.
-                    low, high = -math.inf, math.inf
-                seen = self._ranges.get((place, element))
-                if seen is not None:
-                    low, high = min(low, seen.low), max(high, seen.high)
-                self._ranges[place, element] = NumberRange(low, high, number)
+        self._given = self._numbers()
+        for key, number in self._given.items():
+            low, high = number, number
+            if math.isnan(number):
+                # Outside of every range, as if it were below and above all numbers.
+                low, high = -math.inf, math.inf
+            seen = self._ranges.get(key)
+            if seen is not None:
+                low, high = min(low, seen.low), max(high, seen.high)
+            self._ranges[key] = NumberRange(low, high, number)
 
     def replacements(self) -> list[tuple[ParamGroup, str, Any]]:
         """What this step uses instead of the numbers that are outside of their ranges.
@@ -121,82 +116,62 @@ class OptimizerNumbers:
             Parameter group, name of the entry, and the entry's value for this step. Nothing is
             written: the caller replaces the entries, and restores them after the step.
         """
-        groups = self._optimizer.param_groups
-        found: list[tuple[ParamGroup, str, Any]] = []
-        for place, (value, numbers) in self._given.items():
-            i, entry = place
-            if not self._held or i >= len(groups) or place in self._changed_by_step:
+        values: dict[tuple[int, str], Any] = {}
+        if not self._held:
+            return []
+        for key, number in self._given.items():
+            held = self._held.get(self._name(key))
+            # Written so that NaN is outside of every range.
+            if held is None or key in self._changed_by_step or held.low <= number <= held.high:
                 continue
-            held_value = value
-            for element, number in numbers.items():
-                held = self._held.get(self._name(place, element))
-                # Written so that NaN is outside of every range.
-                if held is not None and not held.low <= number <= held.high:
-                    held_value = _with_number(held_value, element, held.last)
-            if held_value is not value:
-                found.append((groups[i], entry, held_value))
-        return found
+            group, entry, element = key
+            value = values.get((group, entry), self._optimizer.param_groups[group][entry])
+            values[group, entry] = _with_number(value, element, held.last)
+        groups = self._optimizer.param_groups
+        return [(groups[i], entry, value) for (i, entry), value in values.items()]
 
     def find_changes_by_step(self) -> None:
-        """Excludes entries that `optimizer.step()` has changed. Call it after the step.
+        """Excludes numbers that `optimizer.step()` has changed. Call it after the step.
 
-        Such an entry is a state of the optimizer and not a setting of the program, so it must not
-        be held. The program's own values have to be back in the groups. An excluded entry stays
+        Such a number is a state of the optimizer and not a setting of the program, so it must not
+        be held. The program's own values have to be back in the groups. An excluded number stays
         excluded.
         """
-        for place, value in self._changed():
-            _, before = self._given.get(place, (None, None))
-            # Compared as text, because NaN is not equal to itself.
-            if repr(_numbers(value)) != repr(before):
-                self._changed_by_step.add(place)
+        for key, number in self._numbers().items():
+            before = self._given.get(key)
+            # NaN is not equal to itself.
+            if before != number and not (before != before and number != number):
+                self._changed_by_step.add(key)
 
-    def _changed(self) -> list[tuple[_Place, Any]]:
-        """Each entry whose numbers may have changed since `read`, with its value.
-
-        Compares objects, not values: `==` of two tensors could wait for a device.
-        """
-        changed: list[tuple[_Place, Any]] = []
+    def _numbers(self) -> dict[_Key, float]:
+        """The numbers in the groups that can be read without waiting for a device."""
+        found: dict[_Key, float] = {}
         for i, group in enumerate(self._optimizer.param_groups):
             for entry, value in group.items():
                 if entry in _NO_NUMBERS:
                     continue
-                given = self._given.get((i, entry))
-                if given is None or given[0] is not value or _is_mutable(value):
-                    changed.append(((i, entry), value))
-        return changed
+                parts: Iterable[tuple[int | None, Any]] = [(None, value)]
+                if isinstance(value, tuple | list):
+                    parts = enumerate(value)
+                for element, part in parts:
+                    if isinstance(part, Tensor):
+                        is_real = not (part.is_complex() or part.dtype == torch.bool)
+                        is_number = part.is_cpu and part.ndim == 0 and is_real
+                    else:
+                        is_number = isinstance(part, Real) and not isinstance(part, bool)
+                    if is_number:
+                        found[i, entry, element] = float(part)
+        return found
 
-    def _name(self, place: _Place, element: int | None) -> str:
+    def _name(self, key: _Key) -> str:
         """The name of a number, see `ranges`."""
-        group, entry = place
+        group, entry, element = key
         name = f".{entry}"
         if element is not None:
             name += f"[{element}]"
         if not self._single or group != 0:
             name = f"[{group}]{name}"
         return name
-
-
-def _numbers(value: Any) -> _Numbers:
-    """The numbers in an entry that can be read without waiting for a device."""
-    parts: dict[int | None, Any] = {None: value}
-    if isinstance(value, tuple | list):
-        parts = dict(enumerate(value))
-    found: _Numbers = {}
-    for element, part in parts.items():
-        is_number = isinstance(part, Real) and not isinstance(part, bool)
-        if isinstance(part, Tensor):
-            is_real = not (part.is_complex() or part.dtype == torch.bool)
-            is_number = part.is_cpu and part.ndim == 0 and is_real
-        if is_number:
-            found[element] = float(part)
-    return found
-
-
-def _is_mutable(value: Any) -> bool:
-    """Whether the numbers in an entry can change although the entry is the same object."""
-    if isinstance(value, tuple):
-        return any(isinstance(part, Tensor) for part in value)
-    return isinstance(value, list | Tensor)
 
 
 def _with_number(value: Any, element: int | None, number: float) -> Any:
