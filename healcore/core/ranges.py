@@ -145,51 +145,6 @@ def one_of(*choices: str) -> ValueRule:
     return ValueRule(rule, check)
 
 
-def text(*, empty: bool = True) -> ValueRule:
-    """A string."""
-    rule = "a string" if empty else "a non-empty string on one line"
-
-    def check(value: Any) -> str:
-        if not isinstance(value, str):
-            raise RuleBroken(rule)
-        if not empty and (not value.strip() or len(value.splitlines()) != 1):
-            raise RuleBroken(rule)
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise RuleBroken(f"{rule}, that UTF-8 can encode") from error
-        return value
-
-    return ValueRule(rule, check)
-
-
-def listed(kind: ValueRule, *, empty: bool = False) -> ValueRule:
-    """Declares a list without duplicates.
-
-    Args:
-        kind: the declaration of each entry, such as `one_of(...)`.
-        empty: whether the empty list is accepted.
-
-    Returns:
-        The declaration. Its check returns a tuple.
-    """
-    rule = f"{'a list' if empty else 'a non-empty list'}, each entry {kind.rule}"
-
-    def check(value: Any) -> tuple[str, ...]:
-        if not isinstance(value, list | tuple) or not (value or empty):
-            raise RuleBroken(rule)
-        for i, entry in enumerate(value):
-            try:
-                kind.check(entry)
-            except RuleBroken as error:
-                raise RuleBroken(error.rule, error.choices, i) from error
-            if entry in value[:i]:
-                raise RuleBroken("in the list once; this is a repetition", tuple(value[:i]), i)
-        return tuple(value)
-
-    return ValueRule(rule, check)
-
-
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise RuleBroken("true or false")

@@ -38,13 +38,7 @@ from healcore.core.engine import (
     RollbackConfig,
     RuleConfig,
 )
-from healcore.core.ranges import (
-    StepsOrZero,
-    listed,
-    one_of,
-    text,
-    whole,
-)
+from healcore.core.ranges import StepsOrZero, one_of, whole
 from healcore.policy.responses import (
     FAULTS,
     Budget,
@@ -55,7 +49,7 @@ from healcore.policy.responses import (
     Rollback,
     SkipBatch,
 )
-from healcore.policy.tables import Conflict, rounded, written
+from healcore.policy.tables import Conflict, listed, rounded, text, written
 
 SCHEMA = 1
 """Version of the file format that this release reads and writes."""

@@ -26,12 +26,11 @@ from healcore.core.ranges import (
     Ratio,
     Steps,
     StepsOrZero,
-    listed,
     number,
     one_of,
     whole,
 )
-from healcore.policy.tables import Conflict
+from healcore.policy.tables import Conflict, listed
 
 FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
     "oom": (Cause.OOM, ("shrink_microbatch", "clear_cache", "save")),
