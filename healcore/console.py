@@ -9,7 +9,9 @@ setup, because absl makes this call for Orbax.
 from __future__ import annotations
 
 import logging
+import re
 import sys
+import traceback
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Literal
@@ -23,6 +25,11 @@ Console = bool | Literal["auto"]
 """
 
 _logger = logging.getLogger("healcore")
+_NUMBERS = re.compile(r"\[[\[\]\s\d.,+\-einafNIF]{80,}\]")
+"""A printed array, such as `[[-0.2883], [nan]]`, that is longer than a line."""
+
+_REMOVED_FRAMES = re.compile(r"\n-{20}\nFor simplicity, JAX has removed its internal frames.*")
+"""A note of JAX about the traceback of an exception."""
 
 
 def checked_console(console: Any) -> Console:
@@ -164,3 +171,29 @@ def is_logged(number: int) -> bool:
 def passes_power_of_ten(before: int, now: int) -> bool:
     """Whether a count has just reached 1, 10, 100, ..."""
     return now > before and (not before or len(str(now)) > len(str(before)))
+
+
+def error_text(error: BaseException) -> str:
+    """Formats an exception for an event or a message.
+
+    Args:
+        error: any exception, also one whose `__str__` raises.
+
+    Returns:
+        Its type and its message with notes, in which printed arrays are shortened. JAX's note about
+        the traceback is left out.
+    """
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return with_short_arrays(_REMOVED_FRAMES.sub("", text))
+
+
+def with_short_arrays(text: str) -> str:
+    """Shortens printed arrays in a text, such as the message of a failed comparison.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The text with only the first numbers of each printed array that is longer than a line.
+    """
+    return _NUMBERS.sub(lambda found: " ".join(found[0][:50].split()) + " ...]", text)

@@ -8,8 +8,6 @@ in another order. `clean` escapes all such characters.
 from __future__ import annotations
 
 import json
-import re
-import traceback
 import unicodedata
 from collections.abc import Callable
 from typing import TypeVar
@@ -79,38 +77,6 @@ class RanksDisagreeError(HealcoreError, RuntimeError):
 
 
 # -- texts that are safe for a terminal --------------------------------------------------------
-
-_NUMBERS = re.compile(r"\[[\[\]\s\d.,+\-einafNIF]{80,}\]")
-"""A printed array, such as `[[-0.2883], [nan]]`, that is longer than a line."""
-
-_REMOVED_FRAMES = re.compile(r"\n-{20}\nFor simplicity, JAX has removed its internal frames.*")
-"""A note of JAX about the traceback of an exception."""
-
-
-def error_text(error: BaseException) -> str:
-    """Formats an exception for an event or a message.
-
-    Args:
-        error: any exception, also one whose `__str__` raises.
-
-    Returns:
-        Its type and its message with notes, in which printed arrays are shortened. JAX's note about
-        the traceback is left out.
-    """
-    text = "".join(traceback.format_exception_only(error)).strip()
-    return with_short_arrays(_REMOVED_FRAMES.sub("", text))
-
-
-def with_short_arrays(text: str) -> str:
-    """Shortens printed arrays in a text, such as the message of a failed comparison.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The text with only the first numbers of each printed array that is longer than a line.
-    """
-    return _NUMBERS.sub(lambda found: " ".join(found[0][:50].split()) + " ...]", text)
 
 
 def clean(text: str, keep: str = "\n\t") -> str:

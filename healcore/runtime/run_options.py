@@ -13,10 +13,9 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from healcore import console
-from healcore.console import Console
+from healcore.console import Console, error_text
 from healcore.core.decision import NONFINITE, Action, Cause, Decision
 from healcore.core.engine import Engine, RuleConfig
-from healcore.core.errors import error_text
 from healcore.core.step_record import Readings, SuspectGradient
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve

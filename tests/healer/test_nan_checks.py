@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributions import Normal
 
 from healcore import Healer
-from healcore.core.errors import error_text
+from healcore.console import error_text
 from tests.healer.run_directory import events, new_process, postmortems
 
 

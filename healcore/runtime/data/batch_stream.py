@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from healcore.console import error_text
 from healcore.core.decision import Cause
-from healcore.core.errors import error_text
 from healcore.runtime.data.epoch_range import EpochRange
 from healcore.runtime.data.loader_adapter import BatchIterator
 from healcore.runtime.data.loader_epoch import LoaderEpoch

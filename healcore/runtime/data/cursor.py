@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from healcore.console import counted
-from healcore.core.errors import error_text
+from healcore.console import counted, error_text
 from healcore.runtime.data.batch_stream import BatchStream
 from healcore.runtime.data.loader_epoch import EpochPhase
 from healcore.runtime.data.loader_protocols import AnyBatch, Loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from healcore.core.errors import error_text
+from healcore.console import error_text
 from healcore.history import RunHistory, RunState
 from healcore.runtime.program_settings import STEPPED, WEIGHTS
 from healcore.runtime.reporting.run_log import RunLog

@@ -6,9 +6,9 @@ import contextlib
 import traceback
 from typing import TYPE_CHECKING
 
-from healcore.console import first_of
+from healcore.console import error_text, first_of, with_short_arrays
 from healcore.core.decision import Cause
-from healcore.core.errors import HealcoreError, error_text, with_short_arrays
+from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
 from healcore.events.sentences import batch_names
 from healcore.runtime.faults.classification import Fault, is_broken_connection

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from healcore.console import first_of
+from healcore.console import error_text, first_of
 from healcore.core.decision import Cause
-from healcore.core.errors import error_text
 from healcore.core.signals import SignalError
 from healcore.events.models import Ending
 from healcore.runtime.faults.classification import Fault, classify
