@@ -245,22 +245,18 @@ def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
     )
 
 
-def unpack_record(packed: np.ndarray, engine: str = "", *, reads_rate: bool = True) -> StepRecord:
+def unpack_record(packed: np.ndarray, engine: str = "") -> StepRecord:
     """Makes a record from the array that a device has copied to the host.
 
     Args:
         packed: int32 (n,) with n of at least 16: the integers of `RECORD_FIELDS`, then the bits of
             the floats. One array needs one copy instead of sixteen.
         engine: name of the optimizer in the run's state.
-        reads_rate: whether the engine reads the learning rate. If not, the rate is unknown. An
-            older saved state has a rate of 0 then.
 
     Returns:
         The record of Python values.
     """
     floats = packed[RECORD_INTS : len(RECORD_FIELDS)].view(np.float32).tolist()
-    if not reads_rate:
-        floats[-1] = -1.0  # as `UNKNOWN_RATE` of the engine state
     return host_record(packed[:RECORD_INTS].tolist() + floats, engine)
 
 
