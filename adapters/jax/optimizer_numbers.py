@@ -14,7 +14,7 @@ of its healing state (`HealState.heal_numbers`), which has one column for each n
     5  last       0.99    0.5           so this step uses 0.01 instead of 0.5
 
 The Healer reads the ranges while the run is healthy, and holds numbers after a rollback
-(`driver/held_numbers.py`).
+(`JaxDriver.numbers` and `hold_numbers`).
 """
 
 from __future__ import annotations

@@ -397,14 +397,14 @@ class Driver(abc.ABC):
             DataError: the compiled training step has deleted a batch.
         """
 
-    @abc.abstractmethod
     def memory(self) -> dict[str, int]:
         """The memory of the device by owner, after memory ran out. For the diagnosis.
 
         Returns:
             Owner -> bytes. In torch "parameters", "gradients", "optimizer state", and on a GPU
-            "activations", which are all other memory. Empty if it is unknown.
+            "activations", which are all other memory. Empty if it is unknown, as in JAX.
         """
+        return {}
 
     def missing_moments(self) -> tuple[int, int]:
         """Bytes of the moments that the optimizers create at their first step, at most.
@@ -439,7 +439,7 @@ class Driver(abc.ABC):
 
         Returns:
             Name -> number, text, bool, or a list of these. The value of `WEIGHTS` is a digest of
-            `DIGESTED` values of each parameter, equal in all processes. The names are constants of
+            some values of each parameter, equal in all processes. The names are constants of
             `healcore.runtime.program_settings`, with `STEPPED` and the function `json_setting`.
         """
 

@@ -13,13 +13,13 @@ from healcore.core.engine import Engine
 from healcore.core.engine.state import UNKNOWN_RATE
 from healcore.core.numerics import shortest_decimal
 from healcore.jax import heal_state, optimizer_numbers
-from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
 from healcore.jax.driver.engines import (
     edit_numbers,
     find_engines,
     fits_moments,
     map_states,
+    number_names,
     with_engines,
 )
 from healcore.jax.driver.program_state import (
@@ -46,7 +46,7 @@ from healcore.jax.heal_state import (
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.optimizer_numbers import injected_rates
-from healcore.jax.trees import PyTree, node_at, nodes
+from healcore.jax.trees import PyTree, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import Engines, NumberRange
 from healcore.runtime.program_settings import STEPPED, WEIGHTS, json_setting
@@ -91,8 +91,8 @@ class JaxDriver(JaxWeights):
         if not floating_arrays(tree):
             self.warnings.append(_NO_PARAMETERS)
         self.on_step: Callable[[], None] = lambda: None
-        steps = nodes(optax.MultiStepsState, tree)
-        accumulates = any(nodes(HealState, state) for _, state in steps)
+        multi_steps = nodes(optax.MultiStepsState, tree)
+        accumulates = any(nodes(HealState, state) for _, state in multi_steps)
         self._reader = StepReader(self._engines, accumulates, self.warnings.append)
         self._votes: VoteMarks | None = None
         """The votes of several processes, from the call of `ranks` on."""
@@ -180,7 +180,7 @@ class JaxDriver(JaxWeights):
         self._live, self._engines = live, engines
         states = self._states()
         self._reader.change_structure(engines, states)
-        self._edit, self._edit_is_new = max(edit_numbers(states)), False
+        self._edit_is_new = False
         return True
 
     def structure_changes(self) -> list[str]:
@@ -269,8 +269,7 @@ class JaxDriver(JaxWeights):
         tree = self._live.read()
         states = {}
         for entry in self._engines:
-            node = node_at(tree, entry.path)
-            state = heal_state.engine_state(self._engine, node)
+            state = heal_state.engine_state(self._engine, entry.state_in(tree))
             states[entry.name] = self._engine.to_dict(state)
         return states
 
@@ -316,10 +315,6 @@ class JaxDriver(JaxWeights):
 
     # -- memory and numbers -----------------------------------------------------------------------
 
-    def memory(self) -> dict[str, int]:
-        """See `Driver.memory`. Not known by owner, see `memory_profiles`."""
-        return {}
-
     def memory_profiles(self) -> dict[str, bytes]:
         """See `Driver.memory_profiles`. The arrays by the lines that made them, for `pprof`."""
         return {".prof": jax.profiler.device_memory_profile()}
@@ -330,33 +325,24 @@ class JaxDriver(JaxWeights):
         The settings are the hyperparameters of optax.inject_hyperparams, the constants of the
         optimizers, and a digest of the weights.
         """
-        injected = optimizer_numbers.injected_leaves(self._live.read())
+        tree = self._live.read()
+        injected = optimizer_numbers.injected_leaves(tree)
         found: dict[str, Any] = {}
         values = jax.device_get([*injected.values()])
         for name, value in zip(short_names(injected), values, strict=True):
             # 0.001 instead of 0.0010000000474974513.
             found[name] = json_setting(shortest_decimal(value))
-        found |= self._optimizer_constants()
-        digest = self.digest()
-        if any(engine["state"]["step"] for engine in self.engines().values()):
-            digest += STEPPED
-        found[WEIGHTS] = digest
-        return found
-
-    def _optimizer_constants(self) -> dict[str, list[float]]:
-        """Setting -> the constants of a protected optimizer, such as its learning rate.
-
-        Another version of optax may compute the same update with other constants, so its number is
-        part of the name: only settings of the same name are compared.
-        """
-        tree = self._live.read()
-        found = {}
         for entry in self._engines:
             owner = entry.protected(tree)
             if owner is not None:
                 constants = optimizer_numbers.constants_of(owner.inner_state)
+                # Another version may compute the same update with other constants.
                 if constants:
                     found[f"constants of {entry.name} (optax {optax.__version__})"] = constants
+        digest = self.digest()
+        if any(engine["state"]["step"] for engine in self.engines().values()):
+            digest += STEPPED
+        found[WEIGHTS] = digest
         return found
 
     def learning_rates(self, engines: Engines | None = None) -> dict[str, float | None]:
@@ -376,7 +362,7 @@ class JaxDriver(JaxWeights):
             found[entry.name] = None
             if len(injected) == 1:
                 found[entry.name] = float(jax.device_get(injected[0]))
-            elif entry.name in states and self._engine.scales_lr:
+            elif entry.name in states:
                 rate = states[entry.name]["state"]["lr"]["rate"]
                 if rate != UNKNOWN_RATE:
                     found[entry.name] = rate
@@ -384,19 +370,39 @@ class JaxDriver(JaxWeights):
 
     @transferring
     def numbers(self) -> dict[str, NumberRange]:
-        """See `Driver.numbers`. One sync.
+        """See `Driver.numbers`. One sync per engine.
 
         These are the numbers of `optax.inject_hyperparams` within `protect`, for example ``b2``, or
         the path in the state if several optimizers have a ``b2``. Numbers that
         `optax.inject_hyperparams` schedules are left out, because they cannot be held.
         """
-        return held_numbers.numbers_of(self._engines, self._live.read())
+        tree = self._live.read()
+        names_of = number_names(self._engines, tree)
+        ranges = {}
+        for entry in self._engines:
+            if names_of[entry.name]:
+                numbers = jax.device_get(entry.state_in(tree).heal_numbers)
+                seen = optimizer_numbers.read_ranges(numbers)
+                for name, each in zip(names_of[entry.name], seen, strict=True):
+                    if each is not None:
+                        ranges[name] = NumberRange(*each)
+        return ranges
 
     @transferring
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
         """See `Driver.hold_numbers`. The next step has to start from `live`. One sync."""
-        tree = held_numbers.with_held_numbers(self._engines, self._live.read(), ranges)
-        self._edit_state(tree)
+        tree = self._live.read()
+        names_of = number_names(self._engines, tree)
+        entries = iter(self._engines)  # in the order of the tree
+
+        def held(state: HealState) -> HealState:
+            names = names_of[next(entries).name]
+            if not names:
+                return state
+            numbers = optimizer_numbers.make_numbers([ranges.get(name) for name in names])
+            return state._replace(heal_numbers=numbers)
+
+        self._edit_state(map_states(held, tree))
 
     # -- the run ----------------------------------------------------------------------------------
 

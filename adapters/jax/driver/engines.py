@@ -23,14 +23,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from healcore.core.engine import Engine
-from healcore.jax import heal_state
+from healcore.jax import heal_state, optimizer_numbers
 from healcore.jax.driver.program_state import (
     floating_arrays,
     is_floating,
     key_name,
+    short_names,
     to_live_leaf,
 )
 from healcore.jax.heal_state import HealState, HealStateError, ProtectState, ScaleByHealLrState
@@ -116,9 +117,9 @@ def find_engines(
             name = keystr(path)
         count = state.heal_leaf_norms.shape[0]
         arrays = floating_arrays(trained(item))
-        likeliest: list[list[Path]] = []
-        if not _is_within(path, masks):
-            likeliest = _likeliest(arrays, count, path)
+        if any(path[: len(mask)] == mask for mask in masks):
+            arrays = []
+        likeliest = _likeliest(arrays, count, path)
         parameters = [array for candidate in likeliest for array in candidate]
         names = tuple(map(keystr, parameters))
         tensor_names = names
@@ -141,9 +142,7 @@ def _likeliest(arrays: Sequence[Path], count: int, engine: Path) -> list[list[Pa
         is_named = bool(path) and key_name(path[-1]) in ("params", "model")
         alike = sum(key == other for key, other in zip(path, engine, strict=False))
         ranked.setdefault((is_named, alike), []).append([*inside])
-    if not ranked:
-        return []
-    return ranked[max(ranked)]
+    return ranked.get(max(ranked, default=(False, 0)), [])
 
 
 def _subtrees(arrays: Sequence[Path], count: int) -> dict[tuple[Path, ...], Path]:
@@ -181,11 +180,6 @@ def fits_moments(tree: PyTree, entry: EngineEntry) -> bool:
         if [shapes[path] for path in moments] != parameters[:count]:
             return False
     return bool(parameters) and len(parameters) % count == 0
-
-
-def _is_within(path: Path, others: Sequence[Path]) -> bool:
-    """Whether a path leads to one of the nodes at the other paths, or into it."""
-    return any(path[: len(other)] == other for other in others)
 
 
 def _item_of(path: Path) -> str:
@@ -270,11 +264,34 @@ def map_states(change: Callable[[HealState], HealState], tree: PyTree) -> PyTree
     return map_nodes(HealState, changed, tree)
 
 
+def number_names(engines: Sequence[EngineEntry], tree: PyTree) -> dict[str, list[str]]:
+    """Finds the numbers of the optimizers that can be held, see `optimizer_numbers`.
+
+    Args:
+        engines: the engines of the run.
+        tree: the live state.
+
+    Returns:
+        Name of each engine -> the names of its numbers, in their order. A name is the
+        argument of the optimizer, such as `b2`, or its path if an argument of this name occurs
+        twice.
+    """
+    paths_of: dict[str, list[Path]] = {}
+    for entry in engines:
+        owner = entry.protected(tree)
+        paths_of[entry.name] = []
+        if owner is not None and owner.heal.heal_numbers is not None:
+            start = (*entry.path[:-1], GetAttrKey("inner_state"))
+            places = optimizer_numbers.number_leaves(owner.inner_state)
+            paths_of[entry.name] = [(*start, *place) for place in places]
+    names = iter(short_names([path for paths in paths_of.values() for path in paths]))
+    return {engine: [next(names) for _ in paths] for engine, paths in paths_of.items()}
+
+
 def edit_numbers(states: Sequence[HealState]) -> list[int]:
     """The number of the Healer's last edit in each state. One sync.
 
     A rollback edits the state and counts the edit in it. A step keeps the number, so a state with a
     lower number was computed from the state before the rollback, and would undo it.
     """
-    arrays = jax.device_get([state.heal_engine for state in states])
-    return [heal_state.edit_of(vector) for vector in arrays]
+    return [heal_state.edit_of(np.asarray(state.heal_engine)) for state in states]

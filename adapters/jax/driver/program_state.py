@@ -36,7 +36,6 @@ from healcore.jax.trees import (
     is_array,
     is_number,
     map_nodes,
-    nodes,
     with_arrays,
 )
 
@@ -247,16 +246,9 @@ class NnxProgramState(ProgramState):
             if not isinstance(live, nnx.Optimizer):
                 return _arrays(nnx.state(live, nnx.Not(nnx.Intermediate)))
             # nnx.state would convert optax's named tuples to dictionaries.
-            # A ModelAndOptimizer contains the model, which may have a name of its own.
-            model = getattr(live, "model", None)
-            elsewhere = {"opt_state"}
-            if any(model is other for other in self.state.values()):
-                elsewhere.add("model")
-            kept = []
-            for path, value in nnx.to_flat_state(nnx.state(live)):
-                if path[0] not in elsewhere:
-                    kept.append((path, value))
-            rest = nnx.from_flat_state(kept)
+            # A ModelAndOptimizer contains the model, which has a name of its own in the state.
+            is_elsewhere = nnx.Any(nnx.PathContains("opt_state"), nnx.PathContains("model"))
+            rest = nnx.state(live, nnx.Not(is_elsewhere))
             return {"opt_state": _arrays(live.opt_state), "rest": _arrays(rest)}
 
         return {name: arrays(live) for name, live in self.state.items()}
@@ -374,13 +366,8 @@ def floating_arrays(tree: PyTree) -> list[Path]:
     Args:
         tree: the live state, as `ProgramState.read` returns it, or a part of it.
     """
-    optimizers = {path for path, _ in nodes(_is_of_optimizer, tree)}
-    found = []
-    for path, leaf in tree_leaves_with_path(tree):
-        is_inside = any(path[:depth] in optimizers for depth in range(len(path) + 1))
-        if not is_inside and is_floating(leaf):
-            found.append(path)
-    return found
+    others = map_nodes(_is_of_optimizer, lambda _: None, tree)
+    return [path for path, leaf in tree_leaves_with_path(others) if is_floating(leaf)]
 
 
 def is_floating(leaf: Leaf) -> bool:
@@ -400,10 +387,7 @@ def key_name(key: Any) -> str:
     Args:
         key: a key of a path, of any of the classes of `jax.tree_util`.
     """
-    for attribute in ("name", "key", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    raise TypeError(f"a key of a path has a name, a key or an index, not {key!r}")
+    return keystr((key,), simple=True)
 
 
 def short_names(paths: Iterable[Path]) -> list[str]:
@@ -420,18 +404,8 @@ def short_names(paths: Iterable[Path]) -> list[str]:
 
 
 def _arrays(tree: PyTree) -> PyTree:
-    """The tree with the array of each nnx.Variable in its place. Does not import flax."""
-    nnx = sys.modules["flax.nnx"]
-
-    def is_variable(node: PyTree) -> bool:
-        return isinstance(node, nnx.Variable)
-
-    def array_of(leaf: Leaf) -> Any:
-        if is_variable(leaf):
-            return leaf[...]
-        return leaf
-
-    return jax.tree.map(array_of, tree, is_leaf=is_variable)
+    """The tree with the array of each nnx.Variable in its place."""
+    return map_nodes(sys.modules["flax.nnx"].Variable, lambda variable: variable[...], tree)
 
 
 def to_live_leaf(new: Leaf, live: Leaf) -> Leaf:
@@ -449,18 +423,10 @@ def to_live_leaf(new: Leaf, live: Leaf) -> Leaf:
     """
     if not isinstance(live, jax.Array):
         return new
-    if jnp.issubdtype(live.dtype, jax.dtypes.prng_key):
-        data = _placed_like(jax.random.key_data(new), live)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
     if not isinstance(new, jax.Array):
         new = np.asarray(new, getattr(new, "dtype", live.dtype))
-    if live.weak_type and new.dtype == live.dtype:
+    if getattr(live, "weak_type", False) and new.dtype == live.dtype:  # not of a random key
         new = jnp.zeros_like(live).at[...].set(new)
-    return _placed_like(new, live)
-
-
-def _placed_like(new: Leaf, live: jax.Array) -> jax.Array:
-    """An array on the devices of the live array, with the same commitment."""
     is_array = isinstance(new, jax.Array)
     if is_array and (new.committed, new.sharding) == (live.committed, live.sharding):
         return new

@@ -90,54 +90,42 @@ def _as_block(records: BlockRecords) -> BlockRecords:
     return jax.tree.map(lambda array: array[None], records)
 
 
-class _Readings:
-    """The readings after each update of a dispatch, which are being copied to the host.
+Readings = Callable[[], list[list[EngineReading]]]
+"""Waits for a copy, and returns the reading of each engine after each update of a dispatch."""
 
-    Args:
-        records: the records of a block. The copy begins at once, and nothing waits for it.
-    """
 
-    def __init__(self, records: BlockRecords) -> None:
-        self._records = records
-        for array in jax.tree.leaves(records):
-            array.copy_to_host_async()
+def _begin_copy(states: Sequence[HealState], block: BlockRecords | None = None) -> Readings:
+    """Begins to copy the records of one update, or of a block. Nothing waits for the copy."""
+    records = block or _as_block(block_records(states))
+    for array in jax.tree.leaves(records):
+        array.copy_to_host_async()
 
-    @functools.cached_property
-    def updates(self) -> list[list[EngineReading]]:
-        """The reading of each engine after each update. Waits for the copy."""
+    @functools.cache
+    def read() -> list[list[EngineReading]]:
         engines = []
-        for rows, norms in self._records:
+        for rows, norms in records:
             readings = []
             for ring, last_norms in zip(np.asarray(rows), np.asarray(norms), strict=True):
                 readings.append(EngineReading(int(steps_judged(ring)), ring, last_norms))
             engines.append(readings)
         return [list(update) for update in zip(*engines, strict=True)]
 
+    return read
 
-class Dispatch:
+
+class Dispatch(NamedTuple):
     """Implements `healcore.runtime.driver.PendingDispatch`: a dispatch that is being copied.
 
     A dispatch is one call of the program's compiled step, which may have several steps. The Healer
     queues it, and calls `read` a few dispatches later.
-
-    Args:
-        compute: waits for the copy, and makes the records of each step.
     """
 
-    def __init__(self, compute: Callable[[], list[list[StepRecord]]]) -> None:
-        self._compute = compute
-        self.votes: Callable[[], bool] = lambda: False
-        """The value of `vote_requested`, known once all processes have begun this dispatch."""
-        self.count = 1
-        """Expected number of steps, which `read` may correct."""
-
-    def read(self) -> list[list[StepRecord]]:
-        """Waits for the copy, and returns the records of each step, oldest step first."""
-        return self._steps
-
-    @functools.cached_property
-    def _steps(self) -> list[list[StepRecord]]:
-        return self._compute()
+    read: Callable[[], list[list[StepRecord]]]
+    """Waits for the copy, and returns the records of each step, oldest step first."""
+    count: int
+    """Expected number of steps, which `read` may correct."""
+    votes: Callable[[], bool] | None
+    """The value of `vote_requested`, known once all processes have begun this dispatch."""
 
     @property
     def vote_requested(self) -> bool:
@@ -146,7 +134,7 @@ class Dispatch:
         All processes have to vote after the same dispatch: a process that votes alone waits
         forever. So the answer is the same in each process. Read it only after `read`.
         """
-        return self.votes()
+        return self.votes is not None and self.votes()
 
 
 class StepReader:
@@ -199,8 +187,8 @@ class StepReader:
             states: the HealState of each engine.
         """
         self.block = None
-        after = _Readings(_as_block(block_records(states)))
-        self._last = lambda: after.updates[-1]
+        after = _begin_copy(states)
+        self._last = lambda: after()[-1]
         self.skip_to(states)
 
     def has_read(self, states: Sequence[HealState]) -> bool:
@@ -232,7 +220,7 @@ class StepReader:
         self._engines, self._usual_norms = engines, {}
         steps = max(1, round(self._stride or 1))  # a mean of a block may be a fraction
         before = []
-        for reading in _Readings(_as_block(block_records(states))).updates[-1]:
+        for reading in _begin_copy(states)()[-1]:
             before.append(reading._replace(step=max(reading.step - steps, 0)))
         self._last = lambda: before
 
@@ -256,20 +244,18 @@ class StepReader:
         self.skip_to(states)
         before, block = self._last, self.block
         self.block = None
-        after = _Readings(block or _as_block(block_records(states)))
-        self._last = lambda: after.updates[-1]
-        dispatch = Dispatch(
-            lambda: self._steps(before(), after.updates, is_block=block is not None)
-        )
+        after = _begin_copy(states, block)
+        self._last = lambda: after()[-1]
+        has_vote = None
         if votes is not None:
-            dispatch.votes = votes.begin_dispatch()
+            has_vote = votes.begin_dispatch()
+        read = functools.cache(lambda: self._steps(before(), after(), is_block=block is not None))
         updates = 1
         if block is not None:
             updates = len(block[0][0])
         if self._stride is None:
-            self._stride = len(dispatch.read()) / updates
-        dispatch.count = max(1, round(self._stride * updates))
-        return dispatch
+            self._stride = len(read()) / updates
+        return Dispatch(read, max(1, round(self._stride * updates)), has_vote)
 
     def _steps(
         self, before: list[EngineReading], updates: list[list[EngineReading]], *, is_block: bool
@@ -363,7 +349,12 @@ _UNTAKEN = (
 
 def _check_continues(engine: EngineEntry, old: EngineReading, new: EngineReading) -> None:
     """Raises HealStateError unless the dispatch continued from the state of the dispatch before."""
-    if new.step < old.step or (new.step == old.step and _has_changed(old, new)):
+    has_changed = new.step < old.step
+    if new.step == old.step:
+        # A step that is not judged, or that the caller skips, does not change these fields.
+        before, after = old.row(new.step)[_STEP_FIELDS], new.row(new.step)[_STEP_FIELDS]
+        has_changed = before.tobytes() != after.tobytes()
+    if has_changed:
         raise HealStateError(
             f'the optimizer state of "{engine.name}" does not continue the state of the step '
             f"before: it has step {new.step}, after step {old.step}. Start each step from "
@@ -389,15 +380,6 @@ def _is_left_out(old: EngineReading, new: EngineReading) -> bool:
         return True
     judged_as = new.row(new.step)[RECORD_FIELDS.index("cause")]
     return not (judged_as & NONFINITE or np.isfinite(new.norms).all())
-
-
-def _has_changed(old: EngineReading, new: EngineReading) -> bool:
-    """Whether the record of the newest step differs, in what no edit of the Healer changes.
-
-    A step that is not judged, or that the caller skips, does not change the record.
-    """
-    before, after = old.row(new.step)[_STEP_FIELDS], new.row(new.step)[_STEP_FIELDS]
-    return before.tobytes() != after.tobytes()
 
 
 def any_replaced(arrays: list[Any], others: list[Any]) -> bool:

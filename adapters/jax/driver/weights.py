@@ -16,7 +16,6 @@ from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.program_state import ProgramState
 from healcore.jax.trees import Leaf, Path
 from healcore.runtime.driver import Driver, WeightsChanged
-from healcore.runtime.program_settings import DIGESTED
 from healcore.runtime.run.compare.loss_function import NotComparable
 
 transferring = jax.transfer_guard("allow")
@@ -60,12 +59,8 @@ class JaxWeights(Driver):
         """
         found = hashlib.blake2b(digest_size=8)
         for leaf in self._leaves().values():
-            part = leaf
-            if isinstance(leaf, jax.Array):
-                part = leaf.addressable_data(0)
-            flat = np.asarray(jax.device_get(part)).reshape(-1)
-            interval = max(1, flat.size // DIGESTED)
-            found.update(flat[::interval][:DIGESTED].tobytes())
+            part = jnp.asarray(leaf).addressable_data(0)
+            found.update(np.asarray(part[(slice(4),) * part.ndim]).tobytes())
         return found.hexdigest()
 
     def nonfinite_weights(self) -> list[str]:
@@ -107,7 +102,7 @@ class JaxWeights(Driver):
             NotComparable: a step has donated a batch.
             SignalError: `loss_fn` has donated its state.
         """
-        weights = weights or {}
+        replaced = dict(weights or {})
         if weights:
             for path, leaf in self._leaves("batch_stats").items():
                 if getattr(weights.get(path), "shape", None) != leaf.shape:
@@ -116,13 +111,19 @@ class JaxWeights(Driver):
             raise NotComparable("the step has donated the batch: remove it from donate_argnums")
         live = self._live.read()
         in_place = self._live.in_place
-        replaced = dict(weights)
         if redraw:
             for path, leaf in tree_leaves_with_path(live):
                 replaced[keystr(path)] = _other_key(leaf)
-        state = _with_weights(live, replaced)
+
+        def with_weights(path: Path, leaf: Leaf) -> Any:
+            new = replaced.get(keystr(path), leaf)
+            if isinstance(new, jax.Array) and new is not leaf:
+                return jax.device_put(new, leaf.sharding)
+            return new
+
+        state = tree_map_with_path(with_weights, live)
         try:
-            if in_place and replaced:
+            if in_place:
                 self._live.write(state)
             arguments = ()
             if not in_place:
@@ -175,15 +176,3 @@ def _other_key(leaf: Leaf) -> Any:
     if kind == np.uint32:
         return leaf + 1
     return leaf
-
-
-def _with_weights(live: Any, weights: Mapping[str, Any]) -> Any:
-    """Replaces leaves of a state by `weights`."""
-
-    def replaced(path: Path, leaf: Leaf) -> Any:
-        saved = weights.get(keystr(path), leaf)
-        if isinstance(saved, jax.Array) and saved is not leaf:
-            return jax.device_put(saved, leaf.sharding)
-        return saved
-
-    return tree_map_with_path(replaced, live)

@@ -26,8 +26,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 import threading
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -317,10 +317,10 @@ def _read_only_file(path: Path, nodes: Mapping[str, Any]) -> dict[str, np.ndarra
     types = {}
     for name, node in nodes.items():
         types[name] = ArrayType(node["dtype"], node["shape"], np.dtype(node["dtype"]).itemsize)
+    stored = single_file.read_arrays(path, types)
     arrays = {}
-    for name, stored in single_file.read_arrays(path, types).items():
-        array = stored.view(np.dtype(nodes[name]["dtype"])).reshape(nodes[name]["shape"])
-        arrays[name] = array.copy()
+    for name, node in nodes.items():
+        arrays[name] = stored[name].view(node["dtype"]).reshape(node["shape"]).copy()
     return arrays
 
 
@@ -426,4 +426,4 @@ def _index_of(slices: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...
 
 def _escaped(name: str) -> str:
     """Escapes a name, so that it is one path component on any platform."""
-    return re.sub(r"[^A-Za-z0-9_.\-]", lambda match: f"%{ord(match[0]):02X}", name)
+    return urllib.parse.quote(name, safe="")

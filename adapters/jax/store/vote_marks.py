@@ -10,9 +10,7 @@ another. The dispatch after the largest number is marked, because no process has
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Callable
 
 import jax
@@ -21,8 +19,6 @@ from healcore.jax.store.coordination import CoordinatedRanks
 
 _CHECK_INTERVAL_S = 0.5
 """Seconds between two checks for a request. A check takes about 1 ms in the thread."""
-_REPEAT_INTERVAL_S = 5.0
-"""Seconds until a pending request is repeated, because a rollback may undo the marked step."""
 _EXCHANGE_TIMEOUT_S = 120.0
 """Timeout in seconds of the exchange of dispatch numbers, for which the loop waits."""
 _JOIN_TIMEOUT_S = 5.0
@@ -43,21 +39,21 @@ class VoteMarks:
 
     def __init__(self) -> None:
         self._ranks = CoordinatedRanks(timeout_s=_EXCHANGE_TIMEOUT_S)
-        self._due = math.inf
-        """Time from which this process publishes its request, by the monotonic clock."""
+        self._requested = False
         self._begun = 0
         self._marked: set[int] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, name="healcore-votes", daemon=True)
+        self._thread.start()
 
     def request(self) -> None:
         """Requests a vote. Lock-free, because a signal handler calls it.
 
         A signal may interrupt the thread that holds a lock, and a handler that waits for this lock
-        never returns. So this method only sets a time, and the thread publishes the request.
+        never returns. So this method only sets a flag, and the thread publishes the request.
         """
-        self._due = 0.0
+        self._requested = True
 
     def begin_dispatch(self) -> Callable[[], bool]:
         """Counts a dispatch, before which the thread may still mark it.
@@ -66,9 +62,6 @@ class VoteMarks:
             A function that returns whether a vote follows this dispatch. Its answer is the same in
             all processes once the records of the dispatch have been read.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="healcore-votes", daemon=True)
-            self._thread.start()
         with self._lock:
             self._begun += 1
             number = self._begun
@@ -81,16 +74,13 @@ class VoteMarks:
         call then.
         """
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_JOIN_TIMEOUT_S)
+        self._thread.join(_JOIN_TIMEOUT_S)
 
     def _watch(self) -> None:
         """Publishes this process's request, and marks a dispatch if any process requests a vote."""
         try:
             while not self._stop.wait(_CHECK_INTERVAL_S):
-                now = time.monotonic()
-                if now > self._due:
-                    self._due = now + _REPEAT_INTERVAL_S
+                if self._requested:  # again and again, because a rollback may undo the marked step
                     self._ranks.call_together()
                 if self._ranks.called_together():
                     with self._lock:
