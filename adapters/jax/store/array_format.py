@@ -173,14 +173,14 @@ class JaxFormat(ArrayFormat):
         """Makes what the program has saved from the array that the checkpoint holds.
 
         Args:
-            node: entry of the array, with its `kind`: "jax", "numpy" or "key".
+            node: entry of the array, with its `kind`: "jax", "numpy", "scalar" or "key".
             array: the array; the data of a random key.
             live: the leaf of the state to restore into, or None if the state has no such leaf.
 
         Returns:
-            A random key, or an array of the kind and the placement of the live one.
+            A random key, a NumPy scalar, or an array of the kind and the placement of the live one.
         """
-        is_numpy, placement = node["kind"] == "numpy", None
+        is_numpy, placement = node["kind"] in ("numpy", "scalar"), None
         if live is not None:
             is_numpy = live.layout.sharding is None
             if live.layout.committed:
@@ -191,6 +191,8 @@ class JaxFormat(ArrayFormat):
             array = jax.device_put(array, placement)
         if node["kind"] == "key":
             return jax.random.wrap_key_data(jnp.asarray(array), impl=node["impl"])
+        if node["kind"] == "scalar" and is_numpy:
+            return array[()]
         return array
 
     @functools.cached_property
@@ -363,6 +365,8 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
         if value.dtype.hasobject or value.dtype.names is not None or value.dtype.kind in "SUMm":
             return None
         kind = "numpy"
+        if isinstance(value, np.generic):
+            kind = "scalar"
         value = np.asarray(value, value.dtype.newbyteorder("="))
         layout = _Layout(value.shape)
         parts = {tuple((0, size) for size in value.shape): value}
