@@ -65,7 +65,7 @@ def check_run(found: Program, one: Program, kind: str) -> None:
         assert each.get("restored", SAVED) == SAVED
         for name in ("records", "whole", "copies"):
             assert each[name] == first[name]
-    assert {i for i, record in enumerate(first["records"]) if record[3]} == FAULTS
+    assert {i for i, record in enumerate(first["records"]) if not record[3]} == FAULTS
     assert len(first["records"]) == STEPS
     for mine, expected in zip(first["records"], alone["records"], strict=True):
         assert mine[:4] == expected[:4]
