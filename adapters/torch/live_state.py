@@ -194,6 +194,19 @@ def optimizers(state: State) -> dict[str, Optimizer]:
     return {name: unwrapped(v) for name, v in state.items() if isinstance(v, Optimizer)}
 
 
+def modules(state: State) -> dict[str, nn.Module]:
+    """The modules of a state and their submodules, parents first.
+
+    Returns:
+        Path, such as "model.layers.0" -> module.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, value in state.items():
+        if isinstance(value, nn.Module):
+            found.update(value.named_modules(prefix=name))
+    return found
+
+
 def parameter_names(state: State, params: Sequence[object]) -> list[str]:
     """Names of parameters, for messages and records. Slow: visits every parameter of the state.
 

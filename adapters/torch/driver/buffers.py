@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
-from healcore.torch.live_state import State
+from healcore.torch.live_state import State, modules
 
 COUNT = "num_batches_tracked"
 """torch's name of the number of batches in the statistics, which is restored with them."""
@@ -34,13 +34,15 @@ class _Buffer(NamedTuple):
 
     layer: int
     """The number of the layer."""
-    table: dict[str, Any]
-    """The buffers of the layer, `layer._buffers`."""
     name: str
     """The buffer's key in `table`."""
-    tensor: Tensor
     shape: torch.Size
     """The shape of `tensor` at that time: an observer resizes its buffers."""
+    table: dict[str, Any]
+    """The buffers of the layer, `layer._buffers`."""
+    tensor: Tensor
+    version: int
+    """Number of writes to `tensor` that torch has counted."""
 
 
 class _Block:
@@ -51,42 +53,32 @@ class _Block:
 
     Attributes:
         buffers: the buffers.
-        places: the layer and the name of each buffer.
-        sizes: the number of values of each buffer.
+        layout: layer, name and shape of each buffer.
         values: a copy of their values, one buffer after the other.
+        parts: the values of each buffer.
         peaks: the largest absolute value of each buffer, NaN if there is one.
     """
 
     def __init__(self, buffers: Sequence[_Buffer]) -> None:
         self.buffers = buffers
-        self.places = [(buffer.layer, buffer.name) for buffer in buffers]
-        self._versions = [buffer.tensor._version for buffer in buffers]
-        self.sizes = [buffer.shape.numel() for buffer in buffers]
+        self.layout = [buffer[:3] for buffer in buffers]
         self.values = torch.cat([buffer.tensor.flatten() for buffer in buffers])
+        self.parts = [*self.values.split([shape.numel() for _, _, shape in self.layout])]
         self.peaks = torch.zeros(len(buffers), device=self.values.device)
         if self.values.is_floating_point() and len(self.values):
-            norms = torch._foreach_norm([*self.parts()], math.inf)  # pyright: ignore[reportPrivateImportUsage]
+            norms = torch._foreach_norm(self.parts, math.inf)  # pyright: ignore[reportPrivateImportUsage]
             self.peaks = torch.stack(norms)
-
-    def parts(self) -> Sequence[Tensor]:
-        """The copy of each buffer, flat."""
-        return self.values.split(self.sizes)
 
     def is_written(self) -> bool:
         """Whether torch has counted a write since then, or another tensor is in a place.
 
         torch counts no write to `buffer.data`, and none by the kernels of its norm layers.
         """
-        for buffer, version in zip(self.buffers, self._versions, strict=True):
-            if buffer.table.get(buffer.name) is not buffer.tensor:
-                return True
-            if buffer.tensor._version != version:
+        for buffer in self.buffers:
+            now: Any = buffer.table.get(buffer.name)
+            if now is not buffer.tensor or now._version != buffer.version:
                 return True
         return False
-
-    def fits(self, other: _Block) -> bool:
-        """Whether another block has buffers of the same places and sizes."""
-        return self.sizes == other.sizes and self.places == other.places
 
 
 class LayerBuffers:
@@ -135,11 +127,11 @@ class LayerBuffers:
         pairs: list[tuple[_Block, _Block]] = []
         for kind, saved in self._saved.items():
             block = now.get(kind)
-            if block is not None and saved.fits(block):
+            if block is not None and saved.layout == block.layout:
                 pairs.append((saved, block))
             elif bool(skipped):
                 # Its first forward pass has given a buffer its shape, or there is one more.
-                for buffer, part in zip(saved.buffers, saved.parts(), strict=True):
+                for buffer, part in zip(saved.buffers, saved.parts, strict=True):
                     buffer.table[buffer.name] = part.view(buffer.shape).clone()
         # For each layer, 0 if it is kept.
         restored = torch.as_tensor(skipped, dtype=torch.float32).expand(len(self._layers)).clone()
@@ -172,7 +164,9 @@ class LayerBuffers:
                     is_alone = not tensor.numel() or (tensor.is_cpu and tensor.nbytes > SMALL_BYTES)
                     place = (number, name) if is_alone else None
                     kind = tensor.device, tensor.dtype, name in STATISTICS, place
-                    buffer = _Buffer(number, layer._buffers, name, tensor, tensor.shape)
+                    buffer = _Buffer(
+                        number, name, tensor.shape, layer._buffers, tensor, tensor._version
+                    )
                     found.setdefault(kind, []).append(buffer)
         blocks: dict[_Kind, _Block] = {}
         for kind, buffers in found.items():
@@ -194,9 +188,9 @@ def _restore(saved: _Block, now: _Block, is_restored: Tensor) -> None:
 
     A tensor that the program has put there is not written: it may be the batch.
     """
-    sizes = gradients.to_device(torch.tensor(now.sizes), is_restored.device)
+    sizes = gradients.to_device(torch.tensor([*map(len, now.parts)]), is_restored.device)
     chosen = is_restored.repeat_interleave(sizes, output_size=len(now.values))
-    values = torch.where(chosen, saved.values, now.values).split(now.sizes)
+    values = torch.where(chosen, saved.values, now.values).split([*map(len, now.parts)])
     # A write to .data counts as no write for autograd, like that of a layer's own kernel.
     targets = [buffer.tensor.data for buffer in saved.buffers]
     sources = [value.view_as(target) for value, target in zip(values, targets, strict=True)]
@@ -237,20 +231,17 @@ def buffers_of(state: State, healings: Mapping[str, Healing]) -> dict[str, Layer
         if healing.engine.mode != "observe":
             owners.update((id(p), name) for p in gradients.parameters(healing.optimizer))
     layers: dict[str, list[nn.Module]] = {name: [] for name in healings}
-    for root in state.values():
-        if not isinstance(root, nn.Module):
-            continue
-        owner_at: dict[str, str | None] = {}
-        for path, module in root.named_modules():
-            owner = owner_at.get(path.rpartition(".")[0])
-            owner = next((owners[id(p)] for p in module.parameters() if id(p) in owners), owner)
-            owner_at[path] = owner
-            if owner is not None and module._buffers:
-                layers[owner].append(module)
-    found: dict[str, LayerBuffers] = {}
-    for name, own in layers.items():
-        found[name] = LayerBuffers(own, gradients.parameters(healings[name].optimizer))
-    return found
+    owner_at: dict[str, str | None] = {}
+    for path, module in modules(state).items():
+        owner = owner_at.get(path.rpartition(".")[0])
+        owner = next((owners[id(p)] for p in module.parameters() if id(p) in owners), owner)
+        owner_at[path] = owner
+        if owner is not None and module._buffers:
+            layers[owner].append(module)
+    return {
+        name: LayerBuffers(own, gradients.parameters(healings[name].optimizer))
+        for name, own in layers.items()
+    }
 
 
 class UnsavedBuffers:
@@ -279,14 +270,12 @@ class UnsavedBuffers:
     ) -> None:
         self._state = state
         self._saves_all = saves_all
-        self._first: dict[str, Tensor | None] = {}
-        """Path -> value at the start, on the host. None where the module has none yet."""
-        parameters = [module._parameters.values() for module in self._modules().values()]
+        self._first: dict[str, Tensor] = {}
+        """Path -> value at the start, on the host."""
+        parameters = [module._parameters.values() for module in modules(state).values()]
         self._largest = _size_limit(p for each in parameters for p in each)
         for path, value in self._values():
-            if value is None:
-                self._first[path] = None
-            elif value.nbytes <= self._largest:
+            if value.nbytes <= self._largest:
                 self._first[path] = value.detach().to("cpu", copy=True)
             else:
                 warn(
@@ -304,10 +293,10 @@ class UnsavedBuffers:
         saves_all = self._saves_all()
         found: dict[str, Tensor] = {}
         for path, value in self._values():
-            if value is not None and value.nbytes <= self._largest:
-                first = self._first.get(path)
-                if saves_all or first is None or not torch.equal(value.cpu(), first):
-                    found[path] = value
+            first = self._first.get(path)
+            is_first = first is not None and torch.equal(value.cpu(), first)
+            if value.nbytes <= self._largest and (saves_all or not is_first):
+                found[path] = value
         return found
 
     @torch.no_grad()
@@ -317,36 +306,26 @@ class UnsavedBuffers:
         Args:
             saved: what `state_dict` has returned. A buffer that it lacks gets its first value.
         """
-        modules = self._modules()
+        live = modules(self._state)
         for path, value in {**self._first, **saved}.items():
             place, _, name = path.rpartition(".")
-            module = modules.get(place)
-            if module is None or value is None:
-                if module is not None and name in module._buffers:
-                    module._buffers[name] = None
+            module = live.get(place)
+            if module is None or (path not in saved and name not in module._buffers):
                 continue
             now = module._buffers.get(name)
             if now is not None and now.shape == value.shape and now.dtype == value.dtype:
                 if not torch.equal(now.cpu(), value.cpu()):
                     now.copy_(value)
-            elif name in module._buffers or not hasattr(module, name):
-                # The forward pass of the saved run has replaced or registered it.
-                device = next(
-                    (t.device for t in (*module.parameters(), now) if t is not None), None
-                )
-                module.register_buffer(name, value.to(device, copy=True), persistent=False)
+                continue
+            # The forward pass of the saved run has replaced or registered it.
+            for tensor in (*module.parameters(), now):
+                if tensor is not None:
+                    value = value.to(tensor.device)
+            module.register_buffer(name, value.clone(), persistent=False)
 
-    def _modules(self) -> dict[str, nn.Module]:
-        modules: dict[str, nn.Module] = {}
-        for item, root in self._state.items():
-            if isinstance(root, nn.Module):
-                modules.update(root.named_modules(prefix=item))
-        return modules
-
-    def _values(self) -> Iterator[tuple[str, Tensor | None]]:
+    def _values(self) -> Iterator[tuple[str, Tensor]]:
         """Yields path and value of each buffer that `state_dict()` leaves out."""
-        for place, module in self._modules().items():
-            for name in module._non_persistent_buffers_set:
-                value = module._buffers.get(name)
-                if value is None or _is_plain(value):
+        for place, module in modules(self._state).items():
+            for name, value in module._buffers.items():
+                if name in module._non_persistent_buffers_set and _is_plain(value):
                     yield f"{place}.{name}", value

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.torch import gradients
-from healcore.torch.live_state import State
+from healcore.torch.live_state import State, tensors_in
 
 
 def memory_of(state: State, optimizers: Sequence[Optimizer]) -> dict[str, int]:
@@ -25,19 +24,11 @@ def memory_of(state: State, optimizers: Sequence[Optimizer]) -> dict[str, int]:
         "parameters", "gradients" and "optimizer state" -> bytes in the memory of this rank. With
         CUDA also "activations": what remains of the allocated memory.
     """
-    params: set[Tensor] = set()
-    for optimizer in optimizers:
-        params.update(gradients.parameters(optimizer))
-    for value in state.values():
-        if isinstance(value, nn.Module):
-            params.update(value.parameters())
-    moments: list[Any] = []
-    for optimizer in optimizers:
-        for of_parameter in optimizer.state.values():
-            moments += of_parameter.values()
+    params = {*tensors_in(state)}
+    moments = tensors_in([optimizer.state for optimizer in optimizers])
     owners = {
         "parameters": _size(params),
-        "gradients": _size(p.grad for p in params),
+        "gradients": _size(p.grad for p in params if p.grad is not None),
         "optimizer state": _size(moments),
     }
     if torch.cuda.is_initialized():
@@ -61,10 +52,6 @@ def cuda_profiles() -> dict[str, bytes]:
     return profiles
 
 
-def _size(values: Iterable[Any]) -> int:
-    """Bytes of the tensors among these values, in the memory of this rank."""
-    size = 0
-    for value in values:
-        if isinstance(value, Tensor):
-            size += gradients.local_part(value).nbytes
-    return size
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Bytes in the memory of this rank."""
+    return sum(gradients.local_part(tensor).nbytes for tensor in tensors)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.torch.live_state import State
+from healcore.torch.live_state import State, modules
 
 _LAZY = ()
 """Shape of a parameter that has none yet."""
@@ -56,15 +56,21 @@ class StructureWatch:
 
     def _remember(self) -> None:
         """Remembers the structure as it is now."""
-        roots = [root for root in self._state.values() if isinstance(root, nn.Module)]
-        modules = [module for root in roots for module in root.modules()]
+        live = modules(self._state)
         self._tables: list[dict[str, Any]] = []
         """The parameters and the submodules of each module."""
-        for module in modules:
+        for module in live.values():
             self._tables += [module._parameters, module._modules]
-        self._buffers = [module._buffers for module in modules]
+        self._buffers = [module._buffers for module in live.values()]
         self._seen = self._look()
-        self._layout = _layout(self._state, self._optimizers)
+        self._layout: dict[str, Any] = {}
+        """Path of a parameter -> its shape; of a buffer -> None; optimizer -> its parameters."""
+        for path, module in live.items():
+            for name, p in module._parameters.items():
+                self._layout[f"{path}.{name}"] = None if p is None else _shape(p)
+            self._layout.update((f"{path}.{name}", None) for name in module._buffers)
+        for name, optimizer in self._optimizers.items():
+            self._layout[name] = [[*map(id, group["params"])] for group in optimizer.param_groups]
 
     def _look(self) -> list[Any]:
         """What differs after almost every change, and is fast to compare."""
@@ -74,18 +80,6 @@ class StructureWatch:
             for group in optimizer.param_groups:
                 seen.append([(id(p), _shape(p)) for p in group["params"]])
         return seen
-
-
-def _layout(state: State, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """Path of each parameter -> its shape; of each buffer -> None; optimizer -> its parameters."""
-    layout: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, nn.Module):
-            layout.update((path, _shape(p)) for path, p in value.named_parameters(name))
-            layout.update((path, None) for path, _ in value.named_buffers(name))  # may be resized
-    for name, optimizer in optimizers.items():
-        layout[name] = [[*map(id, group["params"])] for group in optimizer.param_groups]
-    return layout
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

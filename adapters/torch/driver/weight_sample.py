@@ -16,12 +16,12 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
-from healcore.torch.live_state import State
+from healcore.torch.live_state import State, modules
 
 SAMPLE_BYTES = 64
 """Bytes of each parameter in the sample, from its middle."""
@@ -56,11 +56,8 @@ class WeightSample:
         Returns:
             Names of the sampled parameters with other bytes.
         """
-        names: list[str] = []
-        for (name, _, _), kept, now in zip(self._places, self._kept, self._samples(), strict=True):
-            if kept.tolist() != now.tolist():
-                names.append(name)
-        return names
+        pairs = zip(self._places, self._kept, self._samples(), strict=True)
+        return [name for (name, _, _), kept, now in pairs if kept.tolist() != now.tolist()]
 
     def _samples(self) -> list[Tensor]:
         return [_sample(table.get(key)) for _, table, key in self._places]
@@ -71,33 +68,21 @@ _Place: TypeAlias = tuple[str, Mapping[str, Any], str]
 
 
 def _places(state: State, healings: Mapping[str, Healing]) -> list[_Place]:
-    """The places of the sample: the first and last of each kind in each module of the state.
+    """The places of the sample: the first and the last trained parameter of the state.
 
-    Kinds are trained parameters, and the frozen matrices before trained parameters, into which
-    adapters are merged.
+    Also the two parameters before the first one: an adapter is merged into the frozen weight of its
+    layer.
     """
     trained: set[int] = set()
     for healing in healings.values():
         trained.update(id(p) for p in gradients.parameters(healing.optimizer))
     places: list[_Place] = []
-    for name, root in state.items():
-        if not isinstance(root, nn.Module):
-            continue
-        own: list[_Place] = []
-        merged_into: list[_Place] = []
-        frozen: list[_Place] = []
-        for path, module in root.named_modules(prefix=name):
-            for key, p in module._parameters.items():
-                place = (f"{path}.{key}", module._parameters, key)
-                if p is not None and id(p) in trained:
-                    own.append(place)
-                    merged_into += frozen
-                    frozen = []
-                elif p is not None and p.ndim > 1:
-                    frozen = [place]
-        for found in (own, merged_into):
-            places += [*found[:1], *found[1:][-1:]]
-    return places
+    for path, module in modules(state).items():
+        places += [(f"{path}.{key}", module._parameters, key) for key in module._parameters]
+    at = [i for i, (_, table, key) in enumerate(places) if id(table[key]) in trained]
+    if not at:
+        return []
+    return [*places[max(0, at[0] - 2) : at[0] + 1], places[at[-1]]]
 
 
 def _sample(p: Any) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -18,10 +18,10 @@ from healcore.core.signals import SignalError
 from healcore.runtime.data.random_states import isolated
 from healcore.runtime.driver import WeightsChanged
 from healcore.runtime.program_settings import DIGESTED
-from healcore.torch import gradients
+from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
-from healcore.torch.live_state import State, tensors_in
+from healcore.torch.live_state import State
 
 Key: TypeAlias = int | tuple[int, str]
 """The id of a parameter, or the id of a module and the name of its buffer.
@@ -30,6 +30,8 @@ A forward pass may replace a buffer by a new tensor, so the id of a buffer does 
 """
 STATISTICS = ("running_mean", "running_var")
 """Names of the floating buffers that a copy holds: the statistics of batch normalization."""
+_OTHER_SEED = 987_654_321
+"""A seed that hardly any program uses."""
 
 
 class TorchWeights:
@@ -140,29 +142,18 @@ class TorchWeights:
         if self.autocast is not None:
             mixed = torch.autocast(*self.autocast)
         try:
-            with isolated(), self._restoring(), torch.set_grad_enabled(self._differentiates), mixed:
-                current: dict[Key, Tensor] = {}
-                if weights is not None:
-                    current = self.copy()
-                try:
-                    self._write(weights or {})
-                    if redraw:
-                        self._redraw()
-                    return [_loss(loss_fn, batch) for batch in batches]
-                finally:
-                    self._write(current)
+            with isolated(), self._replaced_by(weights), mixed:
+                if redraw:
+                    # `isolated` restores the states of before.
+                    torch.manual_seed(_OTHER_SEED)
+                    random.seed(_OTHER_SEED)
+                    np.random.seed(_OTHER_SEED)  # noqa: NPY002 -- users do
+                return [_loss(loss_fn, batch) for batch in batches]
         except RuntimeError as error:
             if self._differentiates or "not require grad" not in str(error):
                 raise
         self._differentiates = True
         return self.losses_of(loss_fn, batches, weights, redraw=redraw)
-
-    def _redraw(self) -> None:
-        """Draws one number of each generator, so that all later numbers differ."""
-        for device in {part.device for part in self._weights().values()}:
-            torch.rand((), device=device)
-        random.random()
-        np.random.rand()  # noqa: NPY002 -- users do
 
     def reshard(self) -> None:
         """Frees parameters that a forward pass of FSDP has gathered. They hide the shards.
@@ -170,21 +161,12 @@ class TorchWeights:
         FSDP keeps the root's parameters gathered after the forward pass. A write to them would be
         lost with the next gather, and a copy of them would be a copy of whole parameters.
         """
-        for module in self._modules():
+        for module in live_state.modules(self._state).values():
             handle: Any = getattr(module, "_handle", None)  # of FSDP1, whose root stays gathered
             if hasattr(module, "set_reshard_after_forward"):  # an FSDPModule
                 module.reshard()  # type: ignore[operator]
             elif getattr(handle, "uses_sharded_strategy", False):
                 handle.reshard(True)
-
-    def _modules(self) -> list[nn.Module]:
-        """All modules of the state, without duplicates."""
-        modules: dict[int, nn.Module] = {}
-        for value in self._state.values():
-            if isinstance(value, nn.Module):
-                for module in value.modules():
-                    modules[id(module)] = module
-        return list(modules.values())
 
     def _parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters of the optimizers and of the modules, which may override `parameters`."""
@@ -192,7 +174,7 @@ class TorchWeights:
         for healing in self._healings.values():
             in_optimizers += gradients.parameters(healing.optimizer)
         in_modules: list[Tensor] = []
-        for module in self._modules():
+        for module in live_state.modules(self._state).values():
             in_modules += [p for p in module._parameters.values() if p is not None]
         return in_optimizers, in_modules
 
@@ -207,7 +189,7 @@ class TorchWeights:
         if {id(p) for p in trained}.isdisjoint(id(p) for p in in_modules):
             trained += in_modules
         found: dict[Key, Tensor] = {id(p): p for p in trained if p.requires_grad}
-        for module in self._modules():
+        for module in live_state.modules(self._state).values():
             for name in STATISTICS:
                 buffer = module._buffers.get(name)
                 if buffer is not None:
@@ -218,22 +200,21 @@ class TorchWeights:
                 weights[key] = gradients.local_part(tensor)
         return weights
 
-    def _write(self, weights: Mapping[Key, Tensor]) -> None:
-        """Writes these weights into the live tensors."""
-        live = self._weights()  # later steps see the shards again
-        for key, saved in weights.items():
-            live[key].data.copy_(saved, non_blocking=live[key].is_cuda)
-
     @contextmanager
-    def _restoring(self) -> Iterator[None]:
-        """Restores gradients, buffers, momentum encoders and public attributes.
+    def _replaced_by(self, weights: Mapping[Key, Tensor] | None) -> Iterator[None]:
+        """Replaces the weights, without gradients unless `loss_fn` needs them.
+
+        At the end it restores them, and gradients, buffers, momentum encoders and attributes.
 
         A forward pass may write into a buffer, or replace it by a new tensor. Attributes are the
         mode, the hidden state of a network, and a flag of `DistributedDataParallel`: after a
         forward pass without gradients it does not broadcast its buffers in the next step.
         """
-        modules = self._modules()
-        attributes = [_public_attributes(module) for module in modules]
+        modules = [*live_state.modules(self._state).values()]
+        attributes: list[dict[str, Any]] = []
+        for module in modules:
+            public = {name: value for name, value in vars(module).items() if name[0] != "_"}
+            attributes.append(public)
         marks = [(accumulation, dict(vars(accumulation))) for accumulation in self._accumulations]
         in_optimizers, in_modules = self._parameters()
         grads = [(p, p.grad) for p in (*in_optimizers, *in_modules)]
@@ -257,9 +238,15 @@ class TorchWeights:
                 if isinstance(module, DistributedDataParallel):
                     # No reducer waits for a backward pass.
                     module.require_backward_grad_sync = False
+        current: Mapping[Key, Tensor] = {}
+        if weights is not None:
+            current = self.copy()
         try:
-            yield
+            _write(weights or {}, self._weights())
+            with torch.set_grad_enabled(self._differentiates):
+                yield
         finally:
+            _write(current, self._weights())  # later steps see the shards again
             for p, grad in grads:
                 p.grad = grad
             for accumulation, values in marks:
@@ -271,8 +258,10 @@ class TorchWeights:
                 vars(module).update(values)
 
 
-def _public_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name[0] != "_"}
+def _write(weights: Mapping[Key, Tensor], live: Mapping[Key, Tensor]) -> None:
+    """Writes weights into the live tensors."""
+    for key, saved in weights.items():
+        live[key].data.copy_(saved, non_blocking=live[key].is_cuda)
 
 
 def _shapes(weights: Mapping[Key, Tensor]) -> dict[Key, torch.Size]:
@@ -303,5 +292,5 @@ def _loss(loss_fn: Callable[..., Any], batch: Any) -> Any:
 
 def _writes(batch: Any) -> list[tuple[int, int]]:
     """Identity and number of writes of each tensor in a batch."""
-    tensors = [each for each in tensors_in(batch, 1000) if not each.is_inference()]
+    tensors = [each for each in live_state.tensors_in(batch, 1000) if not each.is_inference()]
     return [(id(each), each._version) for each in tensors]
