@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -90,9 +89,7 @@ def roll_back(driver: TorchDriver, saved: Any) -> None:
     engine = ROLLS_BACK
     merged = {
         name: engine.to_dict(
-            engine.on_rollback(
-                engine.from_dict(live[name]), engine.from_dict(saved.record[name]), xp=np
-            )
+            engine.on_rollback(engine.from_dict(live[name]), engine.from_dict(saved.record[name]))
         )
         for name in live
     }
