@@ -197,11 +197,11 @@ class Comparisons:
             TrainedStep(result.index, result.contents, norms, rates),
             loss,
             alarm=keeps_state or any(each.cause & ~_NOT_ABOUT_WEIGHTS for each in records),
-            has_trained=result.taken,
+            taken=result.taken,
         )
 
     def observe(
-        self, trained: TrainedStep, loss: float, *, alarm: bool, has_trained: bool
+        self, trained: TrainedStep, loss: float, *, alarm: bool, taken: bool
     ) -> Trouble | None:
         """Compares weights after a step if there is a reason.
 
@@ -218,7 +218,7 @@ class Comparisons:
                 batches of all steps, and the other steps have none.
             loss: the step's training loss, the mean over its batches and over all ranks; or NaN.
             alarm: whether a detector has raised an alarm.
-            has_trained: whether the step was not skipped.
+            taken: whether the optimizer has stepped.
 
         Returns:
             A verdict if the run has to roll back, or None.
@@ -237,7 +237,7 @@ class Comparisons:
         if not self.loss_function.is_checked:
             self._learn_first_step(trained, losses)
         verdict = self._compare_if_due(trained, sum(losses) / len(losses), best)
-        if has_trained:
+        if taken:
             is_usual = not signs.high and not self.has_evidence
             for anchor in self.anchors:
                 anchor.add(trained, is_usual=is_usual)

@@ -27,7 +27,7 @@ def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
     Raises:
         RunStopped: the run has not trained.
     """
-    untrained = run.ledger.untrained
+    not_taken = run.ledger.not_taken
     skipped = run.step_batches.skipped_steps
     total = run.progress.step + skipped
     run.nonfinite_recovery.stop_if_never_finite(at_end=True)
@@ -36,7 +36,7 @@ def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
         found = run.saver.nonfinite_in_state()
         if found:
             run.stopping.stop(f"{first_of(found)} became NaN or Inf at the end")
-    if run.policy.observes or 2 * (untrained + skipped) <= total:
+    if run.policy.observes or 2 * (not_taken + skipped) <= total:
         return
     undone = ""
     if skipped:
@@ -45,7 +45,7 @@ def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
     run.saver.save_last(completed=True, after_loop=True)
     run.stopping.stop(
         "the data have ended, and the run has not trained on most of them: of "
-        f"{total} steps, {untrained} were skipped{undone}"
+        f"{total} steps, {not_taken} were skipped{undone}"
         f"{likely_cause_text(run.monitor.nonfinite_record)}",
         repeats_skips=True,
     )

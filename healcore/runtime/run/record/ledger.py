@@ -103,7 +103,7 @@ class Ledger:
     """Number of incidents so far, including undone and dropped incidents."""
     skips: int = 0
     """Number of skipped steps so far, including undone steps."""
-    untrained: int = 0
+    not_taken: int = 0
     """Number of steps in which no optimizer took a step, excluding undone steps."""
     open: bool = False
     """Whether an incident with more than skipped non-finite steps is open."""
@@ -160,7 +160,7 @@ class Ledger:
                 self.unhealthy.append(index)
             return None
         self.unhealthy.append(index)
-        self.untrained += not result.taken
+        self.not_taken += not result.taken
         if not cause:
             return None
         harmless = skipped and not Cause(cause) & ~NONFINITE
@@ -335,7 +335,7 @@ class Ledger:
             self.incidents[-1].over = True
             self.incidents[-1].number_in_engine = None
         if saved is not None:
-            self.untrained = saved.untrained
+            self.not_taken = saved.not_taken
 
 
 def _before(step: int, onsets: Sequence[int]) -> list[int]:

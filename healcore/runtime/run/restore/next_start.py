@@ -128,7 +128,7 @@ def content_at_start(
         return own, saved.engines
     envelope, ledger = start.envelope, replace(newest.ledger)
     ledger.stop(saved.step)
-    ledger.untrained = own.ledger.untrained
+    ledger.not_taken = own.ledger.not_taken
     read_again = [list(each) for each in own.envelope.beyond(envelope).left_out]
     skipped = {}
     for loader, batches in own.skipped.items():

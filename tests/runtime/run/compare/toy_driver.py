@@ -91,7 +91,7 @@ class ToyRun:
         if loss is None:
             loss = self.loss_fn(self.driver.weight, batch)
         step = TrainedStep(self.step, (ObservedBatch(batch),), {"optimizer": norm})
-        verdict = self.comparisons.observe(step, loss, alarm=alarm, has_trained=True)
+        verdict = self.comparisons.observe(step, loss, alarm=alarm, taken=True)
         self.step += 1
         if self.step % self.interval == 0:
             self.comparisons.add_anchor(self.step, self.restorable)
