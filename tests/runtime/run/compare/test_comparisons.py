@@ -59,7 +59,7 @@ def test_suspect_weights_are_no_anchor():
 def test_a_rollback_drops_what_came_after_its_target():
     run = healthy_run(290)
     assert train_damaged(run) is not None
-    run.comparisons.observe(TrainedStep(run.step, ()), 9.0, alarm=False, has_trained=True)
+    run.comparisons.observe(TrainedStep(run.step, ()), 9.0, alarm=False, taken=True)
 
     run.comparisons.on_rollback(150)
 
@@ -78,7 +78,7 @@ def test_a_rollback_drops_the_losses_of_an_unfinished_dispatch():
         run = healthy_run(290)
         if is_unfinished:
             step = TrainedStep(run.step, ())
-            run.comparisons.observe(step, -9.0, alarm=False, has_trained=True)
+            run.comparisons.observe(step, -9.0, alarm=False, taken=True)
         run.comparisons.on_rollback(250)
         run.step = 250
         before = run.driver.evaluations
