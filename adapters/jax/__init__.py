@@ -11,23 +11,21 @@ program without Flax does not load it.
 The files, for readers of the code, in the order of a step:
 
     transform            `protect`, `heal`, `heal_zclip`: the optax transformations
+    compilation          one compiled call of an eager step, one kernel of the engine on a CPU
     protection           what `protect` does in each step, from top to bottom
-    wrapped_optimizer    warns of a clip or an engine in the optimizer that `protect` wraps
-    gradients            measures, scales and replaces gradients or updates
+    optimizer_step       the optimizer's step, traced, whose old state a skip keeps
     optimizer_numbers    numbers with which an optimizer works, in its state or closed over
-    update_check         whether the optimizer makes NaN of finite gradients
     signals              the signals of a step, reduced over the devices
     heal_state           `HealState`, and the engine's step on it
     array_namespace      the array functions of the core in JAX
-    clipping             clips the gradients by the decision
-    commit               keeps the old state on a skip
+    gradients            measures, scales and replaces gradients or updates
+    commit               selects the old or the new value of each leaf
 
     opt_state            finds, reads, saves and replaces the healing state in an optimizer state
     trees                nodes of a tree by kind or path, and its leaves that are arrays
     optax_states         moments, second iterates and placement of the states of optax
     flax_nnx             helpers for Flax nnx
     flax_linen           helpers for Flax linen
-    flax_statistics      warns of a step in Flax that keeps the statistics of a skipped step
 
     driver               what a Healer needs of a run in JAX
     store                checkpoints

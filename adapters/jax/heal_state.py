@@ -16,8 +16,6 @@ that the state belongs to it. What every policy has comes first in the array, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,21 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.experimental.xla_metadata import set_xla_metadata
 
-from healcore.console import first_of
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineConfig, EngineState, StateError, neutral
-from healcore.core.engine.config import config_differences
 from healcore.core.engine.state import record_numbers
 from healcore.core.errors import HealcoreError, exported_by
 from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_FIELDS, record_metrics
 from healcore.core.trees import map_leaves
 from healcore.jax.array_namespace import JAX
-from healcore.jax.gradients import compiled
+from healcore.jax.compilation import in_one_kernel
 from healcore.jax.trees import PyTree
-from healcore.policy.loader import engine_of, name_of
+from healcore.policy.loader import name_of
 
 DEFAULT_RECORDS = 64
 """Default number of steps whose records a HealState has."""
@@ -74,9 +69,7 @@ class HealState(NamedTuple):
     """
 
     heal_engine: jax.Array
-    """int32 (n,): the numbers of `_Packed`, floats by their bits."""
-    heal_windows: tuple[jax.Array, ...]
-    """The arrays of `_Packed`, such as the last norms of a rule. Empty for `default`."""
+    """int32 (n,): `_Packed`, floats by their bits."""
     heal_records: jax.Array
     """int32 (records, 16): `RECORD_FIELDS` of the last steps, for the Healer. Step i is in row
     ``(i - 1) % records``. A dispatch (`lax.scan` over steps) has at most `records` steps."""
@@ -122,7 +115,7 @@ class ScaleByHealLrState(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """What `HealState.heal_engine` and `HealState.heal_windows` hold.
+    """What `HealState.heal_engine` holds.
 
     All fields except the last have the same numbers for each policy.
     """
@@ -131,8 +124,6 @@ class _Packed(NamedTuple):
     """`Engine.fingerprint` as two integers, or zeros for a policy whose numbers are arrays."""
     edit: Any
     """Number of the Healer's last edit."""
-    has_loss: Any
-    """Whether a loss was finite."""
     decision: Decision
     """The decision of the last step as it was to be enforced, without `group_scale`."""
     engine: EngineState
@@ -159,7 +150,6 @@ def _first(engine: Engine, tensors: int | None) -> _Packed:
         neutral(),
         fingerprint=tuple(np.frombuffer(bytes.fromhex(digits), ">i4").astype(np.int32)),
         edit=np.zeros((), np.int32),
-        has_loss=np.zeros((), bool),
     )
 
 
@@ -173,51 +163,48 @@ _PLACES: _Packed = jax.tree.unflatten(
 """The index of each of these numbers in the array."""
 
 
-def _pack(tree: PyTree) -> tuple[Any, tuple[Any, ...]]:
-    """Packs a tree of int32, float32 and bool arrays: its numbers as int32 (n,), and its arrays.
+def _pack(tree: PyTree) -> Any:
+    """Packs a tree of int32, float32 and bool arrays: int32 (n,), its numbers first.
 
     Traced numbers become a chain of selections, which XLA compiles as one kernel. It makes a kernel
     of each number of a concatenation.
     """
-    leaves = jax.tree.leaves(tree)
-    numbers = []
-    for leaf in leaves:
-        if not leaf.ndim:
-            is_float = leaf.dtype == np.float32
-            numbers.append(leaf.view(np.int32) if is_float else leaf.astype(np.int32))
-    arrays = tuple(leaf for leaf in leaves if leaf.ndim and leaf.size)
-    if not any(isinstance(number, Tracer) for number in numbers):
-        return np.array(numbers, np.int32), arrays
+    bits = []
+    for leaf in sorted(jax.tree.leaves(tree), key=_is_no_number):
+        bits.append(leaf.view(np.int32) if leaf.dtype == np.float32 else leaf.astype(np.int32))
+    numbers = [each for each in bits if not each.ndim]
+    arrays = [each.ravel() for each in bits[len(numbers) :]]
+    if not any(isinstance(each, Tracer) for each in bits):
+        return np.concatenate([np.array(numbers, np.int32), *arrays])
     vector = jnp.zeros(len(numbers), jnp.int32)
     index = lax.iota(np.int32, len(numbers))
     for i, number in enumerate(numbers):
         vector = lax.select(index == i, lax.broadcast(number, vector.shape), vector)
-    return vector, arrays
+    return jnp.concatenate([vector, *arrays])
 
 
-def _unpack(template: PyTree, vector: Any, arrays: Sequence[Any] = ()) -> Any:
+def _unpack(template: PyTree, vector: Any) -> Any:
     """Makes the tree of a vector that begins with its numbers; the reverse of `_pack`.
 
     Args:
         template: a tree with the structure, dtypes and shapes of the result, in NumPy.
-        vector: int32 (n,) of NumPy, or (..., n) of JAX.
-        arrays: the tree's arrays with elements.
+        vector: int32 (..., n) of NumPy or JAX.
     """
     leaves, structure = jax.tree.flatten(template)
-    if isinstance(vector, np.ndarray):
-        numbers = map(np.asarray, vector)
-    else:
-        numbers = iter(jnp.unstack(vector, axis=-1))
-    remaining = iter(arrays)
-    found = []
-    for leaf in leaves:
-        if leaf.ndim:
-            found.append(next(remaining) if leaf.size else leaf)
-        elif leaf.dtype == np.float32:
-            found.append(next(numbers).view(np.float32))
-        else:
-            found.append(next(numbers).astype(leaf.dtype))
-    return structure.unflatten(found)
+    split = np.split if isinstance(vector, np.ndarray) else jnp.split
+    order = sorted(range(len(leaves)), key=lambda i: _is_no_number(leaves[i]))
+    bounds = np.cumsum([leaves[i].size for i in order])
+    for i, part in zip(order, split(vector, bounds, axis=-1), strict=False):
+        leaf = leaves[i]
+        part = part.reshape(part.shape[:-1] + leaf.shape)
+        is_float = leaf.dtype == np.float32
+        leaves[i] = part.view(np.float32) if is_float else part.astype(leaf.dtype)
+    return structure.unflatten(leaves)
+
+
+def _is_no_number(leaf: Any) -> bool:
+    """The key by which numbers come first, and all other arrays after them."""
+    return leaf.ndim > 0
 
 
 # -- in the step --------------------------------------------------------------------------------
@@ -234,14 +221,10 @@ def init(engine: Engine, leaves: int, records: int) -> HealState:
     Returns:
         The HealState, with a neutral decision and the engine's initial numbers.
     """
-    if engine.fingerprint is not None:
-        _policies[engine.fingerprint] = engine.config
     tensors = leaves if engine.per_tensor else None
     first = _first(engine, tensors)
-    vector, windows = _pack(first)
     return HealState(
-        jnp.asarray(vector),
-        tuple(map(jnp.asarray, windows)),
+        jnp.asarray(_pack(first)),
         jnp.asarray(_same_records(first.engine, records)),
         jnp.zeros((leaves,), jnp.float32),
         None if tensors is None else jnp.ones((tensors,), jnp.float32),
@@ -253,8 +236,7 @@ def step(
 ) -> tuple[HealState, Decision]:
     """Judges one step, and keeps the dtypes of the state, because weak types would recompile.
 
-    The numbers of the policy may be traced arrays, as in a sweep by `vmap`. So the engine is taken
-    apart: its arrays are arguments of the compiled function, and the rest is a static argument.
+    The numbers of the policy may be traced arrays, as in a sweep by `vmap`.
 
     Args:
         engine: the engine of the policy.
@@ -267,36 +249,20 @@ def step(
         The new state, and the decision to enforce. It also skips an externally skipped step, in
         observe mode too.
 
-    Raises:
-        HealStateError: like `engine_state`.
     """
-    _check(engine, state)
-    leaves, structure = jax.tree.flatten(engine.config)
-    arrays: list[Any] = []
-    rest: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array | np.ndarray):  # it may be traced
-            arrays.append(leaf)
-            rest.append(None)
-        else:
-            rest.append(leaf)
-    policy = structure, tuple(rest), engine.limits_norm
-    return _step(policy, arrays, state, signals, leaf_norms)
-
-
-@partial(compiled, static=(0,))
-def _step(
-    policy: Any, arrays: list[Any], state: HealState, signals: Signals, leaf_norms: jax.Array | None
-) -> tuple[HealState, Decision]:
-    """Judges one step. `policy` is the hashable part of the engine, `arrays` the other part."""
-    vector, windows, record, step, decision = _judge_in_one_kernel(
-        policy, _tensors(state), arrays, state.heal_engine, state.heal_windows, signals
+    vector, record, step, decision = in_one_kernel(
+        _judge,
+        engine.config,
+        engine.limits_norm,
+        _tensors(state),
+        state.heal_engine,
+        signals,
     )
     # XLA would compute them, and with them the engine, again in the kernel of each tensor.
     decision = decision._replace(
         skip=JAX.shared(decision.skip),
-        grad_scale=JAX.shared_float(decision.grad_scale),
-        lr_scale=JAX.shared_float(decision.lr_scale),
+        grad_scale=JAX.shared(decision.grad_scale),
+        lr_scale=JAX.shared(decision.lr_scale),
     )
     records = state.heal_records
     count = np.int32(len(records))
@@ -306,68 +272,33 @@ def _step(
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == norms.shape:
         norms = leaf_norms
-    return HealState(vector, windows, records, norms, decision.group_scale), decision
+    return HealState(vector, records, norms, decision.group_scale), decision
 
 
 def _judge(
-    policy: Any, tensors: int | None, arrays: list[Any], vector: Any, windows: Any, signals: Signals
+    config: EngineConfig,
+    limits_norm: bool,
+    tensors: int | None,
+    vector: Any,
+    signals: Signals,
 ) -> tuple[Any, ...]:
     """The new arrays of the state, the record and number of the step, the decision to enforce."""
-    structure, rest, limits_norm = policy
-    left = iter(arrays)
-    config = structure.unflatten([next(left) if leaf is None else leaf for leaf in rest])
     engine = Engine(config, limits_norm=limits_norm)
-    packed: _Packed = _unpack(_first(engine, tensors), vector, windows)
+    packed: _Packed = _unpack(_first(engine, tensors), vector)
     new, decision = engine.step(_engine_state(packed), signals)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
     template = neutral(groups=None if decision.group_scale is None else 1)
     decision = map_leaves(lambda like, leaf: jnp.asarray(leaf, like.dtype), template, decision)
-    has_loss = packed.has_loss
-    if signals.loss is not None:
-        has_loss |= jnp.isfinite(signals.loss)
-    vector, windows = _pack(
-        _packed(new, decision, fingerprint=packed.fingerprint, edit=packed.edit, has_loss=has_loss)
-    )
-    return vector, windows, _pack(record_numbers(new))[0], new.step, decision
+    vector = _pack(_packed(new, decision, fingerprint=packed.fingerprint, edit=packed.edit))
+    return vector, _pack(record_numbers(new)), new.step, decision
 
 
 def _engine_state(packed: _Packed) -> EngineState:
     """The whole EngineState, the reverse of `_packed`."""
     clip, detectors, rules = packed.learnt
     return packed.engine._replace(clip=clip, detectors=detectors, rules=rules)
-
-
-def one_kernel(function: Callable[..., Any], *, static: tuple[int, ...] = ()) -> Any:
-    """Compiles a function of numbers and short vectors as one kernel, where the device is a CPU.
-
-    XLA makes a kernel of every few operations, and compiles each for about 10 ms. The engine of
-    `default` adds 0.4 s to the compilation of a step then, and 0.17 s as one kernel; `pretraining`
-    1.2 s and 0.5 s (Intel, 2 cores; a step of adamw with a fixed clip takes 0.2 s). XLA has no
-    public way to ask for one function. It compiles short loops of its own so, and marks them by
-    these attributes of the call. An XLA that does not know them compiles the function as any other.
-
-    On other platforms, and with several devices, among which XLA would have to divide the call, the
-    operations are inlined.
-
-    Args:
-        function: a pure function of JAX arrays.
-        static: positions of the arguments that are hashable values instead of arrays.
-    """
-    inlined = jax.jit(function, static_argnums=static, inline=True)
-    call = jax.jit(function, static_argnums=static)
-
-    def one(*args: Any) -> Any:
-        if jax.default_backend() != "cpu" or jax.device_count() > 1:
-            return inlined(*args)
-        with set_xla_metadata(inlineable="false", xla_cpu_small_call="true"):
-            return call(*args)
-
-    return one
-
-
-_judge_in_one_kernel = one_kernel(_judge, static=(0, 1))
 
 
 def has_norm_limit(state: HealState) -> Any:
@@ -401,11 +332,11 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
     Raises:
         HealStateError: the state is of another policy or another type.
     """
-    _check(engine, state)
-    vector, windows = state.heal_engine, state.heal_windows
+    check(engine, state)
+    vector = state.heal_engine
     if not isinstance(vector, Tracer):
-        vector, windows = jax.device_get((vector, windows))
-    return _engine_state(_unpack(_first(engine, _tensors(state)), vector, windows))
+        vector = jax.device_get(vector)
+    return _engine_state(_unpack(_first(engine, _tensors(state)), vector))
 
 
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
@@ -438,14 +369,12 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
         neutral(),
         fingerprint=head.fingerprint,
         edit=head.edit,
-        has_loss=np.asarray(new.last.loss != 0),
     )
-    vector, windows = _pack(packed)
+    vector = _pack(packed)
     # An indexed update fails outside of jit on a mesh of several processes.
     is_kept = np.arange(len(vector)) == _PLACES.edit
     return state._replace(
         heal_engine=jnp.where(is_kept, state.heal_engine, vector),
-        heal_windows=tuple(map(jnp.asarray, windows)),
         heal_records=jnp.asarray(_same_records(new, len(state.heal_records))),
         heal_group_scale=None if tensors is None else jnp.ones((tensors,), jnp.float32),
     )
@@ -453,7 +382,7 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
 
 def _same_records(state: EngineState, count: int) -> np.ndarray:
     """The record of a state's last step as each of its records, int32 (count, 16)."""
-    return np.tile(_pack(record_numbers(state))[0], (count, 1))
+    return np.tile(_pack(record_numbers(state)), (count, 1))
 
 
 def steps_judged(records: Any) -> Any:
@@ -528,7 +457,7 @@ def metrics(vector: jax.Array) -> dict[str, jax.Array]:
     packed: _Packed = _unpack(_ANY_POLICY, vector)
     values = dict(zip(RECORD_FIELDS, record_numbers(packed.engine), strict=True))
     values |= packed.engine.tally._asdict()
-    values["loss"] = jnp.where(packed.has_loss, values["loss"], jnp.nan)
+    values["loss"] = jnp.where(values["loss"] == 0, jnp.nan, values["loss"])
     return record_metrics(values)
 
 
@@ -543,19 +472,18 @@ def _tensors(state: HealState) -> int | None:
 # -- the policy of a state ----------------------------------------------------------------------
 
 
-_policies: dict[str, EngineConfig] = {}
-"""Fingerprint -> policy of each state that this process has made, for the error of `_check`."""
-
-
-def _check(engine: Engine, state: Any) -> None:
+def check(engine: Engine, state: Any) -> None:
     """Raises HealStateError unless the state is a HealState of this policy.
 
     Compares the shapes, and the fingerprint unless the state is traced.
+
+    Args:
+        engine: the engine of the policy.
+        state: what the program has passed as the state.
     """
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
-    vector, windows = _pack(_first(engine, _tensors(state)))
-    given = [jnp.shape(array)[-1] for array in (state.heal_engine, *state.heal_windows)]
+    size = _pack(_first(engine, _tensors(state))).size
     made_with = None  # unknown within `jit`
     if not isinstance(state.heal_engine, Tracer):
         numbers = np.asarray(state.heal_engine)[..., :2].ravel()[:2]
@@ -564,10 +492,11 @@ def _check(engine: Engine, state: Any) -> None:
     is_other = known and made_with != engine.fingerprint
     # A state of 0.4.0 has the records in its first array.
     is_other |= jnp.ndim(state.heal_records) != jnp.ndim(state.heal_engine) + 1
-    if is_other or given != [array.shape[-1] for array in (vector, *windows)]:
+    if is_other or jnp.shape(state.heal_engine)[-1] != size:
         raise HealStateError(
-            "this healing state belongs to another policy or release: "
-            f"{_difference(made_with, engine)}. "
+            "this healing state belongs to another policy or release: the policy that made it is "
+            f"{_policy_text(made_with)}, the policy passed here is "
+            f"{_policy_text(engine.fingerprint)}. "
             "Pass the same policy, clip= and other keywords to protect and to the Healer, as in "
             "protect(tx, policy, clip=...) and Healer(policy, clip=...); for heal_zclip() write "
             'Healer("zclip"). To continue with another policy and reset its '
@@ -587,24 +516,6 @@ def no_heal_state_error(state: Any) -> HealStateError:
         "own tx.init(params). To continue from the moments of a bare or clipped optimizer: "
         "opt_state = with_heal_state(old_opt_state, like=tx.init(params))"
     )
-
-
-def _difference(made_with: str | None, engine: Engine) -> str:
-    """What differs between the policy of a state, by its fingerprint, and the engine's policy."""
-    here = _policy_text(engine.fingerprint)
-    if made_with == engine.fingerprint:
-        return f"its policy has the same numbers as the one passed here, {here}"
-    text = f"the policy that made it is {_policy_text(made_with)}, the policy passed here is {here}"
-    theirs = _policies.get(made_with or "")
-    name = name_of(made_with)
-    if theirs is None and name is not None:
-        theirs = engine_of(name).config
-    if theirs is None or (name is not None and name_of(engine.fingerprint) is not None):
-        return text  # both are presets, whose names say enough
-    differences = config_differences(theirs, engine.config)
-    if not differences:
-        return text
-    return f"{text}; they differ in {first_of(differences, 5, '; ')}"
 
 
 def _policy_text(fingerprint: str | None) -> str:

@@ -311,15 +311,13 @@ def find(opt_state: PyTree) -> HealState:
     found = nodes(is_healing, opt_state)
     if len(found) == 1:
         warn_if_after_optimizer(opt_state, found[0][0])
-        fields = _arrays_of_fields(found[0][1])
-        windows = fields.pop("heal_windows", ())
-        arrays = {name: leaves[0] for name, leaves in fields.items() if leaves}
-        if not arrays.keys() >= {"heal_records", "heal_leaf_norms"}:
+        arrays = _arrays_of(found[0][1])
+        if arrays.keys() - set(HealState._fields) or arrays.get("heal_records") is None:
             raise HealStateError(
                 "this healing state is of another release: to continue from the moments beside it, "
                 "with_heal_state(without_heal_state(old), like=tx.init(params))"
             )
-        return HealState(heal_windows=windows, **arrays)
+        return HealState(**arrays)
     if found:
         places = [f"opt_state{jax.tree_util.keystr(path)}" for path, _ in found]
         raise HealStateError(
@@ -344,12 +342,10 @@ def replace(opt_state: State, new: HealState) -> State:
         The state in the same form. Variables and mappings are new objects.
     """
 
+    def value(path: Path, _: PyTree) -> PyTree:
+        return getattr(new, getattr(path[0], "name", None) or path[0].key)
+
     def replaced(old: PyTree) -> PyTree:
-        values = {name: iter(arrays) for name, arrays in _arrays_of_fields(new).items()}
-
-        def value(path: Path, _: PyTree) -> PyTree:
-            return next(values[getattr(path[0], "name", None) or path[0].key])
-
         return jax.tree_util.tree_map_with_path(value, old)
 
     return map_nodes(is_healing, replaced, opt_state)
@@ -360,10 +356,10 @@ def is_healing(node: PyTree) -> bool:
     return isinstance(node, HealState) or (isinstance(node, Mapping) and "heal_engine" in node)
 
 
-def _arrays_of_fields(node: PyTree) -> dict[str, tuple[Any, ...]]:
-    """The arrays of each field of a HealState, without the Variables around them."""
+def _arrays_of(node: PyTree) -> dict[str, Any]:
+    """The array of each field of a HealState, without the Variable around it."""
     fields = node if isinstance(node, Mapping) else node._asdict()
-    return {name: tuple(jax.tree.leaves(field)) for name, field in fields.items()}
+    return {name: next(iter(jax.tree.leaves(field)), None) for name, field in fields.items()}
 
 
 def warn_if_after_optimizer(root: PyTree, path: Path) -> None:

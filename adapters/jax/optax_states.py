@@ -1,4 +1,4 @@
-"""States of optax: their moments, second iterates and placement on a mesh.
+"""States of optax: their moments and second iterates.
 
 A state is recognized by its type, because it does not name its optimizer.
 """
@@ -11,15 +11,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
-from healcore.jax.trees import Leaf, PyTree, map_nodes, node_at, nodes
+from healcore.jax.trees import PyTree, map_nodes, node_at, nodes
 
 State = TypeVar("State")
 
@@ -57,50 +54,6 @@ def is_optax_state(node: PyTree) -> bool:
     """
     kind = type(node)
     return kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams
-
-
-def replicate_over_mesh(params: PyTree, state: State) -> State:
-    """Replicates the arrays of a fresh state over the mesh of the parameters, if any.
-
-    A compiled step returns its arrays on that mesh. If the first state were not on the mesh, the
-    second step would be compiled again.
-
-    Args:
-        params: the parameters, as passed to ``tx.init``.
-        state: the state that `init` has made.
-
-    Returns:
-        The state on the mesh. The state itself if no parameter is on a mesh or has a value yet.
-    """
-    mesh = _mesh_of(params)
-    if mesh is None:
-        return state
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def replicated(leaf: Leaf) -> Leaf:
-        if not _is_array(leaf) or leaf.committed or isinstance(leaf.sharding, NamedSharding):
-            return leaf
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = replicated(jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        # With several processes, device_put would compare the values, which is a collective.
-        value = np.asarray(leaf)
-        return jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
-
-    return jax.tree.map(replicated, state)
-
-
-def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
-    """The mesh of the first parameter that is on one, or None."""
-    for leaf in jax.tree.leaves(params):
-        if _is_array(leaf) and isinstance(leaf.sharding, NamedSharding):
-            return leaf.sharding.mesh
-    return None
-
-
-def _is_array(leaf: Leaf) -> bool:
-    """Whether a leaf is a JAX array with values, not a traced one."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def _is_listed(table: Mapping[str, Any], node: PyTree) -> bool:

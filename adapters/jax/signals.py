@@ -17,7 +17,6 @@ import numpy as np
 
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
-from healcore.jax.array_namespace import JAX
 from healcore.jax.gradients import both_norms, gradient_leaves
 from healcore.jax.trees import PyTree
 
@@ -54,23 +53,12 @@ def split_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return signals, others
 
 
-def make_signals(
-    engine: Engine, updates: PyTree, given: Mapping[str, Any], axes: Axes, bad_update: Any = None
-) -> tuple[Signals, jax.Array | None]:
-    """Makes one step's `Signals`, the same on every device.
+def checked(given: Mapping[str, Any], engine: Engine) -> dict[str, jax.Array]:
+    """Converts the signals that the caller of `update` passes, and warns of a missing loss.
 
     Args:
+        given: the signals, by the keywords of `SIGNAL_KEYWORDS`.
         engine: the engine of the policy.
-        updates: the gradients.
-        given: the signals that the caller passes, by the keywords of `SIGNAL_KEYWORDS`.
-        axes: the mesh axes over which signals are reduced.
-        bad_update: whether the optimizer would make NaN or Inf of the gradients, bool 0-d or None.
-            If it is True, the global norm is NaN, so that the policy treats the step as a step
-            with a NaN in its gradients. The norms of the leaves stay the gradients' norms.
-
-    Returns:
-        The signals; and the norm of each gradient leaf, float32 (n,), or None if `given` has the
-        global norm and the policy needs no others.
 
     Raises:
         SignalError: a signal is not a 0-d number or bool.
@@ -85,31 +73,54 @@ def make_signals(
             "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
             stacklevel=3,  # the caller of tx.update, outside of jit
         )
+    return {name: _scalar(name, value) for name, value in given.items()}
+
+
+def make_signals(
+    engine: Engine,
+    updates: PyTree,
+    given: Mapping[str, jax.Array],
+    axes: Axes,
+    bad_update: Any = None,
+) -> tuple[Signals, jax.Array | None]:
+    """Makes one step's `Signals`, the same on every device.
+
+    Args:
+        engine: the engine of the policy.
+        updates: the gradients.
+        given: result of `checked`.
+        axes: the mesh axes over which signals are reduced.
+        bad_update: whether the optimizer would make NaN or Inf of the gradients, bool 0-d or None.
+            If it is True, the global norm is NaN, so that the policy treats the step as a step
+            with a NaN in its gradients. The norms of the leaves stay the gradients' norms.
+
+    Returns:
+        The signals; and the norm of each gradient leaf, float32 (n,), or None if `given` has the
+        global norm and the policy needs no others.
+    """
     if engine.mode == "observe":
         # Without a barrier, the norm and the optimizer's second moment share the squares of the
         # gradients, which XLA then writes to memory (the size of all parameters). In other modes
         # the scaling of the gradients prevents this.
         updates = jax.lax.optimization_barrier(updates)
+    found = dict.fromkeys(SIGNAL_KEYWORDS) | dict(given)
     leaf_norms = None
-    grad_norm = given.get("grad_norm")
-    if engine.per_tensor or grad_norm is None:
+    if engine.per_tensor or "grad_norm" not in given:
         # Computed even if no rule reads it, because no policy may accept a non-finite gradient.
         own_norm, leaf_norms = both_norms(updates)
-        if grad_norm is None:
-            grad_norm = own_norm
+        found["grad_norm"] = given.get("grad_norm", own_norm)
         if not leaf_norms.size:
             leaf_norms = jnp.zeros((1,), jnp.float32)  # `count_leaves` returns at least 1
-    reported = {**given, "grad_norm": grad_norm}
-    found = {name: _scalar(name, reported.get(name)) for name in SIGNAL_KEYWORDS}
     group_norms = None
     if engine.per_tensor:
         group_norms = leaf_norms
     signals = Signals(loss=found.pop("value"), group_norms=group_norms, **found)
     signals, leaf_norms = axes.reduce(signals, leaf_norms, norm_reported="grad_norm" in given)
     if bad_update is not None:
-        bad_update = axes.any(bad_update)
-        norm = JAX.where(bad_update, jnp.nan, signals.grad_norm)
-        signals = signals._replace(grad_norm=norm)
+        if axes.names:
+            bad_update = jax.lax.psum(bad_update.astype(jnp.int32), axes.names) > 0
+        norm: Any = signals.grad_norm
+        signals = signals._replace(grad_norm=jnp.where(bad_update, jnp.nan, norm))
     return signals, leaf_norms
 
 
@@ -138,6 +149,11 @@ class Axes(NamedTuple):
     split: tuple[str, ...] = ()
     """Axes along which each device has its own part of the gradients."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All axes."""
+        return (*self.averaged, *self.split)
+
     @classmethod
     def of(cls, axis_name: AxisName, shard_axis_name: AxisName) -> Axes:
         """Makes the axes from the arguments of `heal` or `protect`.
@@ -147,11 +163,9 @@ class Axes(NamedTuple):
             shard_axis_name: name or names of the axes along which gradients are parts, or None.
 
         Raises:
-            TypeError: a name is not a text, or is in both arguments.
+            TypeError: a name is in both arguments.
         """
-        axes = cls(
-            _axis_names("axis_name", axis_name), _axis_names("shard_axis_name", shard_axis_name)
-        )
+        axes = cls(_axis_names(axis_name), _axis_names(shard_axis_name))
         both = sorted(set(axes.averaged) & set(axes.split))
         if both:
             raise TypeError(
@@ -176,30 +190,25 @@ class Axes(NamedTuple):
         Returns:
             The signals and the norms of the whole step, equal on all devices.
         """
-        if not (self.averaged or self.split):
+        if not self.names:
             return own, leaf_norms
         names = [*_MEANS, *_FLAGS]
         if norm_reported:
-            names = [*_MEANS, "grad_norm", *_FLAGS]
-        found = []
-        vector = []
+            names.append("grad_norm")
+        values = {}
         for name in names:
             value = getattr(own, name)
             if value is not None:
-                found.append(name)
-                vector.append(jnp.asarray(value, jnp.float32)[None])
+                values[name] = jnp.asarray(value, jnp.float32)
+        squares = None
         if leaf_norms is not None:
-            vector.append(jnp.square(leaf_norms))
-        total = jax.lax.psum(jnp.concatenate(vector), (*self.averaged, *self.split))
-        devices = self._size(self.averaged + self.split)
+            squares = jnp.square(leaf_norms)
+        values, squares = jax.lax.psum((values, squares), self.names)
         new = {}
-        for i, name in enumerate(found):
-            new[name] = total[i] / devices
-        for name in _FLAGS:
-            if name in new:
-                new[name] = new[name] > 0
-        if leaf_norms is not None:
-            squares = total[len(found) :] / self._size(self.averaged)
+        for name, total in values.items():
+            new[name] = total > 0 if name in _FLAGS else total / self._size(self.names)
+        if squares is not None:
+            squares /= self._size(self.averaged)
             leaf_norms = jnp.sqrt(squares)
             if not norm_reported:
                 new["grad_norm"] = jnp.sqrt(jnp.sum(squares))
@@ -207,44 +216,20 @@ class Axes(NamedTuple):
             new["group_norms"] = leaf_norms
         return own._replace(**new), leaf_norms
 
-    def any(self, flag: jax.Array) -> jax.Array:
-        """Whether a flag is set on any device.
-
-        Args:
-            flag: bool 0-d, of this device.
-
-        Returns:
-            bool 0-d, equal on all devices.
-        """
-        names = (*self.averaged, *self.split)
-        if not names:
-            return flag
-        return jax.lax.psum(flag.astype(jnp.int32), names) > 0
-
     def _size(self, names: tuple[str, ...]) -> int:
         """The number of devices along some axes."""
         return math.prod(jax.lax.axis_size(name) for name in names)
 
 
-def _axis_names(argument: str, given: Any) -> tuple[str, ...]:
-    """The names that a user passes as `argument`, as a tuple. Raises TypeError for other types."""
-    names = given
+def _axis_names(given: AxisName) -> tuple[str, ...]:
+    """The names that a user passes, as a tuple."""
     if given is None:
-        names = ()
-    elif isinstance(given, str):
-        names = (given,)
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"{argument} must be the name of a mesh axis, or a tuple of names, got {given!r}: "
-            f'write {argument}="data"'
-        )
-    return tuple(names)
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _scalar(name: str, value: Any) -> jax.Array | None:
-    """Converts a signal to float32 or bool, 0-d. Returns None for None."""
-    if value is None:
-        return None
+def _scalar(name: str, value: Any) -> jax.Array:
+    """Converts a signal to float32 or bool, 0-d."""
     try:
         dtype, shape = jax.dtypes.result_type(value), jnp.shape(value)
     except (TypeError, ValueError) as error:

@@ -11,6 +11,7 @@ kept. `protection.py` is what it does in each step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
 import jax
@@ -18,15 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from healcore.core.engine import Engine
-from healcore.jax import flax_statistics, gradients, heal_state
-from healcore.jax.clipping import clip
+from healcore.core.engine import Engine, EngineConfig
+from healcore.jax import gradients, heal_state
+from healcore.jax.compilation import in_one_call
 from healcore.jax.heal_state import DEFAULT_RECORDS, HealState, ScaleByHealLrState
-from healcore.jax.optax_states import replicate_over_mesh
-from healcore.jax.protection import Protection, keywords_of
-from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
-from healcore.jax.trees import PyTree
-from healcore.jax.wrapped_optimizer import warn_if_clipped
+from healcore.jax.protection import Protection, clip
+from healcore.jax.signals import (
+    Axes,
+    AxisName,
+    checked,
+    count_leaves,
+    make_signals,
+    split_keywords,
+)
+from healcore.jax.trees import PyTree, is_array
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.overrides import check_spelling
 
@@ -132,22 +138,18 @@ def heal_zclip(
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
         <https://arxiv.org/abs/2504.02507>`_, 2025
     """
-    numbers: dict[str, Any] = {
+    plain: dict[str, Any] = {
         "z_threshold": z_threshold,
         "ema_decay": ema_decay,
         "warmup_steps": warmup_steps,
         "max_norm": max_norm,
+        "target": target,
     }
-    arrays: dict[str, jax.Array] = {}
-    plain: dict[str, Any] = {}
-    for name, value in numbers.items():
-        if not isinstance(value, jax.Array | np.ndarray):
-            plain[name] = value
-        elif name == "warmup_steps":
-            arrays[name] = jnp.asarray(value).astype(jnp.int32)
-        else:
-            arrays[name] = jnp.asarray(value).astype(jnp.float32)
-    engine = engine_of("zclip", {"clip": {**plain, "target": target}})
+    arrays = {name: plain.pop(name) for name in [*plain] if is_array(plain[name])}
+    for name, array in arrays.items():
+        dtype = jnp.int32 if name == "warmup_steps" else jnp.float32
+        arrays[name] = jnp.asarray(array).astype(dtype)
+    engine = engine_of("zclip", {"clip": plain})
     if arrays:
         rule = engine.config.clip._replace(**arrays)
         engine = Engine(engine.config._replace(clip=rule))
@@ -238,14 +240,19 @@ def protect(
         0
     """
     check_spelling(overrides, protect)
-    _check_optimizer(inner)
+    # optax.MultiSteps is no GradientTransformation, and has these methods.
+    if isinstance(inner, type) or not hasattr(inner, "init") or not hasattr(inner, "update"):
+        name = getattr(inner, "__name__", f"a {type(inner).__name__}")
+        raise TypeError(
+            f"protect takes an optax transformation, got {name}: write "
+            "protect(optax.adamw(1e-3), policy), and tx=protect(...) in a TrainState or "
+            "nnx.Optimizer"
+        )
     _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
     inner = optax.with_extra_args_support(inner)
-    if overrides.get("clip"):
-        warn_if_clipped(inner.update)
-    protection = Protection(inner, engine, axes, records, keywords_of(inner.update))
+    protection = Protection(inner, engine, axes, records)
     return optax.GradientTransformationExtraArgs(protection.init, protection.update)
 
 
@@ -272,13 +279,13 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
     """
 
     def init(params: optax.Params) -> ScaleByHealLrState:
-        return replicate_over_mesh(params, ScaleByHealLrState(jnp.ones((), jnp.float32)))
+        return ScaleByHealLrState(jnp.ones((), jnp.float32))
 
     def update(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ScaleByHealLrState]:
         del params, extra_args
-        return gradients.scale(updates, state.heal_lr_scale), state
+        return in_one_call(gradients.scale, updates, state.heal_lr_scale), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -289,39 +296,40 @@ def _transformation(
     """The transformation of `heal` and `heal_zclip` for an engine."""
 
     def init(params: optax.Params) -> HealState:
-        return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), records))
+        return heal_state.init(engine, count_leaves(params), records)
 
     def update(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, HealState]:
         del params
-        given, _ = split_keywords(extra_args)
-        signals, norms = make_signals(engine, updates, given, axes)
-        state, decision = heal_state.step(engine, state, signals, norms)
-        if engine.mode == "observe" and "externally_skipped" not in given:
-            return updates, state
-        flax_statistics.warn_if_kept()
-        updates = clip(engine, decision, state, updates, measured=updates, given=given, axes=axes)
-        return gradients.fill_where(updates, decision.skip, 0.0), state
+        heal_state.check(engine, state)
+        given = checked(split_keywords(extra_args)[0], engine)
+        return in_one_call(
+            _judge_and_clip, engine.config, engine.limits_norm, axes, updates, state, given
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _judge_and_clip(
+    config: EngineConfig,
+    limits_norm: bool,
+    axes: Axes,
+    updates: PyTree,
+    state: HealState,
+    given: Mapping[str, Any],
+) -> tuple[PyTree, HealState]:
+    """One step of `heal`. The engine is taken apart, because its numbers may be traced arrays."""
+    engine = Engine(config, limits_norm=limits_norm)
+    signals, norms = make_signals(engine, updates, given, axes)
+    state, decision = heal_state.step(engine, state, signals, norms)
+    if engine.mode == "observe" and "externally_skipped" not in given:
+        return updates, state
+    updates = clip(engine, decision, state, updates, given, axes)
+    return gradients.fill_where(updates, decision.skip, 0.0), state
 
 
 def _check_records(records: int) -> None:
     """Raises ValueError unless `records` is a number of steps."""
     if not isinstance(records, int | np.integer) or records < 1:
         raise ValueError(f"records is a number of steps >= 1, as records=64, not {records!r}")
-
-
-def _check_optimizer(inner: Any) -> None:
-    """Raises TypeError unless `inner` has the methods `init` and `update`."""
-    is_made = not isinstance(inner, type)
-    has_init = callable(getattr(inner, "init", None))
-    has_update = callable(getattr(inner, "update", None))
-    if is_made and has_init and has_update:
-        return  # accepts optax.MultiSteps too, which is not a GradientTransformation
-    name = getattr(inner, "__name__", f"a {type(inner).__name__}")
-    raise TypeError(
-        f"protect takes an optax transformation, got {name}: write "
-        "protect(optax.adamw(1e-3), policy), and tx=protect(...) in a TrainState or nnx.Optimizer"
-    )

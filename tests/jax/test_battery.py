@@ -43,7 +43,7 @@ def test_tree_map_reaches_the_moments_and_not_the_healing_state(name):
 def test_keeps_shapes_dtypes_and_weak_types(dtype):
     with jax.enable_x64(dtype == jnp.float64):
         # A threshold has the precision of the parameters, which the state does not take over.
-        clip = ("zclip", ZClipConfig(max_norm=jnp.asarray(1.0, dtype)))
+        clip = ZClipConfig(max_norm=jnp.asarray(1.0, dtype))
         more = {"threshold": heal(policies.ZCLIP._replace(clip=clip))}
         more["injected"] = optax.inject_hyperparams(heal_zclip)()
         params = (jnp.ones(3, dtype), jnp.zeros((2, 2), dtype))

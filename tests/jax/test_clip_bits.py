@@ -43,7 +43,7 @@ def gradients_of(params: Any, i: int, scale: float) -> Any:
     )
 
 
-def runs(mine: Any, twin: Any, params: Any, *, jit: bool, count: int = 8) -> tuple[Any, Any]:
+def runs(mine: Any, twin: Any, params: Any, *, count: int = 8) -> tuple[Any, Any]:
     """The parameters of both optimizers after steps of which some are clipped."""
 
     def stepping(tx: Any) -> Any:
@@ -51,7 +51,7 @@ def runs(mine: Any, twin: Any, params: Any, *, jit: bool, count: int = 8) -> tup
             updates, state = tx.update(grads, state, params, value=jnp.float32(1.0))
             return optax.apply_updates(params, updates), state
 
-        return jax.jit(step) if jit else step
+        return jax.jit(step)
 
     found = []
     for tx in (mine, optax.with_extra_args_support(twin)):
@@ -66,25 +66,15 @@ def runs(mine: Any, twin: Any, params: Any, *, jit: bool, count: int = 8) -> tup
     return found[0][0], found[1][0]
 
 
-CASES = [*((name, "protect", True) for name in OPTIMIZERS), ("momentum", "heal", True)]
-CASES += [("sgd", "protect", False), ("momentum", "heal", False)]
+CASES = [*((name, "protect") for name in OPTIMIZERS), ("momentum", "heal")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "way", "jit"), CASES)
-def test_a_fixed_clip_has_the_bits_of_optax(name: str, way: str, jit: bool):
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_a_fixed_clip_has_the_bits_of_optax(name: str, way: str):
     inner = OPTIMIZERS[name]
     twin = optax.chain(optax.clip_by_global_norm(0.1), inner())
-    assert_same_bits(*runs(WAYS[way](inner()), twin, weights(), jit=jit))
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
-def test_a_fixed_clip_has_the_bits_of_optax_in_half_precision(dtype: Any):
-    twin = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
-    mine = protect(optax.sgd(0.1), clip=CLIP)
-    # Not compiled: XLA rounds less often where it fuses operations, and two programs are fused
-    # differently (11 of 1,200 float16 weights after 8 steps on an Intel CPU).
-    assert_same_bits(*runs(mine, twin, weights(dtype), jit=False))
+    assert_same_bits(*runs(WAYS[way](inner()), twin, weights()))
 
 
 def test_a_half_precision_norm_that_overflows_is_clipped_in_float32():
@@ -96,19 +86,15 @@ def test_a_half_precision_norm_that_overflows_is_clipped_in_float32():
     np.testing.assert_allclose(updates["w"], -0.5, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "jit",
-    [pytest.param(False, id="eager", marks=pytest.mark.slow), pytest.param(True, id="jit")],
-)
-def test_a_limit_of_a_rollback_applies_beside_the_clip(jit: bool):
+def test_a_limit_of_a_rollback_applies_beside_the_clip():
     """The lower of both limits is in force, and its release restores the bits of the clip."""
     policy = {"clip": {"max_norm": 3.0}}
     tx = protect(optax.sgd(1.0), **policy)
     loaded = load("default", **policy)
     params = weights()
-    update = jax.jit(tx.update) if jit else tx.update
+    update = jax.jit(tx.update)
     clip = optax.clip_by_global_norm(3.0)
-    expected = jax.jit(clip.update) if jit else clip.update
+    expected = jax.jit(clip.update)
     state = tx.init(params)
     for i, norm in enumerate([0.0, 0.5, 10.0, 0.0]):
         state = limit(state, norm, loaded)
@@ -127,9 +113,9 @@ def test_frozen_parameters_do_not_count():
     tx = protect(optax.partition(kinds, labels), clip=CLIP)
     params = weights()
     grads = gradients_of(params, 0, 1.0)
-    updates, _ = tx.update(grads, tx.init(params), params, value=jnp.float32(1.0))
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, value=jnp.float32(1.0))
     trained = {name: grads[name] for name in ("w", "b")}
-    clipped, _ = optax.clip_by_global_norm(0.1).update(trained, optax.EmptyState())
+    clipped, _ = jax.jit(optax.clip_by_global_norm(0.1).update)(trained, optax.EmptyState())
     expected = jax.tree.map(lambda g: -0.1 * g, clipped)
     assert_same_bits({name: updates[name] for name in expected}, expected)
     assert not np.any(updates["head"]["w"])

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from healcore.jax import commit, heal_zclip, last_decision, protect
-from healcore.jax.commit import CommitError, step_or_keep
+from healcore.jax.commit import CommitError
+from healcore.jax.optimizer_step import OptimizerStep
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
 
@@ -270,6 +271,10 @@ def custom_rule_inside_jit(g, s, p):
 def narrowed(g, s, p):
     new = (0.9 * s.astype(jnp.float32) + g).astype(jnp.bfloat16)
     return new.astype(jnp.float32), new
+
+
+def step_or_keep(step, skip, g, s, p):
+    return OptimizerStep(step, g, s, p).take_or_skip(skip, s, g, s, p)
 
 
 CASES = {

@@ -36,10 +36,12 @@ def test_a_wrong_name_is_noticed(code):
     assert not code.has("no_such_file.py", "")
     assert not code.has("", "no_such_function")
     trace = walks.Trace()
-    trace.functions["adapters/jax/commit.py", "step_or_keep.<locals>.keep"] = None
-    assert trace.has_called("commit.py", "step_or_keep")
+    trace.functions[
+        "adapters/jax/optimizer_step.py", "OptimizerStep.take_or_skip.<locals>.keep"
+    ] = None
+    assert trace.has_called("optimizer_step.py", "OptimizerStep.take_or_skip")
     assert not trace.has_called("commit.py", "commit")
-    assert not trace.has_called("transform.py", "step_or_keep")
+    assert not trace.has_called("transform.py", "OptimizerStep.take_or_skip")
 
 
 @pytest.mark.slow  # five runs in torch and JAX, and one that is killed: 15 s of CPU time

@@ -5,6 +5,7 @@ with 0-d arrays, which XLA rewrites in ways of its own, and `jax-kernel` does so
 `protect`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.engine.state import FROZEN
 from healcore.core.signals import Signals
 from healcore.core.trees import map_leaves
-from healcore.jax.heal_state import one_kernel
+from healcore.jax.compilation import in_one_kernel
 from tests.core import fuzz
 from tests.core.engine_runner import recorded, scalars
 
@@ -164,7 +165,7 @@ def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -
 def _jax(engine: Engine, *, one_by_one: bool, kernel: bool) -> ChunkRunner:
     """One jitted scan over the chunk: of all lanes at once, or of each in its turn."""
     judge = engine.step
-    step = one_kernel(lambda state, signals: judge(state, signals)) if kernel else judge
+    step = functools.partial(in_one_kernel, judge) if kernel else judge
 
     def scan(state: Any, trace: Signals) -> Any:
         def body(state: Any, signals: Signals) -> Any:

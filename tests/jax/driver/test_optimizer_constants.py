@@ -24,7 +24,6 @@ OPTIMIZERS: Any = {
     "injected schedule": lambda peak: optax.inject_hyperparams(optax.adamw)(warm_up(peak)),
     "partition": lambda rate: optax.partition({"w": optax.adam(rate)}, {"w": "w"}),
     "accumulation": lambda rate: optax.MultiSteps(optax.adam(rate), 2),
-    "table": lambda peak: optax.sgd(lambda count: jnp.array([0.0, 0.1, peak])[count]),
 }
 PARAMS = {"w": jnp.ones(3)}
 

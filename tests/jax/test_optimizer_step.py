@@ -1,11 +1,9 @@
 """A step whose gradients are finite, and of which the optimizer makes NaN or Inf, is skipped."""
 
 import math
-import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -56,46 +54,12 @@ def test_a_step_at_a_rate_of_nan_is_skipped_exactly(compiled):
 
 
 @pytest.mark.slow
-def test_numbers_rounded_to_bfloat16_are_named_and_spoil_no_weight():
+def test_numbers_rounded_to_bfloat16_spoil_no_weight():
+    """A `b2` of 0.999 is 1 in bfloat16, so that Adam divides 0 by 0."""
     tx = protect(optax.inject_hyperparams(optax.adamw)(1e-3))
-    with pytest.warns(UserWarning, match=r"bfloat16.*b2=0.999 is 1.0"):
-        params, _, skips = trained(tx, 3, dtype=jnp.bfloat16)
+    params, _, skips = trained(tx, 3, dtype=jnp.bfloat16)
     assert all(skips)
     assert is_finite(params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tx", [optax.adamw(1e-3), optax.inject_hyperparams(optax.adamw)(1e-3)])
-def test_an_update_without_rounding_warns_of_nothing(tx):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, _, skips = trained(protect(tx), 2)
-    assert not any(skips)
-
-
-def test_each_partition_is_looked_at():
-    """A rate of NaN of the large tensors alone, as in an optimizer with two groups."""
-    labels = {"large": "a", "small": "b"}
-    tx = optax.partition({"a": optax.sgd(nan_at(1)), "b": optax.sgd(0.1)}, labels)
-    params, _, _ = trained(protect(tx), 3)
-    assert is_finite(params)
-
-
-def test_rows_without_a_gradient_keep_their_values_where_adam_divides_0_by_0():
-    """As the unused rows of an embedding in float16, whose `eps` of 1e-8 is rounded to 0."""
-    tx = protect(optax.adamw(0.1, eps=0.0, weight_decay=0.0))
-    params = {"embedding": jnp.ones((30, 10)), "bias": jnp.ones(3)}
-    state = tx.init(params)
-    used = jnp.arange(30)[:, None] < 20
-    for _ in range(2):
-        grads = {"embedding": jnp.where(used, params["embedding"], 0.0), "bias": params["bias"]}
-        updates, state = tx.update(grads, state, params, value=VALUE)
-        params = optax.apply_updates(params, updates)
-    assert not last_decision(state).skip
-    assert is_finite((params, state.inner_state))
-    embedding = np.asarray(params["embedding"])
-    assert (embedding[20:] == 1).all()
-    assert (embedding[:20] < 1).all()
 
 
 def test_observe_changes_nothing():

@@ -1,0 +1,221 @@
+"""`OptimizerStep`: the step of an optimizer as JAX traces it, of which a skip keeps the old state.
+
+Whether a step is skipped is known on the device only, in the middle of a compiled program. So the
+program always computes the optimizer's step, and then selects, leaf by leaf, the old or the new
+value. For the parameters, which the user's program updates, the caller makes the updates -0.0.
+
+The naive selection costs memory. A program donates its state, so that XLA writes the new moments
+into the memory of the old moments. With ``new = update(old); state = where(skip, old, new)`` two
+versions of every moment are alive at once, because the updates read `new` and the output is
+`state`. So XLA copies the donated moments instead of writing them in place.
+
+So the equations of the step are evaluated one by one, and each new leaf is selected at the equation
+that defines it. The updates then read the selected value too, and one version is enough:
+
+    naive                           in memory      here                            in memory
+    ------------------------------  -------------  ------------------------------  -------------
+    new = b1 * mu + (1 - b1) * g    mu, new        new = where(skip, mu,
+    update = f(new)                 mu, new              b1 * mu + (1 - b1) * g)   new, over mu
+    state = where(skip, mu, new)    state          update = f(new)                 new
+
+On the right, XLA fuses the selection with the sum into one kernel, which reads each element of `mu`
+before it writes the element. The values are equal without a skip. On a skip the updates are
+meaningless, and the caller overwrites them.
+
+One step of adamw, 25 M float32 parameters in 24 leaves, jitted and donated, medians of 15
+interleaved runs on 2 CPU cores (jax 0.10.2). The slower variants have simpler code:
+
+    ======================================  =======  ==========
+    no protection                           18.0 ms  0 MB temp
+    select at the definition (this file)    20.6 ms  0 MB temp
+    clip_by_global_norm, no protection      45.0 ms  100 MB
+    lax.while_loop of zero or one pass      46.5 ms  100 MB
+    where(skip, old, new) on the results    59.2 ms  196 MB
+    lax.cond(skip, keep, step)              79.9 ms  300 MB
+    ======================================  =======  ==========
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.extend import core as jex
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from healcore.jax.commit import check_structure, select
+from healcore.jax.gradients import is_gradient
+from healcore.jax.trees import Leaf, PyTree
+
+Atom: TypeAlias = Any
+"""A variable or a literal of a jaxpr."""
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""(gradients, state, parameters) -> (updates, state), a pure function."""
+_MAX_ELEMENTS = 1 << 16
+"""Elements that one output may read to be computed a second time."""
+_LOOPS = ("while[", "scan[")
+"""Operations that may take any time, so an output that needs one is not computed twice."""
+
+
+class OptimizerStep:
+    """One step of an optimizer, traced to its equations.
+
+    The arguments of the methods have the structure, shapes and dtypes of the first arguments.
+    """
+
+    def __init__(self, step: Step, updates: PyTree, state: PyTree, params: PyTree) -> None:
+        """Traces a step.
+
+        Args:
+            step: the step of the optimizer.
+            updates: the gradients.
+            state: the state of the optimizer before the step.
+            params: the arrays of the parameters.
+
+        Raises:
+            CommitError: the step changes the structure of its state.
+        """
+        self._closed, self._outputs = jax.make_jaxpr(step, return_shape=True)(
+            updates, state, params
+        )
+        check_structure(
+            state,
+            self._outputs[1],
+            "protect() needs an optimizer that makes every field of its state in init(), got",
+        )
+        self._updates = jax.tree.leaves(self._outputs[0])
+        paths = jax.tree_util.tree_leaves_with_path(state)
+        self._names = [f"state{jax.tree_util.keystr(path)}" for path, _ in paths]
+        self._gradients = len(jax.tree.leaves(updates))
+
+    def unread(self) -> list[bool]:
+        """Whether each leaf of the gradients influences no update of this or any later step.
+
+        A frozen parameter has such a gradient. Its NaN harms nothing, so it must not skip a step. A
+        dead-code analysis finds what the updates depend on. A gradient may also enter the state and
+        reach the updates of a later step: the state leaves that the step reads are outputs too,
+        until no more are found.
+        """
+        wanted = [True] * len(self._updates)
+        read_state = [False] * len(self._names)
+        while True:
+            read = dce_jaxpr(self._closed.jaxpr, wanted + read_state)[1]
+            # A state leaf that this step reads has to be right at the end of the last step.
+            before = read_state
+            read_state = read[self._gradients : self._gradients + len(self._names)]
+            if read_state == before:
+                return [not each for each in read[: self._gradients]]
+
+    def makes_nonfinite(self, updates: PyTree, state: PyTree, params: PyTree) -> Any:
+        """Whether the update of the smallest tensor is not finite, bool 0-d.
+
+        Asked before the decision, so that a step that makes NaN of finite gradients is skipped. The
+        usual reason is a number that all tensors share: a learning rate of NaN, or a `b2` of 0.999
+        that `optax.inject_hyperparams` has rounded to 1 in bfloat16, so that Adam divides 0 by 0.
+        So the update of one tensor is computed a second time, by the operations on which it
+        depends. To check all tensors would compute every update twice, because the decision selects
+        between the old and the new moments (2 M parameters with adamw: 14.3 ms instead of 6.4).
+
+        Returns:
+            None if the check is not cheap.
+        """
+        places = []
+        for place, update in enumerate(self._updates):
+            if is_gradient(update) and update.size:
+                places.append(place)
+        if not places:
+            return None
+        smallest = min(places, key=lambda place: self._updates[place].size)
+        update = self._output(smallest, updates, state, params)
+        return None if update is None else ~jnp.isfinite(update).all()
+
+    def rate(self, rate: jax.Array, updates: PyTree, state: PyTree, params: PyTree) -> Any:
+        """The value of a learning rate in the state after the step, which a schedule may change.
+
+        Args:
+            rate: the leaf of `state` that is the rate.
+            updates: the gradients.
+            state: the state before the step, which has the rate of the last step.
+            params: the parameters.
+
+        Returns:
+            None if it is not cheap to compute.
+        """
+        leaves = jax.tree.leaves(state)
+        place = [leaf is rate for leaf in leaves].index(True)
+        return self._output(len(self._updates) + place, updates, state, params)
+
+    def _output(self, place: int, *args: PyTree) -> Any:
+        """One output of the step, by the operations on which it depends, or None if many."""
+        wanted = [each == place for each in range(len(self._closed.jaxpr.outvars))]
+        part, used = dce_jaxpr(self._closed.jaxpr, wanted)
+        inputs = list(itertools.compress(jax.tree.leaves(args), used))
+        text = str(part)
+        if sum(map(jnp.size, inputs)) > _MAX_ELEMENTS or any(loop in text for loop in _LOOPS):
+            return None
+        return eval_jaxpr(part, self._closed.consts, *inputs)[0]
+
+    def take_or_skip(
+        self, skip: jax.Array, old: PyTree, updates: PyTree, state: PyTree, params: PyTree
+    ) -> tuple[Any, Any]:
+        """Runs the step, and keeps the old state bit-identical on a skip.
+
+        Leaves that no single equation defines (constants, inputs, duplicates) are selected at the
+        end.
+
+        Args:
+            skip: bool 0-d.
+            old: the state to keep on a skip.
+            updates: the gradients.
+            state: the state to step from, such as `old` with other numbers.
+            params: the parameters.
+
+        Returns:
+            The updates and the state after the step. On a skip the updates are meaningless and must
+            not be used.
+
+        Raises:
+            CommitError: the step changes a shape of its state, or narrows a dtype.
+        """
+        jaxpr = self._closed.jaxpr
+        first = len(self._updates)
+        old_leaves = jax.tree.leaves(old)
+        place_of: dict[Atom, int] = {}
+        for place, var in enumerate(jaxpr.outvars[first:]):
+            if not isinstance(var, jex.Literal):
+                place_of.setdefault(var, place)
+        selected = set()
+        env: dict[Atom, Leaf] = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        env.update(zip(jaxpr.invars, jax.tree.leaves((updates, state, params)), strict=True))
+
+        def read(atom: Atom) -> Leaf:
+            return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+        def keep(place: int, new: Leaf) -> Leaf:
+            return select(skip, old_leaves[place], new, self._names[place], may_widen=True)
+
+        for eqn in jaxpr.eqns:
+            for var, value in zip(eqn.outvars, _evaluate(eqn, read), strict=True):
+                env[var] = value
+                if var in place_of:
+                    env[var] = keep(place_of[var], value)
+                    selected.add(place_of[var])
+        found = [read(var) for var in jaxpr.outvars]
+        for place in range(len(old_leaves)):
+            if place not in selected:
+                found[first + place] = keep(place, found[first + place])
+        return jax.tree.unflatten(jax.tree.structure(self._outputs), found)
+
+
+def _evaluate(eqn: jex.JaxprEqn, read: Callable[[Atom], Leaf]) -> Sequence[Leaf]:
+    """Evaluates one equation, as in JAX's guide "Writing custom interpreters"."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    # Before JAX 0.9 the result is a pair.
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*functions, *map(read, eqn.invars), **params)
+    return out if eqn.primitive.multiple_results else [out]
