@@ -106,7 +106,7 @@ class HealedStep:
         listener: called at each step, or None.
         attach_log: logs incidents while there is no listener, and steps that were not judged.
         numbers: reads the numbers of the optimizer at every judged step, and names the numbers to
-            be replaced for the step. None until `watch_numbers`, because it costs time.
+            be replaced for the step. The driver of a Healer sets it, because it costs time.
         in_update: whether a running step may have made a change, as the original `step` does.
             Stays True after the step raised. False while it waits for the other ranks' signals.
         pre_hook: the pre-hook of the optimizer; `attachment.healing_of` finds the `Healing` by it.
@@ -584,18 +584,6 @@ class HealedStep:
         self._unread.clear()
         self.listener = None
         self.numbers = None
-
-    def watch_numbers(self) -> OptimizerNumbers:
-        """Starts to read the numbers of the optimizer at every judged step.
-
-        Further calls change nothing. Ended by `remove_listener`.
-
-        Returns:
-            The numbers, which can be held in a range too.
-        """
-        if self.numbers is None:
-            self.numbers = OptimizerNumbers(self.optimizer)
-        return self.numbers
 
     def detach(self) -> None:
         """See `Healing.detach`.

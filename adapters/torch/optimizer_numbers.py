@@ -58,10 +58,12 @@ class OptimizerNumbers:
 
     Args:
         optimizer: the optimizer, without a wrapper.
+        name: its name in the state, with which the names of its numbers begin.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, name: str) -> None:
         self._optimizer = optimizer
+        self._own_name = name
         self._single = len(optimizer.param_groups) == 1
         """Whether group 0 has no index in names. Names do not change if a group is added later."""
         self._given: dict[_Key, float] = {}
@@ -76,8 +78,9 @@ class OptimizerNumbers:
         """The values that the program gave to the optimizer at the steps since `hold`.
 
         Returns:
-            Name -> range, for example `.weight_decay` for the first group, or `[1].betas[0]` for
-            the second. Values that were replaced because they are held are not included.
+            Name -> range, for example `optimizer.weight_decay` for the first group, or
+            `optimizer[1].betas[0]` for the second. Values that were replaced because they are held
+            are not included.
         """
         found: dict[str, NumberRange] = {}
         for key, number_range in self._ranges.items():
@@ -91,7 +94,7 @@ class OptimizerNumbers:
         The ranges of `ranges()` begin again.
 
         Args:
-            ranges: names as in `ranges()` -> range. Names that no parameter group has are ignored.
+            ranges: names as in `ranges()` -> range. Names of other optimizers are ignored.
         """
         self._held = ranges
         self._ranges.clear()
@@ -166,11 +169,12 @@ class OptimizerNumbers:
     def _name(self, key: _Key) -> str:
         """The name of a number, see `ranges`."""
         group, entry, element = key
-        name = f".{entry}"
+        name = self._own_name
+        if not self._single or group != 0:
+            name += f"[{group}]"
+        name += f".{entry}"
         if element is not None:
             name += f"[{element}]"
-        if not self._single or group != 0:
-            name = f"[{group}]{name}"
         return name
 
 

@@ -249,9 +249,9 @@ class UnsavedBuffers:
 
     torch leaves out buffers with `persistent=False`. Most of them are constants of the program, for
     example the frequencies of rotary embeddings, which the next start may define anew. So a buffer
-    is saved if its value differs from the value at the start, and `load` restores the value at the
-    start if a checkpoint lacks the buffer. With several ranks all buffers are saved, because a
-    checkpoint has the same arrays on each rank.
+    is saved if its value differs from the value at the start. `load_state_dict` restores the value
+    at the start if a checkpoint lacks the buffer. With several ranks all buffers are saved, because
+    a checkpoint has the same arrays on each rank.
 
     A buffer larger than all parameters together is never saved. A program that keeps such a cache
     or data set out of `state_dict()` does not want it in each checkpoint.
@@ -300,7 +300,7 @@ class UnsavedBuffers:
         return found
 
     @torch.no_grad()
-    def load(self, saved: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Restores the values of a checkpoint, in the memory of the current tensors if they fit.
 
         Args:

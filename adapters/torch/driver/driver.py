@@ -34,6 +34,7 @@ from healcore.torch.live_engine import keep_after_cuda_error
 from healcore.torch.live_state import State
 from healcore.torch.moments import moments_obstacle
 from healcore.torch.moments import reset_moments as reset_moments_of
+from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
 
@@ -108,9 +109,12 @@ class TorchDriver(Driver):
             healing.healed_step.measurer.modules = modules
         self.window = GradientWindow(self._followed, modules)
         self._structure = StructureWatch(self._state, self._optimizers)
+        self._numbers: list[OptimizerNumbers] = []
         for followed in self._followed:
-            followed.healing.healed_step.listener = followed
-            followed.healing.healed_step.watch_numbers()
+            step = followed.healing.healed_step
+            step.listener = followed
+            step.numbers = OptimizerNumbers(step.optimizer, followed.name)
+            self._numbers.append(step.numbers)
 
     @property
     def live(self) -> Mapping[str, Any]:
@@ -136,7 +140,6 @@ class TorchDriver(Driver):
             AttachError: the state has no such optimizer.
             SignalError: see `Healing.observe`.
         """
-        self.window.on_loss()
         kind = "cpu"
         if isinstance(loss, Tensor):
             kind = loss.device.type
@@ -177,8 +180,7 @@ class TorchDriver(Driver):
             followed.healing.judge_dropped()
         if not self.window.is_accumulating():
             for followed in self._followed:
-                if followed.buffers is not None:
-                    followed.buffers.keep_written()
+                followed.buffers.keep_written()
         step: PendingStep | None = None
         if self._pending:
             step = PendingStep([*self._pending])
@@ -212,8 +214,7 @@ class TorchDriver(Driver):
         """
         for followed in self._followed:
             followed.healing.expect_change()
-            if followed.buffers is not None:
-                followed.buffers.end(False)
+            followed.buffers.end(False)
 
     # -- the state ------------------------------------------------------------------------------
 
@@ -228,10 +229,7 @@ class TorchDriver(Driver):
             Optimizer name -> `Engine.to_dict`, JSON-safe. Steps that are judged later are judged
             now.
         """
-        states: dict[str, dict[str, Any]] = {}
-        for name, healing in self.healings.items():
-            states[name] = healing.state_dict()
-        return states
+        return {name: healing.state_dict() for name, healing in self.healings.items()}
 
     def load(
         self,
@@ -255,19 +253,22 @@ class TorchDriver(Driver):
         for name, data in engines.items():
             self.healings[name].live_engine.parse(data)
         if state is not None:
-            own = {name: each for name, each in state.items() if name != BUFFERS_ITEM}
-            apply(self._state, own)
-            if BUFFERS_ITEM in state:
-                self._unsaved.load(state[BUFFERS_ITEM])
-            self._after_load()
-        if reset_moments:
-            for healing in self.healings.values():
+            apply(self.state(), state)
+            if self._sample is not None:
+                self._sample.keep()
+        for followed in self._followed:
+            healing = followed.healing
+            if state is not None:
+                followed.accumulation.clear(used=False)
+                healing.healed_step.measurer.clear()
+                followed.buffers.save()
+            if reset_moments:
                 reset_moments_of(healing.optimizer)
-        for name, data in engines.items():
-            # A state that only limits something is of the same step, so what the program has
-            # reported for its next step still holds.
-            self.healings[name].live_engine.load(data, rollback=False)
-            self.healings[name].healed_step.on_state_loaded(keeps_signals=state is None)
+            if followed.name in engines:
+                # A state that only limits something is of the same step, so what the program has
+                # reported for its next step still holds.
+                healing.live_engine.load(engines[followed.name], rollback=False)
+                healing.healed_step.on_state_loaded(keeps_signals=state is None)
         self._pending.clear()
 
     def structure_changes(self) -> list[str]:
@@ -295,7 +296,7 @@ class TorchDriver(Driver):
 
         Gradients of an optimizer that has not stepped for `patience` steps of the other optimizers
         are by-products of their losses (a frozen discriminator, the first stage of a fine-tuning).
-        They need no checkpoint if no loss and no backward pass follows the last step.
+        They need no checkpoint.
 
         Args:
             patience: number of steps, or None to wait for every optimizer.
@@ -321,8 +322,7 @@ class TorchDriver(Driver):
         restored. Gradients and losses stay: a checkpoint has neither.
         """
         for followed in self._followed:
-            if followed.buffers is not None:
-                followed.buffers.end(True)
+            followed.buffers.end(True)
         self._weights.reshard()
         return ""
 
@@ -393,18 +393,15 @@ class TorchDriver(Driver):
         """See `Driver.learning_rates`. The optimizers have the rates, so no state is read."""
         largest: dict[str, float | None] = {}
         for name, optimizer in self._optimizers.items():
-            rates = [group.get("lr") for group in optimizer.param_groups]
+            rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
             largest[name] = max((float(rate) for rate in rates if rate is not None), default=None)
         return largest
 
     def numbers(self) -> dict[str, NumberRange]:
         """See `Driver.numbers`. No sync: tensors on an accelerator are not read."""
         ranges: dict[str, NumberRange] = {}
-        for name, healing in self.healings.items():
-            numbers = healing.healed_step.numbers
-            if numbers is not None:
-                for place, number_range in numbers.ranges().items():
-                    ranges[f"{name}{place}"] = number_range
+        for numbers in self._numbers:
+            ranges.update(numbers.ranges())
         return ranges
 
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
@@ -415,15 +412,8 @@ class TorchDriver(Driver):
         Args:
             ranges: names as in `numbers()` -> range. An empty mapping releases every number.
         """
-        for name, healing in self.healings.items():
-            numbers = healing.healed_step.numbers
-            if numbers is None:
-                continue
-            own: dict[str, NumberRange] = {}
-            for full_name, number_range in ranges.items():
-                if full_name.startswith(name):
-                    own[full_name.removeprefix(name)] = number_range
-            numbers.hold(own)
+        for numbers in self._numbers:
+            numbers.hold(ranges)
 
     # -- the run --------------------------------------------------------------------------------
 
@@ -472,16 +462,6 @@ class TorchDriver(Driver):
         for healing in self._own_healings:
             healing.detach()
 
-    def _after_load(self) -> None:
-        """Drops gradients and signals since the last step, which belong to the earlier state."""
-        if self._sample is not None:
-            self._sample.keep()
-        for followed in self._followed:
-            followed.accumulation.clear(used=False)
-            followed.healing.healed_step.measurer.clear()
-            if followed.buffers is not None:
-                followed.buffers.save()
-
     def _after_step(self) -> None:
         """Calls `on_step` of the run. Each `Accumulation` calls it."""
         self.on_step()
@@ -493,7 +473,7 @@ class TorchDriver(Driver):
         """
         buffers = buffers_of(self._state, self.healings)
         for followed in self._followed:
-            followed.buffers = buffers.get(followed.name)
+            followed.buffers = buffers[followed.name]
 
     def _parameters(self) -> list[Tensor]:
         """The parameters of all optimizers, in order."""
@@ -513,13 +493,12 @@ class TorchDriver(Driver):
 
     def _healings_of(self, optimizer: str | Optimizer | None) -> list[Healing]:
         """The handle of an optimizer, given as the object or by its name, or all handles."""
-        if optimizer is None:
-            return list(self.healings.values())
+        found: list[Healing] = []
         for name, healing in self.healings.items():
-            if optimizer is healing.optimizer or optimizer is self._state[name]:
-                return [healing]
-        if isinstance(optimizer, str) and optimizer in self.healings:
-            return [self.healings[optimizer]]
+            if optimizer in (None, name, healing.optimizer, self._state[name]):
+                found.append(healing)
+        if found:
+            return found
         raise AttachError(
             f"there is no optimizer {optimizer!r:.60} in the state: pass one of "
             f"{', '.join(self.healings)}, by name or as the object"

@@ -58,17 +58,11 @@ class GradientWindow:
         """The number of steps of each optimizer at the last `end_batch`."""
         self._idle = dict.fromkeys(self._accumulations, 0)
         """The number of batches since each optimizer's last step for which others have stepped."""
-        self._observed_at = -1
-        """The number of steps of all optimizers when the last loss was observed."""
         self._has_judged = False
         """Whether any step had a gradient, and so was judged."""
         self._shared: DDPGradients | None = None
 
     # -- steps and losses -----------------------------------------------------------------------
-
-    def on_loss(self) -> None:
-        """Notes that a loss was observed."""
-        self._observed_at = self._steps()
 
     def end_batch(self, *, judged: bool) -> None:
         """Takes note of the optimizers that have stepped since the last call.
@@ -113,10 +107,9 @@ class GradientWindow:
             patience: number of steps of the other optimizers after which gradients of an optimizer
                 that does not step count as abandoned, or None to wait for every optimizer.
         """
-        has_begun = self._observed_at == self._steps()
         for accumulation in self._accumulations:
             is_abandoned = patience is not None and self._idle[accumulation] >= patience
-            if accumulation.in_progress and (has_begun or not is_abandoned):
+            if accumulation.in_progress and not is_abandoned:
                 return False
         return True
 
@@ -170,8 +163,7 @@ class GradientWindow:
         """
         for optimizer in self._optimizers:
             optimizer.accumulation.clear(used=True)
-            if optimizer.buffers is not None:
-                optimizer.buffers.end(True)
+            optimizer.buffers.end(True)
         set_torch_states(self._random)
         free_graphs(kept_alive, since=self._node)
         kept_alive.clear()

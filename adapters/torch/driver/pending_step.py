@@ -90,9 +90,11 @@ class FollowedOptimizer:
         name: name of the optimizer in the state.
         healing: the handle of the optimizer.
         accumulation: see the argument.
-        buffers: the buffers of the layers that this optimizer trains, or None without such layers.
-            The driver replaces them when the structure of the model changes.
+        buffers: the buffers of the layers that this optimizer trains. The driver sets them, and
+            replaces them when the structure of the model changes.
     """
+
+    buffers: LayerBuffers
 
     def __init__(
         self,
@@ -106,7 +108,6 @@ class FollowedOptimizer:
         self.name = name
         self.healing = healings[name]
         self.accumulation = accumulation
-        self.buffers: LayerBuffers | None = None
         self._state = state
         self._healings = healings
         self._pending = pending
@@ -129,8 +130,7 @@ class FollowedOptimizer:
 
     def ended(self, skipped: bool | Tensor) -> None:
         """See `StepListener.ended`."""
-        if self.buffers is not None:
-            self.buffers.end(skipped)
+        self.buffers.end(skipped)
         self.accumulation.on_step()
 
     def read(self, record: StepRecord, norms: StepNorms) -> StepRecord:
