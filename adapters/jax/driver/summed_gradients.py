@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from healcore.jax.driver.step_reader import any_replaced
+from healcore.runtime.faults.microbatches import Gradients
 from healcore.runtime.store.ranks import Ranks
 
 
-class SummedGradients:
+class SummedGradients(Gradients):
     """Implements `healcore.runtime.faults.microbatches.Gradients`: the loop sums the gradients.
 
     If a batch does not fit the memory, the Healer's loop repeats it in smaller parts. In JAX the
@@ -50,7 +51,7 @@ class SummedGradients:
         kept_alive.clear()
         gc.collect()  # an exception and its frames refer to each other
 
-    def between_ranks(self, ranks: Ranks) -> str:
+    def join_ranks(self, ranks: Ranks) -> str:
         """Reason why several processes cannot repeat a step together.
 
         Args:

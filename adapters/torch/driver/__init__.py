@@ -2,11 +2,10 @@
 
 driver              `TorchDriver`, which the Healer calls
 attaching           heals the optimizers of the state
-pending_step        one optimizer that is followed, and its steps that were not read yet:
-accumulation          the gradients since the last step
+followed_optimizer  one optimizer: its steps, and the gradients since the last step
+pending_step        steps that were not read yet
 buffers             what a forward pass writes into buffers: restored after a skip, and saved
-gradient_window     all optimizers: which have stepped; gradients that are computed again
-ddp_gradients       the same with DistributedDataParallel, where all ranks have to repeat
+gradient_window     all optimizers: which have stepped; gradients that all ranks compute again
 weights             copies, replaces and evaluates the weights
 weight_sample       notices other weights in the model, as in an evaluation
 structure           notices new, removed and resized parameters

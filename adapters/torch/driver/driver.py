@@ -21,12 +21,12 @@ from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
-from healcore.torch.driver.accumulation import Accumulation
 from healcore.torch.driver.attaching import attach_all
 from healcore.torch.driver.buffers import UnsavedBuffers, buffers_of
+from healcore.torch.driver.followed_optimizer import FollowedOptimizer
 from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.memory import cuda_profiles, memory_of
-from healcore.torch.driver.pending_step import FollowedOptimizer, PendingEntry, PendingStep
+from healcore.torch.driver.pending_step import PendingEntry, PendingStep
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights
@@ -89,19 +89,17 @@ class TorchDriver(Driver):
         self._pending: list[PendingEntry] = []
         """The judged steps since the last `take_dispatch`, oldest first."""
         self._followed: list[FollowedOptimizer] = []
-        for name, healing in healings.items():
-            accumulation = Accumulation(healing, self._after_step)
+        for name in healings:
             self._followed.append(
                 FollowedOptimizer(
-                    name, self._state, healings, self._pending, self.warnings, accumulation
+                    name, self._state, healings, self._pending, self.warnings, self._after_step
                 )
             )
         self._find_buffers()
         self._unsaved = UnsavedBuffers(
             self._state, lambda: len(self._members) > 1, self.warnings.append
         )
-        accumulations = [followed.accumulation for followed in self._followed]
-        self._weights = TorchWeights(self._state, healings, accumulations)
+        self._weights = TorchWeights(self._state, healings, self._followed)
         self._sample: WeightSample | None = None
         """Sample of the weights after the last step, or None before `keep_weight_sample`."""
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
@@ -259,7 +257,7 @@ class TorchDriver(Driver):
         for followed in self._followed:
             healing = followed.healing
             if state is not None:
-                followed.accumulation.clear(used=False)
+                followed.clear(used=False)
                 healing.healed_step.measurer.clear()
                 followed.buffers.save()
             if reset_moments:
@@ -463,7 +461,7 @@ class TorchDriver(Driver):
             healing.detach()
 
     def _after_step(self) -> None:
-        """Calls `on_step` of the run. Each `Accumulation` calls it."""
+        """Calls `on_step` of the run. Each `FollowedOptimizer` calls it."""
         self.on_step()
 
     def _find_buffers(self) -> None:

@@ -1,21 +1,24 @@
-"""`GradientWindow`: the gradients of all optimizers since the last step."""
+"""`GradientWindow`: the gradients of all optimizers since the last step, on all ranks."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from healcore.console import counted
 from healcore.runtime.data.random_states import set_torch_states, torch_states
+from healcore.runtime.faults.microbatches import MicrobatchError
 from healcore.runtime.store.ranks import Ranks
-from healcore.torch.driver.accumulation import Accumulation
-from healcore.torch.driver.ddp_gradients import DDPGradients, ddp_modules, obstacle_of
-from healcore.torch.driver.pending_step import FollowedOptimizer
+from healcore.torch import gradients
+from healcore.torch.driver.followed_optimizer import FollowedOptimizer
 from healcore.torch.live_state import tensors_in
 from healcore.torch.store.gloo import GlooRanks
 
@@ -23,13 +26,15 @@ _MAX_ITEMS = 1000
 """Maximum length of containers that are searched for tensors."""
 _MAX_DEPTH = 4
 """Maximum nesting of containers that are searched for tensors."""
+_EXCHANGING = ("SyncBatchNorm", "FullyShardedDataParallel", "DeepSpeedEngine")
+"""Classes of modules that exchange values in forward or backward passes."""
 
 
 class GradientWindow:
     """Knows which optimizers have stepped, and computes gradients again in smaller parts.
 
-    One `Accumulation` knows one optimizer. Questions about the whole run need all of them, because
-    an optimizer may step in every batch, in some batches, or not any more:
+    One `FollowedOptimizer` knows one optimizer. Questions about the whole run need all of them,
+    because an optimizer may step in every batch, in some batches, or not any more:
 
         GAN           both optimizers step for each batch, one after the other
         fine-tuning   the optimizer of the first stage does not step any more
@@ -41,6 +46,16 @@ class GradientWindow:
 
         begin_window ─► part 1 ─► part 2 fails ─► redo_window ─► parts 1a, 1b, 2a, 2b ─► step
 
+    DistributedDataParallel (DDP) broadcasts buffers in the forward pass, and reduces gradients in
+    the backward pass. After a failure on one rank the other ranks would wait there. Therefore
+    buffers are broadcast before the first part of a batch, the parts run within `no_sync`, and the
+    gradients are reduced after the last part:
+
+        begin_parts    broadcast buffers
+        part 1, 2, ..  nothing is exchanged
+        end_parts      vote ─► no part has failed: average the gradients
+                            ─► a part has failed on any rank: all ranks repeat the window
+
     Args:
         optimizers: the optimizers of the state.
         modules: the modules of the state.
@@ -50,17 +65,19 @@ class GradientWindow:
         self, optimizers: Sequence[FollowedOptimizer], modules: Sequence[nn.Module]
     ) -> None:
         self._optimizers = optimizers
-        self._accumulations = [optimizer.accumulation for optimizer in optimizers]
         self._modules = modules
-        self._usual = set(self._accumulations)
-        """The accumulations whose optimizers stepped for the last batch; at first all."""
-        self._counted = dict.fromkeys(self._accumulations, 0)
+        self._usual = set(optimizers)
+        """The optimizers that stepped for the last batch; at first all."""
+        self._counted = dict.fromkeys(optimizers, 0)
         """The number of steps of each optimizer at the last `end_batch`."""
-        self._idle = dict.fromkeys(self._accumulations, 0)
+        self._idle = dict.fromkeys(optimizers, 0)
         """The number of batches since each optimizer's last step for which others have stepped."""
         self._has_judged = False
         """Whether any step had a gradient, and so was judged."""
-        self._shared: DDPGradients | None = None
+        self._replicas: list[DistributedDataParallel] = []
+        """The DDP modules whose exchanges are delayed. Other loops reduce gradients themselves."""
+        self._no_sync = ExitStack()
+        """The `no_sync` of each replica, within a batch."""
 
     # -- steps and losses -----------------------------------------------------------------------
 
@@ -76,17 +93,17 @@ class GradientWindow:
         """
         self._has_judged = self._has_judged or judged
         stepped = self._stepped()
-        for accumulation in self._accumulations:
-            self._counted[accumulation] = accumulation.steps
-            self._idle[accumulation] += judged
+        for optimizer in self._optimizers:
+            self._counted[optimizer] = optimizer.steps
+            self._idle[optimizer] += judged
             if not judged:
-                accumulation.drop_nonfinite_loss()
-        for accumulation in stepped:
-            self._idle[accumulation] = 0
+                optimizer.drop_nonfinite_loss()
+        for optimizer in stepped:
+            self._idle[optimizer] = 0
         self._usual = stepped or self._usual
-        if len(stepped) == len(self._accumulations) > 1:
-            for accumulation in self._accumulations:
-                accumulation.ignore()
+        if len(stepped) == len(self._optimizers) > 1:
+            for optimizer in self._optimizers:
+                optimizer.ignore()
 
     def no_step_reason(self) -> str:
         """See `Driver.no_step_reason`."""
@@ -107,9 +124,9 @@ class GradientWindow:
             patience: number of steps of the other optimizers after which gradients of an optimizer
                 that does not step count as abandoned, or None to wait for every optimizer.
         """
-        for accumulation in self._accumulations:
-            is_abandoned = patience is not None and self._idle[accumulation] >= patience
-            if accumulation.in_progress and not is_abandoned:
+        for optimizer in self._optimizers:
+            is_abandoned = patience is not None and self._idle[optimizer] >= patience
+            if optimizer.in_progress and not is_abandoned:
                 return False
         return True
 
@@ -123,17 +140,17 @@ class GradientWindow:
 
     def _steps(self) -> int:
         """The number of steps of all optimizers."""
-        return sum(accumulation.steps for accumulation in self._accumulations)
+        return sum(optimizer.steps for optimizer in self._optimizers)
 
-    def _stepped(self) -> set[Accumulation]:
-        """The accumulations whose optimizers have stepped since the last `end_batch`."""
-        return {each for each in self._accumulations if each.steps > self._counted[each]}
+    def _stepped(self) -> set[FollowedOptimizer]:
+        """The optimizers that have stepped since the last `end_batch`."""
+        return {each for each in self._optimizers if each.steps > self._counted[each]}
 
     # -- a window that is repeated --------------------------------------------------------------
 
     def is_accumulating(self) -> bool:
         """Whether any optimizer has gradients that it has not stepped with."""
-        return any(accumulation.in_progress for accumulation in self._accumulations)
+        return any(optimizer.in_progress for optimizer in self._optimizers)
 
     def begin_window(self) -> None:
         """Saves the state at the start of a window: steps, random generators, graph nodes.
@@ -157,34 +174,35 @@ class GradientWindow:
         """Drops gradients and observed losses; restores random states and buffers.
 
         Args:
-            kept_alive: what variables of the loop still refer to, see `free_graphs`. The list is
+            kept_alive: what variables of the loop still refer to, see `_free_graphs`. The list is
                 emptied.
             clear_cache: whether the accelerator's unused memory is returned to the device.
         """
         for optimizer in self._optimizers:
-            optimizer.accumulation.clear(used=True)
+            optimizer.clear(used=True)
             optimizer.buffers.end(True)
         set_torch_states(self._random)
-        free_graphs(kept_alive, since=self._node)
+        _free_graphs(kept_alive, since=self._node)
         kept_alive.clear()
         gc.collect()  # an exception and its frames refer to each other
         if clear_cache and torch.accelerator.is_available():
             torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
-    def between_ranks(self, ranks: Ranks) -> DDPGradients | str:
-        """How the ranks' replicas repeat a window together.
+    # -- a window that the ranks repeat together ------------------------------------------------
+
+    def join_ranks(self, ranks: Ranks) -> str:
+        """Prepares the ranks to repeat windows together.
 
         Args:
             ranks: the ranks of the run. Several of them step together.
 
         Returns:
-            The gradients of the replicas, or the obstacle to repeating a window, as a sentence
-            without a full stop.
+            The obstacle as a sentence without a full stop, or an empty string.
         """
         assert isinstance(ranks, GlooRanks)
-        steps = [accumulation.healing.healed_step for accumulation in self._accumulations]
-        replicas = ddp_modules([step.optimizer for step in steps])
-        obstacle = obstacle_of([*self._modules, *replicas], ranks)
+        steps = [optimizer.healing.healed_step for optimizer in self._optimizers]
+        replicas = _replicas_of([step.optimizer for step in steps])
+        obstacle = _obstacle_of([*self._modules, *replicas], ranks)
         if any(step.all_reduce.ranks.has_parts for step in steps):
             obstacle = (
                 "the parameters are spread over the ranks (FSDP2, tensor parallel, pipeline), "
@@ -192,18 +210,133 @@ class GradientWindow:
             )
         if obstacle:
             return f"the other ranks wait in a collective that this rank has left: {obstacle}"
-        self._shared = DDPGradients(replicas, self.has_stepped, ranks)
-        return self._shared
+        self._replicas = replicas
+        self._ranks = ranks
+        return ""
+
+    def begin_parts(self) -> None:
+        """Broadcasts buffers, as DDP's next forward pass would, and prevents other exchanges."""
+        self._no_sync.close()  # the loop may have left the last batch early
+        for module in self._replicas:
+            if module.will_sync_module_buffers():
+                module._sync_buffers()
+            module.require_forward_param_sync = False
+            self._no_sync.enter_context(module.no_sync())
+
+    @torch.no_grad()
+    def end_parts(self, failed: bool) -> bool:
+        """Averages the gradients over each module's ranks, unless the loop uses `no_sync`.
+
+        Every rank calls it once per batch. The vote is one `all_reduce` on the host of a byte, and
+        of a byte for each parameter of DDP. A gradient that is missing on this rank only counts as
+        0.
+
+        Args:
+            failed: whether a part has failed on this rank.
+
+        Returns:
+            Whether a part has failed on any rank.
+
+        Raises:
+            MicrobatchError: the loop has stepped before the gradients were reduced.
+        """
+        if self._replicas and self.has_stepped():
+            raise MicrobatchError(
+                "optimizer.step() was called before the end of the loop over healer.microbatches, "
+                "where the gradients are not reduced over the ranks yet: call it after the loop"
+            )
+        params: list[tuple[DistributedDataParallel, Tensor]] = []
+        votes: list[int] = [failed]
+        for module in self._replicas:
+            for name, p in module.module.named_parameters():
+                if p.requires_grad and name not in module.parameters_to_ignore:
+                    params.append((module, p))
+                    votes.append(p.grad is not None)
+        any_failed, *has_gradient = self._ranks.largest(votes)
+        self._no_sync.close()
+        for module in self._replicas:
+            # A repeated window broadcasts buffers again.
+            module.require_forward_param_sync = any_failed > 0 or module.require_backward_grad_sync
+        if any_failed:
+            return True
+        for (module, p), has_any_gradient in zip(params, has_gradient, strict=True):
+            if not has_any_gradient or not module.require_backward_grad_sync:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            group = module.process_group
+            total = p.grad.contiguous().div_(dist.get_world_size(group))
+            dist.all_reduce(total, group=group)
+            if p.grad is not total:
+                p.grad.copy_(total)  # keeps the gradient's strides
+        return False
 
     def close(self) -> None:
         """Removes hooks, and restores the modules."""
-        for accumulation in self._accumulations:
-            accumulation.close()
-        if self._shared is not None:
-            self._shared.close()
+        for optimizer in self._optimizers:
+            optimizer.close()
+        self._no_sync.close()
 
 
-def free_graphs(values: Iterable[Any], *, since: int) -> None:
+def _replicas_of(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
+    """The DDP modules that train any parameter of these optimizers. Visits all Python objects.
+
+    A state often has the module inside DDP, which does not refer to DDP.
+
+    Args:
+        optimizers: the optimizers of the run, without wrappers.
+    """
+    trained: set[Tensor] = set()
+    for optimizer in optimizers:
+        trained.update(gradients.parameters(optimizer))
+    found: list[DistributedDataParallel] = []
+    for each in gc.get_objects():
+        is_ddp = issubclass(type(each), DistributedDataParallel)
+        if is_ddp and not trained.isdisjoint(each.parameters()):
+            found.append(each)
+    return found
+
+
+def _obstacle_of(modules: Iterable[nn.Module], ranks: GlooRanks) -> str:
+    """Finds out why ranks that train these modules cannot repeat a step together.
+
+    A rank that runs out of memory leaves its forward or backward pass. If the ranks exchange
+    something there, and the exchange cannot be delayed (`begin_parts`), the other ranks wait.
+
+    Args:
+        modules: the modules that the run trains, which have submodules.
+        ranks: the ranks that vote.
+
+    Returns:
+        The obstacle as a sentence without a full stop, or an empty string if the ranks can.
+    """
+    members = {*dist.get_process_group_ranks(ranks.group)}
+    for root in modules:
+        for module in root.modules():
+            kind = type(module).__name__
+            if kind in _EXCHANGING:
+                return f"{kind} exchanges values between the ranks in its forward or backward pass"
+            if not isinstance(module, DistributedDataParallel):
+                continue
+            if (
+                module.static_graph
+                or module.mixed_precision is not None
+                or module._delay_all_reduce_params
+                or module._use_python_reducer
+                or module._join_config.enable
+                or module._comm_hooks
+                or hasattr(module, "buffer_hook")
+                or not members.issuperset(dist.get_process_group_ranks(module.process_group))
+            ):
+                return (
+                    "DistributedDataParallel cannot be delayed with static_graph=True, "
+                    "mixed_precision, join(), a communication hook, another reducer, or ranks that "
+                    "this Healer does not have"
+                )
+    return ""
+
+
+def _free_graphs(values: Iterable[Any], *, since: int) -> None:
     """Frees the graphs of these tensors, whose backward pass does not run.
 
     A variable of the loop (`loss`) keeps its graph, and so the activations, until the loop assigns

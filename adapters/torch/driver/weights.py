@@ -20,7 +20,7 @@ from healcore.runtime.driver import WeightsChanged
 from healcore.runtime.program_settings import DIGESTED
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
-from healcore.torch.driver.accumulation import Accumulation
+from healcore.torch.driver.followed_optimizer import FollowedOptimizer
 from healcore.torch.live_state import State
 
 Key: TypeAlias = int | tuple[int, str]
@@ -60,7 +60,7 @@ class TorchWeights:
     Args:
         state: the state of the run.
         healings: the handle of each optimizer, by name.
-        accumulations: the gradients of each optimizer, whose marks a comparison must not change.
+        followed: the optimizers, whose marks of backward passes a comparison must not change.
 
     Attributes:
         autocast: device type and dtype of the `torch.autocast` in which the loop computes its loss,
@@ -71,11 +71,11 @@ class TorchWeights:
         self,
         state: State,
         healings: Mapping[str, Healing],
-        accumulations: Iterable[Accumulation],
+        followed: Iterable[FollowedOptimizer],
     ) -> None:
         self._state = state
         self._healings = healings
-        self._accumulations = accumulations
+        self._followed = followed
         self._differentiates = False
         """Whether `loss_fn` computes gradients, as for adversarial examples."""
         self.autocast: tuple[str, torch.dtype] | None = None
@@ -215,7 +215,7 @@ class TorchWeights:
         for module in modules:
             public = {name: value for name, value in vars(module).items() if name[0] != "_"}
             attributes.append(public)
-        marks = [(accumulation, dict(vars(accumulation))) for accumulation in self._accumulations]
+        marks = [(each, dict(vars(each))) for each in self._followed]
         in_optimizers, in_modules = self._parameters()
         grads = [(p, p.grad) for p in (*in_optimizers, *in_modules)]
         # A momentum encoder has frozen parameters, into which a forward pass averages. No forward
@@ -249,8 +249,8 @@ class TorchWeights:
             _write(current, self._weights())  # later steps see the shards again
             for p, grad in grads:
                 p.grad = grad
-            for accumulation, values in marks:
-                vars(accumulation).update(values)
+            for each, values in marks:
+                vars(each).update(values)
             for table, name, tensor, content in contents:
                 tensor.data.copy_(content)
                 table[name] = tensor

@@ -120,8 +120,24 @@ class Gradients(Protocol):
             clear_cache: whether to return unused memory of the framework's allocator.
         """
 
-    def between_ranks(self, ranks: Ranks) -> Any:
-        """The `DDPGradients` of torch, or a sentence why several ranks cannot repeat a window."""
+    def join_ranks(self, ranks: Ranks) -> str:
+        """Prepares several ranks to repeat windows together.
+
+        Returns:
+            The reason why they cannot, or an empty string.
+        """
+        ...
+
+    def begin_parts(self) -> None:
+        """Called by joined ranks before the parts of each batch."""
+
+    def end_parts(self, failed: bool) -> bool:
+        """Called by joined ranks after the parts of each batch, or after a part has failed.
+
+        Returns:
+            Whether a part has failed on any rank.
+        """
+        return failed
 
 
 def count_samples(batch: Any) -> int:

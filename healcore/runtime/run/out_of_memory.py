@@ -100,8 +100,8 @@ class OutOfMemory:
         """Whether the loop has asked for the parts of a batch."""
         self._held: list[Any] = []
         """Values of the failed part that variables of the loop refer to."""
-        self._joint: Any = None
-        """torch's `DDPGradients`, or None if each rank decides alone."""
+        self._joint = False
+        """Whether several ranks repeat windows together."""
         self._joint_obstacle = ""
         """Reason why several ranks cannot repeat a window, or an empty string."""
 
@@ -210,7 +210,7 @@ class OutOfMemory:
             return
         vote = not self._window.repeat_obstacle, self.run.batch_parts.gains_from(batch, 2 * size)
         votes = [vote]
-        if self._joint is not None:
+        if self._joint:
             votes = ranks.gather(vote)
         if all(can for can, _ in votes) and any(gains for _, gains in votes):
             record.part_limit = growth.begin_larger(step, size)
@@ -226,13 +226,12 @@ class OutOfMemory:
                 f"policy {self.run.policy.name} has no rule for out of memory: add "
                 'to = ["oom"], do = ["shrink_microbatch", "clear_cache"]'
             )
-        if self.run.ranks.world > 1 and self._joint is None and not self._joint_obstacle:
-            joint = self._gradients.between_ranks(self.run.ranks)
-            if isinstance(joint, str):
+        if self.run.ranks.world > 1 and not self._joint and not self._joint_obstacle:
+            obstacle = self._gradients.join_ranks(self.run.ranks)
+            self._joint = not obstacle
+            if obstacle:
                 advice = "use smaller batches, and accumulate the gradients of more batches"
-                self._joint_obstacle = f"{joint}; {advice}"
-            else:
-                self._joint = joint
+                self._joint_obstacle = f"{obstacle}; {advice}"
         if self._joint_obstacle or self._window.owns_gradients:
             return self._joint_obstacle
         return (
@@ -251,8 +250,8 @@ class OutOfMemory:
             # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
             weights = part_weights(pieces, count)
             pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
-            if self._joint is not None:
-                self._joint.begin_batch(first=first)
+            if self._joint:
+                self._gradients.begin_parts()
             for i, (piece, weight) in enumerate(pairs, 1):
                 ends = i == len(pairs)
                 last = ends and number == len(batches)
@@ -271,7 +270,7 @@ class OutOfMemory:
             overrun = self._overrun(batch, parts, error)
             if overrun is None:
                 return self._repeats_after(error)
-        elif self._joint is None or not ends:
+        elif not (self._joint and ends):
             return False
         failed = self._failed_ranks(overrun, error)
         if not failed:
@@ -285,7 +284,7 @@ class OutOfMemory:
         # The smallest part that did not fit determines the size for all ranks.
         rank, smallest = min(failed.items(), key=lambda item: item[1].samples / item[1].parts)
         prefix = ""
-        if self._joint is not None:
+        if self._joint:
             prefix = f"rank {', '.join(map(str, failed))}: "
         error = error or RankFailed(f"rank {rank}: {smallest.line}")
         self._shrink(smallest, error, prefix)
@@ -309,10 +308,10 @@ class OutOfMemory:
     ) -> dict[int, _Overrun]:
         """Rank -> its overrun, of the ranks whose part did not fit. Collective."""
         overruns = [overrun]
-        if self._joint is not None:
+        if self._joint:
             if error is not None:
                 clear_frames(error)  # the exchange needs a little memory
-            some_failed = self._joint.end_batch(overrun is not None)
+            some_failed = self._gradients.end_parts(overrun is not None)
             overruns = []
             if some_failed:
                 overruns = self.run.ranks.gather(overrun)

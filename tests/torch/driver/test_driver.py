@@ -20,7 +20,7 @@ from healcore.core.step_record import Why
 from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import TorchDriver
-from healcore.torch.driver.pending_step import MAX_PENDING
+from healcore.torch.driver.followed_optimizer import MAX_PENDING
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, SmallTorchRun, single_record
 from tests.torch.optimizer_cases import host_and_device

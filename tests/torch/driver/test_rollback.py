@@ -10,7 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim import lr_scheduler as schedules
 
 from healcore.torch.driver import TorchDriver
-from healcore.torch.driver.pending_step import MAX_PENDING
+from healcore.torch.driver.followed_optimizer import MAX_PENDING
 from tests.runtime.store.store_cases import forget
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import (

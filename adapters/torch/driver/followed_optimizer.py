@@ -1,0 +1,217 @@
+"""`FollowedOptimizer`: the steps, gradients and buffers of one optimizer of a run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from healcore.core.step_record import (
+    StepRecord,
+    SuspectGradient,
+    is_nan_by_optimizer,
+    suspect_gradients,
+)
+from healcore.torch import gradients, live_state
+from healcore.torch.attachment import Healing
+from healcore.torch.driver.buffers import LayerBuffers
+from healcore.torch.driver.pending_step import PendingEntry
+from healcore.torch.live_state import State
+from healcore.torch.measurement import StepNorms
+
+MAX_PENDING = 256
+"""Maximum number of steps that are not read. A loop may take many steps per batch, as in RL."""
+
+
+class FollowedOptimizer:
+    """One optimizer of the state. It is the `StepListener` of the optimizer's healed step.
+
+    Many loops clear gradients only before the next backward pass, so hooks record each backward
+    pass and step. Losses count too, because some wrappers write `.grad` without autograd.
+
+        backward pass     ─► _on_backward  there are gradients that no step has used
+        optimizer.step()  ─► judged        keeps a `PendingEntry`, which the run reads later
+                             ended         saves or restores buffers; every gradient was used
+        zero_grad()                        no hook: `in_progress` looks at `.grad`
+
+    Hooks refer to it, and Python does not collect a cycle through hooks, so it has only a weak
+    reference to the driver.
+
+    Args:
+        name: name of the optimizer in the state.
+        state: the state of the run.
+        healings: the handle of each optimizer, by name.
+        pending: the steps of all optimizers that the run has not taken, oldest first.
+        warnings: lines for the log of the run.
+        after_step: a bound method, called after each step.
+
+    Attributes:
+        name: name of the optimizer in the state.
+        healing: the handle of the optimizer.
+        steps: number of steps of the optimizer, including the steps that a GradScaler has dropped.
+        buffers: the buffers of the layers that this optimizer trains. The driver sets them, and
+            replaces them when the structure of the model changes.
+    """
+
+    buffers: LayerBuffers
+
+    def __init__(
+        self,
+        name: str,
+        state: State,
+        healings: Mapping[str, Healing],
+        pending: list[PendingEntry],
+        warnings: list[str],
+        after_step: Callable[[], object],
+    ) -> None:
+        self.name = name
+        self.healing = healings[name]
+        self.steps = 0
+        self._state = state
+        self._healings = healings
+        self._pending = pending
+        self._warnings = warnings
+        self._after_step = weakref.WeakMethod(after_step)
+        self._baseline: StepNorms | None = None
+        """Gradient norms of the last step without an alarm."""
+        self._reached = False
+        """Whether a backward pass has run since the optimizer's last step."""
+        self._watched: Tensor | None = None
+        """The parameter with the hook. A hook on each parameter would cost time."""
+        self._handle: Any = None
+        self._hook: Any = torch.compiler.disable(self._on_backward)
+        self._watch()
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def judged(self, norms: StepNorms) -> None:
+        """Keeps a step that was judged now, without a sync. See `StepListener.judged`."""
+        step = self.healing.healed_step
+        observed = any(healing.has_seen_loss for healing in self._healings.values())
+        line = step.measurer.missing_loss(observed=observed)
+        if line:
+            self._warnings.append(line)
+        record = step.live_engine.pending_record(self.name)
+        self._pending.append(PendingEntry(self.read, record, norms, step.all_reduce.last_marks))
+        if len(self._pending) > MAX_PENDING:
+            # Many steps for one batch: what is kept for a step must not fill the memory.
+            self._pending[-1 - MAX_PENDING].read()
+
+    def ended(self, skipped: bool | Tensor) -> None:
+        """See `StepListener.ended`. Gradients that are still in `.grad` are used from here on."""
+        self.buffers.end(skipped)
+        self._reached = False
+        self.steps += 1
+        self._watch()
+        after_step = self._after_step()
+        if after_step is not None:
+            after_step()
+
+    def read(self, record: StepRecord, norms: StepNorms) -> StepRecord:
+        """Adds to a record what the host knows of the step. Call it in the order of the steps.
+
+        A record with a cause gets evidence: the tensors whose gradients were unusual. To find them
+        is a sync.
+
+        Args:
+            record: the record of the engine.
+            norms: the gradient norms of the step.
+        """
+        if not record.judged:
+            return record
+        if record.lr is None:
+            record = record._replace(lr=max(norms.rates, default=None))
+        if not record.cause:
+            if norms.params:
+                self._baseline = norms
+            return record
+        rank_signals: tuple[float, float] | None = None
+        if self.healing.ranks > 1:
+            rank_signals = norms.rank_signals()
+        evidence, nan_by_optimizer = self._evidence(record, norms)
+        return record._replace(
+            evidence=evidence, by_optimizer=nan_by_optimizer, rank_signals=rank_signals
+        )
+
+    def _evidence(
+        self, record: StepRecord, norms: StepNorms
+    ) -> tuple[tuple[SuspectGradient, ...], bool]:
+        """Compares the norms of an alarm's step with the last step that had no alarm.
+
+        Returns the suspect tensors, and whether the optimizer would make NaN of finite gradients.
+        Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
+        """
+        if not norms.params:
+            return (), False  # only other ranks have gradients
+        values = norms.to_host()
+        usual: np.ndarray | None = None
+        if self._baseline is not None:
+            known: dict[int, float] = {}
+            for p, norm in zip(self._baseline.params, self._baseline.to_host(), strict=True):
+                known[id(p)] = norm
+            usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
+        names = live_state.parameter_names(self._state, norms.params)
+        nan_by_optimizer = is_nan_by_optimizer(record.cause, values)
+        return suspect_gradients(values, usual, names), nan_by_optimizer
+
+    # -- gradients that no step has used --------------------------------------------------------
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether there are gradients that the optimizer has not stepped with.
+
+        True if a backward pass or a loss has followed the last step, and a `.grad` is not None. The
+        gradients of the last step stay in `.grad` until the loop calls `zero_grad`. They do not
+        count.
+        """
+        self._watch()
+        if not (self._reached or self.healing.has_loss):
+            return False
+        return any(p.grad is not None for p in gradients.parameters(self.healing.optimizer))
+
+    def ignore(self) -> None:
+        """Drops the losses since the last step, and takes the gradients for used.
+
+        A checkpoint has no losses, so a restored run judges its next step without them.
+        """
+        self._reached = False
+        self.healing.drop_losses()
+
+    def drop_nonfinite_loss(self) -> None:
+        """Drops the losses since the last step if they are NaN or Inf, and no backward pass ran."""
+        loss = self.healing.healed_step.measurer.losses.mean()
+        if not self._reached and loss is not None and not bool(loss.isfinite()):
+            self.healing.drop_losses()
+
+    def clear(self, *, used: bool) -> None:
+        """Drops the gradients and losses since the last step, which the program computes again.
+
+        Args:
+            used: whether gradients that the optimizer has stepped with are dropped too. Otherwise
+                they become 0: a CUDA graph writes into their memory, and without `.grad` no later
+                step would train.
+        """
+        self.healing.optimizer.zero_grad(set_to_none=used or self.in_progress)
+        self.ignore()
+
+    def close(self) -> None:
+        """Removes the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _watch(self) -> None:
+        """Puts the hook on the first trained parameter, which the program may freeze or replace."""
+        params = gradients.parameters(self.healing.optimizer)
+        trained = next((p for p in params if p.requires_grad and p.is_leaf), None)
+        if trained is None or trained is self._watched:
+            return  # None: all parameters are frozen while another network trains
+        self.close()
+        self._watched = trained
+        self._handle = trained.register_post_accumulate_grad_hook(self._hook)
+
+    def _on_backward(self, _: Tensor) -> None:
+        self._reached = True
