@@ -347,13 +347,12 @@ class SignalAllReduce:
     def _check(self, marks: Tensor) -> None:
         """Keeps the marks of a step, and compares the oldest ones that were not compared."""
         self.last_marks = AsyncCopy(marks)
-        unchecked = self._unchecked or self.last_marks
-        self._unchecked = unchecked
-        if not unchecked.has_arrived():
+        self._unchecked = self._unchecked or self.last_marks
+        if not self._unchecked.has_arrived():
             return
+        sums = StepMarks(*self._unchecked.read())
         self._unchecked = None
-        sums = StepMarks(*unchecked.read())
-        if self.ranks.world * sums.squares != sums.checksums * sums.checksums:
+        if self.ranks.world * sums.squares != sums.checksums**2:
             raise RanksDisagreeError(
                 "the ranks decided differently at the previous step, so their parameters differ, "
                 "or at the first step their parameters have different shapes: roll back to a "

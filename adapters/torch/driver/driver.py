@@ -32,6 +32,7 @@ from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights
 from healcore.torch.live_engine import keep_after_cuda_error
 from healcore.torch.live_state import State
+from healcore.torch.measurement import StepNorms
 from healcore.torch.moments import moments_obstacle
 from healcore.torch.moments import reset_moments as reset_moments_of
 from healcore.torch.optimizer_numbers import OptimizerNumbers
@@ -85,7 +86,7 @@ class TorchDriver(Driver):
         """The handles that this driver has made, and detaches in `close`."""
         self._optimizers = {name: healing.optimizer for name, healing in healings.items()}
         """The optimizers by name, without wrappers."""
-        self.on_step: Callable[[], None] = _do_nothing
+        self.on_step: Callable[[], None] = lambda: None
         self._pending: list[PendingEntry] = []
         """The judged steps since the last `take_dispatch`, oldest first."""
         self._followed: list[FollowedOptimizer] = []
@@ -353,15 +354,15 @@ class TorchDriver(Driver):
             return []
         return self._sample.changed()
 
+    @torch.no_grad()
     def nonfinite_weights(self) -> list[str]:
         """See `Driver.nonfinite_weights`. One sync.
 
         With DTensors every rank of their meshes has to call it.
         """
         params = self._parameters()
-        norms = gradients.whole_norms(gradients.norms(params), params)
-        is_finite = gradients.norm_vector(norms, params[0].device).isfinite().tolist()
-        nonfinite = [p for p, finite in zip(params, is_finite, strict=True) if not finite]
+        norms = StepNorms(params, gradients.norms(params)).to_host()
+        nonfinite = [p for p, norm in zip(params, norms, strict=True) if not math.isfinite(norm)]
         return live_state.parameter_names(self._state, nonfinite)
 
     def memory(self) -> dict[str, int]:
@@ -391,8 +392,8 @@ class TorchDriver(Driver):
         """See `Driver.learning_rates`. The optimizers have the rates, so no state is read."""
         largest: dict[str, float | None] = {}
         for name, optimizer in self._optimizers.items():
-            rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-            largest[name] = max((float(rate) for rate in rates if rate is not None), default=None)
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            largest[name] = max([float(rate) for rate in rates if rate is not None], default=None)
         return largest
 
     def numbers(self) -> dict[str, NumberRange]:
@@ -460,8 +461,9 @@ class TorchDriver(Driver):
         for healing in self._own_healings:
             healing.detach()
 
-    def _after_step(self) -> None:
-        """Calls `on_step` of the run. Each `FollowedOptimizer` calls it."""
+    def _after_step(self, followed: FollowedOptimizer) -> None:
+        """Notes a step of any optimizer, and calls `on_step` of the run."""
+        self.window.on_step(followed)
         self.on_step()
 
     def _find_buffers(self) -> None:
@@ -501,7 +503,3 @@ class TorchDriver(Driver):
             f"there is no optimizer {optimizer!r:.60} in the state: pass one of "
             f"{', '.join(self.healings)}, by name or as the object"
         )
-
-
-def _do_nothing() -> None:
-    """`on_step` before the run sets it."""

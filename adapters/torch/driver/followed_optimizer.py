@@ -47,12 +47,11 @@ class FollowedOptimizer:
         healings: the handle of each optimizer, by name.
         pending: the steps of all optimizers that the run has not taken, oldest first.
         warnings: lines for the log of the run.
-        after_step: a bound method, called after each step.
+        after_step: a bound method, called with this object after each step.
 
     Attributes:
         name: name of the optimizer in the state.
         healing: the handle of the optimizer.
-        steps: number of steps of the optimizer, including the steps that a GradScaler has dropped.
         buffers: the buffers of the layers that this optimizer trains. The driver sets them, and
             replaces them when the structure of the model changes.
     """
@@ -66,11 +65,10 @@ class FollowedOptimizer:
         healings: Mapping[str, Healing],
         pending: list[PendingEntry],
         warnings: list[str],
-        after_step: Callable[[], object],
+        after_step: Callable[[FollowedOptimizer], object],
     ) -> None:
         self.name = name
         self.healing = healings[name]
-        self.steps = 0
         self._state = state
         self._healings = healings
         self._pending = pending
@@ -105,11 +103,10 @@ class FollowedOptimizer:
         """See `StepListener.ended`. Gradients that are still in `.grad` are used from here on."""
         self.buffers.end(skipped)
         self._reached = False
-        self.steps += 1
         self._watch()
         after_step = self._after_step()
         if after_step is not None:
-            after_step()
+            after_step(self)
 
     def read(self, record: StepRecord, norms: StepNorms) -> StepRecord:
         """Adds to a record what the host knows of the step. Call it in the order of the steps.

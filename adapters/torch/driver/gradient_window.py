@@ -66,10 +66,12 @@ class GradientWindow:
     ) -> None:
         self._optimizers = optimizers
         self._modules = modules
+        self._steps = 0
+        """The number of steps of all optimizers."""
+        self._stepped: set[FollowedOptimizer] = set()
+        """The optimizers that have stepped since the last `end_batch`."""
         self._usual = set(optimizers)
         """The optimizers that stepped for the last batch; at first all."""
-        self._counted = dict.fromkeys(optimizers, 0)
-        """The number of steps of each optimizer at the last `end_batch`."""
         self._idle = dict.fromkeys(optimizers, 0)
         """The number of batches since each optimizer's last step for which others have stepped."""
         self._has_judged = False
@@ -80,6 +82,11 @@ class GradientWindow:
         """The `no_sync` of each replica, within a batch."""
 
     # -- steps and losses -----------------------------------------------------------------------
+
+    def on_step(self, optimizer: FollowedOptimizer) -> None:
+        """Notes a step of an optimizer, or a step that a GradScaler has dropped."""
+        self._steps += 1
+        self._stepped.add(optimizer)
 
     def end_batch(self, *, judged: bool) -> None:
         """Takes note of the optimizers that have stepped since the last call.
@@ -92,26 +99,24 @@ class GradientWindow:
             judged: whether any step was judged since the last call.
         """
         self._has_judged = self._has_judged or judged
-        stepped = self._stepped()
+        has_byproducts = len(self._stepped) == len(self._optimizers) > 1
         for optimizer in self._optimizers:
-            self._counted[optimizer] = optimizer.steps
             self._idle[optimizer] += judged
-            if not judged:
-                optimizer.drop_nonfinite_loss()
-        for optimizer in stepped:
-            self._idle[optimizer] = 0
-        self._usual = stepped or self._usual
-        if len(stepped) == len(self._optimizers) > 1:
-            for optimizer in self._optimizers:
+            if optimizer in self._stepped:
+                self._idle[optimizer] = 0
+            if has_byproducts:
                 optimizer.ignore()
+            elif not judged:
+                optimizer.drop_nonfinite_loss()
+        self._usual = self._stepped or self._usual
+        self._stepped = set()
 
     def no_step_reason(self) -> str:
         """See `Driver.no_step_reason`."""
-        steps = self._steps()
-        if self._has_judged or not steps:
+        if self._has_judged or not self._steps:
             return ""
         return (
-            f"optimizer.step() was called {counted(steps, 'time')}, and no "
+            f"optimizer.step() was called {counted(self._steps, 'time')}, and no "
             "parameter had a gradient, so nothing was trained. Check that zero_grad() is not "
             "called between backward() and step(), that the loss is not detached, and that the "
             "optimizer has the parameters of the model"
@@ -135,16 +140,7 @@ class GradientWindow:
 
         For example the discriminator of a GAN, and not yet its generator.
         """
-        stepped = self._stepped()
-        return bool(stepped) and stepped < self._usual
-
-    def _steps(self) -> int:
-        """The number of steps of all optimizers."""
-        return sum(optimizer.steps for optimizer in self._optimizers)
-
-    def _stepped(self) -> set[FollowedOptimizer]:
-        """The optimizers that have stepped since the last `end_batch`."""
-        return {each for each in self._optimizers if each.steps > self._counted[each]}
+        return bool(self._stepped) and self._stepped < self._usual
 
     # -- a window that is repeated --------------------------------------------------------------
 
@@ -158,7 +154,7 @@ class GradientWindow:
         A window is the micro-batches of one step. If memory runs out in it, it is repeated with the
         same random numbers.
         """
-        self._begun_at = self._steps()
+        self._begun_at = self._steps
         self._random = torch_states()
         self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
@@ -168,7 +164,7 @@ class GradientWindow:
         A step that a GradScaler has dropped counts too. The window cannot be repeated then: its
         micro-batches would train the changed weights, and the step would count twice.
         """
-        return self._steps() > self._begun_at
+        return self._steps > self._begun_at
 
     def redo_window(self, kept_alive: list[Any], *, clear_cache: bool) -> None:
         """Drops gradients and observed losses; restores random states and buffers.
@@ -320,18 +316,14 @@ def _obstacle_of(modules: Iterable[nn.Module], ranks: GlooRanks) -> str:
                 continue
             if (
                 module.static_graph
-                or module.mixed_precision is not None
-                or module._delay_all_reduce_params
                 or module._use_python_reducer
                 or module._join_config.enable
                 or module._comm_hooks
-                or hasattr(module, "buffer_hook")
                 or not members.issuperset(dist.get_process_group_ranks(module.process_group))
             ):
                 return (
-                    "DistributedDataParallel cannot be delayed with static_graph=True, "
-                    "mixed_precision, join(), a communication hook, another reducer, or ranks that "
-                    "this Healer does not have"
+                    "DistributedDataParallel cannot be delayed with static_graph=True, join(), a "
+                    "communication hook, another reducer, or ranks that this Healer does not have"
                 )
     return ""
 
