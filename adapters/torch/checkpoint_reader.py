@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -23,7 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from healcore import regular_file
 from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
@@ -32,7 +35,7 @@ from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, f
 def open_file(path: Path) -> Contents:
     """Opens a file of `torch.save` or safetensors.
 
-    A file of `torch.save` is memory-mapped, or read as a whole before torch 1.6 (no zip).
+    A file of `torch.save` is memory-mapped. Before torch 1.6 it was no archive, and is rejected.
 
     Args:
         path: the file. Its first bytes say which of the two formats it has.
@@ -46,11 +49,8 @@ def open_file(path: Path) -> Contents:
     """
     with open(path, "rb", opener=regular_file.opener) as file:
         start = file.read(9)
-        is_archive = zipfile.is_zipfile(file)
-    if start[:2] == b"PK" and not is_archive:
-        raise ProbeError(f"{path} is cut off: the directory at the end of its archive is missing")
     if start[8:] != b"{":
-        return _contents("torch file", _load(path, is_archive=is_archive))
+        return _contents("torch file", _load(path))
     try:
         tensors = load_file(path)
     except SafetensorError as error:
@@ -61,46 +61,29 @@ def open_file(path: Path) -> Contents:
 def open_directory(folder: Path) -> Contents:
     """Opens a directory of `torch.distributed.checkpoint`, with the parts of all ranks.
 
-    A value that is not a tensor, and cannot be read, is named in the notes of the result.
-
     Args:
         folder: the directory with the file `.metadata`.
 
     Returns:
-        The arrays and plain values of the directory, by path. An array is read when it is used.
+        The tensors of the directory, by path. A tensor is read when it is used. Other values are
+        pickles, and not looked at.
 
     Raises:
         ProbeError: the index cannot be read.
     """
-    try:
-        index = read_index(folder / INDEX)
-    except ValueError as error:
-        raise ProbeError(f"{folder / INDEX} cannot be read: {first_line(error)}") from None
-    places: dict[str, list[filesystem._StorageInfo]] = {}
-    for key, place in index.storage_data.items():
-        places.setdefault(key.fqn, []).append(place)
+    index = read_index(folder)
     leaves: dict[tuple[str, ...], Any] = {}
-    notes: list[str] = []
     for name, entry in index.state_dict_metadata.items():
-        path = _split(index.planner_data.get(name, (name,)))
-        if isinstance(entry, TensorStorageMetadata):
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            read = partial(_read_sharded, folder, name, places.get(name, []), len(entry.chunks))
-            leaves[path] = Array(dtype, tuple(entry.size), read, name)
-        elif name in places:
-            try:
-                leaves |= _contents("", _part(folder, places[name][0]), path).leaves
-            except ProbeError as error:
-                notes.append(f"{name} was not looked at: {error}")
-    return Contents("DCP directory", leaves, tuple(notes))
+        assert isinstance(entry, TensorStorageMetadata)
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
 
+        def read(name: str = name, entry: TensorStorageMetadata = entry) -> np.ndarray:
+            tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+            read_tensors(folder, index, {name: tensor}, no_dist=True)
+            return _flat(tensor)
 
-def _split(keys: Iterable[Any]) -> tuple[str, ...]:
-    """Splits the dotted keys of a path: "layers.0.weight"."""
-    parts: list[str] = []
-    for key in keys:
-        parts += _key_text(key).split(".")
-    return tuple(parts)
+        leaves[tuple(name.split("."))] = Array(dtype, tuple(entry.size), read, name)
+    return Contents("DCP directory", leaves)
 
 
 class _Unimported(list[Any]):
@@ -118,32 +101,24 @@ class _Unimported(list[Any]):
     __hash__ = object.__hash__  # type: ignore[assignment]  # it may be a key
 
 
-def _load(path: Path, part: bytes | None = None, *, is_archive: bool = True) -> Any:
-    """Loads what `torch.save` wrote, without importing classes of the program.
-
-    Args:
-        path: the file; for errors, if `part` is given.
-        part: what to load, or None for the whole file, memory-mapped.
-        is_archive: False for a file of torch before 1.6.
+def _load(path: Path) -> Any:
+    """Loads what `torch.save` wrote, memory-mapped, without importing classes of the program.
 
     Raises:
         ProbeError: the file is damaged, or names a function of Python or of the system.
     """
-    allowed = _numpy_globals()
-
-    def source() -> Any:
-        return path if part is None else io.BytesIO(part)
-
+    # What a pickle of NumPy's scalars and arrays may name.
+    allowed: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]]
+    allowed += [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}]
     try:
         with torch.serialization.safe_globals(allowed):
-            if is_archive:
-                for name in torch.serialization.get_unsafe_globals_in_checkpoint(source()):
-                    if not name.startswith("builtins."):  # no class: exec, getattr
-                        allowed.append((_Unimported, name))
-        mmap = is_archive and part is None
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        for name in names:
+            if not name.startswith("builtins."):  # no class: exec, getattr
+                allowed.append((_Unimported, name))
         with torch.serialization.safe_globals(allowed):
-            return torch.load(source(), map_location="cpu", weights_only=True, mmap=mmap)
-    except (OSError, MemoryError):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except MemoryError:
         raise
     except pickle.UnpicklingError:
         raise ProbeError(
@@ -155,27 +130,16 @@ def _load(path: Path, part: bytes | None = None, *, is_archive: bool = True) -> 
         raise ProbeError(f"{path} is not a torch checkpoint, or is damaged: {reason}") from None
 
 
-def _numpy_globals() -> list[Any]:
-    """The safe functions and classes that a pickle of NumPy's scalars and arrays may name."""
-    scalar_function = np.float64(0).__reduce__()[0]
-    array_function = np.zeros(0).__reduce__()[0]
-    dtypes = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}
-    return [scalar_function, array_function, np.ndarray, np.dtype, *dtypes]
-
-
-def _contents(format_name: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
+def _contents(format_name: str, tree: Any) -> Contents:
     """The tensors and plain values of a tree. Other objects have no leaf; some have a note."""
     leaves: dict[tuple[str, ...], Any] = {}
     notes: list[str] = []
     # Writers of safetensors sort by size and name, so the order of the model is lost.
     in_order = format_name != "safetensors"
-    for keys, leaf in _leaves(tree, at):
-        path = _split(keys) or ("tensor",)  # the whole file is one tensor
+    for path, leaf in _leaves(tree, ()):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc":
             leaf = torch.from_numpy(leaf)
         if isinstance(leaf, Tensor):
-            if hasattr(leaf, "to_local"):  # a DTensor
-                leaf = leaf.to_local()  # type: ignore[attr-defined]
             if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
                 notes.append(f"{'.'.join(path)} was not looked at: a tensor of {leaf.layout}")
                 continue
@@ -192,24 +156,17 @@ def _contents(format_name: str, tree: Any, at: tuple[str, ...] = ()) -> Contents
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values in nested containers, with their paths."""
+    """The values in nested containers, with their paths, in which a dotted key is several keys."""
     parts: Iterable[tuple[Any, Any]]
     if isinstance(tree, Mapping):
         parts = tree.items()
     elif isinstance(tree, list | tuple):
         parts = enumerate(tree)
     else:
-        yield path, tree
+        yield path or ("tensor",), tree  # the whole file may be one tensor
         return
     for key, part in parts:
-        yield from _leaves(part, (*path, _key_text(key)))
-
-
-def _key_text(key: Any) -> str:
-    """A key as text. A key that is a container may be huge as text."""
-    if isinstance(key, str | int | float | None):
-        return str(key)
-    return f"<{type(key).__name__}>"
+        yield from _leaves(part, (*path, *str(key).split(".")))
 
 
 def _flat(tensor: Tensor) -> np.ndarray:
@@ -220,100 +177,87 @@ def _flat(tensor: Tensor) -> np.ndarray:
     return flat.resolve_conj().resolve_neg().numpy()
 
 
-def _read_sharded(
-    folder: Path, name: str, places: list[filesystem._StorageInfo], count: int
-) -> np.ndarray:
-    """The values of all `count` parts of a tensor, in one dimension."""
-    if len(places) != count:
-        raise ProbeError(f"{folder}: {len(places)} of {count} parts of {name} are present")
-    parts: list[np.ndarray] = []
-    for place in places:
-        parts.append(_flat(_part(folder, place)))
-    return np.concatenate(parts)
+# -- directories of DCP ----------------------------------------------------------------------------
 
-
-def _part(folder: Path, place: filesystem._StorageInfo) -> Any:
-    """The tensor or value in one place of one file."""
-    at = folder / place.relative_path
-    with open(at, "rb", opener=regular_file.opener) as file:
-        file.seek(place.offset)
-        return _load(at, file.read(place.length))
-
-
-# -- the index of a DCP directory, as data ---------------------------------------------------------
-
-INDEX = ".metadata"
-
-_CLASSES = (
+_KINDS = (
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
-    metadata.BytesStorageMetadata,
     metadata.ChunkStorageMetadata,
-    metadata.StorageMeta,
     metadata.TensorProperties,
     filesystem._StorageInfo,
 )
-_VALUES: dict[str, Any] = {
-    "builtins.dict": dict,
-    "builtins.set": set,
-    "collections.OrderedDict": OrderedDict,
-    "torch.Size": torch.Size,
-}
-"""Types whose attributes a pickle cannot set, as they are written in C."""
+_CLASSES = {f"{kind.__module__}.{kind.__name__}": kind for kind in _KINDS}
+"""Classes of DCP that describe tensors, by the name in a pickle."""
 
 
 class _Unpickler(pickle.Unpickler):
     """Loads an index of DCP without a class or function that the file could misuse."""
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        # New classes for each file, because a pickle can set attributes of a class.
-        self._known = {**_VALUES}
-        for known in _CLASSES:
-            name = f"{known.__module__}.{known.__name__}"
-            self._known[name] = type(known.__name__, (known,), {})
-
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full in self._known:
-            return self._known[full]
+        # Types that are written in C, whose attributes a pickle cannot set.
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
-        if full == "torch.serialization._get_layout":
-            return lambda _: torch.strided
         if name == "_MEM_FORMAT_ENCODING":
             return lambda number: metadata._MEM_FORMAT_ENCODING(number)
-        if module.startswith("pathlib"):  # the directory of the save
-            return lambda *_: None
-        raise pickle.UnpicklingError(f"it names {full}"[:200])
+        # A new class, because a pickle can set attributes of a class.
+        return type(name, (_CLASSES.get(f"{module}.{name}", _Unimported),), {})
 
 
-def read_index(path: Path) -> Metadata:
+def read_index(folder: Path) -> Metadata:
     """Reads the index of a DCP directory without running code of the file.
 
     Args:
-        path: the file `.metadata` of the directory.
+        folder: the directory.
 
     Returns:
-        The index, whose places are in files of the directory.
+        The tensors, whose places are in files of the directory. DCP would unpickle other values.
 
     Raises:
-        ValueError: the content is not what DCP writes.
+        ProbeError: the content is not what DCP writes.
         OSError: the file cannot be read.
     """
+    path = folder / ".metadata"
     content = regular_file.read(path)
     places: dict[MetadataIndex, filesystem._StorageInfo] = {}
     try:
-        index = _Unpickler(content).load()
+        index = _Unpickler(io.BytesIO(content)).load()
         for key, place in index.storage_data.items():
             name = place.relative_path
             if not name or name != Path(name).name:
                 raise ValueError(f"it names a file outside the directory: {name[:200]}")
-            if place.transform_descriptors:
-                raise ValueError("it is compressed or transformed, which healcore cannot read")
             # Of DCP's own class, because a key is equal to keys of its class only.
             places[MetadataIndex(key.fqn, key.offset)] = place
-        return Metadata(index.state_dict_metadata, index.planner_data or {}, places)
+        entries = index.state_dict_metadata.items()
+        tensors = {name: x for name, x in entries if isinstance(x, TensorStorageMetadata)}
+        return Metadata({**tensors}, storage_data=places)
     except Exception as error:  # crafted bytes may raise any exception
-        raise ValueError(f"{type(error).__name__}: {first_line(error)}") from None
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ProbeError(f"{path} cannot be read: {reason}") from None
+
+
+def read_tensors(folder: Path, index: Metadata, tensors: dict[str, Tensor], **options: Any) -> None:
+    """Reads tensors of a DCP directory.
+
+    Args:
+        folder: the directory.
+        index: its index.
+        tensors: name -> memory of the stored size, or a DTensor for the part of this rank.
+        **options: which ranks read together, see `torch.distributed.checkpoint.load`.
+
+    Raises:
+        ProbeError: a file is missing, cut off, or not what DCP writes; on every rank.
+    """
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
+    reader = FileSystemReader(folder)
+    reader.read_metadata = lambda: index  # DCP would unpickle its file
+    try:
+        load(tensors, storage_reader=reader, **options)
+    except CheckpointException as error:  # a BaseException with the errors of all ranks
+        failure = next(iter(error.failures.values()))[0]
+        reason = f"{type(failure).__name__}: {failure!s:.200}"
+        raise ProbeError(f"{folder} cannot be read by DCP: {reason}") from error

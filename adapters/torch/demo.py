@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from healcore import Checkpoints, Healer, Logging, RunStopped  # <- healcore
-from healcore.demo_runs import FIXED_CLIP, SAVE_EVERY, Scenario, Step
+from healcore.demo_runs import FIXED_CLIP, SAVE_EVERY, Scenario, Step, TokenBatch
 
 
 def train(
@@ -34,16 +34,16 @@ def train(
         The loss on the held-out batch in nats, which may be NaN.
     """
     torch.set_num_threads(1)  # for such small matrices more threads are slower
-    model = ByteTransformer(scenario)
+    initial = scenario.initial_weights().items()
+    model = nn.ParameterDict({name: nn.Parameter(torch.tensor(w)) for name, w in initial})
     optimizer = torch.optim.AdamW(
         model.parameters(), weight_decay=scenario.weight_decay, fused=True
     )
     batches = range(scenario.steps)
     healer = None
 
-    def loss_of(index: int) -> torch.Tensor:
-        batch = scenario.training_batch(index)
-        return model.loss(torch.from_numpy(batch.tokens), torch.from_numpy(batch.weights))
+    def loss_fn(index: int) -> Tensor:
+        return loss_of(model, scenario.training_batch(index), scenario)
 
     with suppress(RunStopped), ExitStack() as stack:
         if arm == "healed":
@@ -53,7 +53,7 @@ def train(
                     state={"model": model, "optimizer": optimizer},
                     store=folder / "checkpoints",
                     logging=Logging(events=folder / "events.jsonl"),
-                    loss_fn=loss_of,
+                    loss_fn=loss_fn,
                     checkpoints=Checkpoints(every=SAVE_EVERY),
                 )
             )
@@ -63,7 +63,7 @@ def train(
                 group["lr"] = scenario.learning_rate(step)
 
             optimizer.zero_grad()
-            loss = healer.loss(index) if healer else loss_of(index)  # <- healcore
+            loss = healer.loss(index) if healer else loss_fn(index)  # <- healcore
             loss.backward()
             norm = torch.nn.utils.get_total_norm(
                 [p.grad for p in model.parameters() if p.grad is not None]
@@ -73,71 +73,41 @@ def train(
             optimizer.step()
             on_step(Step(step, index, loss.item(), norm.item()))
 
-    tokens, weights = scenario.held_out_batch()
     with torch.no_grad():
-        return model.loss(torch.from_numpy(tokens), torch.from_numpy(weights)).item()
+        return loss_of(model, scenario.held_out_batch(), scenario).item()
 
 
-class ByteTransformer(nn.Module):
-    """Predicts the next byte: rotary attention and a GELU MLP, without normalisation.
+def loss_of(weights: nn.ParameterDict, batch: TokenBatch, scenario: Scenario) -> Tensor:
+    """Mean cross-entropy of a transformer of bytes over the targets that count, in nats.
 
-    The initial weights come from the scenario, so all runs of the demo begin alike. They are
-    parameters by name in `weights`.
+    The transformer has rotary attention and a GELU MLP, without normalisation. Its initial weights
+    come from the scenario, so all runs of the demo begin alike.
+
+    Args:
+        weights: the parameters by name.
+        batch: the tokens, and the weight of each target.
+        scenario: has the sizes of the model.
+
+    Returns:
+        0-d tensor; NaN without a target that counts.
     """
+    tokens = torch.from_numpy(batch.tokens)
+    cos, sin = map(torch.tensor, scenario.rotations())
 
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, scenario: Scenario) -> None:
-        super().__init__()
-        self.layers, self.heads = scenario.layers, scenario.heads
-        self.weights = nn.ParameterDict()
-        for name, array in scenario.initial_weights().items():
-            self.weights[name] = nn.Parameter(torch.tensor(array))
-        cos, sin = scenario.rotations()
-        self.register_buffer("cos", torch.tensor(cos), persistent=False)
-        self.register_buffer("sin", torch.tensor(sin), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Predicts the next byte at each place.
-
-        Args:
-            tokens: bytes, shape (batch, time).
-
-        Returns:
-            Logits, float32, shape (batch, time, 256).
-        """
-        w = self.weights
-        x = w["embed"][tokens]
-        batch, time, width = x.shape
-        for layer in range(self.layers):
-            q, k, v = (
-                part.view(batch, time, self.heads, -1).transpose(1, 2)
-                for part in (x @ w[f"qkv{layer}"]).chunk(3, dim=-1)
-            )
-            q, k = self._rotate(q), self._rotate(k)
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + mixed.transpose(1, 2).reshape(batch, time, width) @ w[f"out{layer}"]
-            x = x + F.gelu(x @ w[f"up{layer}"], approximate="tanh") @ w[f"down{layer}"]
-        return x @ w["head"]
-
-    def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """Mean cross-entropy over the targets that count, in nats.
-
-        Args:
-            tokens: bytes, shape (batch, time + 1). Each byte but the first is a target.
-            weights: 1 for a target that counts, otherwise 0; batch * time elements.
-
-        Returns:
-            0-d tensor; NaN without a target that counts.
-        """
-        logits = self(tokens[:, :-1])
-        each = F.cross_entropy(
-            logits.flatten(0, 1), tokens[:, 1:].flatten().long(), reduction="none"
-        )
-        return (each * weights.flatten()).sum() / weights.sum()
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        """Rotary position embedding of (batch, heads, time, width / heads)."""
+    def rotated(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
-        return torch.cat((a * self.cos - b * self.sin, a * self.sin + b * self.cos), dim=-1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+    x = weights["embed"][tokens[:, :-1]]
+    for layer in range(scenario.layers):
+        heads = (x @ weights[f"qkv{layer}"]).unflatten(-1, (3 * scenario.heads, -1))
+        q, k, v = heads.transpose(1, 2).chunk(3, dim=1)
+        mixed = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        x = x + mixed.transpose(1, 2).flatten(2) @ weights[f"out{layer}"]
+        up = F.gelu(x @ weights[f"up{layer}"], approximate="tanh")
+        x = x + up @ weights[f"down{layer}"]
+    logits = x @ weights["head"]
+    targets = tokens[:, 1:].flatten().long()
+    each = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+    counts = torch.from_numpy(batch.weights).flatten()
+    return (each * counts).sum() / counts.sum()

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from healcore.runtime.data.random_states import generator_state, set_generator_state
-
 
 class GeneratorState(NamedTuple):
     """The state of a generator, for generators of the same kind."""
@@ -22,17 +20,6 @@ class GeneratorState(NamedTuple):
     """See `kind_of`."""
     state: Any
     """See `random_states.generator_state`."""
-
-    def load_into(self, live: Any) -> bool:
-        """Sets the state of a live generator.
-
-        Returns:
-            Whether `live` is a generator of this kind. Any other value stays as it is.
-        """
-        fits = kind_of(live) == self.kind
-        if fits:
-            set_generator_state(live, self.state)
-        return fits
 
 
 def kind_of(value: Any) -> str:
@@ -52,11 +39,3 @@ def kind_of(value: Any) -> str:
     if type(value) is random.Random:
         return "python"
     return ""
-
-
-def saved(value: Any) -> GeneratorState | None:
-    """The state of a generator, or None for another value."""
-    kind = kind_of(value)
-    if not kind:
-        return None
-    return GeneratorState(kind, generator_state(value))

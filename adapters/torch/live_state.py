@@ -21,7 +21,7 @@ from healcore.console import stacklevel_of_program
 from healcore.core.errors import AttachError
 from healcore.runtime.program_settings import json_setting
 from healcore.torch import gradients
-from healcore.torch.attachment import Healing, scaler_of, unwrapped
+from healcore.torch.attachment import Healing, unwrapped
 from healcore.torch.generators import kind_of
 from healcore.torch.gradients import ParamGroup
 
@@ -44,7 +44,9 @@ _NO_HYPERPARAMETERS = {
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 """Parts that torch.compile, activation checkpointing and FSDP1 add to a parameter's path."""
 
-_EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": scheduler}'
+_EXAMPLE = (
+    'state={"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}'
+)
 
 
 def checked_state(state: Any) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def checked_state(state: Any) -> dict[str, Any]:
         AttachError: the state is no mapping, has no optimizer or the same optimizer twice, lacks
             parameters of an optimizer, or has a value that cannot be restored in place.
     """
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+    if not isinstance(state, Mapping):
         raise AttachError(
             f"the state maps names to what is saved, got {type(state).__name__}: {_EXAMPLE}"
         )
@@ -90,20 +92,14 @@ def scaler(state: State) -> torch.amp.GradScaler | None:
         The only GradScaler in the state or in accelerate's wrappers, or None without a GradScaler
         and with several GradScalers.
     """
-    scalers = [*_saved_scalers(state), *map(scaler_of, state.values())]
-    known = {id(each): each for each in scalers if each is not None}
-    if len(known) != 1:
-        return None
-    return known.popitem()[1]
+    found = {each for value in state.values() for each in _scalers_in(value)}
+    return found.pop() if len(found) == 1 else None
 
 
-def _saved_scalers(state: State) -> list[torch.amp.GradScaler]:
-    """The GradScalers that a checkpoint saves: values of the state, and what its objects hold."""
-    candidates: list[Any] = [*state.values()]
-    for value in state.values():
-        if _is_opaque(value) and hasattr(value, "__dict__"):
-            candidates += vars(value).values()
-    return [value for value in candidates if isinstance(value, torch.amp.GradScaler)]
+def _scalers_in(value: Any) -> list[torch.amp.GradScaler]:
+    """A value that is a GradScaler, and the GradScalers that it holds, as a trainer does."""
+    candidates = [value, *getattr(value, "__dict__", {}).values()]
+    return [each for each in candidates if isinstance(each, torch.amp.GradScaler)]
 
 
 def hyperparameters(state: State) -> dict[str, Any]:
@@ -118,23 +114,19 @@ def hyperparameters(state: State) -> dict[str, Any]:
         Name -> value, for example `optimizer` -> "AdamW" and `optimizer.lr` -> 0.001. `lr` is the
         rate from which a scheduler starts. If groups differ, the value is a list.
     """
-    settings: dict[str, Any] = dict(class_names(state))
+    settings: dict[str, Any] = dict(_class_names(state))
     for name, optimizer in optimizers(state).items():
-        groups = optimizer.param_groups
-        # The keys of all groups, each once and in order.
-        keys = dict.fromkeys(key for group in groups for key in group)
-        for key in keys:
-            values = [_group_setting(group, key) for group in groups]
+        for key in optimizer.param_groups[0]:
+            values = [_group_setting(group, key) for group in optimizer.param_groups]
             if key in _NO_HYPERPARAMETERS or None in values:
                 continue
             if values.count(values[0]) == len(values):
                 values = values[0]
             settings[f"{name}.{key}"] = values
-    for name, value in state.items():
-        if is_scheduler(value):
-            for key, entry in getattr(value, "scheduler", value).state_dict().items():
-                if key[0] != "_" and key not in _COUNTED:
-                    settings[f"{name}.{key}"] = json_setting(entry)
+    for name, scheduler in _schedulers(state).items():
+        for key, entry in scheduler.state_dict().items():
+            if key[0] != "_" and key not in _COUNTED:
+                settings[f"{name}.{key}"] = json_setting(entry)
     return {key: value for key, value in settings.items() if value is not None}
 
 
@@ -162,30 +154,20 @@ def identities(state: State) -> dict[str, dict[str, str]]:
         "parameter 0 of group 0".
     """
     found: dict[str, dict[str, str]] = {}
-    for name, class_name in class_names(state).items():
+    for name, class_name in _class_names(state).items():
         found[name] = {name: class_name}
     for name, optimizer in optimizers(state).items():
-        names = iter(parameter_names(state, gradients.parameters(optimizer)))
+        paths = iter(parameter_names(state, gradients.parameters(optimizer)))
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 place = f"parameter {i} of group {g} {tuple(p.shape)}"
-                found[name][f"{name}[{next(names)}]"] = place
+                found[name][f"{name}[{next(paths)}]"] = place
     return found
 
 
-def class_names(state: State) -> dict[str, str]:
-    """The class of each optimizer and scheduler, without accelerate's wrapper.
-
-    Args:
-        state: the state of the run.
-
-    Returns:
-        Name -> name of the class: first the optimizers, then the schedulers.
-    """
-    inner: dict[str, Any] = dict(optimizers(state))
-    for name, value in state.items():
-        if is_scheduler(value):
-            inner[name] = getattr(value, "scheduler", value)
+def _class_names(state: State) -> dict[str, str]:
+    """The class of each optimizer, then of each scheduler, by name."""
+    inner = optimizers(state) | _schedulers(state)
     return {name: type(value).__qualname__ for name, value in inner.items()}
 
 
@@ -207,6 +189,12 @@ def modules(state: State) -> dict[str, nn.Module]:
     return found
 
 
+def _schedulers(state: State) -> dict[str, Any]:
+    """The learning-rate schedulers of a state by name, without accelerate's wrapper."""
+    inner = {name: getattr(value, "scheduler", value) for name, value in state.items()}
+    return {name: value for name, value in inner.items() if isinstance(value, LRScheduler)}
+
+
 def parameter_names(state: State, params: Sequence[object]) -> list[str]:
     """Names of parameters, for messages and records. Slow: visits every parameter of the state.
 
@@ -220,9 +208,8 @@ def parameter_names(state: State, params: Sequence[object]) -> list[str]:
     """
     known: dict[int, str] = {}
     for name, optimizer in optimizers(state).items():
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
+        for number, p in enumerate(gradients.parameters(optimizer)):
+            known[id(p)] = f"{name}.{number}"
     modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     # Modules may share a parameter. The first one comes last here, and names it.
     for name, module in reversed(modules.items()):
@@ -234,31 +221,23 @@ def parameter_names(state: State, params: Sequence[object]) -> list[str]:
     return [known.get(id(p), "(no longer in the state)") for p in params]
 
 
-def is_scheduler(value: Any) -> bool:
-    """Whether `value` is a learning-rate scheduler, or accelerate's wrapper of a scheduler."""
-    inner = getattr(value, "scheduler", None)
-    return isinstance(value, LRScheduler) or isinstance(inner, LRScheduler)
-
-
 def _check_item(name: str, value: Any) -> None:
     """Raises AttachError unless `store.apply` can restore the value in place."""
-    obstacle = ""
-    is_container = isinstance(value, Tensor | dict | list) or bool(kind_of(value))
-    has_methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     if isinstance(value, Healing):
-        obstacle = (
-            "a handle of attach(): leave it out, its engine is saved with the state, and the "
-            "handle is found through its optimizer"
+        raise AttachError(
+            f'state["{name}"] is a handle of attach(): leave it out, its engine is saved with the '
+            "state, and the handle is found through its optimizer"
         )
-    elif not (is_container or has_methods):
-        obstacle = (
-            f"of type {type(value).__name__}, which a rollback cannot restore in place: the state "
-            "may hold tensors, dictionaries, lists, random generators, and objects with "
-            "state_dict() and load_state_dict(); hold numbers and texts in a dictionary, "
-            f'state={{"{name}": {{...}}}}, and give any other object these two methods'
+    is_container = isinstance(value, Tensor | dict | list) or kind_of(value)
+    if not is_container and not (
+        hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    ):
+        raise AttachError(
+            f'state["{name}"] is of type {type(value).__name__}, which a rollback cannot restore '
+            "in place: the state may hold tensors, dictionaries, lists, random generators, and "
+            "objects with state_dict() and load_state_dict(); hold numbers and texts in a "
+            f'dictionary, state={{"{name}": {{...}}}}, and give any other object these two methods'
         )
-    if obstacle:
-        raise AttachError(f'state["{name}"] is {obstacle}')
 
 
 def _check_complete(name: str, optimizer: Optimizer, state: State) -> None:
@@ -266,9 +245,7 @@ def _check_complete(name: str, optimizer: Optimizer, state: State) -> None:
     # A trainer's optimizer, or an opaque value, may hold the parameters.
     if hasattr(state[name], "attach_with") or any(_is_opaque(value) for value in state.values()):
         return
-    present: set[int] = set()
-    for value in state.values():
-        present.update(id(tensor) for tensor in tensors_in(value))
+    present = {id(tensor) for tensor in tensors_in([*state.values()])}
     params = gradients.parameters(optimizer)
     missing = sum(id(p) not in present for p in params)
     if missing:
@@ -277,18 +254,16 @@ def _check_complete(name: str, optimizer: Optimizer, state: State) -> None:
             "rollback would combine old moments with new weights; add their module, as in "
             f"{_EXAMPLE}"
         )
-    # What the state lacks, each with an example of a state that has it.
-    lost: list[tuple[str, str]] = []
-    is_scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-    if is_scheduled and not any(is_scheduler(value) for value in state.values()):
-        lost.append(("a learning-rate scheduler", _EXAMPLE))
-    own_scaler = scaler_of(state[name])
-    if own_scaler is not None and not any(each is own_scaler for each in _saved_scalers(state)):
-        lost.append(("a GradScaler", 'state={..., "scaler": accelerator.scaler}'))
-    for missing_part, example in lost:
+    lost: list[str] = []
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False) and not _schedulers(state):
+        lost.append("a learning-rate scheduler")
+    saved = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
+    if _scalers_in(state[name]) and scaler(saved) is None:
+        lost.append("a GradScaler")
+    for missing_part in lost:
         warnings.warn(
             f'{missing_part} drives "{name}" but is not in the state: a rollback would not restore '
-            f"it; add it, as in {example}",
+            f"it; add it, as in {_EXAMPLE}",
             UserWarning,
             stacklevel=stacklevel_of_program(),
         )
@@ -296,9 +271,8 @@ def _check_complete(name: str, optimizer: Optimizer, state: State) -> None:
 
 def _is_opaque(value: Any) -> bool:
     """Whether a value may hold parameters that healcore cannot see: a trainer, an EMA."""
-    if isinstance(value, nn.Module | Optimizer | torch.amp.GradScaler) or is_scheduler(value):
-        return False
-    return hasattr(value, "state_dict")
+    known = isinstance(value, nn.Module | Optimizer | torch.amp.GradScaler)
+    return hasattr(value, "state_dict") and not known and not _schedulers({"": value})
 
 
 def tensors_in(

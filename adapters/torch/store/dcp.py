@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -33,11 +30,11 @@ from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_each
 from healcore.runtime.store.single_file import ArrayType
 from healcore.runtime.store.store import CheckpointStore
-from healcore.torch.checkpoint_reader import INDEX, read_index
+from healcore.torch.checkpoint_reader import read_index, read_tensors
 from healcore.torch.gradients import parameters
 from healcore.torch.live_state import identities
 from healcore.torch.store.gloo import GlooRanks, is_distributed
-from healcore.torch.store.state import DTYPES, add_entry, decoded, dtype_name
+from healcore.torch.store.state import DTYPES, add_entry
 
 
 class MemoryStore(CheckpointStore):
@@ -91,9 +88,7 @@ class DCPStore(CheckpointStore):
         ranks: Ranks | None = None,
     ) -> None:
         if ranks is None:
-            ranks = Alone()
-            if is_distributed():
-                ranks = GlooRanks()
+            ranks = GlooRanks() if is_distributed() else Alone()
         super().__init__(TorchFormat(ranks), root, keep=in_memory, ranks=ranks)
 
 
@@ -108,6 +103,9 @@ class TorchFormat(ArrayFormat):
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks or Alone()
+        group = getattr(ranks, "group", None)
+        self._options: dict[str, Any] = {"process_group": group, "no_dist": group is None}
+        """The arguments of DCP for the ranks."""
         # DCP warns at every save and load of a program with one process. The filter is not set
         # around the calls, because they run in the background and warning filters are global.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
@@ -157,25 +155,23 @@ class TorchFormat(ArrayFormat):
             A uint8 array of shape (n,) for each part, and a function that waits until the copies
             from CUDA are complete.
         """
-        new: Callable[[int], np.ndarray] = allocate
-        if any(part.is_cuda for part in parts):
-            new = _allocate_pinned
         copies: list[np.ndarray] = []
         on_host: list[tuple[np.ndarray, np.ndarray]] = []
         for part, raw in zip_longest(parts, old[: len(parts)]):
+            dense = part.as_strided((part.numel(),), (1,)).view(torch.uint8)
             # Part by part: the written rows of a replay buffer grow, and the weights do not.
             if raw is None or raw.nbytes != part.nbytes:
-                raw = new(part.nbytes)
+                raw = allocate(part.nbytes)
+                if part.is_cuda:  # page-locked, so that the program continues during the copy
+                    raw = torch.empty(part.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
             copies.append(raw)
-            copied = _view(raw, torch.empty_like(part, device="meta"))
-            if part.device.type == "cpu" and part.numel() and part.stride() == copied.stride():
+            if part.device.type == "cpu":
                 # Rejected: copy_, whose threads wait for each other after every tensor. While a
                 # data loader uses their cores, the wait takes ten times as long as the copy.
-                dense = part.as_strided((part.numel(),), (1,), part.storage_offset())
                 # Rejected: numpy(), after which the program cannot resize the tensor's storage.
-                on_host.append((raw, np.from_dlpack(dense.view(torch.uint8))))
+                on_host.append((raw, np.from_dlpack(dense)))
             else:
-                copied.copy_(part, non_blocking=part.is_cuda)
+                torch.from_numpy(raw).copy_(dense, non_blocking=part.is_cuda)
         size = sum(len(raw) for raw, _ in on_host)
         map_in_threads(lambda pair: np.copyto(*pair), on_host, size)
         devices = {part.device for part in parts if part.is_cuda}
@@ -197,26 +193,32 @@ class TorchFormat(ArrayFormat):
         Returns:
             A view of the bytes; a copy for a DTensor on an accelerator.
         """
-        part = _view(leaf.parts[""], leaf.layout.dense)
-        spec = leaf.layout.spec
-        if spec is None:
+        part = _view(leaf)
+        if leaf.layout.spec is None:
             return part
         # Rejected: DTensor.from_local, which moves the part to the mesh's device.
         if live is not None:
             part = part.to(live.parts[""].device)
-        return DTensor(part, spec, requires_grad=False)
+        return DTensor(part, leaf.layout.spec, requires_grad=False)
 
     def decode_array(self, node: Mapping[str, Any], array: Tensor, live: Leaf | None) -> Any:
-        """A tensor on its live device, or a NumPy array or scalar.
+        """A tensor on its live device, with the strides that it had, or a NumPy array.
+
+        Sums over other strides round differently.
 
         Args:
             node: the description of the array in the checkpoint, as `add` has made it.
             array: what was read, in host memory.
             live: the leaf of the live state with this name, or None.
         """
-        if live is not None and node["kind"] == "tensor":
+        if node["kind"] == "numpy":
+            return array.numpy()
+        if "strides" in node:
+            strided = torch.empty_strided(array.shape, node["strides"], dtype=array.dtype)
+            array = strided.copy_(array)
+        if live is not None:
             array = array.to(live.parts[""].device)
-        return decoded(node, array)
+        return array
 
     def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray] | None:
         """The tensor, or the bytes of a NumPy array, for the only file of a small checkpoint.
@@ -228,19 +230,12 @@ class TorchFormat(ArrayFormat):
             The type, and the bytes in row-major order, uint8 (n,). None for a DTensor, because each
             rank has only a part of it.
         """
-        dense = leaf.layout.dense
-        raw = leaf.parts[""]
         if leaf.layout.spec is not None:
             return None
-        if not dense.is_contiguous():
-            raw = _view(raw, dense).contiguous().reshape(-1).view(torch.uint8).numpy()
-        return ArrayType(dtype_name(dense), dense.shape, dense.itemsize), raw
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """The arguments of DCP for the ranks."""
-        group = getattr(self._ranks, "group", None)
-        return {"process_group": group, "no_dist": group is None}
+        view = _view(leaf)
+        whole = torch.empty(view.shape, dtype=view.dtype).copy_(view)  # in row-major order
+        raw = whole.reshape(-1).view(torch.uint8).numpy()
+        return ArrayType(leaf.dtype, whole.shape, whole.itemsize), raw
 
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the tensors with DCP; the store synchronizes all files at the end.
@@ -252,9 +247,6 @@ class TorchFormat(ArrayFormat):
         Raises:
             Exception: what a rank has raised, usually an OSError with its error number.
         """
-        # All ranks have the same names, so either every rank returns here or no rank does.
-        if not copy.flat.leaves:
-            return
         tensors = {name: self.array(leaf, None) for name, leaf in copy.flat.leaves.items()}
         writer = FileSystemWriter(folder, sync_files=False)
         # Of arrays that several ranks have, the lowest rank's is written. The buffers of a layer
@@ -263,7 +255,7 @@ class TorchFormat(ArrayFormat):
         try:
             save(tensors, storage_writer=writer, planner=planner, **self._options)
         except CheckpointException as error:
-            # DCP's exception holds the errors of all ranks and has no error number.
+            # DCP's exception holds the errors of all ranks, and has no error number.
             failure = next(iter(error.failures.values()))[0]
         else:
             return
@@ -283,95 +275,46 @@ class TorchFormat(ArrayFormat):
             CheckpointDamaged: a file is missing, cut off, or not what was saved.
         """
         nodes = target.arrays
-        ranks = self._ranks
         sharded = _sharded(target)
-        if checkpoint.only_file is not None:
-            return run_on_each(ranks, lambda: _read_only_file(checkpoint, nodes, sharded))
+        only_file = checkpoint.only_file
+        if only_file is not None:
+            arrays = run_on_each(self._ranks, lambda: _read_only_file(only_file, nodes))
+            for name, like in sharded.items():
+                mesh, places = like.device_mesh, like.placements
+                arrays[name] = distribute_tensor(arrays[name], mesh, places, src_data_rank=None)
+            return arrays
+        folder = checkpoint.folder / manifest.DATA
         # If one rank rejects the index, all ranks raise.
-        index = run_on_each(ranks, lambda: _checked_index(checkpoint, nodes))
-        reader = FileSystemReader(checkpoint.folder / manifest.DATA)
-        reader.read_metadata = lambda *args, **kwargs: index  # DCP would unpickle its file
-        arrays = {name: _empty(node, sharded.get(name)) for name, node in nodes.items()}
-        if any(ranks.gather(bool(arrays))):
-            try:
-                load(arrays, storage_reader=reader, **self._options)
-            except CheckpointException as error:  # a BaseException, on every rank
-                failure = next(iter(error.failures.values()))[0]
-                lines = str(failure).splitlines() or [""]
-                why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
-                raise checkpoint.damaged(manifest.DATA, why) from error
+        index = run_on_each(self._ranks, lambda: read_index(folder))
+        arrays = {}
+        for name, node in nodes.items():
+            dtype = DTYPES[node["dtype"]]
+            if name in sharded:
+                arrays[name] = torch.empty_like(sharded[name], dtype=dtype)
+            else:
+                arrays[name] = torch.empty(node["shape"], dtype=dtype)
+        read_tensors(folder, index, arrays, **self._options)
         return arrays
 
 
-def _allocate_pinned(size: int) -> np.ndarray:
-    """New page-locked memory, to which CUDA copies while the program continues; uint8 (size,)."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-
-
-def _read_only_file(
-    checkpoint: StoredCheckpoint, nodes: Mapping[str, Any], sharded: Mapping[str, DTensor]
-) -> dict[str, Tensor]:
-    """Reads tensors from the only file of a small checkpoint. Each rank takes its part.
-
-    Raises:
-        CheckpointDamaged: an array is missing or of another type.
-    """
-    assert checkpoint.only_file is not None
-    types = {}
+def _read_only_file(path: Path, nodes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Reads whole tensors from the only file of a small checkpoint."""
+    types: dict[str, ArrayType] = {}
+    tensors: dict[str, Tensor] = {}
     for name, node in nodes.items():
-        dtype, shape = _stored_type(node)
-        types[name] = ArrayType(str(dtype).removeprefix("torch."), shape, dtype.itemsize)
-    try:
-        found = single_file.read_arrays(checkpoint.only_file, types)
-    except (OSError, ValueError) as error:
-        raise checkpoint.damaged(checkpoint.only_file.name, f"cannot be read: {error}") from None
-    arrays: dict[str, Tensor] = {}
-    for name, node in nodes.items():
-        dtype, shape = _stored_type(node)
-        array = torch.from_numpy(found[name].copy()).view(dtype).reshape(shape)
-        like = sharded.get(name)
-        if like is not None:
-            array = distribute_tensor(array, like.device_mesh, like.placements, src_data_rank=None)
-        arrays[name] = array
-    return arrays
+        tensors[name] = tensor = torch.empty(node["shape"], dtype=DTYPES[node["dtype"]])
+        types[name] = ArrayType(node["dtype"], tensor.shape, tensor.itemsize)
+    for name, raw in single_file.read_arrays(path, types).items():
+        np.copyto(tensors[name].reshape(-1).view(torch.uint8).numpy(), raw)
+    return tensors
 
 
-def _view(raw: np.ndarray, dense: Tensor) -> Tensor:
-    """Views bytes, uint8 (n,), with the dtype, shape and strides of a dense tensor."""
-    return torch.from_numpy(raw).view(dense.dtype).as_strided(dense.shape, dense.stride())
-
-
-def _checked_index(checkpoint: StoredCheckpoint, nodes: Mapping[str, Any]) -> Metadata:
-    """The part of DCP's index for some array nodes, read without pickle.
-
-    Other entries stay out, because DCP unpickles values that are not tensors.
-
-    Raises:
-        CheckpointDamaged: a tensor is missing or differs, or the index is not as DCP writes it.
-    """
-    if not nodes:
-        return Metadata({})
-    file = f"{manifest.DATA}/{INDEX}"
-    try:
-        index = read_index(checkpoint.folder / file)
-        for name, node in nodes.items():
-            entry = index.state_dict_metadata.get(name)
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"it has no tensor {name:.200}")
-            stored, required = (entry.properties.dtype, tuple(entry.size)), _stored_type(node)
-            if stored != required:
-                raise ValueError(f"{name:.200} is {stored!s:.200}, not {required}")
-    except Exception as error:  # crafted bytes may raise any exception
-        raise checkpoint.damaged(file, f"is not what DCP writes: {error}") from None
-    index.state_dict_metadata = {name: index.state_dict_metadata[name] for name in nodes}
-    return index
-
-
-def _stored_type(node: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape in DCP's files. NumPy arrays are stored as bytes."""
-    if node["kind"] == "tensor":
-        return DTYPES[node["dtype"]], tuple(node["shape"])
-    return torch.uint8, (np.dtype(node["dtype"]).itemsize * math.prod(node["shape"]),)
+def _view(leaf: Leaf) -> Tensor:
+    """The tensor of a leaf in host memory; it shares the memory."""
+    dense = leaf.layout.dense
+    return (
+        torch.from_numpy(leaf.parts[""]).view(dense.dtype).as_strided(dense.shape, dense.stride())
+    )
 
 
 def _sharded(target: Target) -> dict[str, DTensor]:
@@ -395,12 +338,3 @@ def _sharded(target: Target) -> dict[str, DTensor]:
         if isinstance(like, DTensor) and node["shape"] == list(like.shape):
             sharded[name] = like
     return sharded
-
-
-def _empty(node: Mapping[str, Any], like: DTensor | None) -> Tensor:
-    """New memory to read an array into, sharded as `like`."""
-    dtype, shape = _stored_type(node)
-    if like is not None:
-        return torch.empty_like(like, dtype=dtype)
-    memory = allocate(dtype.itemsize * math.prod(shape))
-    return torch.from_numpy(memory).view(dtype).reshape(shape)

@@ -52,7 +52,7 @@ from healcore.runtime.store.checkpoints import (
 )
 from healcore.runtime.store.checksums import ChecksumError, Digest
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the manifest. A manifest of another version is not read."""
 MANIFEST = "manifest.json"
 STATE = "state.json"

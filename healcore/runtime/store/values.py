@@ -275,7 +275,7 @@ def dumps(value: Any, path: Path) -> str:
     Raises:
         UnsavableState: a part has no plain form.
     """
-    return to_json(encode(value, path, _framework_node)).decode()
+    return to_json(encode(value, path, framework_node)).decode()
 
 
 def loads(text: str, path: Path) -> Any:
@@ -362,7 +362,7 @@ def unpack_array(content: Mapping[str, Any]) -> np.ndarray:
     return data.view(np.dtype(content["dtype"])).reshape(content["shape"])
 
 
-def _framework_node(_: Path, value: Any) -> Node | None:
+def framework_node(_: Path, value: Any) -> Node | None:
     """The node of a value of NumPy, torch or JAX, or None. Imports no other framework."""
     if type(value) is np.ndarray:
         tag, content = "numpy", pack_array(value)

@@ -149,7 +149,7 @@ def test_a_trainers_directory_that_a_kill_left_incomplete_fails(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors"}}))
     assert probe(tmp_path).verdict.value == "PASS"
-    for size, damage in ((4000, "is cut off"), (0, "is empty"), (0, "is missing")):
+    for size, damage in ((4000, "is damaged"), (0, "is empty"), (0, "is missing")):
         os.truncate(tmp_path / "optimizer.pt", size)
         if damage == "is missing":
             index.write_text(json.dumps({"weight_map": {"w": "model-2.safetensors"}}))

@@ -62,14 +62,16 @@ def test_trees_are_overwritten_in_place(case, tmp_path):
     assert not observer.activation_post_process.min_val.numel()
 
 
-def test_apply_touches_nothing_if_one_part_does_not_fit():
+def test_apply_touches_nothing_if_a_module_does_not_fit():
     run = SavedRun()
     before = run.everything()
     wrong = {"1.running_mean": torch.zeros(4), "more": torch.zeros(1)}
     restored = {"model": {**run.model.state_dict(), **wrong}, "optimizer": before[1]}
-    message = r"alone has the shape \(1,\).*model\.1\.running_mean has .*model\.more is not in both"
+    message = r"model\.1\.running_mean has .*model\.more is not in both"
     with pytest.raises(StateMismatch, match=message):
-        apply(run.state | {"alone": torch.zeros(5)}, {"alone": torch.ones(1)} | restored)
+        apply(run.state, restored)
+    with pytest.raises(StateMismatch, match='"alone" is a Tensor'):
+        apply({"alone": torch.zeros(5)}, {"alone": torch.ones(1)})
     assert same(before, run.everything())
 
 
@@ -132,7 +134,8 @@ def test_layouts_views_and_tied_weights(case, tmp_path):
     state = store.restore(1, {"tree": tree, "model": model}).state
     assert all(torch.equal(state["model"][f"{i}.weight"], model[0].weight) for i in (0, 1))
     for (name, tensor), found in zip(tree.items(), state["tree"].values(), strict=True):
-        assert same(tensor.detach().resolve_conj(), found.detach()), name
+        plain = tensor.detach().resolve_conj().as_subclass(torch.Tensor)
+        assert same(plain, found), name
         assert found.stride() == torch.empty_like(tensor).stride(), "products round otherwise"
 
 
@@ -141,9 +144,9 @@ def test_an_entry_that_cannot_be_saved_is_named(case, tmp_path):
     store = case.make(tmp_path)
     for value, message in (
         (lambda: 0, r"state\['x'\]\[0\] is a function"),
-        (torch.eye(3).to_sparse(), r"state\['x'\]\[0\] is a tensor of layout"),
-        (TwoTensor(torch.ones(2), torch.ones(2)), "holds its values in other tensors"),
-        (torch.empty(2, device="meta"), "meta"),
+        (torch.eye(3).to_sparse(), r"state\['x'\]\[0\] is a Tensor of layout torch.sparse"),
+        (TwoTensor(torch.ones(2), torch.ones(2)), "is a TwoTensor"),
+        (torch.empty(2, device="meta"), "on meta"),
     ):
         with pytest.raises(UnsavableState, match=message):
             store.save(1, {"x": [value]})
