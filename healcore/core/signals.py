@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -157,26 +158,18 @@ def check_scalar(name: str, value: Float) -> np.float32:
     Raises:
         SignalError: `value` is None, text, a bool, not numeric, or not one element.
     """
-    if value is None or isinstance(value, str | bytes | bool | np.bool_):
-        raise SignalError(f"{name} must be a number, got {value!r:.40}: pass it as a float")
-    kind = type(value)
-    if issubclass(kind, Mapping) or (issubclass(kind, tuple) and len(value) != 1):
+    array = None
+    if not isinstance(value, str | bytes | bool | np.bool_ | Mapping | None):
+        with np.errstate(over="ignore"), suppress(TypeError, ValueError):
+            try:
+                array = np.asarray(value, dtype=np.float64)
+            except OverflowError:  # an integer
+                array = np.float64(np.inf if value > 0 else -np.inf)
+    if array is None or array.size != 1:
+        shown = repr(value) if array is None else f"{array.size} numbers"
         raise SignalError(
-            f"{name} must be one number, got a {kind.__name__} of {len(value)}: pass the "
-            "number alone, for example loss instead of (loss, aux)"
+            f"{name} must be one number, got {type(value).__name__} ({shown:.40}): pass it as a "
+            "float, for example loss.mean(), and loss instead of (loss, aux)"
         )
     with np.errstate(over="ignore"):
-        try:
-            array = np.asarray(value, dtype=np.float64)
-        except OverflowError:  # an integer
-            array = np.float64(np.inf if value > 0 else -np.inf)
-        except (TypeError, ValueError) as error:
-            raise SignalError(
-                f"{name} must be a number, got {kind.__name__}: pass float({name})"
-            ) from error
-        if array.size != 1:
-            raise SignalError(
-                f"{name} must be one number, got shape {array.shape}: reduce it first, "
-                f"for example {name}.mean()"
-            )
         return np.float32(array.reshape(()))

@@ -171,25 +171,24 @@ class Tape(ArrayNamespace):
 
     def where(self, condition: Operand, x: Operand, y: Operand, /) -> Any:
         """A conditional expression, or `numpy.where` if an operand is an array."""
-        x, y = _cast_like(x, y), _cast_like(y, x)
-        if all(isinstance(_sample(each), np.generic) for each in (condition, x, y)):
-            return self.add("{1} if {0} else {2}", condition, x, y)
-        return self._call("np.where", condition, x, y)
+        operands = condition, _cast_like(x, y), _cast_like(y, x)
+        return self._selection("{1} if {0} else {2}", "where", *operands)
 
     def minimum(self, x: Operand, y: Operand, /) -> Any:
-        """A conditional expression, or `numpy.minimum` if an operand is an array."""
-        return self._extreme("<", "np.minimum", x, y)
+        """A conditional expression, which lets a NaN of `x` through, or `numpy.minimum`."""
+        operands = _cast_like(x, y), _cast_like(y, x)
+        return self._selection("{0} if {0} < {1} or {0} != {0} else {1}", "minimum", *operands)
 
     def maximum(self, x: Operand, y: Operand, /) -> Any:
-        """A conditional expression, or `numpy.maximum` if an operand is an array."""
-        return self._extreme(">", "np.maximum", x, y)
+        """A conditional expression, which lets a NaN of `x` through, or `numpy.maximum`."""
+        operands = _cast_like(x, y), _cast_like(y, x)
+        return self._selection("{0} if {0} > {1} or {0} != {0} else {1}", "maximum", *operands)
 
-    def _extreme(self, sign: str, function: str, x: Operand, y: Operand) -> Any:
-        """Records a minimum or maximum; the second comparison lets a NaN of `x` through."""
-        x, y = _cast_like(x, y), _cast_like(y, x)
-        if all(isinstance(_sample(each), np.generic) for each in (x, y)):
-            return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", x, y)
-        return self._call(function, x, y)
+    def _selection(self, expression: str, function: str, *operands: Operand) -> Any:
+        """Records the expression for numbers, and NumPy's function for arrays."""
+        if all(isinstance(_sample(each), np.generic) for each in operands):
+            return self.add(expression, *operands)
+        return self._call(f"np.{function}", *operands)
 
     def as_float(self, x: Operand, /) -> Any:
         """`numpy.astype`, which takes five times as long on scalars."""

@@ -104,7 +104,7 @@ DAMAGE = [
     (("state", "clip", "mean"), 1e39),
     (("state", "change_expected"), 1),
     (("state", "norm_limit"), ...),
-    (("state", "rules", 3, "window"), [0, [1]]),
+    (("state", "rules", "3", "window"), [0, [1]]),
     (("groups",), 10**12),
 ]
 """Where an entry is missing (...) or another; junk is in the last test."""

@@ -87,9 +87,8 @@ class VanishingConfig(NamedTuple):
             norms in a row were small. An alarm is sustained at once.
         """
         vanished = seen.grad_norm < self.threshold
-        longer = xp.where(state.streak < self.patience, state.streak + 1, state.streak)
-        streak = xp.where(seen.finite, xp.where(vanished, longer, 0), state.streak)
-        streak = xp.where(seen.restart, 0, streak)
+        learn, hit = seen.finite | seen.restart, vanished & ~seen.restart
+        streak = xp.streak(state.streak, hit, learn, seen.restart, self.patience)
         alarm = seen.finite & vanished & (streak >= self.patience)
         return VanishingState(streak), DetectorResult(alarm, alarm)
 

@@ -204,8 +204,7 @@ class PlateauConfig(NamedTuple):
         first = done & (state.windows == 0)
         needed = xp.where(done, self.min_improvement * change, 0.0)
         better = first | (done & (state.best - mean > needed))
-        longer = xp.where(state.stale < self.patience, state.stale + 1, state.stale)
-        stale = xp.where(done, xp.where(better, 0, longer), state.stale)
+        stale = xp.streak(state.stale, ~better, done, better & False, self.patience)
         guessing = state.chance
         if self.chance_level is not None:
             near = abs(mean - self.chance_level) <= self.chance_margin
@@ -277,8 +276,7 @@ class OverfitConfig(NamedTuple):
         train = xp.where(learn & ~state.started, seen.loss, train)
         started = state.started | learn
         too_wide = seen.eval_loss - train > self.max_gap
-        longer = xp.where(state.streak < self.patience, state.streak + 1, state.streak)
-        streak = xp.where(seen.has_eval & started, xp.where(too_wide, longer, 0), state.streak)
-        streak = xp.where(seen.restart, 0, streak)
+        judged, hit = (seen.has_eval & started) | seen.restart, too_wide & ~seen.restart
+        streak = xp.streak(state.streak, hit, judged, seen.restart, self.patience)
         alarm = streak >= self.patience
         return OverfitState(train, started, streak), DetectorResult(alarm, alarm)

@@ -76,10 +76,10 @@ def push(window: Window, length: int, value: Float, learn: Flag) -> Window:
     Returns:
         The window with the new value, or the same window where `learn` does not hold.
     """
-    slot = (xp.places(window.values) == window.place[..., None]) & learn[..., None]
+    values = xp.with_slot(window.values, window.place, value)
     after = window.place + 1
     return Window(
-        xp.where(slot, value[..., None], window.values),
+        xp.where(learn[..., None], values, window.values),
         xp.where(learn, xp.where(after < length, after, 0), window.place),
         xp.where(learn & (window.count < length), window.count + 1, window.count),
     )
@@ -108,10 +108,8 @@ def variance(window: Window, mean: Float, bessel: bool) -> Float:
     occupied = xp.places(window.values) < window.count[..., None]
     deviation = xp.where(occupied, window.values - mean[..., None], 0.0)
     squares = xp.flush(xp.product(deviation, deviation))
-    if bessel:
-        divisor = xp.where(window.count > 1, window.count - 1, 1)
-    else:
-        divisor = xp.where(window.count > 0, window.count, 1)
+    divisor = window.count - 1 if bessel else window.count
+    divisor = xp.where(divisor > 0, divisor, 1)
     total = folded(squares, operator.add)
     return xp.quotient(total, xp.as_float(divisor))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple
 
 from healcore.core.array_namespace import Number
-from healcore.core.decision import Action, Cause, names_of
+from healcore.core.engine.saved_state import to_json_data
 from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
 
 
@@ -148,52 +148,32 @@ def may_limit_rate(config: LrConfig) -> bool:
 
 
 def config_differences(left: EngineConfig, right: EngineConfig) -> list[str]:
-    """Lists the keys in which two policies differ, for the message of a resume with another policy.
+    """Lists the numbers in which two policies differ, for a message.
 
     Args:
         left: a policy, for example the policy of a saved state.
         right: another policy.
 
     Returns:
-        Lines `key: left and right`. The keys are those of a policy file, such as `clip.kind` and
-        `lr.factor`. A table that only one policy has is named without its keys:
-        `detect.plateau: absent and present`.
+        Lines `name: left and right`, such as `lr.factor: 0.5 and 0.25`.
     """
-    ours, theirs = _tables(left), _tables(right)
-    found = []
-    for name in dict.fromkeys([*ours, *theirs]):
-        if name not in ours:
-            found.append(f"{name}: absent and present")
-        elif name not in theirs:
-            found.append(f"{name}: present and absent")
-        else:
-            for key, value in ours[name].items():
-                # As text, because `==` of arrays is an array.
-                before, here = _shown(value), _shown(theirs[name][key])
-                if before != here:
-                    found.append(f"{name}.{key}: {before} and {here}".removeprefix("."))
-    return found
+    return _differences(_tables(left), _tables(right), "")
 
 
-def _tables(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """The tables of a policy file; keys outside of a table are under the name ""."""
-    single = ("mode", "max_skips", "grace_steps")
-    tables: dict[str, dict[str, Any]] = {"": {name: getattr(config, name) for name in single}}
-    kind = "none" if config.clip is None else config.clip.kind
-    tables["clip"] = {"kind": kind}
+def _tables(config: EngineConfig) -> dict[str, Any]:
+    """The numbers of a policy by the names of the tables of its file."""
+    tables = to_json_data(config._replace(detectors=()))
+    tables["detect"] = {name: to_json_data(each) for name, each in config.detectors}
     if config.clip is not None:
-        tables[f"clip ({kind})"] = config.clip._asdict()
-    for name, detector in config.detectors:
-        tables[f"detect.{name}"] = detector._asdict()
-    for i, rule in enumerate(config.rules):
-        table = rule._asdict()
-        table["to"] = names_of(Cause(table.pop("causes")))
-        table["do"] = names_of(Action(table.pop("action")))
-        tables[f"respond[{i}]"] = table
-    for name in ("incident", "rollback", "lr", "budget"):
-        tables[name] = getattr(config, name)._asdict()
+        tables["clip"]["kind"] = config.clip.kind
     return tables
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else repr(value).strip("'")
+def _differences(left: Any, right: Any, name: str) -> list[str]:
+    if not (isinstance(left, dict) and isinstance(right, dict)):
+        return [] if left == right else [f"{name}: {left} and {right}"]
+    found = []
+    for key in left | right:
+        place = f"{name}.{key}".strip(".")
+        found += _differences(left.get(key, "absent"), right.get(key, "absent"), place)
+    return found

@@ -11,7 +11,6 @@ learns the norm, and the budget is checked before an order is given.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -115,20 +114,12 @@ class Engine:
         return not (clips_by_state or self.scales_lr or self.limits_norm)
 
     @cached_property
-    def fingerprint(self) -> str | None:
+    def fingerprint(self) -> str:
         """Sixteen hex digits, equal for equal numbers within one release of healcore.
 
-        Saved states and reports name the policy by it, whatever its file is called. None if the
-        numbers are arrays, as for many policies at once.
+        Saved states and reports name the policy by it, whatever its file is called.
         """
-        numbers: tuple[Any, ...] = self.config
-        if self.config.clip is not None:
-            numbers = self.config._replace(clip=(self.config.clip.kind, self.config.clip))
-        try:
-            text = json.dumps(numbers, sort_keys=True)
-        except TypeError:
-            return None
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(self.config).encode()).hexdigest()[:16]
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -186,13 +177,14 @@ class Engine:
         # NumPy warns of invalid values that `where` discards later.
         with np.errstate(all="ignore"):
             new, decision = self._judge(state, signals)
-            if signals.externally_skipped is not None:
-                skipped = signals.externally_skipped
-                new = self._without_step(state, new, signals, skipped)
-                decision = _neutral(decision, skipped, state.lr.scale)
-                decision = decision._replace(cause=xp.where(skipped, 0, decision.cause))
+            neutral_where, lr_scale = signals.externally_skipped, state.lr.scale
+            if neutral_where is not None:
+                new = self._without_step(state, new, signals, neutral_where)
+                decision = decision._replace(cause=xp.where(neutral_where, 0, decision.cause))
             if self.mode == "observe":
-                decision = _neutral(decision, decision.skip | True, 1.0)
+                neutral_where, lr_scale = decision.skip | True, 1.0
+            if neutral_where is not None:
+                decision = _neutral(decision, neutral_where, lr_scale)
         return new, decision
 
     def _judge(self, state: EngineState, signals: Signals) -> tuple[EngineState, Decision]:
@@ -336,28 +328,29 @@ class Engine:
         host's limit. So the norm stays within the limit without a sum of the tensors' norms, which
         each backend would round differently. A skipped step is not clipped.
         """
-        grad_scale, group_scale = numerics.one_like(state.last.loss), None
-        clipped = skip & False
-        if self.per_tensor:
-            group_scale = numerics.one_like(state.last.decision.group_scale)
-        if clip is not None and self.per_tensor:
-            group_scale = xp.where(skip[..., None], 1.0, clip.scale)
-            clipped = (xp.sum(xp.as_int(clip.clipped), -1) > 0) & ~skip
-        elif clip is not None:
-            grad_scale = xp.where(skip, 1.0, clip.scale)
-            clipped = clip.clipped & ~skip
+        per_tensor = self.per_tensor
+
+        def for_each(x: Any) -> Any:
+            return x[..., None] if per_tensor else x
+
+        scale, clipped = numerics.one_like(state.last.loss), skip & False
+        if per_tensor:
+            scale = numerics.one_like(state.last.decision.group_scale)
+        if clip is not None:
+            scale, clipped = clip.scale, clip.clipped
+            if per_tensor:
+                clipped = xp.sum(xp.as_int(clipped), -1) > 0
         # The raw norm: in `CheckedSignals` it is limited, so it is too small above `SIGNAL_LIMIT`.
         norm, limit = signals.grad_norm, state.norm_limit
         if self.limits_norm and norm is not None:
-            over = (limit > 0) & (norm > limit) & ~skip
-            factor = xp.where(over, xp.quotient(limit, norm + EPSILON), 1.0)
-            factor = xp.flush(factor)
+            over = (limit > 0) & (norm > limit)
+            factor = xp.flush(xp.where(over, xp.quotient(limit, norm + EPSILON), 1.0))
             clipped = clipped | over
-            if group_scale is None:
-                grad_scale = xp.minimum(grad_scale, factor)
-            else:
-                group_scale = xp.minimum(group_scale, factor[..., None])
-        return grad_scale, group_scale, clipped
+            scale = xp.minimum(scale, for_each(factor))
+        scale, clipped = xp.where(for_each(skip), 1.0, scale), clipped & ~skip
+        if per_tensor:
+            return numerics.one_like(state.last.loss), scale, clipped
+        return scale, None, clipped
 
     def _without_step(
         self, old: EngineState, new: EngineState, signals: Signals, skipped: Flag
@@ -565,8 +558,8 @@ class Engine:
                 f"the saved state has schema {data.get('schema')!r}, but this version reads "
                 f"{SCHEMA}: start from a fresh state, or use the version that wrote it"
             )
-        saved = data.get("policy")  # None for a policy with arrays as numbers
-        if saved is not None and self.fingerprint is not None and saved != self.fingerprint:
+        saved = data.get("policy")
+        if saved != self.fingerprint:
             raise StateError(
                 "the saved state belongs to another policy: its fingerprint is "
                 f"{saved!r:.40}, not {self.fingerprint!r}; load the state with its own policy, or "

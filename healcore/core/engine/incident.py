@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from healcore.core.array_namespace import Flag, Int, xp
 from healcore.core.decision import NONFINITE, Action
-from healcore.core.engine.config import EngineConfig, may_limit_rate
+from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.state import BudgetState, EngineState, IncidentState
 
 _NONFINITE = int(NONFINITE)
@@ -70,11 +70,6 @@ def incident_causes(config: EngineConfig) -> int:
     return mask
 
 
-def recovers(config: EngineConfig) -> bool:
-    """Whether a rule of the policy rolls back or cuts the rate."""
-    return any(rule.action & _RECOVERS for rule in config.rules)
-
-
 def update_incident(
     config: EngineConfig,
     before: EngineState,
@@ -102,121 +97,69 @@ def update_incident(
     # An alarm is harmless if its step is skipped only because it is not finite, and nothing more is
     # ordered: the step has changed nothing. Any other alarm is serious.
     harmless = alarm & skip & ((incident_cause & ~_NONFINITE) == 0)
-    worsens = state.only_skips
-    if recovers(config):
-        acts = xp.shared(harmless & (wants_rollback | wants_cut))
-        harmless = harmless & ~acts
-        # An order makes an open incident of skips serious. It is then no new incident.
-        worsens = worsens & ~acts
+    acts = xp.shared(harmless & (wants_rollback | wants_cut))
+    harmless = harmless & ~acts
     serious = xp.shared(alarm & ~harmless)
     in_incident: Flag = state.open | state.only_skips
+    # An order makes an open incident of skips serious. It is then no new incident.
+    worsens = state.only_skips & ~acts
     is_new = xp.shared((alarm & ~in_incident) | (serious & worsens))
     quiet = (state.quiet + 1) * in_incident
     quiet = xp.where(alarm, state.quiet * (harmless & state.open), quiet)
     lasts = quiet < config.incident.quiet_steps
     is_serious: Flag = state.open | serious
     is_open = xp.shared(is_serious & lasts)
-    new = state._replace(
-        open=is_open,
-        only_skips=(state.only_skips | harmless) & lasts & ~is_serious,
-        number=state.number + is_new,
-        onset=xp.where(is_new, before.step, state.onset),
-        quiet=quiet,
-    )
-    healthy = xp.shared(~(is_open | alarm))
-    if recovers(config):
-        new, rollback, cut, depth = _due_orders(
-            config, new, is_new, alarm, wants_rollback, wants_cut
-        )
-        nonfinite = (cause & _NONFINITE) != 0
-        return new, *_grant(
-            config, before.budget, rollback, cut, depth, nonfinite, is_open, healthy
-        )
-    # The host may still limit the rate, which long health takes back.
-    budget, refund, never = before.budget, alarm & False, alarm & False
-    if may_limit_rate(config.lr):
-        budget, refund = _refund(config, budget, healthy, is_open)
-    return new, budget, RecoveryOrders(healthy, refund, never, cause & 0, cause & 0)
+    only_skips = (state.only_skips | harmless) & lasts & ~is_serious
+    onset = xp.where(is_new, before.step, state.onset)
 
-
-def _due_orders(
-    config: EngineConfig,
-    state: IncidentState,
-    is_new: Flag,
-    alarm: Flag,
-    wants_rollback: Flag,
-    wants_cut: Flag,
-) -> tuple[IncidentState, Flag, Flag, Int]:
-    """Finds out which of the wanted orders are due.
-
-    An order is due at the onset of an incident, and again after `patience` alarms in it.
-
-    Returns:
-        The incident with new counts; whether a rollback and a cut are due; and the checkpoint that
-        a rollback restores.
-    """
+    # An order is due at the onset of an incident, and again after `patience` alarms in it.
     patience = config.incident.patience
     since_rollback = xp.where(is_new, -1, state.alarms_since_rollback)
     since_cut = xp.where(is_new, -1, state.alarms_since_cut)
     cut = xp.shared(wants_cut & ((since_cut < 0) | (since_cut >= patience)))
     # A cut repeats the rollback order, because the host may have declined an earlier one.
-    rollback = (since_rollback < 0) | (since_rollback >= patience) | cut
-    rollback = xp.shared(wants_rollback & rollback)
+    due = (since_rollback < 0) | (since_rollback >= patience) | cut
+    rollback = xp.shared(wants_rollback & due)
     # A rollback also resets the step counter, so an earlier onset is in the same region.
-    near = state.onset - state.last_onset < config.rollback.region
-    again = (state.last_onset >= 0) & near
-    escalations = xp.where(rollback, (state.escalations + 1) * again, state.escalations)
-    new = state._replace(
+    near = (state.last_onset >= 0) & (onset - state.last_onset < config.rollback.region)
+    escalations = xp.where(rollback, (state.escalations + 1) * near, state.escalations)
+    new = IncidentState(
+        open=is_open,
+        only_skips=only_skips,
+        number=state.number + is_new,
+        onset=onset,
+        quiet=quiet,
         alarms_since_rollback=xp.where(rollback, 0, _count_alarm(since_rollback, alarm)),
         alarms_since_cut=xp.where(cut, 0, _count_alarm(since_cut, alarm)),
-        last_onset=xp.where(rollback, state.onset, state.last_onset),
+        last_onset=xp.where(rollback, onset, state.last_onset),
         escalations=escalations,
     )
-    depth = config.rollback.depth + config.rollback.deepen * escalations
-    return new, rollback, cut, depth
 
-
-def _grant(
-    config: EngineConfig,
-    budget: BudgetState,
-    rollback: Flag,
-    cut: Flag,
-    depth: Int,
-    nonfinite: Flag,
-    is_open: Flag,
-    healthy: Flag,
-) -> tuple[BudgetState, RecoveryOrders]:
-    """Grants the due orders for which the budget is left.
-
-    A step in an incident resets the count of healthy steps; a skipped non-finite step outside an
-    incident leaves the count unchanged. `Engine.on_rollback` subtracts a rollback.
-    """
+    # The budget. `Engine.on_rollback` subtracts a rollback. A step in an incident resets the count
+    # of healthy steps; a skipped non-finite step outside an incident leaves it unchanged.
+    budget = before.budget
     granted = xp.shared(rollback & (budget.recoveries > 0))
     denied = rollback & ~granted
     cut_granted = xp.shared(cut & (budget.lr_cuts > 0))
+    nonfinite = (cause & _NONFINITE) != 0
     action = (
         xp.flag(granted, Action.ROLLBACK)
         | xp.flag(cut_granted, Action.CUT_LR)
         | xp.flag(denied & nonfinite, Action.STOP)
         | xp.flag(denied & ~nonfinite, Action.ALERT)
     )
-    left = budget._replace(lr_cuts=xp.where(cut_granted, budget.lr_cuts - 1, budget.lr_cuts))
-    new, refund = _refund(config, left, healthy, is_open | rollback | cut)
-    recoveries = xp.minimum(budget.recoveries + refund, config.budget.recoveries)
-    depth = xp.where(granted, depth, budget.recoveries & 0)
-    orders = RecoveryOrders(healthy, refund, cut_granted, depth, action)
-    return new._replace(recoveries=recoveries), orders
-
-
-def _refund(
-    config: EngineConfig, budget: BudgetState, healthy: Flag, ends_health: Flag
-) -> tuple[BudgetState, Flag]:
-    """Counts a healthy step; long health refunds a cut. Returns also whether it refunds."""
-    count = (budget.healthy_steps + healthy) * ~ends_health
+    healthy = xp.shared(~(is_open | alarm))
+    count = (budget.healthy_steps + healthy) * ~(is_open | rollback | cut)
     refund = xp.shared(count >= config.budget.refund_after)
-    lr_cuts = xp.minimum(budget.lr_cuts + refund, config.budget.lr_cuts)
-    new = budget._replace(lr_cuts=lr_cuts, healthy_steps=xp.where(refund, 0, count))
-    return new, refund
+    cuts_left = budget.lr_cuts - xp.as_int(cut_granted)
+    new_budget = BudgetState(
+        recoveries=xp.minimum(budget.recoveries + refund, config.budget.recoveries),
+        lr_cuts=xp.minimum(cuts_left + refund, config.budget.lr_cuts),
+        healthy_steps=xp.where(refund, 0, count),
+    )
+    depth = config.rollback.depth + config.rollback.deepen * escalations
+    depth = xp.where(granted, depth, budget.recoveries & 0)
+    return new, new_budget, RecoveryOrders(healthy, refund, cut_granted, depth, action)
 
 
 def _count_alarm(since: Int, alarm: Flag) -> Int:

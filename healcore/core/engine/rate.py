@@ -112,25 +112,20 @@ def limited_rate(config: LrConfig, state: LrState, limit: Float, rate: Float | N
         rate: the schedule's learning rate, or None if it is unknown, which counts as a constant
             rate of 1.
     """
-    one = numerics.one_like(state.scale)
-    stored_rate = _stored_rate(rate, state)
-    known_rate = abs(stored_rate)  # 1 for `UNKNOWN_RATE`
-    has_rate = known_rate > 0
-    divisor = xp.where(has_rate, known_rate, 1.0)
+    no, yes = state.scale < 0, state.scale > 0
+    none = state.hold & 0
+    orders = RecoveryOrders(healthy=no, refund=no, cut=yes, depth=none, action=none)
+    cut = update_rate(config, state, orders, no, rate, cuts=True)
+    known_rate = abs(cut.rate)  # 1 for `UNKNOWN_RATE`
+    divisor = xp.where(known_rate > 0, known_rate, 1.0)
     limit = xp.where(limit > 0, limit, divisor)
     scale = xp.minimum(xp.quotient(limit, divisor), state.scale)
-    scale = xp.where(has_rate, scale, state.scale)
-    share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
-    rate_at_cut = xp.minimum(xp.quotient(limit, share), _MAX_RATE)
-    zero = numerics.zero_like(state.hold)
-    return LrState(
-        scale=xp.flush(scale),
+    share = numerics.zero_like(state.scale) + config.ceiling
+    share = xp.where(share > 0, share, 1.0)
+    return cut._replace(
+        scale=xp.flush(xp.where(known_rate > 0, scale, state.scale)),
         rate_after_cut=limit,
-        rate_at_cut=rate_at_cut,
-        peak=known_rate,
-        rate=stored_rate,
-        hold=zero + config.hold_steps,
-        ramp=zero + config.ramp_steps,
+        rate_at_cut=xp.minimum(xp.quotient(limit, share), _MAX_RATE),
     )
 
 

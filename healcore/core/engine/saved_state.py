@@ -26,22 +26,26 @@ class StateError(HealcoreError, ValueError):
 
 
 def to_json_data(tree: Any) -> Any:
-    """Converts a state to data that `json.dumps` accepts.
+    """Converts a state or a policy to data that `json.dumps` accepts.
 
     Args:
         tree: a tree of NamedTuples, tuples, arrays and None.
 
     Returns:
-        Dicts for NamedTuples, lists for tuples, and numbers or nested lists for arrays. A float32
-        becomes the double with the same value.
+        Dicts for tuples, by the names or the numbers of their parts, and numbers or nested lists
+        for arrays. A float32 becomes the double with the same value.
     """
     if tree is None:
         return None
-    if hasattr(tree, "_fields"):
-        return {name: to_json_data(part) for name, part in tree._asdict().items()}
     if isinstance(tree, tuple):
-        return [to_json_data(part) for part in tree]
+        return {name: to_json_data(part) for name, part in _parts(tree).items()}
     return np.asarray(tree).tolist()
+
+
+def _parts(tree: Any) -> dict[str, Any]:
+    """The parts of a tuple by name, or by number."""
+    names = getattr(tree, "_fields", None) or map(str, range(len(tree)))
+    return dict(zip(names, tree, strict=True))
 
 
 def from_json_data(template: Any, data: Any, place: str) -> Any:
@@ -60,19 +64,15 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
     """
     if isinstance(template, np.ndarray):
         return _array(template, data, place)
-    if template is None:
-        if data is None:
-            return None
-    elif hasattr(template, "_fields") and isinstance(data, Mapping):
-        if set(data) == set(template._fields):
+    if template is None and data is None:
+        return None
+    if isinstance(template, tuple) and isinstance(data, Mapping):
+        names = _parts(template)
+        if set(data) == set(names):
             parts = [
-                from_json_data(part, data[name], f"{place}.{name}")
-                for name, part in template._asdict().items()
+                from_json_data(part, data[name], f"{place}.{name}") for name, part in names.items()
             ]
-            return type(template)(*parts)
-    elif type(template) is tuple and isinstance(data, list | tuple) and len(data) == len(template):
-        pairs = zip(template, data, strict=True)
-        return tuple(from_json_data(part, each, place) for part, each in pairs)
+            return tuple.__new__(type(template), parts)
     raise StateError(
         f"{place} must have the structure of {to_json_data(template)!r:.120}, got {data!r:.80}: "
         "the saved state belongs to another policy, or is damaged"
@@ -81,19 +81,18 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
 
 def _array(template: np.ndarray, data: Any, place: str) -> np.ndarray:
     """Restores one array, checked for kind, shape and finiteness."""
+    kind = template.dtype.kind
     try:
         array = np.asarray(data)
         with np.errstate(all="ignore"):
             cast = array.astype(template.dtype)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise StateError(f"{place} must be {template.dtype}, got {data!r:.80}") from error
-    if cast.shape != template.shape:
+        fits = array.dtype.kind in {"b": "b", "i": "i", "f": "fi"}[kind] and np.isfinite(cast).all()
+        fits = fits and (kind == "f" or (cast == array).all())
+    except (TypeError, ValueError, OverflowError):
+        cast, fits = np.zeros(()), False
+    if cast.shape != template.shape or not (fits or cast.size == 0):
         raise StateError(
-            f"{place} must have shape {template.shape}, got {cast.shape}: the policy's windows or "
-            "the number of tensors differ from the saved state"
+            f"{place} must be finite, {template.dtype} and of shape {template.shape}, got "
+            f"{data!r:.80}: the state is damaged, or of a policy with other windows"
         )
-    kinds = {"b": "b", "i": "i", "f": "fi"}[template.dtype.kind]
-    fits = array.dtype.kind in kinds and (template.dtype.kind != "i" or (cast == array).all())
-    if array.size and not (fits and np.isfinite(cast).all()):
-        raise StateError(f"{place} must be finite and {template.dtype}, got {data!r:.80}")
     return cast

@@ -200,40 +200,32 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
     Returns:
         The state as NumPy arrays. No two leaves share an array, because JAX may donate them.
     """
-    clip_state: Any = None
+    no, zero, none = np.False_, np.int32(0), np.int32(-1)
+    clip: Any = None
     group_scales = None
     if config.clip is not None:
-        clip_state = config.clip.init(groups=groups)
+        clip = config.clip.init(groups=groups)
         if config.clip.per_tensor:
             group_scales = groups
-    orders = ("onset", "alarms_since_rollback", "alarms_since_cut", "last_onset")
-    none_yet = {name: np.full((), -1, np.int32) for name in orders}
     state = EngineState(
-        step=np.zeros((), np.int32),
-        change_expected=np.zeros((), bool),
-        grace=np.zeros((), np.int32),
-        clip=clip_state,
+        step=zero,
+        change_expected=no,
+        grace=zero,
+        clip=clip,
         detectors=tuple(detector.init() for _, detector in config.detectors),
         rules=tuple(init_rule(rule) for rule in config.rules),
-        finite_skip_streak=np.zeros((), np.int32),
-        incident=zeros(IncidentState)._replace(**none_yet),
+        finite_skip_streak=zero,
+        incident=zeros(IncidentState)._replace(
+            onset=none, alarms_since_rollback=none, alarms_since_cut=none, last_onset=none
+        ),
         budget=BudgetState(
-            np.asarray(config.budget.recoveries, np.int32),
-            np.asarray(config.budget.lr_cuts, np.int32),
-            np.zeros((), np.int32),
+            np.int32(config.budget.recoveries), np.int32(config.budget.lr_cuts), zero
         ),
-        lr=zeros(LrState)._replace(
-            scale=np.ones((), np.float32), rate=np.full((), UNKNOWN_RATE, np.float32)
-        ),
-        norm_limit=np.zeros((), np.float32),
+        lr=zeros(LrState)._replace(scale=np.float32(1), rate=np.float32(UNKNOWN_RATE)),
+        norm_limit=np.float32(0),
         tally=zeros(Tally),
-        last=Telemetry(
-            neutral(groups=group_scales),
-            *(np.zeros((), np.float32) for _ in range(5)),
-        ),
+        last=Telemetry(neutral(groups=group_scales), *[np.float32(0)] * 5),
     )
-    if not batch:
-        return state
     return map_leaves(lambda leaf: np.broadcast_to(leaf, batch + leaf.shape).copy(), state)
 
 
