@@ -11,6 +11,7 @@ learns the norm, and the budget is checked before an order is given.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -119,7 +120,7 @@ class Engine:
 
         Saved states and reports name the policy by it, whatever its file is called.
         """
-        return hashlib.sha256(repr(self.config).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(to_json_data(self.config)).encode()).hexdigest()[:16]
 
     @cached_property
     def needs(self) -> frozenset[str]:

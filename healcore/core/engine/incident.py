@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from healcore.core.array_namespace import Flag, Int, xp
 from healcore.core.decision import NONFINITE, Action
-from healcore.core.engine.config import EngineConfig
+from healcore.core.engine.config import EngineConfig, may_limit_rate
 from healcore.core.engine.state import BudgetState, EngineState, IncidentState
 
 _NONFINITE = int(NONFINITE)
@@ -70,6 +70,11 @@ def incident_causes(config: EngineConfig) -> int:
     return mask
 
 
+def recovers(config: EngineConfig) -> bool:
+    """Whether a rule of the policy rolls back or cuts the rate."""
+    return any(rule.action & _RECOVERS for rule in config.rules)
+
+
 def update_incident(
     config: EngineConfig,
     before: EngineState,
@@ -97,12 +102,14 @@ def update_incident(
     # An alarm is harmless if its step is skipped only because it is not finite, and nothing more is
     # ordered: the step has changed nothing. Any other alarm is serious.
     harmless = alarm & skip & ((incident_cause & ~_NONFINITE) == 0)
-    acts = xp.shared(harmless & (wants_rollback | wants_cut))
-    harmless = harmless & ~acts
+    worsens = state.only_skips
+    if recovers(config):
+        acts = xp.shared(harmless & (wants_rollback | wants_cut))
+        harmless = harmless & ~acts
+        # An order makes an open incident of skips serious. It is then no new incident.
+        worsens = worsens & ~acts
     serious = xp.shared(alarm & ~harmless)
     in_incident: Flag = state.open | state.only_skips
-    # An order makes an open incident of skips serious. It is then no new incident.
-    worsens = state.only_skips & ~acts
     is_new = xp.shared((alarm & ~in_incident) | (serious & worsens))
     quiet = (state.quiet + 1) * in_incident
     quiet = xp.where(alarm, state.quiet * (harmless & state.open), quiet)
@@ -111,55 +118,62 @@ def update_incident(
     is_open = xp.shared(is_serious & lasts)
     only_skips = (state.only_skips | harmless) & lasts & ~is_serious
     onset = xp.where(is_new, before.step, state.onset)
-
-    # An order is due at the onset of an incident, and again after `patience` alarms in it.
-    patience = config.incident.patience
-    since_rollback = xp.where(is_new, -1, state.alarms_since_rollback)
-    since_cut = xp.where(is_new, -1, state.alarms_since_cut)
-    cut = xp.shared(wants_cut & ((since_cut < 0) | (since_cut >= patience)))
-    # A cut repeats the rollback order, because the host may have declined an earlier one.
-    due = (since_rollback < 0) | (since_rollback >= patience) | cut
-    rollback = xp.shared(wants_rollback & due)
-    # A rollback also resets the step counter, so an earlier onset is in the same region.
-    near = (state.last_onset >= 0) & (onset - state.last_onset < config.rollback.region)
-    escalations = xp.where(rollback, (state.escalations + 1) * near, state.escalations)
-    new = IncidentState(
+    healthy = xp.shared(~(is_open | alarm))
+    new = state._replace(
         open=is_open,
         only_skips=only_skips,
         number=state.number + is_new,
         onset=onset,
         quiet=quiet,
-        alarms_since_rollback=xp.where(rollback, 0, _count_alarm(since_rollback, alarm)),
-        alarms_since_cut=xp.where(cut, 0, _count_alarm(since_cut, alarm)),
-        last_onset=xp.where(rollback, onset, state.last_onset),
-        escalations=escalations,
     )
-
-    # The budget. `Engine.on_rollback` subtracts a rollback. A step in an incident resets the count
-    # of healthy steps; a skipped non-finite step outside an incident leaves it unchanged.
     budget = before.budget
-    granted = xp.shared(rollback & (budget.recoveries > 0))
-    denied = rollback & ~granted
-    cut_granted = xp.shared(cut & (budget.lr_cuts > 0))
-    nonfinite = (cause & _NONFINITE) != 0
-    action = (
-        xp.flag(granted, Action.ROLLBACK)
-        | xp.flag(cut_granted, Action.CUT_LR)
-        | xp.flag(denied & nonfinite, Action.STOP)
-        | xp.flag(denied & ~nonfinite, Action.ALERT)
-    )
-    healthy = xp.shared(~(is_open | alarm))
-    count = (budget.healthy_steps + healthy) * ~(is_open | rollback | cut)
-    refund = xp.shared(count >= config.budget.refund_after)
-    cuts_left = budget.lr_cuts - xp.as_int(cut_granted)
-    new_budget = BudgetState(
-        recoveries=xp.minimum(budget.recoveries + refund, config.budget.recoveries),
-        lr_cuts=xp.minimum(cuts_left + refund, config.budget.lr_cuts),
-        healthy_steps=xp.where(refund, 0, count),
-    )
-    depth = config.rollback.depth + config.rollback.deepen * escalations
-    depth = xp.where(granted, depth, budget.recoveries & 0)
-    return new, new_budget, RecoveryOrders(healthy, refund, cut_granted, depth, action)
+    rollback = cut = refund = alarm & False
+    action = depth = cause & 0
+
+    if recovers(config):
+        # An order is due at the onset of an incident, and again after `patience` alarms in it.
+        patience = config.incident.patience
+        since_rollback = xp.where(is_new, -1, state.alarms_since_rollback)
+        since_cut = xp.where(is_new, -1, state.alarms_since_cut)
+        cut = xp.shared(wants_cut & ((since_cut < 0) | (since_cut >= patience)))
+        # A cut repeats the rollback order, because the host may have declined an earlier one.
+        due = (since_rollback < 0) | (since_rollback >= patience) | cut
+        rollback = xp.shared(wants_rollback & due)
+        # A rollback also resets the step counter, so an earlier onset is in the same region.
+        near = (state.last_onset >= 0) & (onset - state.last_onset < config.rollback.region)
+        escalations = xp.where(rollback, (state.escalations + 1) * near, state.escalations)
+        new = new._replace(
+            alarms_since_rollback=xp.where(rollback, 0, _count_alarm(since_rollback, alarm)),
+            alarms_since_cut=xp.where(cut, 0, _count_alarm(since_cut, alarm)),
+            last_onset=xp.where(rollback, onset, state.last_onset),
+            escalations=escalations,
+        )
+        # `Engine.on_rollback` subtracts a rollback from the budget.
+        granted = xp.shared(rollback & (budget.recoveries > 0))
+        denied = rollback & ~granted
+        nonfinite = (cause & _NONFINITE) != 0
+        depth = config.rollback.depth + config.rollback.deepen * escalations
+        depth = xp.where(granted, depth, action)
+        is_open = is_open | rollback | cut
+        cut = xp.shared(cut & (budget.lr_cuts > 0))
+        budget = budget._replace(lr_cuts=budget.lr_cuts - xp.as_int(cut))
+        action = (
+            xp.flag(granted, Action.ROLLBACK)
+            | xp.flag(cut, Action.CUT_LR)
+            | xp.flag(denied & nonfinite, Action.STOP)
+            | xp.flag(denied & ~nonfinite, Action.ALERT)
+        )
+    if recovers(config) or may_limit_rate(config.lr):  # a limit of the host is taken back, too
+        # A step in an incident resets the count of healthy steps; a skipped non-finite step outside
+        # of an incident leaves it unchanged.
+        count = (budget.healthy_steps + healthy) * ~is_open
+        refund = xp.shared(count >= config.budget.refund_after)
+        budget = BudgetState(
+            recoveries=xp.minimum(budget.recoveries + refund, config.budget.recoveries),
+            lr_cuts=xp.minimum(budget.lr_cuts + refund, config.budget.lr_cuts),
+            healthy_steps=xp.where(refund, 0, count),
+        )
+    return new, budget, RecoveryOrders(healthy, refund, cut, depth, action)
 
 
 def _count_alarm(since: Int, alarm: Flag) -> Int:
