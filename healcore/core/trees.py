@@ -42,7 +42,7 @@ def zero_init(kind: type[State]) -> Callable[..., State]:
         kind: the NamedTuple of the state.
 
     Returns:
-        The method. It accepts `groups` as all methods `init` do, and ignores it.
+        The method. It accepts `groups` as the methods `init` of clipping rules do, and ignores it.
     """
 
     def init(self: Any, *, groups: int = 0) -> State:

@@ -114,7 +114,7 @@ class RecordsConfig(NamedTuple):
     """Number of steps learnt before a record counts."""
 
     CAUSE = Cause.RECORDS
-    NEEDS = frozenset({"loss"})
+    NEEDS = ("loss",)
     init = zero_init(RecordsState)
 
     def update(
@@ -200,7 +200,7 @@ class InstabilityConfig(NamedTuple):
     """Largest interval in steps between two such records."""
 
     CAUSE = Cause.INSTABILITY
-    NEEDS = frozenset({"loss", "grad_norm"})
+    NEEDS = ("loss", "grad_norm")
     init = zero_init(InstabilityState)
 
     def update(

@@ -70,7 +70,7 @@ class LossSpikeConfig(NamedTuple):
     """Smallest noise, as a share of the level."""
 
     CAUSE = Cause.LOSS_SPIKE
-    NEEDS = frozenset({"loss"})
+    NEEDS = ("loss",)
     init = zero_init(SpikeState)
 
     def update(self, state: SpikeState, seen: CheckedSignals) -> tuple[SpikeState, DetectorResult]:
@@ -105,7 +105,7 @@ class GradSpikeConfig(NamedTuple):
     """Smallest noise, as a share of the level: an alarm is three times the level or more."""
 
     CAUSE = Cause.GRAD_SPIKE
-    NEEDS = frozenset({"grad_norm"})
+    NEEDS = ("grad_norm",)
     init = zero_init(SpikeState)
 
     def update(self, state: SpikeState, seen: CheckedSignals) -> tuple[SpikeState, DetectorResult]:

@@ -28,7 +28,7 @@ class NonFiniteConfig(NamedTuple):
     """
 
     CAUSE = NONFINITE
-    NEEDS = frozenset()
+    NEEDS = ()
     init = zero_init(NonFiniteState)
 
     def update(
@@ -70,7 +70,7 @@ class VanishingConfig(NamedTuple):
     """Consecutive steps that raise the alarm."""
 
     CAUSE = Cause.GRAD_VANISHING
-    NEEDS = frozenset({"grad_norm"})
+    NEEDS = ("grad_norm",)
     init = zero_init(VanishingState)
 
     def update(
@@ -128,7 +128,7 @@ class LossCeilingConfig(NamedTuple):
     """Consecutive steps above a ceiling that make the alarm sustained."""
 
     CAUSE = Cause.DIVERGENCE
-    NEEDS = frozenset({"loss"})
+    NEEDS = ("loss",)
     init = zero_init(CeilingState)
 
     def update(
@@ -184,7 +184,7 @@ class GradCeilingConfig(NamedTuple):
 
     AT_MOST = (("sustain", "escape"),)
     CAUSE = Cause.GRAD_SPIKE
-    NEEDS = frozenset({"grad_norm"})
+    NEEDS = ("grad_norm",)
     init = zero_init(CeilingState)
 
     def update(

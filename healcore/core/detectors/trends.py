@@ -77,7 +77,7 @@ class DivergenceConfig(NamedTuple):
     """Steps learnt before a rise counts; the weight of a step in the trend is 1 / window."""
 
     CAUSE = Cause.DIVERGENCE
-    NEEDS = frozenset({"loss"})
+    NEEDS = ("loss",)
     init = zero_init(DivergenceState)
 
     def update(
@@ -172,7 +172,7 @@ class PlateauConfig(NamedTuple):
     """Largest distance from `chance_level` that counts as guessing."""
 
     CAUSE = Cause.PLATEAU
-    NEEDS = frozenset({"loss"})
+    NEEDS = ("loss",)
     init = zero_init(PlateauState)
 
     def update(
@@ -253,7 +253,7 @@ class OverfitConfig(NamedTuple):
     """Decay of the smoothed training loss per step."""
 
     CAUSE = Cause.OVERFIT
-    NEEDS = frozenset({"loss", "eval_loss"})
+    NEEDS = ("loss", "eval_loss")
     init = zero_init(OverfitState)
 
     def update(

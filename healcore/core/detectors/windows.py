@@ -174,15 +174,10 @@ class LossRatioConfig(NamedTuple):
 
     AT_MOST = (("warmup_steps", "window"), ("sustain", "escape"))
     CAUSE = Cause.LOSS_SPIKE
-    NEEDS = frozenset({"loss"})
+    NEEDS = ("loss",)
 
-    def init(self, *, groups: int = 0) -> LossRatioState:
-        """Makes the state before the first step.
-
-        Args:
-            groups: number of tensors of a per-tensor policy. Detectors judge no single tensors.
-        """
-        del groups
+    def init(self) -> LossRatioState:
+        """Makes the state before the first step."""
         return zeros(LossRatioState)._replace(window=empty(self.window))
 
     def update(
@@ -263,15 +258,10 @@ class LossWindowConfig(NamedTuple):
 
     AT_MOST = (("warmup_steps", "window"),)
     CAUSE = Cause.LOSS_SPIKE
-    NEEDS = frozenset({"loss"})
+    NEEDS = ("loss",)
 
-    def init(self, *, groups: int = 0) -> WindowState:
-        """Makes the state before the first value.
-
-        Args:
-            groups: number of tensors of a per-tensor policy. Detectors judge no single tensors.
-        """
-        del groups
+    def init(self) -> WindowState:
+        """Makes the state before the first value."""
         return zeros(WindowState)._replace(window=empty(self.window))
 
     def update(
@@ -321,7 +311,7 @@ class GradWindowConfig(LossWindowConfig):
     """
 
     CAUSE = Cause.GRAD_SPIKE
-    NEEDS = frozenset({"grad_norm"})
+    NEEDS = ("grad_norm",)
 
 
 class GradEmaState(NamedTuple):
@@ -373,7 +363,7 @@ class GradEmaConfig(NamedTuple):
 
     AT_MOST = (("sustain", "shift.patience"),)
     CAUSE = Cause.GRAD_SPIKE
-    NEEDS = frozenset({"grad_norm"})
+    NEEDS = ("grad_norm",)
     init = zero_init(GradEmaState)
 
     def update(

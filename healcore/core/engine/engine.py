@@ -131,7 +131,7 @@ class Engine:
         if self.per_tensor:
             names.add("group_norms")
         for _, detector in self.config.detectors:
-            names |= detector.NEEDS
+            names.update(detector.NEEDS)
             if detector.CAUSE & NONFINITE:  # needs neither, and judges each of them
                 names |= {"loss", "grad_norm"}
         return frozenset(names)
@@ -456,10 +456,9 @@ class Engine:
             config = config._replace(hold_steps=0, ramp_steps=0)
         limited = rates.limited_rate(config, state.lr, limit, rate)
         allowed = state.budget.lr_cuts > 0
-        pairs = zip(limited, state.lr, strict=True)
         spent = xp.as_int(allowed)
         return state._replace(
-            lr=type(state.lr)(*(xp.where(allowed, new, old) for new, old in pairs)),
+            lr=map_leaves(lambda new, old: xp.where(allowed, new, old), limited, state.lr),
             budget=state.budget._replace(lr_cuts=state.budget.lr_cuts - spent),
             tally=state.tally._replace(lr_cuts=state.tally.lr_cuts + spent),
         )

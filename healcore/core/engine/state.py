@@ -177,14 +177,14 @@ def neutral(*, groups: int | None = None) -> Decision:
     Returns:
         The decision as NumPy arrays: factors of 1, no skip, no action and no cause.
     """
-    one, zero = np.ones((), np.float32), np.zeros((), np.int32)
+    one, zero = np.float32(1), np.int32(0)
     return Decision(
         grad_scale=one,
-        skip=np.zeros((), bool),
-        lr_scale=one.copy(),
+        skip=np.False_,
+        lr_scale=one,
         action=zero,
-        cause=zero.copy(),
-        rollback_depth=zero.copy(),
+        cause=zero,
+        rollback_depth=zero,
         group_scale=None if groups is None else np.ones((groups,), np.float32),
     )
 

@@ -358,7 +358,7 @@ def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple
             clip_needs = "group_norms"
         parts.append(("clip", {clip_needs}))
     for name, detector in engine.config.detectors:
-        parts.append((name, detector.NEEDS))
+        parts.append((name, set(detector.NEEDS)))
     if all(needs - passed for _, needs in parts):
         needed = ", ".join(sorted(engine.needs)) or "nothing"
         raise ReplayError(
