@@ -96,22 +96,19 @@ class TorchDriver(Driver):
                     name, self._state, healings, self._pending, self.warnings, self._after_step
                 )
             )
-        self._find_buffers()
+        self._follow_structure()
         self._unsaved = UnsavedBuffers(
             self._state, lambda: len(self._members) > 1, self.warnings.append
         )
         self._weights = TorchWeights(self._state, healings, self._followed)
-        self._sample: WeightSample | None = None
-        """Sample of the weights after the last step, or None before `keep_weight_sample`."""
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
-        for healing in healings.values():
-            healing.healed_step.measurer.modules = modules
         self.window = GradientWindow(self._followed, modules)
         self._structure = StructureWatch(self._state, self._optimizers)
         self._numbers: list[OptimizerNumbers] = []
         for followed in self._followed:
             step = followed.healing.healed_step
             step.listener = followed
+            step.measurer.modules = modules
             step.numbers = OptimizerNumbers(step.optimizer, followed.name)
             self._numbers.append(step.numbers)
 
@@ -253,8 +250,7 @@ class TorchDriver(Driver):
             self.healings[name].live_engine.parse(data)
         if state is not None:
             apply(self.state(), state)
-            if self._sample is not None:
-                self._sample.keep()
+            self._sample.keep()
         for followed in self._followed:
             healing = followed.healing
             if state is not None:
@@ -278,8 +274,7 @@ class TorchDriver(Driver):
         """
         changes = self._structure.changes()
         if changes:
-            self._find_buffers()
-            self._sample = None
+            self._follow_structure()
         return changes
 
     def moments_obstacle(self) -> str:
@@ -344,14 +339,10 @@ class TorchDriver(Driver):
 
     def keep_weight_sample(self) -> None:
         """See `Driver.keep_weight_sample`."""
-        if self._sample is None:
-            self._sample = WeightSample(self._state, self.healings)
         self._sample.keep()
 
     def replaced_weights(self) -> list[str]:
         """See `Driver.replaced_weights`."""
-        if self._sample is None:
-            return []
         return self._sample.changed()
 
     @torch.no_grad()
@@ -466,11 +457,12 @@ class TorchDriver(Driver):
         self.window.on_step(followed)
         self.on_step()
 
-    def _find_buffers(self) -> None:
-        """Finds the buffers that the forward passes write, see `buffers_of`.
+    def _follow_structure(self) -> None:
+        """Finds the buffers that forward passes write, and the weights of the sample.
 
         Called at the start and after a change of structure.
         """
+        self._sample = WeightSample(self._state, self.healings)
         buffers = buffers_of(self._state, self.healings)
         for followed in self._followed:
             followed.buffers = buffers[followed.name]

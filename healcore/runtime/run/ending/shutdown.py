@@ -330,7 +330,7 @@ class Shutdown:
         An evaluation of averaged weights puts them in the place of the trained weights. A restart
         from such a checkpoint would train on from the averages, and nothing would show it.
         """
-        if not self.run.driver.is_interrupted():
+        if self.run.saver.resumes_exactly and not self.run.driver.is_interrupted():
             self.replaced = self.run.driver.replaced_weights()
 
     def _replaced_text(self) -> str:
