@@ -45,7 +45,7 @@ def main() -> None:
 
     state = engine.init()
     signals = Signals(loss=np.float32(2.0), grad_norm=np.float32("nan"))
-    _, decision = engine.step(state, signals, xp=np)
+    _, decision = engine.step(state, signals)
     assert bool(decision.skip), f"a NaN gradient was not skipped: {decision}"
 
     for preset in ("default", "aggressive", "conservative", "observe", "zclip"):

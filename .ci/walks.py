@@ -272,7 +272,7 @@ def toml_to_comparison() -> Trace:
         path.write_text('schema = 1\nname = "mine"\n[detect.loss_spike]\nz_threshold = 5.0\n')
         trace.start()
         engine = load(path).engine()
-        engine.step(engine.init(), Signals(loss=np.float32(2.0)), xp=np)
+        engine.step(engine.init(), Signals(loss=np.float32(2.0)))
         trace.stop()
     return trace
 

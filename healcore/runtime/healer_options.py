@@ -28,7 +28,6 @@ class AttachOptions(TypedDict, total=False):
     scaler: Any
     """A `torch.amp.GradScaler`, or None."""
     engine: Literal["auto", "host", "device"]
-    compile: bool | Literal["auto"]
     process_group: Any
     """A `ProcessGroup`, a `DeviceMesh`, "auto" or None."""
     pp_mesh: Any

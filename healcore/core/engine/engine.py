@@ -151,7 +151,6 @@ class Engine:
         Args:
             state: from `init` or the previous step.
             signals: at least a loss or a gradient norm.
-                functions, such as `numpy` itself.
 
         Returns:
             The new state, and the decision to enforce. In observe mode the decision is neutral, and
