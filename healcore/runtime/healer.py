@@ -614,8 +614,7 @@ class Healer(Generic[State]):
                 otherwise another one for the shorter last block.
             donate: whether each block reuses the memory of the state that it begins with, for a
                 state that does not fit into the device's memory twice, such as a large replay
-                buffer. You cannot read `state` afterwards, and the device waits while the Healer
-                works between two blocks. By default the next block is computed meanwhile.
+                buffer. You cannot read `state` afterwards.
 
         Returns:
             The last state, and the outputs of all updates of this process, stacked along a new

@@ -56,14 +56,12 @@ class TakesStates(Protocol):
 class CompiledLoop(Protocol):
     """One call of `Healer.scan`: a loop that the framework compiles in blocks of updates."""
 
-    def run(self, first: int, count: int, next_count: int) -> None:
+    def run(self, first: int, count: int) -> None:
         """Dispatches a block. Its records are a dispatch, which `take_dispatch` returns.
 
         Args:
             first: number of the block's first update.
             count: number of its updates.
-            next_count: number of updates in the block after it, or 0. A driver may compute that
-                block ahead.
         """
         ...
 

@@ -15,14 +15,13 @@ next update overwrites it. So the body returns the ring after each update, and `
     host      records  state  records   state  records   state
               of 50    50     of 50     100    of 20     120
 
-Between two blocks the Healer reads the records, and may save, compare and roll back. `Scan` says
-how the device avoids waiting for this work.
+Between two blocks the Healer reads the records, and may save, compare and roll back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,26 +34,6 @@ from healcore.jax.trees import Path, PyTree, arrays_of, node_at, with_arrays
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
 """(state, number of the update) -> (state, outputs), as for `lax.scan`."""
-
-
-class Block(NamedTuple):
-    """A block that was dispatched. The device may still compute its arrays.
-
-    A block is a number of updates that the device runs without the host.
-    """
-
-    begins_with: PyTree
-    """The state before its first update."""
-    first: int
-    """Number of its first update."""
-    count: int
-    """Number of its updates."""
-    state: PyTree
-    """The state after its last update."""
-    outputs: PyTree
-    """The outputs of its updates, stacked."""
-    records: BlockRecords
-    """What the host reads of each update."""
 
 
 class CompiledBlocks:
@@ -73,25 +52,27 @@ class CompiledBlocks:
         self, update: Update, state: PyTree, paths: Sequence[Path], *, donate: bool
     ) -> None:
         self._update, self._paths = update, paths
-        self.donates = donate
         self._like = state
         donated: tuple[int, ...] = ()
         if donate:
             donated = (0,)
         self._compiled = jax.jit(self._block, donate_argnums=donated)
 
-    def run(self, state: PyTree, first: int, count: int) -> Block:
+    def run(self, state: PyTree, first: int, count: int) -> tuple[PyTree, PyTree, BlockRecords]:
         """Dispatches a block, and returns without waiting for the device.
 
         Args:
             state: the state before the block. Unusable afterwards if the block donates it.
             first: number of the first update, from 0.
             count: number of updates.
+
+        Returns:
+            The state after the last update, the outputs of the updates, stacked, and what the host
+            reads of each update.
         """
         steps = np.arange(first, first + count, dtype=np.int32)
         arrays, outputs, records = self._compiled(arrays_of(state), steps)
-        new = with_arrays(self._like, arrays)
-        return Block(state, first, count, new, outputs, records)
+        return with_arrays(self._like, arrays), outputs, records
 
     def no_outputs(self, state: PyTree) -> Any:
         """The outputs of `lax.scan` over zero updates, whose first axis has length 0.
@@ -133,16 +114,6 @@ class CompiledBlocks:
 class Scan:
     """One call of `Healer.scan`.
 
-    The device need not wait while the Healer works between two blocks: the next block is dispatched
-    before this work. If the work changes the state, as a rollback does, the block that was computed
-    ahead is dropped. So a run has the same bits whether or not blocks are computed ahead:
-
-        device   block 0 | block 1 | block 2 | ...
-        host               work 0  | work 1  | ...
-
-    Blocks that donate their state are not computed ahead, because the Healer saves this state
-    between the blocks.
-
     Args:
         live: returns the live state.
         take_block: makes the state after a block the live state, with the records of its updates.
@@ -158,11 +129,9 @@ class Scan:
         self._live, self._take_block, self._blocks = live, take_block, blocks
         self._outputs: dict[int, Any] = {}
         """Number of each block's first update -> its outputs."""
-        self._ahead: Block | None = None
-        """The next block, if it is computed already."""
 
-    def run(self, first: int, count: int, next_count: int) -> None:
-        """Dispatches a block, and the block after it.
+    def run(self, first: int, count: int) -> None:
+        """Dispatches a block.
 
         After a rollback, `first` is lower than before. The outputs of the undone updates are then
         replaced.
@@ -170,20 +139,13 @@ class Scan:
         Args:
             first: number of the block's first update.
             count: number of its updates.
-            next_count: number of updates in the block after it, or 0.
         """
-        block = self._ahead
-        is_next = block is not None and (block.first, block.count) == (first, count)
-        if block is None or not is_next or block.begins_with is not self._live():
-            block = self._blocks.run(self._live(), first, count)
+        state, outputs, records = self._blocks.run(self._live(), first, count)
         for number in [*self._outputs]:
             if number >= first:
                 del self._outputs[number]
-        self._outputs[first] = block.outputs
-        self._take_block(block.state, block.records)
-        self._ahead = None
-        if next_count and not self._blocks.donates:
-            self._ahead = self._blocks.run(self._live(), first + count, next_count)
+        self._outputs[first] = outputs
+        self._take_block(state, records)
 
     def outputs(self) -> Any:
         """The outputs of all blocks, stacked, as from the program's own `lax.scan`."""

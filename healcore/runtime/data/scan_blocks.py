@@ -45,7 +45,6 @@ class ScanBlocks(LoaderAdapter):
     Attributes:
         first: number of the block's first update.
         count: number of updates in the block.
-        next_count: number of updates in the block after it, 0 after the last one.
 
     Raises:
         ValueError: a number is not a whole number >= 1.
@@ -57,7 +56,7 @@ class ScanBlocks(LoaderAdapter):
         super().__init__(self)
         self.updates = _whole_number("steps", updates)
         self.every = _whole_number("every", every)
-        self.first = self.count = self.next_count = 0
+        self.first = self.count = 0
         self._done = 0
         """Updates up to the end of the newest block."""
         self._index = 0
@@ -73,7 +72,6 @@ class ScanBlocks(LoaderAdapter):
             self.first = self._done
             self.count = min(self.every, self.updates - self._done)
             self._done += self.count
-            self.next_count = min(self.every, self.updates - self._done)
             self._index += 1
             yield np.int32(self._done - 1)
 

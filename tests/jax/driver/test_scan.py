@@ -126,10 +126,10 @@ def test_a_killed_run_resumes_at_a_block_with_the_bits_of_one_scan(every, tmp_pa
     whole = healer_module.loop_over_blocks
 
     def killed(run: Any, blocks: Any, dispatch: Any) -> None:
-        def until(first: int, count: int, next_count: int) -> None:
+        def until(first: int, count: int) -> None:
             if first >= 15:
                 raise Killed
-            dispatch(first, count, next_count)
+            dispatch(first, count)
 
         whole(run, blocks, until)
 
@@ -215,23 +215,6 @@ def test_what_the_program_still_holds_can_be_read_unless_it_is_donated():
         assert changed[0]["a"].is_deleted()
         assert_same_bits(last[2], jnp.full(4, 4.0))
         assert healer.step == 24
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_block_that_was_computed_ahead_is_not_computed_again(donate):
-    """Without a rollback each update runs once, also the last block, which is shorter."""
-    ran: list[int] = []
-
-    def update(state: Any, number: Any) -> Any:
-        jax.debug.callback(lambda n: ran.append(int(n)), number)
-        return UPDATE(state, number)
-
-    state = start()
-    with Healer(SKIPS, state=state) as healer:
-        healer.scan(update, state, 11, every=4, donate=donate)
-    jax.effects_barrier()
-    assert sorted(ran) == list(range(11))
 
 
 @pytest.mark.slow

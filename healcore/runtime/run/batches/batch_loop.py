@@ -209,7 +209,7 @@ class BatchLoop:
 
 
 def loop_over_blocks(
-    run: Run, blocks: ScanBlocks, dispatch: Callable[[int, int, int], None]
+    run: Run, blocks: ScanBlocks, dispatch: Callable[[int, int], None]
 ) -> None:
     """Dispatches blocks of updates that JAX compiles as a whole; see `Healer.scan`.
 
@@ -218,8 +218,8 @@ def loop_over_blocks(
     Args:
         run: the parts of the run.
         blocks: the blocks of updates, which are the batches of this loop.
-        dispatch: dispatches a block. It takes the number of the block's first update, the number of
-            updates in the block, and the number of updates in the next block, or 0.
+        dispatch: dispatches a block. It takes the number of the block's first update, and the
+            number of updates in the block.
 
     Raises:
         RunStopped, Terminated, EndRequested: as in `Healer.batches`.
@@ -228,5 +228,5 @@ def loop_over_blocks(
     if run.loaders.epoch_loop.can_return:  # in a loop over `epochs`
         epoch = run.loaders.epoch_loop.next_epoch
     for _ in BatchLoop(run, blocks, 1, epoch).batches():
-        dispatch(blocks.first, blocks.count, blocks.next_count)
+        dispatch(blocks.first, blocks.count)
     run.loop.state.reach_end()
