@@ -151,10 +151,12 @@ def test_a_healer_reads_once_and_computes_nothing_outside_of_jit_between_two_ste
             if number > 2 and not is_traced:
                 total.update(calls)
                 updates += 1
-    # One compiled function for all optimizers, and two copies for each.
+    # Two arrays of each optimizer are read at once if they were computed. Otherwise one compiled
+    # function copies all of them, and a busy machine decides how often.
     assert updates >= 9
-    assert total["copy"] == updates
-    assert total["copy_to_host_async"] == 4 * updates
+    copied = total["copy"]
+    assert copied == 0 if waits else copied <= updates
+    assert total["copy_to_host_async"] == 4 * copied
     assert total["device_get"] == total["bind"] == total["apply_primitive"] == 0
     assert total["Python"] <= updates * 280
 

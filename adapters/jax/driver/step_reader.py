@@ -95,10 +95,19 @@ Readings = Callable[[], list[list[EngineReading]]]
 
 
 def _begin_copy(states: Sequence[HealState], block: BlockRecords | None = None) -> Readings:
-    """Begins to copy the records of one update, or of a block. Nothing waits for the copy."""
-    records = block or _as_block(block_records(states))
-    for array in jax.tree.leaves(records):
-        array.copy_to_host_async()
+    """Begins to copy the records of one update, or of a block. Nothing waits for the copy.
+
+    A program that has waited for its loss has waited for the records of its update too. They are
+    then copied at once, which takes a third of the time of one more compiled function.
+    """
+    records = block or block_records(states)
+    if block is None and all(array.is_ready() for array in jax.tree.leaves(records)):
+        records = jax.tree.map(lambda array: np.array(array)[None], records)
+    else:
+        if block is None:
+            records = _as_block(records)
+        for array in jax.tree.leaves(records):
+            array.copy_to_host_async()
 
     @functools.cache
     def read() -> list[list[EngineReading]]:
