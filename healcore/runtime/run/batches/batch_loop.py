@@ -208,9 +208,7 @@ class BatchLoop:
             loop.judge_at_end()
 
 
-def loop_over_blocks(
-    run: Run, blocks: ScanBlocks, dispatch: Callable[[int, int], None]
-) -> None:
+def loop_over_blocks(run: Run, blocks: ScanBlocks, dispatch: Callable[[int, int], None]) -> None:
     """Dispatches blocks of updates that JAX compiles as a whole; see `Healer.scan`.
 
     A block is the batch of this loop: the work between two steps follows each block.
