@@ -170,15 +170,20 @@ class GradientWindow:
         """Drops gradients and observed losses; restores random states and buffers.
 
         Args:
-            kept_alive: what variables of the loop still refer to, see `_free_graphs`. The list is
-                emptied.
+            kept_alive: what variables of the loop still refer to. The list is emptied.
             clear_cache: whether the accelerator's unused memory is returned to the device.
         """
         for optimizer in self._optimizers:
             optimizer.clear(used=True)
             optimizer.buffers.end(True)
         set_torch_states(self._random)
-        _free_graphs(kept_alive, since=self._node)
+        for value in kept_alive:
+            for tensor in tensors_in(value, _MAX_ITEMS, _MAX_DEPTH):
+                # A variable of the loop (`loss`) keeps its graph, and so the activations, until the
+                # loop assigns it again after the next forward pass.
+                if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._node:
+                    with suppress(RuntimeError):  # `detach_` raises for a view
+                        tensor.detach_()
         kept_alive.clear()
         gc.collect()  # an exception and its frames refer to each other
         if clear_cache and torch.accelerator.is_available():
@@ -326,20 +331,3 @@ def _obstacle_of(modules: Iterable[nn.Module], ranks: GlooRanks) -> str:
                     "communication hook, another reducer, or ranks that this Healer does not have"
                 )
     return ""
-
-
-def _free_graphs(values: Iterable[Any], *, since: int) -> None:
-    """Frees the graphs of these tensors, whose backward pass does not run.
-
-    A variable of the loop (`loss`) keeps its graph, and so the activations, until the loop assigns
-    it again after the next forward pass.
-
-    Args:
-        values: tensors, containers of tensors, or other objects, which are ignored.
-        since: lowest sequence number of the graph nodes to free.
-    """
-    for value in values:
-        for tensor in tensors_in(value, _MAX_ITEMS, _MAX_DEPTH):
-            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
-                with suppress(RuntimeError):  # `detach_` raises for a view
-                    tensor.detach_()
