@@ -8,7 +8,6 @@ place, as in ``nnx.state(optimizer)``. An argument `policy` is the policy of the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -16,9 +15,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import optax
-from jax.tree_util import SequenceKey
 
-from healcore.console import first_of
 from healcore.core.decision import Decision
 from healcore.jax import heal_state
 from healcore.jax.gradients import is_gradient
@@ -30,8 +27,7 @@ from healcore.jax.heal_state import (
     engine_state,
     with_engine_state,
 )
-from healcore.jax.optax_states import is_optax_state
-from healcore.jax.trees import Path, PyTree, map_nodes, node_at, nodes
+from healcore.jax.trees import Path, PyTree, map_nodes, nodes
 from healcore.policy import PolicyLike, engine_of
 
 State = TypeVar("State")
@@ -260,13 +256,11 @@ def with_heal_state(bare: PyTree, like: State) -> State:
 
     members = jax.tree.leaves(bare, is_leaf=fits)
     if not fits(bare) and (len(members) != 1 or not fits(members[0])):
-        here = _paths_in(bare)
-        there = _paths_in(wanted)
         raise HealStateError(
-            "this state does not have the structure of without_heal_state(like): only here "
-            f"{first_of(sorted(here - there)) or 'nothing'}, only there "
-            f"{first_of(sorted(there - here)) or 'nothing'}. Pass a state of the same model and "
-            "optimizer; a checkpoint restored without a target has dicts instead of optax's states"
+            "this state does not have the structure of without_heal_state(like). Pass a state of "
+            "the same model and optimizer; a checkpoint restored without a target has dicts "
+            f"instead of optax's states\n  this state: {jax.tree.structure(bare)}\n  like: "
+            f"{structure}"
         )
     # Both trees have their other leaves in the same order.
     leaves = iter(jax.tree.leaves(bare))
@@ -288,18 +282,11 @@ def with_heal_state(bare: PyTree, like: State) -> State:
     return fill(like)
 
 
-def _paths_in(tree: PyTree) -> set[str]:
-    """The paths of all leaves of a tree, for a message."""
-    return {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 # -- the healing state in an optimizer state ------------------------------------------------------
 
 
 def find(opt_state: PyTree) -> HealState:
     """Finds the HealState in an optimizer state, and takes its arrays out of nnx Variables.
-
-    Warns if an optimizer precedes it in a chain, see `warn_if_after_optimizer`.
 
     Args:
         opt_state: any nesting of optax states, with arrays or nnx Variables, or of mappings in
@@ -310,7 +297,6 @@ def find(opt_state: PyTree) -> HealState:
     """
     found = nodes(is_healing, opt_state)
     if len(found) == 1:
-        warn_if_after_optimizer(opt_state, found[0][0])
         arrays = _arrays_of(found[0][1])
         if arrays.keys() - set(HealState._fields) or arrays.get("heal_records") is None:
             raise HealStateError(
@@ -360,37 +346,3 @@ def _arrays_of(node: PyTree) -> dict[str, Any]:
     """The array of each field of a HealState, without the Variable around it."""
     fields = node if isinstance(node, Mapping) else node._asdict()
     return {name: next(iter(jax.tree.leaves(field)), None) for name, field in fields.items()}
-
-
-def warn_if_after_optimizer(root: PyTree, path: Path) -> None:
-    """Warns if an optimizer's state precedes the healing state at `path` in a chain.
-
-    Detects only optimizers with a state (SGD without momentum has no state), and not in
-    `optax.named_chain`, whose states are unordered. This is not an error, because the order may be
-    intended, or the tuple may be a user's own.
-
-    Args:
-        root: any tree with the healing state, such as a TrainState.
-        path: path of a HealState in it.
-    """
-    index = None
-    for i, key in enumerate(path):
-        if isinstance(key, SequenceKey):
-            index = i  # the last one: the innermost chain around the healing state
-    if index is None:
-        return
-    chain = node_at(root, path[:index])
-    # Every member of a chain's state is a tuple, unlike the members of a tree of parameters.
-    if type(chain) is not tuple or not all(isinstance(member, tuple) for member in chain):
-        return
-    before = chain[: path[index].idx]
-    if nodes(HealState, before):
-        return  # a user's tuple with the states of several optimizers
-    states = [state for _, state in nodes(is_optax_state, before)]
-    if any(map(is_gradient, jax.tree.leaves(states))):
-        warnings.warn(
-            "heal, heal_zclip and protect have to judge gradients, but an optimizer precedes them "
-            "in this chain: they judge its updates, after a NaN has reached its moments. Put "
-            "healing first: optax.chain(heal_zclip(), optax.adamw(1e-3))",
-            stacklevel=4,
-        )

@@ -15,7 +15,6 @@ written it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import jax
@@ -93,39 +92,14 @@ def node_at(root: PyTree, path: Path) -> PyTree:
     Raises:
         AttributeError, LookupError, TypeError: the tree has no node at this path.
     """
-    return node_getter(path)(root)
-
-
-def node_getter(path: Path) -> Callable[[PyTree], PyTree]:
-    """Makes a function that returns the node at a path, for a node that every step reads.
-
-    `node_at` finds out the kind of each key at each call. This function does it only once.
-
-    Args:
-        path: keys of `jax.tree_util`, as `nodes` returns them.
-
-    Returns:
-        A function of a tree, which raises the errors of `node_at`.
-    """
-    getters = [_getter_of(key) for key in path]
-
-    def get(root: PyTree) -> PyTree:
-        for getter in getters:
-            root = getter(root)
-        return root
-
-    return get
-
-
-def _getter_of(key: Any) -> Callable[[Any], Any]:
-    """A function that takes one key of a path from a node."""
-    if isinstance(key, FlattenedIndexKey):  # a class registered without keys
-        return lambda node: default_registry.flatten_one_level(node)[0][key.key]
-    if hasattr(key, "name"):
-        return attrgetter(key.name)
-    if hasattr(key, "key"):
-        return itemgetter(key.key)
-    return itemgetter(key.idx)
+    for key in path:
+        if isinstance(key, FlattenedIndexKey):  # a class registered without keys
+            root = default_registry.flatten_one_level(root)[0][key.key]
+        elif hasattr(key, "name"):
+            root = getattr(root, key.name)
+        else:
+            root = root[key.key if hasattr(key, "key") else key.idx]
+    return root
 
 
 # -- leaves ----------------------------------------------------------------------------------------

@@ -1,18 +1,15 @@
 """The public names, what an import loads, and typical first mistakes."""
 
-import warnings
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
-from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
-from healcore.jax.driver.driver import JaxDriver
+from healcore.jax import heal, heal_zclip, protect
 from healcore.policy import PolicyError
 
 PARAMS = {"w": jnp.ones(4)}
@@ -48,46 +45,3 @@ def test_zclip_takes_numbers(name):
 
 SGD = optax.inject_hyperparams(optax.sgd)(0.1)
 ADAM = optax.adam(1e-3)
-
-
-@pytest.mark.parametrize(
-    ("tx", "warned"),
-    [
-        pytest.param(optax.chain(ADAM, heal_zclip()), True, id="behind Adam"),
-        pytest.param(
-            optax.chain(SGD, optax.inject_hyperparams(heal_zclip)()),
-            True,
-            id="behind SGD, injected",
-        ),
-        pytest.param(
-            optax.chain(optax.clip(1.0), optax.chain(ADAM, heal("zclip"))),
-            True,
-            id="behind a chain",
-        ),
-        pytest.param(optax.chain(heal_zclip(), ADAM), False, id="before Adam"),
-        pytest.param(
-            optax.chain(optax.zero_nans(), optax.clip(1.0), heal_zclip()),
-            False,
-            id="behind transformations without a state",
-        ),
-        pytest.param(
-            protect(optax.chain(optax.clip(1.0), ADAM), "zclip"), False, id="around the optimizer"
-        ),
-    ],
-)
-def test_only_healing_behind_the_optimizer_is_warned_of(tx, warned):
-    def driven(state: Any) -> None:
-        JaxDriver((PARAMS, ADAM.init(PARAMS), state), "zclip")
-
-    state = tx.init(PARAMS)
-    for look in (last_decision, metrics, jax.jit(last_decision), driven):
-        with warnings.catch_warnings(record=True, action="always") as found:
-            look(state)
-        assert any("healing first" in str(each.message) for each in found) is warned
-
-
-def test_parameters_in_tuples_are_no_optimizer_before_the_healing():
-    tx = protect(optax.sgd(0.1), "zclip")
-    for params in ((jnp.ones(4), jnp.ones(2)), optax.LookaheadParams.init_synced(PARAMS)):
-        with warnings.catch_warnings(action="error"):
-            JaxDriver((params, tx.init(params)), "zclip")

@@ -17,6 +17,7 @@ Messages name these arrays, and comparisons of weights replace them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -35,9 +36,9 @@ from healcore.jax.driver.program_state import (
     to_live_leaf,
 )
 from healcore.jax.heal_state import HealState, HealStateError, ProtectState, ScaleByHealLrState
-from healcore.jax.opt_state import warn_if_after_optimizer, without_heal_state
+from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import check_second_iterates
-from healcore.jax.trees import Path, PyTree, map_nodes, node_at, node_getter, nodes
+from healcore.jax.trees import Path, PyTree, map_nodes, node_at, nodes
 from healcore.runtime.engine_names import check_engines
 
 _MASKS = (optax.MaskedState, optax.transforms.PartitionState)
@@ -111,7 +112,6 @@ def find_engines(
     for item, (path, state) in zip(items, states.items(), strict=True):
         _check_is_one_run(path, state)
         heal_state.engine_state(engine, state)  # raises for another policy
-        warn_if_after_optimizer(tree, path)
         name = item
         if items.count(item) > 1:
             name = keystr(path)
@@ -127,7 +127,7 @@ def find_engines(
             tensor_names = tuple(f"{name}: gradient {i} of {count}" for i in range(count))
         if not likeliest:
             names = tuple(map(keystr, floating_arrays(tree)))
-        engines.append(EngineEntry(name, path, names, tensor_names, node_getter(path)))
+        engines.append(EngineEntry(name, path, names, tensor_names, partial(node_at, path=path)))
     return engines
 
 
