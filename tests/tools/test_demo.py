@@ -112,7 +112,7 @@ def test_a_process_that_cannot_train_says_why(tmp_path):
     ):
         process.follow(print)
     with (
-        FrameworkProcess("torch", tmp_path, STEPS, {"batch": 0}) as process,
+        FrameworkProcess("torch", tmp_path, STEPS, {"heads": 5}) as process,
         pytest.raises(DemoError, match=r"runs in torch failed: Traceback[^$]*Error"),
     ):
         process.follow(lambda step: None)
