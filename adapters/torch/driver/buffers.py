@@ -53,21 +53,31 @@ class _Block:
 
     Attributes:
         buffers: the buffers.
-        layout: layer, name and shape of each buffer.
         values: a copy of their values, one buffer after the other.
-        parts: the values of each buffer.
-        peaks: the largest absolute value of each buffer, NaN if there is one.
     """
 
     def __init__(self, buffers: Sequence[_Buffer]) -> None:
         self.buffers = buffers
-        self.layout = [buffer[:3] for buffer in buffers]
         self.values = torch.cat([buffer.tensor.flatten() for buffer in buffers])
-        self.parts = [*self.values.split([shape.numel() for _, _, shape in self.layout])]
-        self.peaks = torch.zeros(len(buffers), device=self.values.device)
-        if self.values.is_floating_point() and len(self.values):
-            norms = torch._foreach_norm(self.parts, math.inf)  # pyright: ignore[reportPrivateImportUsage]
-            self.peaks = torch.stack(norms)
+
+    def sizes(self) -> list[int]:
+        """The number of values of each buffer."""
+        return [buffer.shape.numel() for buffer in self.buffers]
+
+    def fits(self, other: _Block) -> bool:
+        """Whether another block has the same layers, names and shapes."""
+        return [buffer[:3] for buffer in self.buffers] == [buffer[:3] for buffer in other.buffers]
+
+    def is_bad(self) -> Tensor:
+        """Whether each buffer has NaN, or Inf in batch statistics."""
+        if not (self.values.is_floating_point() and len(self.values)):
+            return torch.zeros(len(self.buffers), dtype=torch.bool, device=self.values.device)
+        limit = math.inf
+        if self.buffers[0].name in STATISTICS:
+            limit = torch.finfo(self.values.dtype).max
+        parts = [*self.values.split(self.sizes())]
+        peaks = torch._foreach_norm(parts, math.inf)  # pyright: ignore[reportPrivateImportUsage]
+        return ~(torch.stack(peaks) <= limit)
 
     def is_written(self) -> bool:
         """Whether torch has counted a write since then, or another tensor is in a place.
@@ -124,30 +134,30 @@ class LayerBuffers:
             skipped: whether the step was skipped: a bool, or a 0-d float32 of 0 or 1 on the device.
         """
         now = self._read()
+        blocks = now.values()
+        if skipped is False and all(b.values.is_cpu and b.values.sum().isfinite() for b in blocks):
+            self._saved = now  # the usual case
+            return
         pairs: list[tuple[_Block, _Block]] = []
         for kind, saved in self._saved.items():
             block = now.get(kind)
-            if block is not None and saved.layout == block.layout:
+            if block is not None and saved.fits(block):
                 pairs.append((saved, block))
             elif bool(skipped):
                 # Its first forward pass has given a buffer its shape, or there is one more.
-                for buffer, part in zip(saved.buffers, saved.parts, strict=True):
+                parts = saved.values.split(saved.sizes())
+                for buffer, part in zip(saved.buffers, parts, strict=True):
                     buffer.table[buffer.name] = part.view(buffer.shape).clone()
         # For each layer, 0 if it is kept.
         restored = torch.as_tensor(skipped, dtype=torch.float32).expand(len(self._layers)).clone()
         for saved, block in pairs:
-            limit = math.inf
-            if block.buffers[0].name in STATISTICS:
-                limit = torch.finfo(block.values.dtype).max
-            is_bad = (saved.peaks <= limit) & ~(block.peaks <= limit)
+            is_bad = block.is_bad() & ~saved.is_bad()
             restored = gradients.to_device(restored, is_bad.device)
             restored.index_add_(0, _layers(block), is_bad.float())
-        if not (restored.is_cpu and not restored.any()):
-            for saved, block in pairs:
-                restored = gradients.to_device(restored, block.values.device)
-                _restore(saved, block, restored[_layers(block)] > 0)
-            now = self._read()
-        self._saved = now
+        for saved, block in pairs:
+            restored = gradients.to_device(restored, block.values.device)
+            _restore(saved, block, restored[_layers(block)] > 0)
+        self._saved = self._read()
 
     def _read(self) -> dict[_Kind, _Block]:
         """The current buffers, by kind."""
@@ -188,9 +198,10 @@ def _restore(saved: _Block, now: _Block, is_restored: Tensor) -> None:
 
     A tensor that the program has put there is not written: it may be the batch.
     """
-    sizes = gradients.to_device(torch.tensor([*map(len, now.parts)]), is_restored.device)
-    chosen = is_restored.repeat_interleave(sizes, output_size=len(now.values))
-    values = torch.where(chosen, saved.values, now.values).split([*map(len, now.parts)])
+    sizes = now.sizes()
+    counts = gradients.to_device(torch.tensor(sizes), is_restored.device)
+    chosen = is_restored.repeat_interleave(counts, output_size=len(now.values))
+    values = torch.where(chosen, saved.values, now.values).split(sizes)
     # A write to .data counts as no write for autograd, like that of a layer's own kernel.
     targets = [buffer.tensor.data for buffer in saved.buffers]
     sources = [value.view_as(target) for value, target in zip(values, targets, strict=True)]
@@ -259,30 +270,20 @@ class UnsavedBuffers:
     Args:
         state: the state of the run.
         saves_all: returns whether all buffers are saved, as with several ranks.
-        warn: reports a line to the user.
     """
 
     optional = True
     """Checkpoints of earlier versions lack this item, and can be restored."""
 
-    def __init__(
-        self, state: State, saves_all: Callable[[], bool], warn: Callable[[str], object]
-    ) -> None:
+    def __init__(self, state: State, saves_all: Callable[[], bool]) -> None:
         self._state = state
         self._saves_all = saves_all
-        self._first: dict[str, Tensor] = {}
-        """Path -> value at the start, on the host."""
         parameters = [module._parameters.values() for module in modules(state).values()]
         self._largest = _size_limit(p for each in parameters for p in each)
+        self._first: dict[str, Tensor] = {}
+        """Path -> value at the start, on the host."""
         for path, value in self._values():
-            if value.nbytes <= self._largest:
-                self._first[path] = value.detach().to("cpu", copy=True)
-            else:
-                warn(
-                    f"checkpoints do not hold {path}, which is not in state_dict() and is larger "
-                    "than all parameters together: write register_buffer(..., persistent=True) if "
-                    "the training writes it"
-                )
+            self._first[path] = value.detach().to("cpu", copy=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The buffers to save, not copied.
@@ -294,8 +295,7 @@ class UnsavedBuffers:
         found: dict[str, Tensor] = {}
         for path, value in self._values():
             first = self._first.get(path)
-            is_first = first is not None and torch.equal(value.cpu(), first)
-            if value.nbytes <= self._largest and (saves_all or not is_first):
+            if saves_all or first is None or not torch.equal(value.cpu(), first):
                 found[path] = value
         return found
 
@@ -310,7 +310,7 @@ class UnsavedBuffers:
         for path, value in {**self._first, **saved}.items():
             place, _, name = path.rpartition(".")
             module = live.get(place)
-            if module is None or (path not in saved and name not in module._buffers):
+            if module is None:
                 continue
             now = module._buffers.get(name)
             if now is not None and now.shape == value.shape and now.dtype == value.dtype:
@@ -324,8 +324,9 @@ class UnsavedBuffers:
             module.register_buffer(name, value.clone(), persistent=False)
 
     def _values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields path and value of each buffer that `state_dict()` leaves out."""
+        """Yields path and value of each buffer to save that `state_dict()` leaves out."""
         for place, module in modules(self._state).items():
-            for name, value in module._buffers.items():
-                if name in module._non_persistent_buffers_set and _is_plain(value):
+            for name in sorted(module._non_persistent_buffers_set & module._buffers.keys()):
+                value = module._buffers[name]
+                if _is_plain(value) and value.nbytes <= self._largest:
                     yield f"{place}.{name}", value

@@ -97,9 +97,7 @@ class TorchDriver(Driver):
                 )
             )
         self._follow_structure()
-        self._unsaved = UnsavedBuffers(
-            self._state, lambda: len(self._members) > 1, self.warnings.append
-        )
+        self._unsaved = UnsavedBuffers(self._state, lambda: len(self._members) > 1)
         self._weights = TorchWeights(self._state, healings, self._followed)
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
         self.window = GradientWindow(self._followed, modules)

@@ -61,21 +61,18 @@ class StructureWatch:
         """The parameters and the submodules of each module."""
         for module in live.values():
             self._tables += [module._parameters, module._modules]
-        self._buffers = [module._buffers for module in live.values()]
         self._seen = self._look()
         self._layout: dict[str, Any] = {}
-        """Path of a parameter -> its shape; of a buffer -> None; optimizer -> its parameters."""
+        """Path of a parameter -> its shape; optimizer -> its parameters."""
         for path, module in live.items():
             for name, p in module._parameters.items():
                 self._layout[f"{path}.{name}"] = None if p is None else _shape(p)
-            self._layout.update((f"{path}.{name}", None) for name in module._buffers)
         for name, optimizer in self._optimizers.items():
             self._layout[name] = [[*map(id, group["params"])] for group in optimizer.param_groups]
 
     def _look(self) -> list[Any]:
         """What differs after almost every change, and is fast to compare."""
         seen: list[Any] = [id(value) for table in self._tables for value in table.values()]
-        seen += [name for names in self._buffers for name in names]  # a forward replaces the values
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
                 seen.append([(id(p), _shape(p)) for p in group["params"]])
