@@ -54,24 +54,9 @@ class ShiftState(NamedTuple):
     """Variance of these values."""
 
 
-class ShiftResult(NamedTuple):
-    """Result of `watch_level`: whether to replace the baseline, and by what.
-
-    Where `escaped` holds, the rule takes `level` and `spread` as the mean and the variance of its
-    own statistics. Elsewhere it ignores them.
-    """
-
-    escaped: Flag
-    """Whether the level has shifted. `level` and `spread` are then the new baseline."""
-    level: Float
-    """Mean of the recent values."""
-    spread: Float
-    """Variance of the recent values."""
-
-
 def watch_level(
     config: ShiftConfig, state: ShiftState, value: Float, rejected: Flag, learn: Flag, restart: Flag
-) -> tuple[ShiftState, ShiftResult]:
+) -> tuple[ShiftState, Flag]:
     """Updates the rejections by one value, and decides whether the level has shifted.
 
     Without this, a rule that learns only accepted values rejects every value after a lasting shift.
@@ -89,7 +74,8 @@ def watch_level(
         restart: earlier rejections are forgotten first.
 
     Returns:
-        The new state, and whether and to which level the values have shifted.
+        The new state, and whether the values have shifted. Its `level` and `spread` are then the
+        mean and the variance of the rule's new baseline.
     """
     rejected = rejected & learn
     rejections = xp.where(restart, 0, state.rejections)
@@ -112,7 +98,7 @@ def watch_level(
     # The bound prevents an overflow.
     limit = 2 * config.patience * config.gain
     rejections = xp.where(escaped, 0, xp.where(rejections > limit, limit, rejections))
-    return ShiftState(rejections, level, spread), ShiftResult(escaped, level, spread)
+    return ShiftState(rejections, level, spread), escaped
 
 
 def limit_outlier(value: Float, mean: Float, count: Int, warm: Flag) -> tuple[Float, Flag]:

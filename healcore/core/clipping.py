@@ -211,14 +211,14 @@ class ZClipConfig(NamedTuple):
 
         learn = learn & seen.finite & (norm > 0)
         learnt = _learn(self, state, count, norm, accepted, learn)
-        shift_state, shift = baseline.watch_level(
+        shift, escaped = baseline.watch_level(
             self.shift, state.shift, norm, spike, learn & ~warm, seen.restart
         )
         return ZClipState(
             count=learnt.count,
-            mean=xp.where(shift.escaped, shift.level, learnt.mean),
-            var=xp.where(shift.escaped, shift.spread, learnt.var),
-            shift=shift_state,
+            mean=xp.where(escaped, shift.level, learnt.mean),
+            var=xp.where(escaped, shift.spread, learnt.var),
+            shift=shift,
         ), Clip(scale, threshold, z, over)
 
 
@@ -455,14 +455,14 @@ class AdaGCConfig(NamedTuple):
         rate = numerics.complement(self.ema_decay, norms)
         moved = xp.where(unknown, norms, xp.ema(gamma, accepted, rate, learn_n))
         gamma = xp.where(learn_n, xp.where(warm_n, lowest, moved), gamma)
-        shift_state, shift = baseline.watch_level(
+        shift, escaped = baseline.watch_level(
             self.shift, state.shift, norms, over, learn_n & ~warm_n, restart_n
         )
-        gamma = xp.where(shift.escaped, shift.level, gamma)
+        gamma = xp.where(escaped, shift.level, gamma)
         count = xp.where(learn & warm & (seen.grad_norm > 0), count + 1, count)
         threshold = xp.where(warm_n, self.max_norm, limit)
         zero = numerics.zero_like(norms)
-        return AdaGCState(count, gamma, shift_state), Clip(
+        return AdaGCState(count, gamma, shift), Clip(
             scale, zero + threshold, zero, (warm_n & over_global[..., None]) | over
         )
 

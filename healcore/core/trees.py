@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
-
-from healcore.core.array_namespace import Array, Flag, xp
 
 State = TypeVar("State")
 
@@ -22,17 +19,12 @@ def zeros(kind: type[State], shape: tuple[int, ...] = ()) -> State:
         shape: of each array.
     """
     fields = []
-    for hint in _hints(kind):
+    for hint in get_type_hints(kind, include_extras=True).values():
         if get_origin(hint) is Annotated:
             fields.append(np.zeros(shape, hint.__metadata__[0]))
         else:
             fields.append(zeros(hint, shape))
     return kind(*fields)
-
-
-@functools.cache
-def _hints(kind: type) -> tuple[Any, ...]:
-    return tuple(get_type_hints(kind, include_extras=True).values())
 
 
 def zero_init(kind: type[State]) -> Callable[..., State]:
@@ -70,39 +62,3 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
             return type(tree)(*mapped)
         return tuple(mapped)
     return fn(tree, *rest)
-
-
-def leaves(tree: Any) -> list[Any]:
-    """Lists the arrays of a tree.
-
-    Args:
-        tree: a tree of NamedTuples, tuples, arrays and None.
-
-    Returns:
-        The arrays, depth first and in the order of the fields. None has no array.
-    """
-    if tree is None:
-        return []
-    if isinstance(tree, tuple):
-        found = []
-        for part in tree:
-            found += leaves(part)
-        return found
-    return [tree]
-
-
-def select(condition: Flag, if_true: Array, if_false: Array) -> Array:
-    """`xp.where(...)`, whose `if_false` may have more trailing axes than `condition`.
-
-    Args:
-        condition: bool, of the shape of a batch.
-        if_true: the array where the condition holds.
-        if_false: the array elsewhere, with the axes of the batch first. If it is the same object as
-            `if_true`, it is the result, without an operation.
-    """
-    if if_true is if_false:
-        return if_false
-    trailing = (None,) * (if_false.ndim - condition.ndim)
-    if trailing:
-        condition = condition[(..., *trailing)]
-    return xp.where(condition, if_true, if_false)

@@ -10,7 +10,14 @@ from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig, EngineState, RuleConfig
 from healcore.core.signals import Signals
 from healcore.core.tape import to_program
-from healcore.core.trees import leaves, map_leaves
+from healcore.core.trees import map_leaves
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The arrays of a tree."""
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    return found
 
 
 def recorded(engine: Engine) -> Any:

@@ -11,7 +11,7 @@ from healcore.core.decision import Action
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.engine.state import FROZEN
 from healcore.core.signals import Signals
-from healcore.core.trees import map_leaves, select
+from healcore.core.trees import map_leaves
 from tests.core import fuzz
 from tests.core.reference import engine as reference
 
@@ -140,7 +140,11 @@ def growing_run(
 
 def where(lanes: np.ndarray, new: EngineState, old: EngineState) -> EngineState:
     """The state with these lanes of `new`, and the others of `old`."""
-    return map_leaves(lambda a, b: select(lanes, a, b), new, old)
+    return map_leaves(
+        lambda a, b: np.where(lanes.reshape(lanes.shape + (1,) * (b.ndim - lanes.ndim)), a, b),
+        new,
+        old,
+    )
 
 
 def compare(expected: Expected, got: Columns) -> Outcome:

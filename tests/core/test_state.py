@@ -16,9 +16,10 @@ from healcore.core.engine.state import record_numbers
 from healcore.core.signals import Signals
 from healcore.core.step_record import host_record
 from healcore.core.tape import NotRecordable, to_program
-from healcore.core.trees import leaves, map_leaves
+from healcore.core.trees import map_leaves
 from healcore.policy import engine_of
 from tests.core import fuzz, policies
+from tests.core.engine_runner import leaves
 
 
 def test_a_branch_on_a_value_is_refused_where_a_step_is_recorded():

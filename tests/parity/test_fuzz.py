@@ -19,9 +19,10 @@ from healcore.core.decision import Action
 from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.core.tape import to_program
-from healcore.core.trees import leaves, map_leaves
+from healcore.core.trees import map_leaves
 from healcore.policy import load, preset_names, recipe_names
 from tests.core import fuzz, policies
+from tests.core.engine_runner import leaves
 from tests.core.random_policies import BOUNDED, engine_configs
 from tests.parity import lockstep
 

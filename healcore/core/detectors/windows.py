@@ -384,7 +384,7 @@ class GradEmaConfig(NamedTuple):
         count = xp.where(seen.restart, 0, state.count)
         warm = count < self.warmup_steps
         alarm = learn & ~warm & _is_outlier(self, state, norm)
-        shift_state, shift = baseline.watch_level(
+        shift, escaped = baseline.watch_level(
             self.shift, state.shift, norm, alarm, learn & ~warm, seen.restart
         )
         accepted = learn & ~alarm
@@ -402,15 +402,15 @@ class GradEmaConfig(NamedTuple):
         var = xp.ema(xp.where(first, 0.0, state.var), square, rate, accepted)
         var = xp.where(var > 0, var, 0.0)
 
-        sustained = alarm & (shift_state.rejections >= self.sustain * self.shift.gain)
+        sustained = alarm & (shift.rejections >= self.sustain * self.shift.gain)
         learnt = GradEmaState(
             count=xp.where(accepted & warm, count + 1, count),
             weight=xp.where(accepted, weight, state.weight),
-            mean=xp.where(shift.escaped, shift.level, xp.where(accepted, mean, state.mean)),
-            var=xp.where(shift.escaped, shift.spread, xp.where(accepted, var, state.var)),
-            shift=shift_state,
+            mean=xp.where(escaped, shift.level, xp.where(accepted, mean, state.mean)),
+            var=xp.where(escaped, shift.spread, xp.where(accepted, var, state.var)),
+            shift=shift,
         )
-        return learnt, DetectorResult(alarm, sustained | shift.escaped)
+        return learnt, DetectorResult(alarm, sustained | escaped)
 
 
 def _is_outlier(config: GradEmaConfig, state: GradEmaState, norm: Float) -> Flag:

@@ -36,7 +36,7 @@ from healcore.core.engine.saved_state import SCHEMA, StateError, from_json_data,
 from healcore.core.engine.state import FROZEN, EngineState, RuleState, init, record_numbers
 from healcore.core.signals import CheckedSignals, Signals, check_signals
 from healcore.core.step_record import RECORD_FIELDS, record_metrics
-from healcore.core.trees import map_leaves, select
+from healcore.core.trees import map_leaves
 
 _MAX_GROUPS = 10_000_000
 _NONFINITE = int(NONFINITE)
@@ -360,7 +360,13 @@ class Engine:
         The loss and the norms of a skipped step are dropped, because the next step has its own. An
         announced change and an evaluation are reported for one step only, so they would be lost.
         """
-        kept = map_leaves(lambda after, before: select(skipped, before, after), new, old)
+
+        def chosen(after: Any, before: Any) -> Any:
+            trailing = (None,) * (after.ndim - skipped.ndim)
+            condition = skipped[(..., *trailing)] if trailing else skipped
+            return xp.where(condition, before, after)
+
+        kept = map_leaves(chosen, new, old)
         expected = old.change_expected
         if signals.change_expected is not None:
             expected = expected | signals.change_expected
@@ -552,7 +558,7 @@ class Engine:
         """
         if not isinstance(data, Mapping):
             raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
-        if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
+        if data.get("schema") != SCHEMA:
             raise StateError(
                 f"the saved state has schema {data.get('schema')!r}, but this version reads "
                 f"{SCHEMA}: start from a fresh state, or use the version that wrote it"
@@ -565,7 +571,7 @@ class Engine:
                 "start from a fresh state, whose detectors warm up again"
             )
         count = data.get("groups")
-        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
+        if not isinstance(count, int) or not 0 <= count <= _MAX_GROUPS:
             raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
         return from_json_data(self.init(groups=count), data.get("state"), "state")
 

@@ -80,7 +80,12 @@ def update_rate(
     ramp = xp.decremented(ramp + (holding | ~advances))
     hold = xp.where(advances & holding, hold - 1, hold)
 
-    top = _top_multiplier(config, rate_at_cut, peak)
+    # The multiplier at which the schedule's peak is the ceiling's share of `rate_at_cut`. The peak
+    # is 0 until the first rate above 0, where the multiplier stays. The share is 0 before the first
+    # cut, and for a policy whose ceiling is 0.
+    share = xp.product(config.ceiling, rate_at_cut)
+    top = xp.quotient(share, xp.where(peak > 0, peak, 1.0))
+    top = xp.where(share > 0, xp.minimum(top, 1.0), 1.0)
     bottom = xp.minimum(xp.quotient(rate_after_cut, divisor), top)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
@@ -140,12 +145,3 @@ def _stored_rate(rate: Float | None, state: LrState) -> Float:
         return numerics.zero_like(state.scale) + UNKNOWN_RATE
     usable = (rate >= -numerics.TINY) & (rate < _MAX_RATE)
     return xp.where(usable, xp.where(rate > numerics.TINY, rate, 0.0), UNKNOWN_RATE)
-
-
-def _top_multiplier(config: LrConfig, rate_at_cut: Float, peak: Float) -> Float:
-    """The multiplier at which the schedule's peak is the ceiling's share of `rate_at_cut`."""
-    share = xp.product(config.ceiling, rate_at_cut)
-    # The peak is 0 until the first rate above 0, where the multiplier stays.
-    top = xp.quotient(share, xp.where(peak > 0, peak, 1.0))
-    # `share` is 0 before the first cut, and for a policy whose ceiling is 0.
-    return xp.where(share > 0, xp.minimum(top, 1.0), 1.0)
