@@ -22,10 +22,8 @@ The files, for readers of the code:
 
     attachment          `attach`, and the handle `Healing` that it returns
     healed_step         replaces `optimizer.step`: measures, guards, steps, restores
-    measurement         the signals of a step, of which these are parts:
-    loss_mean             the mean of the reported losses
+    measurement         the signals of a step: losses, norms, rates, a GradScaler's overflows
     gradients             norms of gradients; scales gradients
-    grad_scaler           steps that a GradScaler drops, and overflows
     ranks               the signals of all ranks
     live_engine         the policy's engine with its state, on the host or on a device
     array_namespace       the array functions of the core in torch

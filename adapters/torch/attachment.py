@@ -21,8 +21,7 @@ from healcore.policy.overrides import check_spelling
 from healcore.torch import gradients
 from healcore.torch.healed_step import HealedStep, has_kernel
 from healcore.torch.live_engine import LiveEngine
-from healcore.torch.loss_mean import one_number
-from healcore.torch.measurement import Measurer
+from healcore.torch.measurement import Measurer, one_number
 from healcore.torch.ranks import SignalAllReduce, StepRanks
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from healcore.core.errors import ParametersChangedError
 from healcore.torch import gradients
 from healcore.torch.attach_log import AttachLog
 from healcore.torch.live_engine import EnforcedDecision, LiveEngine, PendingRecord
-from healcore.torch.loss_mean import one_number
-from healcore.torch.measurement import Measurement, Measurer, StepNorms
+from healcore.torch.measurement import Measurement, Measurer, one_number
 from healcore.torch.moments import is_third_party, moments_obstacle, reset_moments
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
@@ -51,13 +50,13 @@ class StepListener(Protocol):
     call.
     """
 
-    def judged(self, norms: StepNorms) -> None:
+    def judged(self, measured: Measurement) -> None:
         """Called when the engine has judged a step, before the optimizer's update.
 
         `HealedStep.live_engine.pending_record()` reads the record of this step.
 
         Args:
-            norms: the gradient norms of the step, not read on the host yet. Empty for a dropped
+            measured: what this rank has measured, not read on the host yet. Empty for a dropped
                 step, and if the norms belong to no single parameter.
         """
         ...
@@ -267,9 +266,7 @@ class HealedStep:
         found_inf = self._amp_flag("found_inf")
         measured = self.measurer.measure(parameters, divisor, ranks)
         signals = measured.signals
-        own_loss: Tensor | None = None
         if has_ranks:
-            own_loss = signals.loss
             signals, found_inf = self.all_reduce.reduce(
                 signals, measured.squares, found_inf, live.compared_decision
             )
@@ -278,7 +275,7 @@ class HealedStep:
         self.measurer.eval_loss = float("nan")
         signals, rates = self.measurer.mark_bad_rates(signals)
         signals = self.measurer.overflows.mark(signals, found_inf)
-        norms = StepNorms(measured.params, measured.norms, divisor, own_loss, rates)
+        measured = measured._replace(rates=rates)
 
         # Guard. A collective that raised before this line has changed nothing.
         self.in_update = True
@@ -290,8 +287,8 @@ class HealedStep:
             self.numbers.read()
         self._enforced = _OBSERVED
         if live.engine.mode != "observe":
-            self._enforce(parameters, measured, enforced, divisor)
-        self._report(norms)
+            self._enforce(parameters, measured, enforced)
+        self._report(measured)
 
     def _amp_flag(self, name: str) -> Tensor | None:
         """An attribute that a GradScaler sets on a fused optimizer for one step.
@@ -309,11 +306,7 @@ class HealedStep:
         return None
 
     def _enforce(
-        self,
-        parameters: Sequence[Tensor],
-        measured: Measurement,
-        enforced: EnforcedDecision,
-        divisor: Tensor | None,
+        self, parameters: Sequence[Tensor], measured: Measurement, enforced: EnforcedDecision
     ) -> None:
         """Completes the engine's decision, and enforces it."""
         if self.numbers is not None:
@@ -325,7 +318,7 @@ class HealedStep:
         if self.live_engine.max_norm is not None and measured.clip_norm is not None:
             factor = self.measurer.clip_factor(measured.clip_norm, enforced.grad_scale)
             enforced = enforced._replace(clip_factor=factor)
-        self._apply(parameters, enforced, divisor)
+        self._apply(parameters, enforced, measured.divisor)
 
     def _uses_kernel(self) -> bool:
         return self.has_kernel and _all_fused(self.optimizer)
@@ -527,15 +520,15 @@ class HealedStep:
             tensors = self.live_engine.tensors
             alone = self.all_reduce.ranks.world == 1
             self.live_engine.step(self.measurer.measure_dropped(tensors, alone=alone))
-            self._report(StepNorms())
+            self._report(Measurement())
         self._report_end(False)
 
     # -- the records of the steps ---------------------------------------------------------------
 
-    def _report(self, norms: StepNorms) -> None:
-        """Reports a step that the engine has judged now. A subclass may change the norms."""
+    def _report(self, measured: Measurement) -> None:
+        """Reports a step that the engine has judged now. A subclass may report less."""
         if self.listener is not None:
-            self.listener.judged(norms)
+            self.listener.judged(measured)
         else:
             line = self.measurer.missing_loss(observed=self.measurer.has_seen_loss)
             if line:

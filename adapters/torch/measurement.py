@@ -1,44 +1,281 @@
-"""`Measurer`: measures the signals of one step next to the parameters."""
+"""Measures one step next to the parameters: losses, gradients, rates, and a GradScaler's overflows.
+
+LossMean        the mean of the losses that the loop reports for one step
+DroppedSteps    detects the steps that a GradScaler has dropped
+Overflows       distinguishes a GradScaler's search for its scale from bad gradients
+Measurer        makes one `Measurement` of a step
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from healcore.core.numerics import FLOAT32_MAX
-from healcore.core.signals import Signals
+from healcore.core.signals import SignalError, Signals, check_scalar
 from healcore.torch import gradients
-from healcore.torch.grad_scaler import DroppedSteps, Overflows
 from healcore.torch.live_engine import LiveEngine, to_host
-from healcore.torch.loss_mean import LossMean, float32_tensor
 from healcore.torch.ranks import StepRanks
 
 STEPS_WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
+MAX_OVERFLOWS = 40
+"""Consecutive overflows that a GradScaler may need to find its scale, from its default 2^16 to
+below 2^-23. At that scale only non-finite gradients overflow."""
+
+
+def one_number(name: str, value: Any) -> Tensor | float:
+    """Checks one number that the loop reports. No host sync, and NaN is accepted.
+
+    Args:
+        name: what the number is, for the message.
+        value: a number, or a tensor of one element, also a DTensor.
+
+    Returns:
+        A float, or a detached 0-d tensor of the value's own device and dtype.
+
+    Raises:
+        SignalError: `value` is not a single real number.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach()
+        is_real = not (value.is_complex() or value.dtype is torch.bool or value.is_meta)
+        if value.numel() != 1 or not is_real:
+            raise SignalError(
+                f"{name} must be one real number, got a tensor of shape {tuple(value.shape)}, "
+                f"{value.dtype} on {value.device}: pass {name}.float().mean()"
+            )
+        if type(value) is not Tensor and hasattr(value, "full_tensor"):
+            value = value.full_tensor()  # a DTensor
+        if value.ndim:
+            value = value.reshape(())
+        return value
+    return float(check_scalar(name, value))
+
+
+def float32_tensor(value: Tensor | float, device: torch.device) -> Tensor:
+    """A number in float32 on a device. No host sync.
+
+    Args:
+        value: what `one_number` has returned, or a number.
+        device: the device of the result.
+
+    Returns:
+        0-d float32; a float32 tensor of this device is returned itself.
+    """
+    if isinstance(value, Tensor):
+        if not value.is_cpu or device.type == "cpu":
+            return gradients.to_device(value, device, torch.float32)
+        # As a number, because copying pageable memory to an accelerator is a sync. As a double,
+        # because NumPy lacks some dtypes of torch.
+        value = float(value.double().numpy())
+    if abs(value) > FLOAT32_MAX:  # `full` raises instead of rounding the number to Inf
+        value = math.copysign(math.inf, value)
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+class LossMean:
+    """Weighted mean of the losses since the last step, on the parameters' device, without a sync.
+
+    Args:
+        device: the parameters' device.
+
+    Attributes:
+        count: number of losses since the last step.
+        weight: sum of their weights.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.clear()
+
+    def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
+        """Adds one micro-batch's loss. No host sync.
+
+        Args:
+            loss: what `one_number` has returned for the loss.
+            weight: its weight in the mean, above 0.
+        """
+        # A product, because a loop may change its loss in place later (``loss /= steps``).
+        value = float32_tensor(loss, self._device) * weight
+        if self.count:
+            value = self._total + value
+        self._total = value
+        self.weight += weight
+        self.count += 1
+
+    def mean(self) -> Tensor | None:
+        """The weighted mean of the losses since the last step.
+
+        Returns:
+            0-d float32 tensor on the device of the losses, or None without losses. No sync.
+        """
+        if not self.count:
+            return None
+        return _quotient(self._total, self.weight)
+
+    def clear(self) -> None:
+        """Drops the losses since the last step."""
+        self.count = 0
+        self.weight = 0.0
+
+
+def _quotient(total: Tensor, weight: float) -> Tensor:
+    """The total divided by the weight, with the same bits on every device."""
+    if weight == 1.0:  # as usual
+        return total
+    # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.
+    return total / torch.full_like(total, weight)
+
+
+class DroppedSteps:
+    """Detects, without a sync, that a GradScaler skipped a step without calling the optimizer.
+
+    After an overflow a GradScaler does not call `step()` of an optimizer that is not fused. But
+    `update()` replaces the scaler's per-optimizer records. The old records show whether the loop
+    asked the scaler to step this optimizer:
+
+        asked, and `stepped`        a step like any other
+        asked, and not `stepped`    the scaler has dropped the step
+        not asked                   the loop did not want a step
+
+    Args:
+        scaler: the GradScaler of the loop, or None.
+        optimizer: the optimizer whose steps are watched.
+    """
+
+    def __init__(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:
+        self._scaler = scaler
+        self._key = id(optimizer)
+        self.stepped = False
+        """Whether the optimizer has stepped since the last `update()`. The caller sets it."""
+        self._records: Mapping[int, Mapping[str, Any]] = {}
+        """The scaler's records since its last `update()`."""
+        if scaler is not None:
+            self._records = scaler._per_optimizer_states
+
+    def take(self) -> bool:
+        """Whether a step was dropped since the last call. Call it at least once per step."""
+        if self._scaler is None or self._scaler._per_optimizer_states is self._records:
+            return False
+        # `update()` was called, so the old records are of the step before it.
+        old = self._records.get(self._key)
+        self._records = self._scaler._per_optimizer_states
+        stepped = self.stepped
+        self.stepped = False
+        return not stepped and old is not None and old["stage"] is OptState.STEPPED
+
+
+class Overflows:
+    """Distinguishes a GradScaler's search for its scale from gradients that overflow at any scale.
+
+    After an overflow a scaler skips the step and halves its scale, which is normal. After `search`
+    consecutive overflows the gradients overflow at any scale, and the steps count as non-finite.
+    The number of overflows stays on the device, so that nothing waits for it.
+
+    Args:
+        home: the device of the signals.
+        search: overflows that a search may take.
+    """
+
+    def __init__(self, home: torch.device, search: int = MAX_OVERFLOWS) -> None:
+        self._home = home
+        self._search = search
+        self._consecutive: Tensor | None = None
+        """0-d int32, or None after a step without a scaler's flag."""
+
+    def mark(self, signals: Signals, found_inf: Tensor | None) -> Signals:
+        """Marks an overflow as externally skipped, or as non-finite after too many in a row.
+
+        A step with a non-finite loss is non-finite too, because no scale makes the loss finite.
+
+        Args:
+            signals: the signals of the step, with a `grad_norm`.
+            found_inf: a scaler's flag on `home`, 0-d float32, above 0 for an overflow; or None.
+
+        Returns:
+            The signals, in which an overflow is marked.
+        """
+        if found_inf is None:
+            self._consecutive = None
+            return signals
+        if self._consecutive is None:
+            self._consecutive = torch.zeros((), dtype=torch.int32, device=self._home)
+        overflowed = found_inf > 0
+        self._consecutive = torch.where(overflowed, self._consecutive + 1, 0)
+        skipped = overflowed & (self._consecutive <= self._search)
+        if signals.loss is not None:
+            skipped = skipped & torch.isfinite(signals.loss)
+        assert signals.grad_norm is not None
+        norm = signals.grad_norm.masked_fill(overflowed & ~skipped, math.nan)
+        return signals._replace(externally_skipped=skipped, grad_norm=norm)
 
 
 class Measurement(NamedTuple):
-    """What `Measurer.measure` has measured of one step, on this rank."""
+    """What this rank has measured of one step, not read on the host yet. Empty for a dropped step.
 
-    signals: Signals
+    The norms become the evidence of an alarm: which tensors had unusual gradients. For a step
+    without an alarm nothing is read, so the norms are kept on the device. The tensors are small,
+    and those of the last step without an alarm are kept for the comparison.
+    """
+
+    signals: Signals = Signals()
     """The signals of this rank."""
-    params: Sequence[Tensor]
+    params: Sequence[Tensor] = ()
     """The parameters with a gradient."""
-    norms: Sequence[Tensor]
-    """The norms of these gradients, 0-d on the gradient's device, with a GradScaler's scale."""
-    squares: Tensor | None
+    norms: Sequence[Tensor] = ()
+    """Norm of this rank's part of each gradient, 0-d float32, with a GradScaler's scale."""
+    divisor: Tensor | None = None
+    """0-d float32: a GradScaler's scale that the gradients still contain, or None."""
+    squares: Tensor | None = None
     """This rank's terms of the squared norms, (1,) float64, or (1 + n,) with norms of n tensors.
     None if every rank has all gradients."""
-    clip_norm: Tensor | None
+    clip_norm: Tensor | None = None
     """Norm of all gradients as `torch.nn.utils.clip_grad_norm_` computes it, without a GradScaler's
     scale. None unless the policy has a fixed clip, and torch could clip here."""
+    rates: Sequence[float] = ()
+    """Learning rates of the groups, as far as they are on the host."""
+
+    def to_host(self) -> np.ndarray:
+        """The norms of whole gradients on the host. A sync on an accelerator.
+
+        Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
+
+        Returns:
+            (n,) float32: one norm for each of `params`, without a GradScaler's scale.
+        """
+        whole = gradients.whole_norms(self.norms, self.params)
+        stacked = gradients.norm_vector(whole, whole[0].device)
+        values, divisor = to_host([stacked, self.divisor])
+        with np.errstate(all="ignore"):
+            if divisor is not None:
+                values = values / divisor
+        return values
+
+    def rank_signals(self) -> tuple[float, float]:
+        """The loss and the gradient norm of this rank alone. A sync.
+
+        One of several ranks may have damaged data or a damaged device; the mean does not show it.
+
+        Returns:
+            Loss and norm of this rank's part of the gradients. NaN for what is absent.
+        """
+        loss = math.nan
+        if self.signals.loss is not None:
+            loss = float(self.signals.loss)
+        if not self.norms:
+            return loss, math.nan
+        norm = float(gradients.total_norm(self.norms, self.norms[0].device))
+        if self.divisor is not None:
+            norm /= float(self.divisor)
+        return loss, norm
 
 
 class Measurer:
@@ -150,7 +387,7 @@ class Measurer:
         if not self.engine.per_tensor:
             group_norms = None
         signals = self._signals(norm, group_norms, self.losses.mean(), self.eval_loss)
-        return Measurement(signals, params, norms, squares, clip_norm)
+        return Measurement(signals, params, norms, divisor, squares, clip_norm)
 
     def clip_factor(self, clip_norm: Tensor, grad_scale: float | Tensor) -> Tensor:
         """The factor of `torch.nn.utils.clip_grad_norm_` under a fixed clip.
@@ -302,57 +539,3 @@ class Measurer:
                 "call observe(loss) before each optimizer.step()"
             )
         return ""
-
-
-class StepNorms(NamedTuple):
-    """The gradient norms of a judged step, not read on the host yet.
-
-    They become the evidence of an alarm: which tensors had unusual gradients. For a step without an
-    alarm nothing is read, so the norms are kept on the device. The tensors are small, and the
-    tensors of the last step without an alarm are kept for the comparison.
-    """
-
-    params: Sequence[Tensor] = ()
-    """Parameters with a gradient."""
-    norms: Sequence[Tensor] = ()
-    """0-d float32 each: norm of this rank's part of the gradient, not divided by `grad_divisor`."""
-    grad_divisor: Tensor | None = None
-    """0-d float32: a GradScaler's scale that the gradients still contained, or None."""
-    loss: Tensor | None = None
-    """0-d float32: the loss that this rank has observed."""
-    rates: Sequence[float] = ()
-    """Learning rates of the groups, as far as they are on the host."""
-
-    def to_host(self) -> np.ndarray:
-        """The norms of whole gradients on the host. A sync on an accelerator.
-
-        Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
-
-        Returns:
-            (n,) float32: one norm for each of `params`, without a GradScaler's scale.
-        """
-        whole = gradients.whole_norms(self.norms, self.params)
-        stacked = gradients.norm_vector(whole, whole[0].device)
-        values, divisor = to_host([stacked, self.grad_divisor])
-        with np.errstate(all="ignore"):
-            if divisor is not None:
-                values = values / divisor
-        return values
-
-    def rank_signals(self) -> tuple[float, float]:
-        """The loss and the gradient norm of this rank alone. A sync.
-
-        One of several ranks may have damaged data or a damaged device; the mean does not show it.
-
-        Returns:
-            Loss and norm of this rank's part of the gradients. NaN for what is absent.
-        """
-        loss = math.nan
-        if self.loss is not None:
-            loss = float(self.loss)
-        if not self.norms:
-            return loss, math.nan
-        norm = float(gradients.total_norm(self.norms, self.norms[0].device))
-        if self.grad_divisor is not None:
-            norm /= float(self.grad_divisor)
-        return loss, norm

@@ -18,7 +18,7 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.torch import attach
-from healcore.torch.grad_scaler import MAX_OVERFLOWS
+from healcore.torch.measurement import MAX_OVERFLOWS
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 

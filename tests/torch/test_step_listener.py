@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import SGD
 
 from healcore.torch import attach
-from healcore.torch.measurement import StepNorms
+from healcore.torch.measurement import Measurement
 
 
 class Heard:
@@ -20,8 +20,8 @@ class Heard:
         self._parameter = parameter
         self.calls: list[Any] = []
 
-    def judged(self, norms: StepNorms) -> None:
-        self.calls.append(("judged", len(norms.params), float(self._parameter.detach())))
+    def judged(self, measured: Measurement) -> None:
+        self.calls.append(("judged", len(measured.params), float(self._parameter.detach())))
 
     def ended(self, skipped: bool | Tensor) -> None:
         self.calls.append(("ended", skipped, float(self._parameter.detach())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from healcore.console import first_of
@@ -38,29 +39,22 @@ def attach_all(
     """
     healings: dict[str, Healing] = {}
     own: list[Healing] = []
+    options = {"scaler": live_state.scaler(state), **options}
     try:
-        options = {"scaler": live_state.scaler(state), **options}
         for name, optimizer in live_state.optimizers(state).items():
             healing = healing_of(optimizer)
-            if healing is None:
-                healing = _attach(state[name], engine, options)
-                own.append(healing)
-            else:
+            if healing is not None:
                 _check_attached(name, healing, engine)
+            else:
+                heal = getattr(state[name], "attach_with", None) or partial(attach, state[name])
+                healing = heal(engine, **options)
+                own.append(healing)
             healings[name] = healing
     except BaseException:
         for healing in own:
             healing.detach()
         raise
     return healings, own
-
-
-def _attach(item: Any, engine: Engine, options: Mapping[str, Any]) -> Healing:
-    """Attaches to a value of the state, which may be a trainer's optimizer."""
-    attach_with = getattr(item, "attach_with", None)
-    if attach_with is not None:
-        return attach_with(engine, **options)
-    return attach(item, engine, **options)
 
 
 def _check_attached(name: str, healing: Healing, engine: Engine) -> None:

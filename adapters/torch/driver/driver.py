@@ -32,7 +32,7 @@ from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights
 from healcore.torch.live_engine import keep_after_cuda_error
 from healcore.torch.live_state import State
-from healcore.torch.measurement import StepNorms
+from healcore.torch.measurement import Measurement
 from healcore.torch.moments import moments_obstacle
 from healcore.torch.moments import reset_moments as reset_moments_of
 from healcore.torch.optimizer_numbers import OptimizerNumbers
@@ -350,7 +350,7 @@ class TorchDriver(Driver):
         With DTensors every rank of their meshes has to call it.
         """
         params = self._parameters()
-        norms = StepNorms(params, gradients.norms(params)).to_host()
+        norms = Measurement(params=params, norms=gradients.norms(params)).to_host()
         nonfinite = [p for p, norm in zip(params, norms, strict=True) if not math.isfinite(norm)]
         return live_state.parameter_names(self._state, nonfinite)
 

@@ -21,7 +21,7 @@ from healcore.torch.attachment import Healing
 from healcore.torch.driver.buffers import LayerBuffers
 from healcore.torch.driver.pending_step import PendingEntry
 from healcore.torch.live_state import State
-from healcore.torch.measurement import StepNorms
+from healcore.torch.measurement import Measurement
 
 MAX_PENDING = 256
 """Maximum number of steps that are not read. A loop may take many steps per batch, as in RL."""
@@ -74,7 +74,7 @@ class FollowedOptimizer:
         self._pending = pending
         self._warnings = warnings
         self._after_step = weakref.WeakMethod(after_step)
-        self._baseline: StepNorms | None = None
+        self._baseline: Measurement | None = None
         """Gradient norms of the last step without an alarm."""
         self._reached = False
         """Whether a backward pass has run since the optimizer's last step."""
@@ -86,7 +86,7 @@ class FollowedOptimizer:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def judged(self, norms: StepNorms) -> None:
+    def judged(self, measured: Measurement) -> None:
         """Keeps a step that was judged now, without a sync. See `StepListener.judged`."""
         step = self.healing.healed_step
         observed = any(healing.has_seen_loss for healing in self._healings.values())
@@ -94,7 +94,7 @@ class FollowedOptimizer:
         if line:
             self._warnings.append(line)
         record = step.live_engine.pending_record(self.name)
-        self._pending.append(PendingEntry(self.read, record, norms, step.all_reduce.last_marks))
+        self._pending.append(PendingEntry(self.read, record, measured, step.all_reduce.last_marks))
         if len(self._pending) > MAX_PENDING:
             # Many steps for one batch: what is kept for a step must not fill the memory.
             self._pending[-1 - MAX_PENDING].read()
@@ -108,7 +108,7 @@ class FollowedOptimizer:
         if after_step is not None:
             after_step(self)
 
-    def read(self, record: StepRecord, norms: StepNorms) -> StepRecord:
+    def read(self, record: StepRecord, measured: Measurement) -> StepRecord:
         """Adds to a record what the host knows of the step. Call it in the order of the steps.
 
         A record with a cause gets evidence: the tensors whose gradients were unusual. To find them
@@ -116,42 +116,42 @@ class FollowedOptimizer:
 
         Args:
             record: the record of the engine.
-            norms: the gradient norms of the step.
+            measured: what was measured of the step.
         """
         if not record.judged:
             return record
         if record.lr is None:
-            record = record._replace(lr=max(norms.rates, default=None))
+            record = record._replace(lr=max(measured.rates, default=None))
         if not record.cause:
-            if norms.params:
-                self._baseline = norms
+            if measured.params:
+                self._baseline = measured
             return record
         rank_signals: tuple[float, float] | None = None
         if self.healing.ranks > 1:
-            rank_signals = norms.rank_signals()
-        evidence, nan_by_optimizer = self._evidence(record, norms)
+            rank_signals = measured.rank_signals()
+        evidence, nan_by_optimizer = self._evidence(record, measured)
         return record._replace(
             evidence=evidence, by_optimizer=nan_by_optimizer, rank_signals=rank_signals
         )
 
     def _evidence(
-        self, record: StepRecord, norms: StepNorms
+        self, record: StepRecord, measured: Measurement
     ) -> tuple[tuple[SuspectGradient, ...], bool]:
         """Compares the norms of an alarm's step with the last step that had no alarm.
 
         Returns the suspect tensors, and whether the optimizer would make NaN of finite gradients.
         Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
         """
-        if not norms.params:
+        if not measured.params:
             return (), False  # only other ranks have gradients
-        values = norms.to_host()
+        values = measured.to_host()
         usual: np.ndarray | None = None
         if self._baseline is not None:
             known: dict[int, float] = {}
             for p, norm in zip(self._baseline.params, self._baseline.to_host(), strict=True):
                 known[id(p)] = norm
-            usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
-        names = live_state.parameter_names(self._state, norms.params)
+            usual = np.array([known.get(id(p), 0.0) for p in measured.params], np.float32)
+        names = live_state.parameter_names(self._state, measured.params)
         nan_by_optimizer = is_nan_by_optimizer(record.cause, values)
         return suspect_gradients(values, usual, names), nan_by_optimizer
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from healcore.core.step_record import StepRecord
 from healcore.torch.live_engine import AsyncCopy, PendingRecord
-from healcore.torch.measurement import StepNorms
+from healcore.torch.measurement import Measurement
 from healcore.torch.ranks import StepMarks
 
 
@@ -23,28 +23,28 @@ class PendingEntry:
     Args:
         add_evidence: `FollowedOptimizer.read` of the optimizer.
         record: reads the record of the engine.
-        norms: the gradient norms of the step. They are released when the step is read.
+        measured: what was measured of the step. Released when the step is read.
         marks: the `StepMarks` of the ranks, on their way to the host. None for one rank alone.
     """
 
     def __init__(
         self,
-        add_evidence: Callable[[StepRecord, StepNorms], StepRecord],
+        add_evidence: Callable[[StepRecord, Measurement], StepRecord],
         record: PendingRecord,
-        norms: StepNorms,
+        measured: Measurement,
         marks: AsyncCopy | None,
     ) -> None:
         self._add_evidence = add_evidence
         self._pending = record
-        self._norms = norms
+        self._measured = measured
         self._marks = marks
         self._record: StepRecord | None = None
 
     def read(self) -> StepRecord:
         """The record of the step. Later calls return the same record."""
         if self._record is None:
-            self._record = self._add_evidence(self._pending(), self._norms)
-            self._norms = StepNorms()
+            self._record = self._add_evidence(self._pending(), self._measured)
+            self._measured = Measurement()
         return self._record
 
     def requests_vote(self) -> bool:

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 
 from healcore.torch import gradients
-from healcore.torch.grad_scaler import MAX_OVERFLOWS, DroppedSteps, Overflows
 from healcore.torch.healed_step import HealedStep
 from healcore.torch.live_engine import EnforcedDecision
-from healcore.torch.measurement import Measurement, Measurer, StepNorms
+from healcore.torch.measurement import (
+    MAX_OVERFLOWS,
+    DroppedSteps,
+    Measurement,
+    Measurer,
+    Overflows,
+)
 from healcore.torch.trainers.deepspeed import trainer_internals as internals
 from healcore.torch.trainers.deepspeed.trainer_internals import DeepSpeedEngine
 
@@ -118,8 +123,8 @@ class DeepSpeedStep(HealedStep):
         elif self._group_decision is not None:
             self._apply(params, self._group_decision, self._amp_flag("grad_scale"))
 
-    def _report(self, norms: StepNorms) -> None:
+    def _report(self, measured: Measurement) -> None:
         """See `HealedStep._report`."""
         if self._sharded:  # a norm of a flat piece belongs to no single parameter
-            norms = StepNorms()
-        super()._report(norms)
+            measured = Measurement()
+        super()._report(measured)

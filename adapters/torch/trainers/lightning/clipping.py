@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from healcore.torch.attachment import Healing
 from healcore.torch.healed_step import StepListener
-from healcore.torch.measurement import StepNorms
+from healcore.torch.measurement import Measurement
 from healcore.torch.trainers.patching import patched
 
 
@@ -65,9 +65,9 @@ class _ClipAfterJudging:
         self._clip = clip
         self._listener = listener
 
-    def judged(self, norms: StepNorms) -> None:
+    def judged(self, measured: Measurement) -> None:
         """See `StepListener.judged`."""
-        self._listener.judged(norms)
+        self._listener.judged(measured)
         self._clip()
 
     def ended(self, skipped: bool | Tensor) -> None:
