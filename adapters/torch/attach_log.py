@@ -17,12 +17,6 @@ from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_str
 from healcore.runtime.run.incidents.program_clip import ProgramClip
 from healcore.torch.ranks import StepRanks
 
-_ANSWERS = {
-    Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback()",
-    Action.STOP: "end the run",
-}
-"""Order -> what a loop without a Healer has to do."""
-
 
 class AttachLog:
     """Logs one line per incident, with the optimizer's class; on the first rank only.
@@ -114,13 +108,14 @@ class AttachLog:
             if self._resets_moments:
                 line += ", moments reset"
             self.write(line)
-        for order, answer in _ANSWERS.items():
-            if record.action & order:
-                self.write_once(
-                    f"the policy orders {names_of(order)[0]}, but attach() alone cannot roll back "
-                    "or stop: use healcore.Healer or healcore.torch.heal_trainer, or "
-                    f"{answer} if heal.last_decision().action contains it"
-                )
+        orders = record.action & (Action.ROLLBACK | Action.STOP)
+        if orders:
+            self.write_once(
+                f"the policy orders {' and '.join(names_of(orders))}, but attach() alone cannot "
+                "roll back or stop: use healcore.Healer or healcore.torch.heal_trainer, or do what "
+                "heal.last_decision().action says (for a rollback restore a checkpoint and call "
+                "heal.on_rollback())"
+            )
 
     def _incident_line(self, record: StepRecord) -> str:
         """The line for a new incident."""

@@ -460,9 +460,11 @@ class Healing:
 
     def __repr__(self) -> str:
         live = self.live_engine
-        state = "detached"
-        if self.healed_step.attached:
-            state = f"{live.name} engine"
-            if live.judges_late:
-                state += ", which judges a step after it was taken"
+        state = "host engine"
+        if live.device is not None:
+            state = "device engine"
+        if live.judges_late:
+            state += ", which judges a step after it was taken"
+        if not self.healed_step.attached:
+            state = "detached"
         return f"<Healing of {type(self.optimizer).__name__}, {state}>"

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from healcore.core.decision import Action
-from healcore.core.errors import ParametersChangedError
 from healcore.torch import gradients
 from healcore.torch.attach_log import AttachLog
 from healcore.torch.live_engine import EnforcedDecision, LiveEngine, PendingRecord
@@ -258,8 +257,8 @@ class HealedStep:
         has_ranks = len(ranks.members) > 1
         if not has_ranks and all(p.grad is None for p in parameters):
             return
-        if len(parameters) != live.tensors:
-            self._fit_number(parameters)
+        if live.engine.per_tensor and len(parameters) != live.tensors:
+            live.fit(len(parameters))
 
         # Measure.
         divisor = self._amp_flag("grad_scale")
@@ -433,21 +432,6 @@ class HealedStep:
             else:
                 values[name] = before
         self._replaced.clear()
-
-    def _fit_number(self, parameters: Sequence[Tensor]) -> None:
-        """Makes the engine's state fit the number of parameters, which a program may change.
-
-        Added parameters get a history of their own. With a clipping history for each parameter a
-        removed parameter raises, because the histories belong to parameters by their position.
-        """
-        live = self.live_engine
-        if len(parameters) > live.tensors:
-            live.grow(len(parameters))
-        if live.engine.per_tensor and len(parameters) != live.tensors:
-            raise ParametersChangedError(
-                f"the optimizer had {live.tensors} parameters, now {len(parameters)}, and this "
-                "policy has a clipping history for each: detach() and attach again"
-            )
 
     def _reused(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
         """A closure whose first call returns `loss`, if weights and gradients are still the same.

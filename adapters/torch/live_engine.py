@@ -29,7 +29,7 @@ import healcore.torch.array_namespace  # noqa: F401  # registers the namespace o
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.engine.state import record_numbers
-from healcore.core.errors import AttachError
+from healcore.core.errors import AttachError, ParametersChangedError
 from healcore.core.numerics import FLOAT32_MAX, SIGNAL_LIMIT, shortest_decimal
 from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_INTS, StepRecord, Why, host_record, unpack_record
@@ -237,13 +237,6 @@ class LiveEngine:
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         """Engine, number of parameters and the signals' types -> the recorded step."""
         self.start(engine.init(groups=tensors))
-
-    @property
-    def name(self) -> str:
-        """Where steps are decided: "host" or "device"."""
-        if self.device is None:
-            return "host"
-        return "device"
 
     def start(self, state: EngineState) -> None:
         """Continues from a state, in place of the state that was reached.
@@ -454,14 +447,22 @@ class LiveEngine:
         """Opens the grace window at the next step."""
         self._state = self.engine.expect_change(self.state)
 
-    def grow(self, tensors: int) -> None:
-        """Starts a clipping history for added parameters.
+    def fit(self, tensors: int) -> None:
+        """Starts a clipping history for each parameter that a program has added.
 
-        The state of all other detectors, and the histories of the first parameters, stay.
+        The other histories stay. They belong to parameters by position, so none may be removed.
 
         Args:
-            tensors: the new number of tensors, larger than before.
+            tensors: the new number of tensors.
+
+        Raises:
+            ParametersChangedError: the optimizer has fewer parameters than before.
         """
+        if tensors < self.tensors:
+            raise ParametersChangedError(
+                f"the optimizer had {self.tensors} parameters, now {tensors}, and this policy has "
+                "a clipping history for each: detach() and attach again"
+            )
         self.tensors = tensors
 
         def extended(old: Any, new: np.ndarray) -> np.ndarray:
