@@ -113,7 +113,8 @@ def test_side_signals_reach_the_next_step_only(where: Any):
     names = [name for name, _ in policies.EVERYTHING.config.detectors]
 
     def judged() -> Any:
-        return loop.heal.state_dict()["state"]["detectors"][names.index("overfit")]
+        state = policies.EVERYTHING.from_dict(loop.heal.state_dict())
+        return repr(state.detectors[names.index("overfit")])
 
     fresh = judged()
     loop.heal.observe_eval(torch.tensor(2.0))
