@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.core.errors import CommitError
-from healcore.jax.trees import Leaf, is_static
+from healcore.jax.trees import Leaf
 
 State = TypeVar("State")
 _SMALL_FLOATS = {8: jnp.uint8, 16: jnp.uint16}
@@ -82,15 +82,17 @@ def select(skip: jax.Array, old: Leaf, new: Leaf, name: str, *, may_widen: bool 
     Raises:
         CommitError: the leaf changes its shape or dtype.
     """
-    is_float0 = isinstance(old, np.ndarray) and old.dtype == jax.dtypes.float0
-    if old is new or is_float0 or (is_static(new) and old == new):
+    if old is new or (isinstance(old, np.ndarray) and old.dtype == jax.dtypes.float0):
         return new
-    if is_static(new):
+    try:
+        old, new = jnp.asarray(old), jnp.asarray(new)
+    except TypeError as error:
+        if old == new:
+            return new
         raise CommitError(
             f"{name} is a {type(new).__name__} that the step has changed, which cannot be selected "
             "on the device. Make it an array, or remove it from the train state"
-        )
-    old, new = jnp.asarray(old), jnp.asarray(new)
+        ) from error
     are_numbers = all(jnp.issubdtype(each.dtype, jnp.number) for each in (old, new))
     if may_widen and are_numbers and jnp.promote_types(old.dtype, new.dtype) == new.dtype:
         old = old.astype(new.dtype)

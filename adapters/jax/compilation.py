@@ -32,7 +32,7 @@ def in_one_call(function: Callable[..., Result], *args: PyTree) -> Result:
         args: its arguments.
     """
     with jax.numpy_dtype_promotion("standard"):
-        if is_traced(args):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
             return function(*args)
         return _call(function, *_split(args))
 
@@ -57,15 +57,6 @@ def in_one_kernel(function: Callable[..., Result], *args: PyTree) -> Result:
         return function(*args)
     with set_xla_metadata(inlineable="false", xla_cpu_small_call="true"):
         return _call(function, *_split(args))
-
-
-def is_traced(tree: PyTree) -> bool:
-    """Whether a tree contains a tracer, so that its values are not known now.
-
-    Args:
-        tree: any pytree.
-    """
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _split(args: PyTree) -> tuple[Any, tuple[Any, ...], list[Any]]:

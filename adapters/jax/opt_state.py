@@ -273,11 +273,8 @@ def with_heal_state(bare: PyTree, like: State) -> State:
             return node
         return next(leaves)
 
-    def is_healing(node: PyTree) -> bool:
-        return isinstance(node, _HEALING)
-
     def fill(tree: PyTree) -> PyTree:
-        return jax.tree.map(filled, tree, is_leaf=is_healing)
+        return jax.tree.map(filled, tree, is_leaf=lambda node: isinstance(node, _HEALING))
 
     return fill(like)
 

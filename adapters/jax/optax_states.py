@@ -5,8 +5,7 @@ A state is recognized by its type, because it does not name its optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -56,12 +55,6 @@ def is_optax_state(node: PyTree) -> bool:
     return kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams
 
 
-def _is_listed(table: Mapping[str, Any], node: PyTree) -> bool:
-    """Whether a node is a state of optax whose class is a key of the table."""
-    kind = type(node)
-    return kind.__module__.startswith("optax.") and kind.__name__ in table
-
-
 def check_second_iterates(opt_state: PyTree, feature: str) -> None:
     """Raises HealStateError if scaling the update differs from lowering the learning rate.
 
@@ -75,7 +68,8 @@ def check_second_iterates(opt_state: PyTree, feature: str) -> None:
 
     def has_second_iterate(node: PyTree) -> bool:
         # With opaque_mode SAM has no cache, and only moves the parameters.
-        return _is_listed(_SECOND_ITERATES, node) and getattr(node, "cache", ()) is not None
+        is_listed = is_optax_state(node) and type(node).__name__ in _SECOND_ITERATES
+        return is_listed and getattr(node, "cache", ()) is not None
 
     for place, node in nodes(has_second_iterate, opt_state):
         if nodes(ScaleByHealLrState, tuple(node)):
@@ -110,7 +104,9 @@ def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
     return map_nodes(_has_moments, reset, tree)
 
 
-_has_moments = partial(_is_listed, _MOMENTS)
+def _has_moments(node: PyTree) -> bool:
+    """Whether a node is a state of optax with moments that are initially zero."""
+    return is_optax_state(node) and type(node).__name__ in _MOMENTS
 
 
 def moments_obstacle(tree: PyTree, engines: Iterable[tuple[Any, ...]]) -> str:

@@ -150,13 +150,7 @@ def arrays_of(tree: Tree) -> Tree:
     leaves, structure = jax.tree.flatten(tree)
     if not any(map(is_static, leaves)):
         return tree
-    kept = []
-    for leaf in leaves:
-        if is_static(leaf):
-            kept.append(None)
-        else:
-            kept.append(leaf)
-    return structure.unflatten(kept)
+    return structure.unflatten([None if is_static(leaf) else leaf for leaf in leaves])
 
 
 def with_arrays(tree: Tree, arrays: PyTree) -> Tree:
@@ -173,10 +167,4 @@ def with_arrays(tree: Tree, arrays: PyTree) -> Tree:
     if not any(map(is_static, leaves)):
         return arrays
     new: Iterator[Leaf] = iter(jax.tree.leaves(arrays))
-    joined = []
-    for leaf in leaves:
-        if is_static(leaf):
-            joined.append(leaf)
-        else:
-            joined.append(next(new))
-    return structure.unflatten(joined)
+    return structure.unflatten([leaf if is_static(leaf) else next(new) for leaf in leaves])
