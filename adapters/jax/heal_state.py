@@ -33,7 +33,7 @@ from healcore.core.step_record import RECORD_FIELDS, record_metrics
 from healcore.core.trees import map_leaves
 from healcore.jax.array_namespace import JAX
 from healcore.jax.compilation import in_one_kernel
-from healcore.jax.trees import PyTree
+from healcore.jax.trees import PyTree, is_array
 from healcore.policy.loader import name_of
 
 DEFAULT_RECORDS = 64
@@ -144,13 +144,20 @@ def _packed(engine: EngineState, decision: Decision, **others: Any) -> _Packed:
 
 def _first(engine: Engine, tensors: int | None) -> _Packed:
     """The numbers and arrays before the first step, in NumPy."""
-    digits = engine.fingerprint or _NO_FINGERPRINT
+    digits = _fingerprint(engine)
     return _packed(
         engine.init(groups=tensors or 0),
         neutral(),
         fingerprint=tuple(np.frombuffer(bytes.fromhex(digits), ">i4").astype(np.int32)),
         edit=np.zeros((), np.int32),
     )
+
+
+def _fingerprint(engine: Engine) -> str:
+    """`Engine.fingerprint`, or `_NO_FINGERPRINT`."""
+    if any(map(is_array, jax.tree.leaves(engine.config))):
+        return _NO_FINGERPRINT
+    return engine.fingerprint
 
 
 _NO_FINGERPRINT = "0" * 16
@@ -488,15 +495,15 @@ def check(engine: Engine, state: Any) -> None:
     if not isinstance(state.heal_engine, Tracer):
         numbers = np.asarray(state.heal_engine)[..., :2].ravel()[:2]
         made_with = numbers.astype(">i4").tobytes().hex()
-    known = made_with not in (None, _NO_FINGERPRINT) and engine.fingerprint is not None
-    is_other = known and made_with != engine.fingerprint
+    passed = _fingerprint(engine)
+    is_other = made_with != passed and not {made_with, passed} & {None, _NO_FINGERPRINT}
     # A state of 0.4.0 has the records in its first array.
     is_other |= jnp.ndim(state.heal_records) != jnp.ndim(state.heal_engine) + 1
     if is_other or jnp.shape(state.heal_engine)[-1] != size:
         raise HealStateError(
             "this healing state belongs to another policy or release: the policy that made it is "
             f"{_policy_text(made_with)}, the policy passed here is "
-            f"{_policy_text(engine.fingerprint)}. "
+            f"{_policy_text(passed)}. "
             "Pass the same policy, clip= and other keywords to protect and to the Healer, as in "
             "protect(tx, policy, clip=...) and Healer(policy, clip=...); for heal_zclip() write "
             'Healer("zclip"). To continue with another policy and reset its '
