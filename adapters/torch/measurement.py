@@ -105,21 +105,32 @@ class LossMean:
         """
         # A product, because a loop may change its loss in place later (``loss /= steps``).
         value = float32_tensor(loss, self._device) * weight
+        self._last = value, weight
         if self.count:
             value = self._total + value
         self._total = value
         self.weight += weight
         self.count += 1
 
-    def mean(self) -> Tensor | None:
+    def mean(self, norm: Tensor | None = None) -> Tensor | None:
         """The weighted mean of the losses since the last step.
+
+        A loss that is not finite has gradients that are not finite. If the gradients of the step
+        are finite, the loop has left out the batch of such a loss by itself: the loss of the step
+        is the last one.
+
+        Args:
+            norm: norm of the step's gradients, 0-d on the device of the losses, if it is known.
 
         Returns:
             0-d float32 tensor on the device of the losses, or None without losses. No sync.
         """
         if not self.count:
             return None
-        return _quotient(self._total, self.weight)
+        mean = _quotient(self._total, self.weight)
+        if self.count > 1 and norm is not None:
+            mean = torch.where(mean.isfinite() | ~norm.isfinite(), mean, _quotient(*self._last))
+        return mean
 
     def clear(self) -> None:
         """Drops the losses since the last step."""
@@ -386,7 +397,7 @@ class Measurer:
                 squares = torch.cat([squares, parts])
         if not self.engine.per_tensor:
             group_norms = None
-        signals = self._signals(norm, group_norms, self.losses.mean(), self.eval_loss)
+        signals = self._signals(norm, group_norms, self.losses.mean(norm), self.eval_loss)
         return Measurement(signals, params, norms, divisor, squares, clip_norm)
 
     def clip_factor(self, clip_norm: Tensor, grad_scale: float | Tensor) -> Tensor:

@@ -178,12 +178,6 @@ class FollowedOptimizer:
         self._reached = False
         self.healing.drop_losses()
 
-    def drop_nonfinite_loss(self) -> None:
-        """Drops the losses since the last step if they are NaN or Inf, and no backward pass ran."""
-        loss = self.healing.healed_step.measurer.losses.mean()
-        if not self._reached and loss is not None and not bool(loss.isfinite()):
-            self.healing.drop_losses()
-
     def clear(self, *, used: bool) -> None:
         """Drops the gradients and losses since the last step, which the program computes again.
 

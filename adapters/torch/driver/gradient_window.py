@@ -92,8 +92,7 @@ class GradientWindow:
         """Takes note of the optimizers that have stepped since the last call.
 
         Once each of several optimizers has stepped, their remaining gradients and losses are
-        by-products: a GAN's generator loss also has gradients in the discriminator. A loss of NaN
-        or Inf without a backward pass belongs to a batch that the loop itself has skipped.
+        by-products: a GAN's generator loss also has gradients in the discriminator.
 
         Args:
             judged: whether any step was judged since the last call.
@@ -106,8 +105,6 @@ class GradientWindow:
                 self._idle[optimizer] = 0
             if has_byproducts:
                 optimizer.ignore()
-            elif not judged:
-                optimizer.drop_nonfinite_loss()
         self._usual = self._stepped or self._usual
         self._stepped = set()
 
