@@ -16,6 +16,7 @@ from benchmarks.gpu_kit.device import CUDA, finish, regression
 from healcore import Checkpoints, Healer, Logging
 from healcore.events import read
 from healcore.torch.driver import TorchDriver
+from healcore.torch.driver.weights import _write  # pyright: ignore[reportPrivateUsage]
 from healcore.torch.store import MemoryStore
 
 STEPS, HARMED = 300, range(150, 190)
@@ -27,7 +28,6 @@ def trained(*, harmed: bool) -> tuple[float, int, int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     state = {"model": model, "optimizer": optimizer}
     options: Any = {"state": state, "loss_fn": loss_fn, "checkpoints": Checkpoints(every=50)}
-    options["attach"] = {"compile": CUDA and harmed}
     with tempfile.TemporaryDirectory() as at, Healer("default", store=at, **options) as healer:
         for each in healer.batches([batch(number) for number in range(STEPS)]):
             for group in optimizer.param_groups:
@@ -79,7 +79,7 @@ def snapshots() -> dict[str, Any]:
         model.load_state_dict(store.restore(step[0], {"model": model}).state["model"])
 
     def put_back() -> None:
-        driver._weights._write(weights)  # pyright: ignore[reportPrivateUsage]
+        _write(weights, driver._weights._weights())  # pyright: ignore[reportPrivateUsage]
 
     def check(what: str) -> None:
         same = all(torch.equal(a.cpu(), b) for a, b in zip(params, wanted, strict=True))
@@ -168,7 +168,7 @@ def out_of_memory() -> dict[str, Any]:
     state = {"model": model, "optimizer": optimizer}
     folder = Path(tempfile.mkdtemp())
     logging = Logging(events=folder / "run.events.jsonl")
-    with Healer("default", state=state, attach={"compile": False}, logging=logging) as healer:
+    with Healer("default", state=state, logging=logging) as healer:
         for number, each in enumerate(healer.batches([small, large] * 3)):
             for part in healer.microbatches(each):
                 with part:
