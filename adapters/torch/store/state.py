@@ -71,8 +71,10 @@ def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
     def encode(path: values.Path, value: Any) -> values.Node | None:
         if isinstance(value, Tensor):
             local = _local_part(path, value.detach())
-            key = local.data_ptr(), local.shape, local.stride(), local.dtype
-            # `load_state_dict` copies from tensors, so tied weights are saved once.
+            memory = local.untyped_storage().data_ptr(), local.storage_offset(), local.shape
+            key = *memory, local.stride(), local.dtype
+            # `load_state_dict` copies from tensors, so tied weights are saved once. The storage has
+            # their address: `Tensor.data_ptr` is 0 for tensors of a backend in Python.
             if key not in known or not (stateful and local.numel()):
                 known[key] = _add_tensor(flat, path, value, local, "tensor")
             return known[key]
