@@ -281,9 +281,9 @@ class UnsavedBuffers:
         parameters = [module._parameters.values() for module in modules(state).values()]
         self._largest = _size_limit(p for each in parameters for p in each)
         self._first: dict[str, Tensor] = {}
-        """Path -> value at the start, on the host."""
+        """Path -> this rank's value at the start, on the host."""
         for path, value in self._values():
-            self._first[path] = value.detach().to("cpu", copy=True)
+            self._first[path] = gradients.local_part(value).detach().to("cpu", copy=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The buffers to save, not copied.
@@ -294,8 +294,9 @@ class UnsavedBuffers:
         saves_all = self._saves_all()
         found: dict[str, Tensor] = {}
         for path, value in self._values():
+            own = gradients.local_part(value)
             first = self._first.get(path)
-            if saves_all or first is None or not torch.equal(value.cpu(), first):
+            if saves_all or first is None or not torch.equal(own.cpu(), first):
                 found[path] = value
         return found
 
@@ -313,10 +314,12 @@ class UnsavedBuffers:
             if module is None:
                 continue
             now = module._buffers.get(name)
-            if now is not None and now.shape == value.shape and now.dtype == value.dtype:
-                if not torch.equal(now.cpu(), value.cpu()):
-                    now.copy_(value)
-                continue
+            if now is not None:
+                part, own = gradients.local_part(now), gradients.local_part(value)
+                if part.shape == own.shape and part.dtype == own.dtype:
+                    if not torch.equal(part.cpu(), own.cpu()):
+                        part.copy_(own)
+                    continue
             # The forward pass of the saved run has replaced or registered it.
             for tensor in (*module.parameters(), now):
                 if tensor is not None:
@@ -328,5 +331,7 @@ class UnsavedBuffers:
         for place, module in modules(self._state).items():
             for name in sorted(module._non_persistent_buffers_set & module._buffers.keys()):
                 value = module._buffers[name]
-                if _is_plain(value) and value.nbytes <= self._largest:
+                if value is None or not _is_plain(gradients.local_part(value)):
+                    continue
+                if value.nbytes <= self._largest:  # of a DTensor, as a whole: equal on all ranks
                     yield f"{place}.{name}", value
