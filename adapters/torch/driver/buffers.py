@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,6 @@ class _Buffer(NamedTuple):
     table: dict[str, Any]
     """The buffers of the layer, `layer._buffers`."""
     tensor: Tensor
-    version: int
-    """Number of writes to `tensor` that torch has counted."""
 
 
 class _Block:
@@ -53,11 +51,13 @@ class _Block:
 
     Attributes:
         buffers: the buffers.
+        versions: number of writes to each buffer that torch has counted.
         values: a copy of their values, one buffer after the other.
     """
 
     def __init__(self, buffers: Sequence[_Buffer]) -> None:
         self.buffers = buffers
+        self.versions = [buffer.tensor._version for buffer in buffers]
         self.values = torch.cat([buffer.tensor.flatten() for buffer in buffers])
 
     def sizes(self) -> list[int]:
@@ -84,9 +84,9 @@ class _Block:
 
         torch counts no write to `buffer.data`, and none by the kernels of its norm layers.
         """
-        for buffer in self.buffers:
+        for buffer, version in zip(self.buffers, self.versions, strict=True):
             now: Any = buffer.table.get(buffer.name)
-            if now is not buffer.tensor or now._version != buffer.version:
+            if now is not buffer.tensor or now._version != version:
                 return True
         return False
 
@@ -161,10 +161,20 @@ class LayerBuffers:
 
     def _read(self) -> dict[_Kind, _Block]:
         """The current buffers, by kind."""
+        known: dict[tuple[Any, ...], tuple[_Kind, _Buffer]] = {}
+        for kind, block in self._saved.items():
+            for buffer in block.buffers:
+                known[buffer[:2]] = kind, buffer
         found: dict[_Kind, list[_Buffer]] = {}
         for number, layer in enumerate(self._layers):
             for name, tensor in layer._buffers.items():
-                if (
+                if tensor is None:
+                    continue
+                entry = known.get((number, name))
+                # The usual case, because it takes long to ask a tensor for its properties.
+                if entry and entry[1].tensor is tensor and entry[1].shape == tensor.shape:
+                    found.setdefault(entry[0], []).append(entry[1])
+                elif (
                     _is_plain(tensor)
                     and (tensor.is_floating_point() or name == COUNT)
                     and tensor.dtype.itemsize > 1  # float8 cannot be compared
@@ -174,9 +184,7 @@ class LayerBuffers:
                     is_alone = not tensor.numel() or (tensor.is_cpu and tensor.nbytes > SMALL_BYTES)
                     place = (number, name) if is_alone else None
                     kind = tensor.device, tensor.dtype, name in STATISTICS, place
-                    buffer = _Buffer(
-                        number, name, tensor.shape, layer._buffers, tensor, tensor._version
-                    )
+                    buffer = _Buffer(number, name, tensor.shape, layer._buffers, tensor)
                     found.setdefault(kind, []).append(buffer)
         blocks: dict[_Kind, _Block] = {}
         for kind, buffers in found.items():
@@ -210,7 +218,7 @@ def _restore(saved: _Block, now: _Block, is_restored: Tensor) -> None:
         buffer.table[buffer.name] = buffer.tensor
 
 
-def _is_plain(value: Tensor | None) -> TypeGuard[Tensor]:
+def _is_plain(value: Tensor) -> bool:
     """Whether a buffer is a dense tensor with data, which can be copied and written."""
     if type(value) is not Tensor or value.layout is not torch.strided:
         return False
