@@ -19,7 +19,11 @@ from tests.torch.simulated_device import DEVICE, uploads, waits
 CPU = torch.device("cpu")
 READ = "healcore.torch.live_engine:AsyncCopy.read"
 """A wait here and on other accelerators; on CUDA the copy has been under way for a step."""
-FIRST = "healcore.torch.live_engine:to_host"
+FIRST = {
+    "SGD": "healcore.torch.live_engine:to_host",
+    "autoclip": "healcore.torch.array_namespace:TorchNamespace.table",
+}
+"""Waits in the first step: a fused SGD creates its momentum, autoclip's table is copied."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, fused=True),
@@ -72,8 +76,8 @@ def decisions(policy: str, optimizer: str = "AdamW", **overrides: Any) -> None:
             run.optimizer.zero_grad()
             heal.metrics()
             if device is DEVICE:
-                # The host decides the step in which a fused SGD creates its momentum.
-                first = {FIRST} if optimizer == "SGD" and step == 0 else set()
+                names = [optimizer, *(each["kind"] for each in overrides.values())]
+                first = {FIRST[name] for name in names if name in FIRST and step == 0}
                 assert {*waits} <= {READ} | first, waits
                 assert not uploads, uploads
             d: Any = heal.last_decision()
