@@ -462,9 +462,6 @@ class HealedStep:
         if not finished:
             return
         self.in_update = False
-        # A scheduler asks whether `step` was called before it.
-        if self._skips and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
         # Also the losses of a closure's later evaluations. An evaluation of a step that was not
         # judged, for example one without gradients, waits for the next step.
         self.measurer.losses.clear()
@@ -476,9 +473,13 @@ class HealedStep:
                 self._grads_are_none = all(p.grad is None for p in params)
                 if self.numbers is not None:
                     self.numbers.find_changes_by_step()
-            elif self._grads_are_none:
-                for p in params:
-                    p.grad = None
+            else:
+                if self._grads_are_none:
+                    for p in params:
+                        p.grad = None
+                # A scheduler asks whether `step` was called before it.
+                if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+                    self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._report_end(skipped)
 
     def _check_running(self, *_: Any) -> None:
