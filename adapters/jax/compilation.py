@@ -53,10 +53,15 @@ def in_one_kernel(function: Callable[..., Result], *args: PyTree) -> Result:
         function: a pure function, within `jit`.
         args: its arguments.
     """
-    if jax.default_backend() != "cpu" or jax.device_count() > 1:
+    if not compiles_one_kernel():
         return function(*args)
     with set_xla_metadata(inlineable="false", xla_cpu_small_call="true"):
         return _call(function, *_split(args))
+
+
+def compiles_one_kernel() -> bool:
+    """Whether `in_one_kernel` makes one kernel."""
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
 def _split(args: PyTree) -> tuple[Any, tuple[Any, ...], list[Any]]:

@@ -32,7 +32,7 @@ from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_FIELDS, record_metrics
 from healcore.core.trees import map_leaves
 from healcore.jax.array_namespace import JAX
-from healcore.jax.compilation import in_one_kernel
+from healcore.jax.compilation import compiles_one_kernel, in_one_kernel
 from healcore.jax.trees import PyTree, is_array
 from healcore.policy.loader import name_of
 
@@ -173,8 +173,8 @@ _PLACES: _Packed = jax.tree.unflatten(
 def _pack(tree: PyTree) -> Any:
     """Packs a tree of int32, float32 and bool arrays: int32 (n,), its numbers first.
 
-    Traced numbers become a chain of selections, which XLA compiles as one kernel. It makes a kernel
-    of each number of a concatenation.
+    Outside of `in_one_kernel`, traced numbers become a chain of selections, which XLA compiles as
+    one kernel. It makes a kernel of each number of a concatenation there.
     """
     bits = []
     for leaf in sorted(jax.tree.leaves(tree), key=_is_no_number):
@@ -183,6 +183,8 @@ def _pack(tree: PyTree) -> Any:
     arrays = [each.ravel() for each in bits[len(numbers) :]]
     if not any(isinstance(each, Tracer) for each in bits):
         return np.concatenate([np.array(numbers, np.int32), *arrays])
+    if compiles_one_kernel():
+        return jnp.concatenate([jnp.stack(numbers), *arrays])
     vector = jnp.zeros(len(numbers), jnp.int32)
     index = lax.iota(np.int32, len(numbers))
     for i, number in enumerate(numbers):
@@ -203,9 +205,9 @@ def _unpack(template: PyTree, vector: Any) -> Any:
     bounds = np.cumsum([leaves[i].size for i in order])
     for i, part in zip(order, split(vector, bounds, axis=-1), strict=False):
         leaf = leaves[i]
-        part = part.reshape(part.shape[:-1] + leaf.shape)
         is_float = leaf.dtype == np.float32
-        leaves[i] = part.view(np.float32) if is_float else part.astype(leaf.dtype)
+        values = part.view(np.float32) if is_float else part.astype(leaf.dtype)
+        leaves[i] = values.reshape(part.shape[:-1] + leaf.shape)
     return structure.unflatten(leaves)
 
 

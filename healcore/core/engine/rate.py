@@ -62,23 +62,13 @@ def update_rate(
     divisor = xp.where(has_rate, known_rate, 1.0)
     raised = xp.quotient(state.rate_at_cut, config.factor)
     rate_at_cut = xp.minimum(xp.where(orders.refund, raised, state.rate_at_cut), _MAX_RATE)
-    rate_at_cut = xp.where(cut, xp.product(state.scale, divisor), rate_at_cut)
-    # A floor above the multiplier does not raise the multiplier.
-    cut_scale = xp.maximum(config.factor * state.scale, config.floor)
-    cut_scale = xp.minimum(cut_scale, state.scale)
-    rate_after_cut = xp.where(cut, xp.product(cut_scale, divisor), state.rate_after_cut)
+    if cuts:
+        rate_at_cut = xp.where(cut, xp.product(state.scale, divisor), rate_at_cut)
     # A sudden fall of the rate begins another schedule with a new peak, and so does the first rate
     # after a rate of 0. A rate of 0 always continues the schedule.
     before = abs(state.rate)  # 1 for `UNKNOWN_RATE`
     continues = ~has_rate | ((before > 0) & (known_rate >= RESTART_RATIO * before))
     peak = xp.where(continues & ~cut, xp.maximum(state.peak, known_rate), known_rate)
-
-    hold = xp.where(cut, config.hold_steps, state.hold)
-    ramp = xp.where(cut, config.ramp_steps, state.ramp)
-    holding = hold > 0
-    advances = orders.healthy & ~cut
-    ramp = xp.decremented(ramp + (holding | ~advances))
-    hold = xp.where(advances & holding, hold - 1, hold)
 
     # The multiplier at which the schedule's peak is the ceiling's share of `rate_at_cut`. The peak
     # is 0 until the first rate above 0, where the multiplier stays. The share is 0 before the first
@@ -86,6 +76,20 @@ def update_rate(
     share = xp.product(config.ceiling, rate_at_cut)
     top = xp.quotient(share, xp.where(peak > 0, peak, 1.0))
     top = xp.where(share > 0, xp.minimum(top, 1.0), 1.0)
+    if not cuts:  # a limit of the host has no hold and no ramp
+        scale = xp.flush(xp.where(has_rate, top, state.scale))
+        return state._replace(scale=scale, rate_at_cut=rate_at_cut, peak=peak, rate=stored_rate)
+
+    # A floor above the multiplier does not raise the multiplier.
+    cut_scale = xp.maximum(config.factor * state.scale, config.floor)
+    cut_scale = xp.minimum(cut_scale, state.scale)
+    rate_after_cut = xp.where(cut, xp.product(cut_scale, divisor), state.rate_after_cut)
+    hold = xp.where(cut, config.hold_steps, state.hold)
+    ramp = xp.where(cut, config.ramp_steps, state.ramp)
+    holding = hold > 0
+    advances = orders.healthy & ~cut
+    ramp = xp.decremented(ramp + (holding | ~advances))
+    hold = xp.where(advances & holding, hold - 1, hold)
     bottom = xp.minimum(xp.quotient(rate_after_cut, divisor), top)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
@@ -93,8 +97,7 @@ def update_rate(
     ramp_share = xp.as_float(config.ramp_steps - ramp) * part
     ramped = bottom + xp.product(top - bottom, ramp_share)
     scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
-    if cuts:
-        scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
+    scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
     scale = xp.where(has_rate, scale, state.scale)
     return LrState(
         scale=xp.flush(xp.where(cut, cut_scale, scale)),
