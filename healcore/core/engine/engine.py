@@ -63,7 +63,7 @@ class Engine:
         scales_lr            `Decision.lr_scale` can differ from 1          adapters, runtime
         resets_moments       a cut of the rate resets the moments           adapters
         skips_bad_loss       a loss that is not finite skips the step       torch adapter
-        tests_only_finite    a step can be judged after it was taken        torch adapter
+        tests_only_finite    a step can be judged after it was taken        torch adapter, CLI
 
     """
 
