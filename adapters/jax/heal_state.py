@@ -196,7 +196,8 @@ def _unpack(template: PyTree, vector: Any) -> Any:
     """Makes the tree of a vector that begins with its numbers; the reverse of `_pack`.
 
     Args:
-        template: a tree with the structure, dtypes and shapes of the result, in NumPy.
+        template: a tree with the structure, dtypes and shapes of the result, in NumPy. Of the
+            numbers of a longer vector it may have the first ones only, as `_ANY_POLICY` has.
         vector: int32 (..., n) of NumPy or JAX.
     """
     leaves, structure = jax.tree.flatten(template)

@@ -130,7 +130,8 @@ class HealedStep:
         self.has_kernel = has_kernel(optimizer)
         self.in_update = False
         self._enforced: EnforcedDecision | None = None
-        """What is enforced at the step that runs. None if it is not judged."""
+        """What is enforced at the step that runs. None if it is not judged. The host skips if its
+        `skip` is True; a tensor is for the fused kernel, and the original `step` is called."""
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         """What is replaced for the step, the oldest first: dictionary, key, value for the step, and
         value before or `_ABSENT`."""

@@ -108,7 +108,11 @@ class RecordedValue:
         self.tape, self.name, self.sample = tape, name, sample
 
     def __getattr__(self, name: str) -> Any:
-        """`shape`, `ndim` and `dtype`."""
+        """`shape`, `ndim` and `dtype`, which later steps have too.
+
+        A method such as `max()` would compute with the sample, and its result would be a constant
+        of the program: use the functions of `xp`.
+        """
         return getattr(self.sample, name)
 
     def __bool__(self) -> bool:
@@ -175,12 +179,12 @@ class Tape(ArrayNamespace):
         return self._selection("{1} if {0} else {2}", "where", *operands)
 
     def minimum(self, x: Operand, y: Operand, /) -> Any:
-        """A conditional expression, which lets a NaN of `x` through, or `numpy.minimum`."""
+        """A conditional expression, which lets each NaN through, or `numpy.minimum`."""
         operands = _cast_like(x, y), _cast_like(y, x)
         return self._selection("{0} if {0} < {1} or {0} != {0} else {1}", "minimum", *operands)
 
     def maximum(self, x: Operand, y: Operand, /) -> Any:
-        """A conditional expression, which lets a NaN of `x` through, or `numpy.maximum`."""
+        """A conditional expression, which lets each NaN through, or `numpy.maximum`."""
         operands = _cast_like(x, y), _cast_like(y, x)
         return self._selection("{0} if {0} > {1} or {0} != {0} else {1}", "maximum", *operands)
 
