@@ -1,4 +1,4 @@
-"""States of optax: their moments and second iterates.
+"""States of optax: their moments, second iterates and placement on a mesh.
 
 A state is recognized by its type, because it does not name its optimizer.
 """
@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.jax.gradients import is_gradient
@@ -53,6 +56,43 @@ def is_optax_state(node: PyTree) -> bool:
     """
     kind = type(node)
     return kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams
+
+
+def replicate_over_mesh(params: PyTree, state: State) -> State:
+    """Replicates the arrays of a fresh state over the mesh of the parameters, if any.
+
+    A compiled step returns its arrays on that mesh. If the first state were not on the mesh, a
+    mesh with explicit axes would raise an error, and another would compile the step twice.
+
+    Args:
+        params: the parameters, as passed to ``tx.init``.
+        state: the state that `init` has made.
+
+    Returns:
+        The state on the mesh. The state itself if no parameter is on a mesh or has a value yet.
+    """
+    meshes = [
+        leaf.sharding.mesh
+        for leaf in filter(_is_array, jax.tree.leaves(params))
+        if isinstance(leaf.sharding, NamedSharding)
+    ]
+    if not meshes:
+        return state
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
+
+    def replicated(leaf: Any) -> Any:
+        if not _is_array(leaf) or leaf.committed or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        # With several processes, device_put would compare the values, which is a collective.
+        value = np.asarray(leaf)
+        return jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
+
+    return jax.tree.map(replicated, state)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf is a JAX array with values, not a traced one."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def check_second_iterates(opt_state: PyTree, feature: str) -> None:

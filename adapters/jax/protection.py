@@ -33,7 +33,7 @@ from healcore.core.numerics import shortest_decimal
 from healcore.jax import gradients, heal_state, optimizer_numbers
 from healcore.jax.compilation import in_one_call
 from healcore.jax.heal_state import HealState, ProtectState, ScaleByHealLrState, no_heal_state_error
-from healcore.jax.optax_states import check_second_iterates, reset_moments
+from healcore.jax.optax_states import check_second_iterates, replicate_over_mesh, reset_moments
 from healcore.jax.optimizer_numbers import injected_rates
 from healcore.jax.optimizer_step import OptimizerStep
 from healcore.jax.signals import Axes, checked, count_leaves, make_signals, split_keywords
@@ -72,7 +72,7 @@ class Protection:
         resets = None
         if self.engine.resets_moments:
             resets = jnp.zeros((), jnp.bool_)
-        return ProtectState(healing, resets, inner_state)
+        return replicate_over_mesh(params, ProtectState(healing, resets, inner_state))
 
     def update(
         self,

@@ -23,6 +23,7 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.jax import gradients, heal_state
 from healcore.jax.compilation import in_one_call
 from healcore.jax.heal_state import DEFAULT_RECORDS, HealState, ScaleByHealLrState
+from healcore.jax.optax_states import replicate_over_mesh
 from healcore.jax.protection import Protection, clip
 from healcore.jax.signals import (
     Axes,
@@ -279,7 +280,7 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
     """
 
     def init(params: optax.Params) -> ScaleByHealLrState:
-        return ScaleByHealLrState(jnp.ones((), jnp.float32))
+        return replicate_over_mesh(params, ScaleByHealLrState(jnp.ones((), jnp.float32)))
 
     def update(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
@@ -296,7 +297,7 @@ def _transformation(
     """The transformation of `heal` and `heal_zclip` for an engine."""
 
     def init(params: optax.Params) -> HealState:
-        return heal_state.init(engine, count_leaves(params), records)
+        return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), records))
 
     def update(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from healcore.jax import HealStateError, heal, protect, with_heal_state, without_heal_state
 from healcore.jax.driver.driver import JaxDriver
@@ -374,3 +375,6 @@ def test_the_array_goes_wherever_the_healing_state_goes():
     assert_same_bits(again, state)
     assert "heal_numbers" not in str(jax.tree.structure(without_heal_state(state)))
     assert jax.eval_shape(tx.init, params).heal.heal_numbers.shape == (6, 5)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    assert isinstance(tx.init(placed).heal.heal_numbers.sharding, NamedSharding)
