@@ -122,9 +122,16 @@ class LayerBuffers:
         self._saved = self._read()
 
     def keep_written(self) -> None:
-        """Saves what the program has written since the last step."""
-        if any(block.is_written() for block in self._saved.values()):
+        """Saves what the program has written since the last step, except for batch statistics.
+
+        Only a forward pass writes these. An exception may have ended it, and a restart repeats it.
+        """
+        before = self._saved
+        if any(block.is_written() for block in before.values()):
             self.end(False)
+            for kind, block in before.items():
+                if block.buffers[0].name in (*STATISTICS, COUNT):
+                    self._saved[kind] = block
 
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:

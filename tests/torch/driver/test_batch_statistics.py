@@ -217,6 +217,24 @@ def test_what_the_program_writes_between_two_steps_stays():
     assert run.observer.level.tolist() == [3.0] * 4
 
 
+def test_statistics_of_a_forward_pass_without_a_step_can_be_undone_after_a_dispatch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    driver = TorchDriver({"model": model, "optimizer": optimizer}, ROLLS_BACK)
+    model(torch.randn(8, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    driver.take_dispatch()
+    before = statistics(model[1])
+    model(torch.randn(8, 3))  # the loop raises here
+    driver.take_dispatch()
+    assert statistics(model[1]) != before
+    driver.undo_window()
+    assert statistics(model[1]) == before
+    driver.close()
+
+
 def test_a_replaced_buffer_may_be_the_batch():
     class Keeps(nn.Module):
         last: torch.Tensor
