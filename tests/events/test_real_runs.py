@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from healcore.core.decision import Action
 from healcore.events import read
 from healcore.events.schema import KINDS
+from healcore.policy import fingerprint
 from healcore.runtime.healer import Healer
 from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
@@ -73,18 +74,20 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
 def test_the_settings_of_a_run_are_in_its_events_and_its_report(framework, tmp_path):
     loop = loop_of(framework, policy=rules())
     path = tmp_path / "run.events.jsonl"
-    known = {"precision": "float32", "policy": "test (dc64ba47)"}
+    known: dict[str, Any] = {"policy": f"test ({fingerprint(rules())[:8]})"}
     if isinstance(loop, TorchLoop):  # as a trainer does
         sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
         loop.optimizer.run_settings = sizes  # type: ignore[attr-defined]
         known |= {"learning_rate": 0.01, "batch_size": 4, "accumulation": 2, "optimizer": "AdamW"}
+        known["precision"] = "float32"
     data: Any = DataLoader(range(3), batch_size=1)  # type: ignore[arg-type]
     train(loop, rules(), data, events=path)
     start, read_first = (e["settings"] for e in read(path).events if "settings" in e)
-    assert start.items() >= known.items()
+    assert {k: start.get(k) for k in known} == known
     assert read_first == {"batch size of loader 0": 1}
     (report,) = read_reports(path)
-    assert "precision float32" in report.facts["Settings"]
+    assert "number of ranks 1" in report.facts["Settings"]
+    assert ("precision float32" in report.facts["Settings"]) == ("precision" in known)
 
 
 def test_a_restart_names_the_keys_of_a_policy_that_differ(tmp_path, caplog):
@@ -104,7 +107,7 @@ def test_a_restart_names_the_keys_of_a_policy_that_differ(tmp_path, caplog):
 
 
 @BOTH_FRAMEWORKS
-def test_out_of_memory_names_the_largest_owner_and_writes_a_profile(framework, tmp_path):
+def test_out_of_memory_names_the_owner_if_known_and_writes_a_profile(framework, tmp_path):
     def before(healer: Healer, number: int) -> None:
         if number == 7:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
@@ -116,8 +119,9 @@ def test_out_of_memory_names_the_largest_owner_and_writes_a_profile(framework, t
     for text in (problem, next(tmp_path.glob("run.postmortem.*")).read_text()):
         assert "owner" in text, "the lines of the diagnosis are wrapped"
     profiles = {each.suffix: each for each in tmp_path.glob("run.memory.*")}
-    assert set(profiles) == ({".txt"} if framework == "torch" else {".txt", ".prof"})
-    assert "parameters" in profiles[".txt"].read_text()
+    if framework == "torch":
+        assert "parameters" in profiles[".txt"].read_text()
+    assert set(profiles) == ({".txt"} if framework == "torch" else {".prof"})
     assert all(each.name in problem and each.stat().st_size for each in profiles.values())
 
 

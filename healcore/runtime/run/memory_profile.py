@@ -29,9 +29,11 @@ def memory_text(driver: Driver, log: RunLog) -> str:
         sizes = driver.memory()
     except Exception as error:  # the device may fail again
         return f"The memory could not be measured: {type(error).__name__}: {error:.100}"
-    owner = max(sizes, key=sizes.__getitem__)
-    total = sum(sizes.values())
-    text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
+    text = "The owners of the memory are not known"  # as in JAX
+    if sizes:
+        owner = max(sizes, key=sizes.__getitem__)
+        total = sum(sizes.values())
+        text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
     events = log.events.path
     if events is None:  # only rank 0 has an events file
         return text
@@ -39,6 +41,8 @@ def memory_text(driver: Driver, log: RunLog) -> str:
         names = _write_profiles(driver, events, log.events.process_id, sizes)
     except Exception as error:  # for example, the disk is full
         return f"{text}; no memory profile: {type(error).__name__}: {error:.100}"
+    if not names:
+        return text
     return f"{text}; memory profile: {', '.join(names)}"
 
 
@@ -52,7 +56,8 @@ def _write_profiles(
     profiles = driver.memory_profiles()
     lines = [f"{size:>20,} bytes  {name}\n" for name, size in sizes.items()]
     owners = "".join(lines).encode()
-    profiles[".txt"] = owners + b"\n" + profiles.get(".txt", b"")
+    if owners:
+        profiles[".txt"] = owners + b"\n" + profiles.get(".txt", b"")
     written = []
     for suffix, content in sorted(profiles.items()):
         if len(content) <= MAX_PROFILE_BYTES:
