@@ -18,8 +18,10 @@ One step, from top to bottom. The host takes no part: each arrow is in the compi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -61,6 +63,14 @@ class Protection:
         """Whether the updates are multiplied by the policy's learning-rate multiplier."""
         return self.engine.mode != "observe" and self.engine.scales_lr
 
+    @cached_property
+    def _named(self) -> frozenset[str] | None:
+        """The keywords that the optimizer names, as SAM's; None if it takes any."""
+        parameters = inspect.signature(self.inner.update).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return None
+        return frozenset(parameter.name for parameter in parameters)
+
     def init(self, params: optax.Params) -> ProtectState:
         """Makes the state of the optimizer and the healing state."""
         inner_state = self.inner.init(params)
@@ -88,6 +98,8 @@ class Protection:
         given, others = split_keywords(extra_args)
         keywords = {}
         for name, value in (given | others).items():
+            if self._named is not None and name not in self._named:
+                continue
             keywords[name] = jnp.asarray(value) if is_number(value) else value
         signals = checked(given, self.engine)
         return in_one_call(self._step, updates, state, params, signals, keywords)
