@@ -1,8 +1,10 @@
 """The examples are rolled back and train to the end; what some of them print is checked."""
 
+import contextlib
 import importlib
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -65,10 +67,24 @@ def printed(main, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], float,
     return lines, float(match[1]), int(match[2]), int(match[3])
 
 
+@contextlib.contextmanager
+def jax_optimizations() -> Iterator[None]:
+    """Compiles as in a program, not as in other tests."""
+    jax = pytest.importorskip("jax")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", True)  # as `few_optimizations`
+
+
 def test_a_limit_multiplies_the_schedule_which_keeps_its_shape(capsys):
     from examples import optax_schedule
 
-    lines, loss, steps, rollbacks = printed(optax_schedule.main, capsys)
+    # A run above 1e15 is chaotic: compiled as the tests are, its first NaN comes steps later, and
+    # a third rollback follows.
+    with jax_optimizations():
+        lines, loss, steps, rollbacks = printed(optax_schedule.main, capsys)
     assert loss < 0.45  # guessing the mean of sin() gives 0.5
     assert (steps, rollbacks) == (optax_schedule.STEPS, 2)
     rows = np.array([[float(word) for word in line.split()[1::2]] for line in lines])
