@@ -72,10 +72,12 @@ def jax_optimizations() -> Iterator[None]:
     """Compiles as in a program, not as in other tests."""
     jax = pytest.importorskip("jax")
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
     try:
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", True)  # as `few_optimizations`
+        jax.clear_caches()
 
 
 def test_a_limit_multiplies_the_schedule_which_keeps_its_shape(capsys):
