@@ -297,8 +297,8 @@ def find(opt_state: PyTree) -> HealState:
         arrays = _arrays_of(found[0][1])
         if arrays.keys() - set(HealState._fields) or arrays.get("heal_records") is None:
             raise HealStateError(
-                "this healing state is of another release: to continue from the moments beside it, "
-                "with_heal_state(without_heal_state(old), like=tx.init(params))"
+                "this healing state is of another release: to continue from the moments of the "
+                "optimizer, with_heal_state(without_heal_state(old), like=tx.init(params))"
             )
         return HealState(**arrays)
     if found:

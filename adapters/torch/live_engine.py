@@ -1,6 +1,6 @@
 """`LiveEngine`: the policy's engine with the state of one run.
 
-It decides on the host, or beside the parameters on an accelerator, which then need not wait:
+It decides on the host, or on the accelerator of the parameters, which then need not wait:
 
     host      the state is in NumPy. A step reads its signals: one sync on an accelerator
     device    a policy that only tests for NaN and Inf, or has a fixed clip, does this test on the

@@ -232,7 +232,7 @@ def register(kind: type, namespace_of: Callable[[Any], ArrayNamespace]) -> None:
 def _namespace(operands: tuple[Any, ...]) -> ArrayNamespace:
     """The namespace of the first operand that is neither of NumPy nor a Python number.
 
-    Constants of NumPy may stand beside the arrays of every library.
+    Constants of NumPy may be mixed with the arrays of every library.
     """
     for each in operands:
         if type(each) not in _found:

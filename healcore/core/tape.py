@@ -107,13 +107,20 @@ class RecordedValue:
     def __init__(self, tape: Tape, name: str, sample: Any) -> None:
         self.tape, self.name, self.sample = tape, name, sample
 
-    def __getattr__(self, name: str) -> Any:
-        """`shape`, `ndim` and `dtype`, which later steps have too.
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value, the same at later steps."""
+        return self.sample.shape
 
-        A method such as `max()` would compute with the sample, and its result would be a constant
-        of the program: use the functions of `xp`.
-        """
-        return getattr(self.sample, name)
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the value, the same at later steps."""
+        return self.sample.ndim
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the value, the same at later steps."""
+        return self.sample.dtype
 
     def __bool__(self) -> bool:
         raise NotRecordable("the function branches on a value: use xp.where instead")

@@ -27,6 +27,12 @@ def test_a_branch_on_a_value_is_refused_where_a_step_is_recorded():
         to_program(lambda x: 1 if x > 0 else x, np.float32(1))
 
 
+def test_a_method_of_an_array_is_refused_where_a_step_is_recorded():
+    """It would compute with the example's values, as a constant of each later step."""
+    with pytest.raises(AttributeError, match="max"):
+        to_program(lambda x: x.max() + x, np.ones(2, np.float32))
+
+
 @pytest.mark.parametrize("clip", policies.CLIPS)
 def test_a_traced_step_has_no_branch_and_keeps_its_types(clip):
     """Tracing fails on `if array:`; a type that changed would be traced again at the next step."""

@@ -274,7 +274,7 @@ class UnsavedBuffers:
     """The written buffers of a state that are not in `state_dict()`. A checkpoint saves them.
 
     torch leaves out buffers with `persistent=False`. Most of them are constants of the program, for
-    example the frequencies of rotary embeddings, which the next start may define anew. So a buffer
+    example the frequencies of rotary embeddings, which the next start computes again. So a buffer
     is saved if its value differs from the value at the start. `load_state_dict` restores the value
     at the start if a checkpoint lacks the buffer. With several ranks all buffers are saved, because
     a checkpoint has the same arrays on each rank.
