@@ -455,7 +455,7 @@ def last_decision(state: HealState) -> Decision:
 def metrics(vector: jax.Array) -> dict[str, jax.Array]:
     """The numbers of the newest step, named for a logger by `record_metrics`.
 
-    The loss is NaN until the first finite loss. (The engine's state has 0 there, because a
+    The loss is NaN until the first finite loss. (The engine's state has -0.0 there, because a
     checkpoint with a NaN would count as bad.) One dispatch outside of a compiled step.
 
     Args:
@@ -467,7 +467,9 @@ def metrics(vector: jax.Array) -> dict[str, jax.Array]:
     packed: _Packed = _unpack(_ANY_POLICY, vector)
     values = dict(zip(RECORD_FIELDS, record_numbers(packed.engine), strict=True))
     values |= packed.engine.tally._asdict()
-    values["loss"] = jnp.where(values["loss"] == 0, jnp.nan, values["loss"])
+    loss = values["loss"]
+    unknown = (loss == 0) & jnp.signbit(loss)
+    values["loss"] = jnp.where(unknown, jnp.nan, loss)
     return record_metrics(values)
 
 

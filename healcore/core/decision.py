@@ -119,7 +119,7 @@ class Telemetry(NamedTuple):
     decision: Decision
     """The ordered decision; in observe mode the enforced decision is neutral."""
     loss: Float
-    """float32: last finite loss."""
+    """float32: last finite loss; -0.0 before the first one, unlike a measured loss of 0."""
     grad_norm: Float
     """float32: last finite global gradient norm, before clipping."""
     threshold: Float

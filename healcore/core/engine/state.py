@@ -224,7 +224,9 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
         lr=zeros(LrState)._replace(scale=np.float32(1), rate=np.float32(UNKNOWN_RATE)),
         norm_limit=np.float32(0),
         tally=zeros(Tally),
-        last=Telemetry(neutral(groups=group_scales), *[np.float32(0)] * 5),
+        last=Telemetry(neutral(groups=group_scales), *[np.float32(0)] * 5)._replace(
+            loss=np.float32(-0.0)
+        ),
     )
     return map_leaves(lambda leaf: np.broadcast_to(leaf, batch + leaf.shape).copy(), state)
 
