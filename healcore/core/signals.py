@@ -142,8 +142,8 @@ def sanitized(x: Float, low: float, high: float, other: Float | Number = 0.0) ->
         shape: the value is bad, which is NaN or outside of the range.
     """
     bad = xp.clip(x, low, high) != x
-    x = xp.clip(xp.where(bad, other, x), -SIGNAL_LIMIT, SIGNAL_LIMIT)
-    return xp.flush(x, TINY), bad
+    limited = xp.flush(xp.clip(x, -SIGNAL_LIMIT, SIGNAL_LIMIT), TINY)
+    return xp.where(bad, other, limited), bad
 
 
 def check_scalar(name: str, value: Float) -> np.float32:
