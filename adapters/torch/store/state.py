@@ -99,9 +99,9 @@ def _state_dict(value: Any) -> Any:
     """The `state_dict` of an object; of an optimizer without moments of untrained parameters.
 
     A program may take parameters out of a group and leave their moments in `state`. torch raises
-    KeyError then.
+    KeyError then. DeepSpeed's optimizer has no `state`.
     """
-    if not isinstance(value, Optimizer):
+    if not isinstance(value, Optimizer) or not hasattr(value, "state"):
         return value.state_dict()
     trained = set(gradients.parameters(value))
     untrained = [p for p in value.state if isinstance(p, Tensor) and p not in trained]
