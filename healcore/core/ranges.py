@@ -160,7 +160,6 @@ Ratio = Annotated[Any, number(at_least=1)]
 Limit = Annotated[Any | None, number(above=0, none=True)]
 """An absolute limit, or None for no limit."""
 Level = Annotated[Any | None, number(none=True)]
-RatioOrNone = Annotated[Any | None, number(at_least=1, none=True)]
 Norm = Annotated[Any, number(above=1e-12)]
 """A gradient norm: the engine sets smaller norms to zero (numerics.TINY)."""
 Steps = Annotated[Any, whole(1)]

@@ -41,8 +41,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "loss_ceiling": {"ceiling": 11.0, "first_steps": 20, "first_ratio": 1.5},
     "loss_window": {"sigmas": 3.0, "window": 24, "warmup_steps": 12, "sustain": 2},
     "grad_window": {"window": 20, "warmup_steps": 7, "sustain": 3, "bessel": False},
-    "grad_ema": {"ratio": 4.0, "sigmas": 5.0, "ema_decay": 0.9, "warmup_steps": 3},
-    "grad_ceiling": {"ceiling": 1e4, "first_ratio": 3.0, "first_steps": 15, "escape": 9},
+    "grad_ema": {"ratio": 4.0, "ema_decay": 0.9, "warmup_steps": 3},
+    "grad_ceiling": {"ceiling": 4.0, "sustain": 2},
 }
 """Detector settings that a few hundred steps can reach."""
 

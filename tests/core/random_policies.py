@@ -72,11 +72,10 @@ OTHERS: dict[str, dict[str, st.SearchStrategy]] = {
     "fixed": {"max_norm": number(0.03125, 64.0)},
     "adagc": {"max_norm": number(0.125, 64.0), "ratio": number(1.0, 4.0)},
     "grad_ema": {
-        "ratio": st.none() | number(1.5, 30.0),
-        "sigmas": st.none() | number(1.0, 30.0),
+        "ratio": number(1.5, 30.0),
         "warmup_steps": counts,
     },
-    "grad_ceiling": {"first_ratio": st.none() | number(1.0, 20.0)},
+    "grad_ceiling": {"ceiling": number(0.0078125, 128.0)},
     "loss_ceiling": {"ceiling": st.none() | number(-1.0, 12.0), "first_steps": st.integers(0, 60)},
     "plateau": {"window": st.integers(1, 50), "patience": st.integers(1, 5)},
     "records": {"warmup_steps": st.integers(1, 12)},

@@ -15,8 +15,8 @@ from healcore.core.engine import RuleConfig
 from tests.core.engine_runner import Runner, flags, watching
 
 LANES = 60
-SPIKES = "loss_window", "grad_spike", "grad_window", "grad_ema", "grad_ceiling"
-BOUNDS = {"grad_spike": 80, "grad_window": 40, "grad_ema": 25, "grad_ceiling": 100}
+SPIKES = "loss_window", "grad_spike", "grad_window", "grad_ema"
+BOUNDS = {"grad_spike": 80, "grad_window": 40, "grad_ema": 25}
 """Steps of a lasting rise of x30 until it is accepted; of the windows 30 to 33 were measured."""
 
 
@@ -78,7 +78,7 @@ def test_noise_and_small_shifts_of_norms_are_no_spikes():
 
 
 def test_an_absolute_ceiling_needs_no_history():
-    settings = {"ceiling": 100.0, "first_ratio": None}
+    settings = {"ceiling": 100.0}
     found = watched("grad_ceiling", settings, grad_norm=[200.0, 50.0, 100.0, 101.0])
     assert found.tolist() == [True, False, False, True]
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.core import array_namespace, baseline, clipping, signals, trees
-from healcore.core.detectors import loss_records, noise, spikes, thresholds, trends, windows
+from healcore.core.detectors import loss_records, spikes, thresholds, trends, windows
 from healcore.core.engine import engine, incident, rate, rule
 from healcore.core.signals import Signals
 from tests.core import fuzz, oracle, policies
@@ -220,7 +220,6 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     loss_records: ("records", "instability"),
     thresholds: ("zclip", "tame", "limits", "ceilings"),
     spikes: ("zclip", "tame"),
-    noise: ("zclip", "tame"),
     windows: ("limits", "windows", "averages"),
     **dict.fromkeys([engine, incident, rate, rule], ("zclip", "adagc")),
 }

@@ -279,7 +279,7 @@ STAYS = FALLS[:25] + [FALLS[25]] * 35
 def test_each_cause_that_begins_has_an_alert_while_another_lasts(losses, norms, expected, tmp_path):
     """`expected` has for each cause the first step at which it can be found."""
     watched = {
-        "grad_ceiling": {"ceiling": 100.0, "first_ratio": "none"},
+        "grad_ceiling": {"ceiling": 100.0},
         "vanishing": {"threshold": 1e-7},
         "plateau": PLATEAU,
         "overfit": OVERFIT,

@@ -1,7 +1,6 @@
 """Detectors with fixed limits: NaN and Inf, vanishing gradients, and ceilings of loss and norm.
 
-A limit is the user's choice, or follows from the first steps of the run. A limit that the user has
-chosen has no escape. `grad_ceiling` learns its first norms again after `escape` alarms in a row.
+A limit is the user's choice, or follows from the first steps of the run. It has no escape.
 """
 
 from __future__ import annotations
@@ -93,19 +92,18 @@ class VanishingConfig(NamedTuple):
         return VanishingState(streak), DetectorResult(alarm, alarm)
 
 
-class CeilingState(NamedTuple):
-    """Largest of the first values, and the count of consecutive alarms.
+class LossCeilingState(NamedTuple):
+    """Largest of the first losses, and the count of consecutive alarms.
 
-    The state of both ceilings, of losses and of norms. The first values of a run show its scale,
-    from which a ceiling may follow.
+    The first losses of a run show its scale, from which a ceiling may follow.
     """
 
     count: Int
-    """Values learnt, at most `first_steps`."""
+    """Losses learnt, at most `first_steps`."""
     top: Float
-    """The largest learnt value."""
+    """The largest learnt loss."""
     streak: Int
-    """Consecutive alarms, at most `sustain` (losses) or `escape` (norms)."""
+    """Consecutive alarms, at most `sustain`."""
 
 
 class LossCeilingConfig(NamedTuple):
@@ -129,11 +127,11 @@ class LossCeilingConfig(NamedTuple):
 
     CAUSE = Cause.DIVERGENCE
     NEEDS = ("loss",)
-    init = zero_init(CeilingState)
+    init = zero_init(LossCeilingState)
 
     def update(
-        self, state: CeilingState, seen: CheckedSignals
-    ) -> tuple[CeilingState, DetectorResult]:
+        self, state: LossCeilingState, seen: CheckedSignals
+    ) -> tuple[LossCeilingState, DetectorResult]:
         """Judges `seen.loss`, or learns it in the first steps. Non-finite steps change nothing.
 
         Args:
@@ -157,68 +155,47 @@ class LossCeilingConfig(NamedTuple):
         alarm = learn & ~early & over
         streak = xp.streak(state.streak, alarm, learn, seen.restart, self.sustain)
         count = xp.where(learn & early, count + 1, count)
-        return CeilingState(count, top, streak), DetectorResult(
+        return LossCeilingState(count, top, streak), DetectorResult(
             alarm, alarm & (streak >= self.sustain)
         )
 
 
-class GradCeilingConfig(NamedTuple):
-    """Thresholds of the norm ceiling: an absolute limit, or a multiple of the first norms.
+class GradCeilingState(NamedTuple):
+    """Count of consecutive norms above the ceiling."""
 
-    Two rules of Megatron-LM: `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py), and
-    `is_unexpectedly_large` (megatron/core/rerun_state_machine.py), ten times the largest of the
-    first 100. The published rule never learns the first norms again, even if they were zeros (a
-    frozen network).
+    streak: Int
+    """Consecutive alarms, at most `sustain`."""
+
+
+class GradCeilingConfig(NamedTuple):
+    """Threshold of the norm ceiling: an absolute limit.
+
+    The rule of Megatron-LM's `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py), and
+    of the self-healing callback for TRL.
     """
 
-    ceiling: ranges.Limit = None
-    """Largest normal norm, or None for no fixed limit."""
-    first_ratio: ranges.RatioOrNone = 10.0
-    """Smallest ratio of an outlier to the largest of the first norms, or None for no such test."""
-    first_steps: ranges.Steps = 100
-    """Number of first norms."""
+    ceiling: ranges.Positive = 100.0
+    """Largest normal norm."""
     sustain: ranges.Steps = 5
     """Consecutive alarms that make the alarm sustained."""
-    escape: ranges.Steps = 100
-    """Consecutive alarms after which the first norms are learnt again."""
 
-    AT_MOST = (("sustain", "escape"),)
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = ("grad_norm",)
-    init = zero_init(CeilingState)
+    init = zero_init(GradCeilingState)
 
     def update(
-        self, state: CeilingState, seen: CheckedSignals
-    ) -> tuple[CeilingState, DetectorResult]:
-        """Judges the norm, and learns the first norms. Non-finite steps change nothing.
+        self, state: GradCeilingState, seen: CheckedSignals
+    ) -> tuple[GradCeilingState, DetectorResult]:
+        """Judges the norm. Non-finite steps change nothing.
 
         Args:
             state: the state before the step, 0-d.
-            seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`. A norm of 0 is
-                neither judged nor learnt.
+            seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
 
         Returns:
-            The state after the step, and the result: an alarm at each outlier, which is sustained
-            after `sustain` of them in a row.
+            The state after the step, and the result: an alarm at each norm above the ceiling, which
+            is sustained after `sustain` of them in a row.
         """
-        norm = seen.grad_norm
-        learn = seen.finite & (norm > 0)
-        count = xp.where(seen.restart, 0, state.count)
-        early = count < self.first_steps
-        top = xp.where(count == 0, 0.0, state.top)
-        outlier = norm < 0
-        if self.first_ratio is not None:
-            outlier = outlier | (~early & (norm >= self.first_ratio * top))
-        if self.ceiling is not None:
-            outlier = outlier | (norm > self.ceiling)
-        alarm = learn & outlier
-
-        streak = xp.streak(state.streak, alarm, learn, seen.restart, self.escape)
-        sustained = alarm & (streak >= self.sustain)
-        accepted = learn & early & ~alarm
-        count = xp.where(accepted, count + 1, count)
-        top = xp.where(accepted & (norm > top), norm, top)
-        if self.first_ratio is not None:
-            escaped = alarm & (streak >= self.escape)
-            count, streak = xp.where(escaped, 0, count), xp.where(escaped, 0, streak)
-        return CeilingState(count, top, streak), DetectorResult(alarm, sustained)
+        alarm = seen.finite & (seen.grad_norm > self.ceiling)
+        streak = xp.streak(state.streak, alarm, seen.finite, seen.restart, self.sustain)
+        return GradCeilingState(streak), DetectorResult(alarm, alarm & (streak >= self.sustain))

@@ -24,7 +24,7 @@ from typing import Annotated, NamedTuple
 from healcore.core import numerics
 from healcore.core.array_namespace import Flag, Float, Int, Number, xp
 from healcore.core.decision import Cause, DetectorResult
-from healcore.core.detectors.noise import (
+from healcore.core.detectors.spikes import (
     NOISE_WINDOW,
     SMALL_NOISE,
     NoiseState,

@@ -17,7 +17,7 @@ import numpy as np
 from healcore.core import baseline, numerics
 from healcore.core.array_namespace import Flag, Float, Int, Number, xp
 from healcore.core.decision import Cause, DetectorResult
-from healcore.core.ranges import Fraction, Limit, NotNegative, OnOff, Positive, Steps, number, whole
+from healcore.core.ranges import Fraction, NotNegative, OnOff, Positive, Steps, number, whole
 from healcore.core.signals import CheckedSignals
 from healcore.core.trees import zero_init, zeros
 
@@ -315,10 +315,10 @@ class GradWindowConfig(LossWindowConfig):
 
 
 class GradEmaState(NamedTuple):
-    """Moments of the accepted norms, float32 0-d.
+    """Average of the accepted norms, float32 0-d.
 
-    Weighted averages, corrected for the short history at the start of a run: dividing by `weight`
-    removes the zeros with which they begin, as Adam's bias correction does.
+    A weighted average, corrected for the short history at the start of a run: dividing by `weight`
+    removes the zeros with which it begins, as Adam's bias correction does.
     """
 
     count: Int
@@ -327,35 +327,27 @@ class GradEmaState(NamedTuple):
     """1 - decay ** (norms learnt), the sum of the weights."""
     mean: Float
     """Average of the accepted norms."""
-    var: Float
-    """Average of their squared deviations."""
     shift: baseline.ShiftState
     """The count of rejections, by which the average follows a lasting level shift."""
 
 
 class GradEmaConfig(NamedTuple):
-    """AXLearn's `skip_and_clip_by_global_norm` (axlearn/common/optimizers.py) with adaptive limits.
+    """A norm that is many times the average of the accepted norms.
 
-    A norm g is an outlier if g >= 20 mu (`drop_norm_by_grad_norm_ema`, here `ratio`), or, after 500
-    steps, if g >= mu + 20 sigma (`drop_norm_by_grad_norm_stddev`, here `sigmas`). The moments of
-    the accepted norms are weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
+    The rule of AXLearn's `skip_and_clip_by_global_norm` (axlearn/common/optimizers.py) with
+    `drop_norm_by_grad_norm_ema`: a norm g is an outlier if g >= 20 mu. The accepted norms are
+    weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
 
     Differences (docs/recipes.md): the first norm is learnt, not compared with 1. The average
-    follows lasting level shifts. The variance is the mean square of the deviations, because E[g^2]
-    - E[g]^2 can round to 0 or below. sigma is at least `min_rel_std` of mu. Zero norms are not
-    learnt, and the warm-up is robust (`baseline`).
+    follows lasting level shifts. Zero norms are not learnt.
     """
 
-    ratio: Annotated[Number | None, number(above=1, none=True)] = 20.0
-    """Smallest ratio of an outlier to the average, or None for no such test."""
-    sigmas: Limit = None
-    """Height of an outlier above the average in standard deviations, or None for no such test."""
+    ratio: Annotated[Number, number(above=1)] = 20.0
+    """Smallest ratio of an outlier to the average."""
     ema_decay: Fraction = 0.99
-    """Decay of average and variance per accepted step."""
+    """Decay of the average per accepted step."""
     warmup_steps: Steps = 1
     """Number of norms learnt before any is judged."""
-    min_rel_std: NotNegative = 0.01
-    """Floor of the standard deviation as a fraction of the average."""
     sustain: Annotated[Number, whole(1, 1_000_000)] = 5
     """Consecutive rejections (leaky count) that make the alarm sustained."""
     shift: baseline.ShiftConfig = baseline.ShiftConfig()
@@ -383,46 +375,23 @@ class GradEmaConfig(NamedTuple):
         learn = seen.finite & (norm > 0)
         count = xp.where(seen.restart, 0, state.count)
         warm = count < self.warmup_steps
-        alarm = learn & ~warm & _is_outlier(self, state, norm)
+        alarm = learn & ~warm & (norm >= self.ratio * state.mean)
         shift, escaped = baseline.watch_level(
             self.shift, state.shift, norm, alarm, learn & ~warm, seen.restart
         )
         accepted = learn & ~alarm
-        value, first_were_outliers = baseline.limit_outlier(norm, state.mean, count, warm)
-        count = xp.where(accepted & first_were_outliers, 0, count)
         first = count == 0
         old_weight = xp.where(first, 0.0, state.weight)
         complement = numerics.complement(self.ema_decay, norm)
         weight = xp.ema(old_weight, numerics.one_like(norm), complement, accepted)
         # Weight of the new value: 1 for the first value, 1 - decay in the long run.
         rate = xp.quotient(complement, xp.where(weight > 0, weight, 1.0))
-        start = xp.where(first, 0.0, state.mean)
-        mean = xp.ema(start, value, rate, accepted)
-        square = xp.flush(xp.product(value - start, value - mean))
-        var = xp.ema(xp.where(first, 0.0, state.var), square, rate, accepted)
-        var = xp.where(var > 0, var, 0.0)
-
+        mean = xp.ema(xp.where(first, 0.0, state.mean), norm, rate, accepted)
         sustained = alarm & (shift.rejections >= self.sustain * self.shift.gain)
         learnt = GradEmaState(
             count=xp.where(accepted & warm, count + 1, count),
             weight=xp.where(accepted, weight, state.weight),
             mean=xp.where(escaped, shift.level, xp.where(accepted, mean, state.mean)),
-            var=xp.where(escaped, shift.spread, xp.where(accepted, var, state.var)),
             shift=shift,
         )
         return learnt, DetectorResult(alarm, sustained | escaped)
-
-
-def _is_outlier(config: GradEmaConfig, state: GradEmaState, norm: Float) -> Flag:
-    """Whether the norm fails one of the two tests."""
-    outlier = norm < 0
-    if config.ratio is not None:
-        outlier = outlier | (norm >= config.ratio * state.mean)
-    if config.sigmas is not None:
-        k, gap = config.sigmas, norm - state.mean
-        floor = xp.product(config.min_rel_std, state.mean)
-        min_var = xp.flush(xp.product(floor, floor))
-        limit = k * xp.product(k, xp.maximum(state.var, min_var))
-        square = xp.flush(xp.product(gap, gap))
-        outlier = outlier | ((gap > 0) & (square >= limit))
-    return outlier

@@ -34,37 +34,21 @@ def maxtext(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
     return _outliers(losses, norms, 63, ddof=1)
 
 
-def axlearn(
-    norms: np.ndarray,
-    *,
-    ratio: float | None = 20.0,
-    sigmas: float | None = None,
-    min_count: int = 500,
-    decay: float = 0.99,
-) -> np.ndarray:
+def axlearn(norms: np.ndarray, *, ratio: float = 20.0, decay: float = 0.99) -> np.ndarray:
     """`skip_and_clip_by_global_norm` (AXLearn 34aed43, axlearn/common/optimizers.py).
 
-    `ratio` and `sigmas` are the smallest multipliers of `drop_norm_by_grad_norm_ema` and of
-    `drop_norm_by_grad_norm_stddev`, which drops nothing before `min_count` steps.
+    `ratio` is the smallest multiplier of `drop_norm_by_grad_norm_ema`.
     """
     mean = 1.0
-    square = 1.0
     count = 0
     dropped = []
     for norm in norms.tolist():
-        valid = math.isfinite(norm)
-        if ratio is not None:
-            valid = valid and norm < ratio * mean
-        if sigmas is not None:
-            var = square - mean**2
-            std = math.sqrt(var) if var >= 0 else math.nan
-            valid = valid and norm < (1e10 if count < min_count else mean + sigmas * std)
+        valid = math.isfinite(norm) and norm < ratio * mean
         dropped.append(not valid)
         if valid:
             # Adafactor, section 7.1: the decay of a bias-corrected average.
             now = decay * (1 - decay**count) / (1 - decay ** (count + 1))
             mean = now * mean + (1 - now) * norm
-            square = now * square + (1 - now) * norm**2
             count += 1
     return np.array(dropped)
 

@@ -46,9 +46,6 @@ def test_equal_wherever_the_windows_are(recipe, original):
     equal_wherever_the_windows_are(recipe, original)
 
 
-# In place of `drop_norm_by_grad_norm_ema`. From step 100 on: 500 is longer than the runs.
-STDDEV = {"grad_ema": {"ratio": None, "sigmas": 6.0, "warmup_steps": 100}}
-BY_DEVIATIONS = functools.partial(published.axlearn, ratio=None, sigmas=6.0, min_count=100)
 MEGATRON = functools.partial(published.megatron_skips, threshold=100.0)
 
 
@@ -56,18 +53,14 @@ MEGATRON = functools.partial(published.megatron_skips, threshold=100.0)
     ("policy", "original", "fewest"),
     [
         (load("axlearn-skip"), published.axlearn, 5),
-        (load("axlearn-skip", detect=STDDEV), BY_DEVIATIONS, 10),
         (load("megatron-threshold"), MEGATRON, 5),
     ],
-    ids=["AXLearn", "AXLearn by deviations", "Megatron"],
+    ids=["AXLearn", "Megatron"],
 )
 def test_the_same_norms_are_skipped(policy, original, fewest):
     """AXLearn: equal where the first norm is below 20 and no level shifts for good."""
-    runs = curves.synthetic()
     skipped = 0
-    if original is BY_DEVIATIONS:
-        runs = [run for run in curves.synthetic() if "shift" not in run.name]
-    for run, ours in curves.on(runs, policy):
+    for run, ours in curves.on(curves.synthetic(), policy):
         theirs = original(run.norm)
         np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
         skipped += int(theirs.sum())

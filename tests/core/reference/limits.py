@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from healcore.core.decision import Cause
-from tests.core.reference.ties import Detector, Finding, Watch, warmup
+from tests.core.reference.ties import Detector, Finding, Watch
 
 
 def flushed(square: float) -> float:
@@ -72,70 +72,45 @@ class GradEma(Limit):
 
     def begin(self) -> None:
         self.count = 0
-        self.weight = self.mean = self.var = 0.0
+        self.weight = self.mean = 0.0
         self.watch = Watch(self.config.shift, self.ties)
 
     def judge(self, x: float) -> Finding:
         c = self.config
         if self.count < c.warmup_steps:
-            if self.count:
-                x, forget = warmup(x, self.mean, self.ties)
-                self.count = 0 if forget else self.count
             self._learn(x)
             self.count += 1
             return self.found(False)
-        alarm = self._far(x)
+        alarm = not self.ties.above(c.ratio * self.mean, x)
         if not alarm:
             self._learn(x)
         escaped = self.watch.see(x, alarm)
         sustained = alarm and (escaped or self.watch.rejections >= c.sustain * c.shift.gain)
         if escaped:
-            self.mean, self.var = self.watch.level, self.watch.spread
+            self.mean = self.watch.level
         return self.found(alarm, sustained)
-
-    def _far(self, x: float) -> bool:
-        c, far = self.config, False
-        if c.ratio is not None:
-            far = not self.ties.above(c.ratio * self.mean, x)
-        if c.sigmas is not None:
-            var = max(self.var, flushed((c.min_rel_std * self.mean) ** 2))
-            beyond = not self.ties.above(self.mean + c.sigmas * math.sqrt(var), x)
-            far = far or (beyond and x > self.mean)
-        return far
 
     def _learn(self, x: float) -> None:
         if self.count == 0:
-            self.weight = self.mean = self.var = 0.0
+            self.weight = self.mean = 0.0
         decay = self.config.ema_decay
         before, after = decay * self.weight, decay * self.weight + 1 - decay
-        mean = (before * self.mean + (1 - decay) * x) / after
-        old = self.var + (self.mean - mean) ** 2  # of the norms before, about the new mean
-        self.var = (before * old + (1 - decay) * (x - mean) ** 2) / after
-        self.weight, self.mean = after, mean
+        self.mean = (before * self.mean + (1 - decay) * x) / after
+        self.weight = after
 
 
 class GradCeiling(Limit):
-    """A list of the first norms."""
+    """A row of norms above a number."""
 
-    cause, signal, positive = Cause.GRAD_SPIKE, "norm", True
+    cause, signal = Cause.GRAD_SPIKE, "norm"
 
     def begin(self) -> None:
-        self.first: list[float] = []
         self.row = 0
 
     def judge(self, x: float) -> Finding:
-        c = self.config
-        known = len(self.first) >= c.first_steps
-        alarm = c.ceiling is not None and x > c.ceiling
-        if c.first_ratio is not None and known:
-            alarm |= not self.ties.above(c.first_ratio * max(self.first), x)
-        if not alarm and not known:
-            self.first.append(x)
-        self.row = min(self.row + 1, c.escape) if alarm else 0
-        sustained = alarm and self.row >= c.sustain
-        if c.first_ratio is not None and self.row >= c.escape:
-            self.begin()
-        return self.found(alarm, sustained)
+        alarm = x > self.config.ceiling
+        self.row = self.row + 1 if alarm else 0
+        return self.found(alarm, alarm and self.row >= self.config.sustain)
 
 
 class LossRatio(Limit):
