@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.core.errors import CommitError
-from healcore.jax.trees import Leaf
+from healcore.jax.trees import Leaf, differences, forms
 
 State = TypeVar("State")
 _SMALL_FLOATS = {8: jnp.uint8, 16: jnp.uint16}
@@ -62,9 +62,9 @@ def commit(skip: jax.Array, old: State, new: State) -> State:
 
 def check_structure(old: Any, new: Any, rule: str) -> None:
     """Raises CommitError, which begins with `rule`, if two trees differ in their structure."""
-    before, after = jax.tree.structure(old), jax.tree.structure(new)
-    if before != after:
-        raise CommitError(f"{rule}\n  before the step: {before}\n  after it: {after}")
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        listed = differences(forms(new), forms(old)) or "other containers, as a list for a tuple"
+        raise CommitError(f"{rule} {listed}, in comparison with the state before the step")
 
 
 def select(skip: jax.Array, old: Leaf, new: Leaf, name: str, *, may_widen: bool = False) -> Leaf:

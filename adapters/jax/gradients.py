@@ -129,23 +129,33 @@ def fill_where(tree: Tree, condition: jax.typing.ArrayLike, value: float) -> Tre
     ``-0.0 + 0.0`` is ``+0.0``. (XLA's bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some
     programs; `commit` keeps subnormals.) XLA fuses this into the addition, at no cost.
 
-    Rejected: to fill an element that is NaN or Inf too. Its test is a second use of the update, so
-    LLVM contracts no product of the optimizer into the sum of the parameter: SGD without a bad step
-    would end with other last bits than without `protect`.
-
     Args:
         tree: gradients or updates.
         condition: bool 0-d, such as the skip.
         value: 0.0 for gradients that an optimizer reads, -0.0 for updates.
     """
+    return _changed(tree, lambda leaf: _filled(leaf, condition, value))
 
-    def filled(leaf: jax.Array) -> jax.Array:
-        both: Any = value
-        if jnp.iscomplexobj(leaf):
-            both = jax.lax.complex(value, value)
-        return jnp.where(condition, jnp.full_like(leaf, both), leaf)
 
-    return _changed(tree, filled)
+def fill_nonfinite(tree: Tree) -> Tree:
+    """Replaces every NaN and Inf of some updates by -0.0, which keeps these parameters.
+
+    Only for an optimizer that may make them. The test is a second use of the update, so LLVM
+    contracts no product of the optimizer into the sum of the parameter. SGD would end with other
+    last bits than without `protect`.
+
+    Args:
+        tree: the updates.
+    """
+    return _changed(tree, lambda leaf: _filled(leaf, ~jnp.isfinite(leaf), -0.0))
+
+
+def _filled(leaf: jax.Array, condition: jax.typing.ArrayLike, value: float) -> jax.Array:
+    """A leaf with `value` where the condition holds."""
+    both: Any = value
+    if jnp.iscomplexobj(leaf):
+        both = jax.lax.complex(value, value)
+    return jnp.where(condition, jnp.full_like(leaf, both), leaf)
 
 
 def _changed(tree: Tree, change: Callable[[jax.Array], jax.Array]) -> Tree:

@@ -503,7 +503,7 @@ def check(engine: Engine, state: Any) -> None:
     passed = _fingerprint(engine)
     is_other = made_with != passed and not {made_with, passed} & {None, _NO_FINGERPRINT}
     # A state of 0.4.0 has the records in its first array.
-    is_other |= jnp.ndim(state.heal_records) != jnp.ndim(state.heal_engine) + 1
+    is_other |= getattr(state.heal_records, "ndim", 0) != state.heal_engine.ndim + 1
     if is_other or jnp.shape(state.heal_engine)[-1] != size:
         raise HealStateError(
             "this healing state belongs to another policy or release: the policy that made it is "

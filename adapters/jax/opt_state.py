@@ -27,7 +27,7 @@ from healcore.jax.heal_state import (
     engine_state,
     with_engine_state,
 )
-from healcore.jax.trees import Path, PyTree, map_nodes, nodes
+from healcore.jax.trees import Path, PyTree, differences, forms, map_nodes, nodes
 from healcore.policy import PolicyLike, engine_of
 
 State = TypeVar("State")
@@ -256,11 +256,14 @@ def with_heal_state(bare: PyTree, like: State) -> State:
 
     members = jax.tree.leaves(bare, is_leaf=fits)
     if not fits(bare) and (len(members) != 1 or not fits(members[0])):
+        listed = (
+            differences(forms(bare), forms(wanted)) or "other containers, as a list for a tuple"
+        )
         raise HealStateError(
-            "this state does not have the structure of without_heal_state(like). Pass a state of "
-            "the same model and optimizer; a checkpoint restored without a target has dicts "
-            f"instead of optax's states\n  this state: {jax.tree.structure(bare)}\n  like: "
-            f"{structure}"
+            "with_heal_state takes a state with the structure of without_heal_state(like), got "
+            f"{listed}. Pass a state of the same model and optimizer. A checkpoint restored "
+            "without a target has dicts instead of optax's states: restore it with "
+            "target=without_heal_state(like)"
         )
     # Both trees have their other leaves in the same order.
     leaves = iter(jax.tree.leaves(bare))

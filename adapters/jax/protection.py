@@ -178,6 +178,8 @@ class Protection:
             inner_state = optimizer_numbers.with_program_numbers(inner_state, given_state, old)
         if scales_updates:
             updates = gradients.scale(updates, decision.lr_scale)
+        if heals and traced.may_divide_by_zero():
+            updates = gradients.fill_nonfinite(updates)
         updates = gradients.fill_where(updates, skip, -0.0)
         return updates, ProtectState(healing, resets, inner_state)
 

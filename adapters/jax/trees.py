@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
-from jax.tree_util import FlattenedIndexKey, default_registry
+import jax.numpy as jnp
+from jax.tree_util import FlattenedIndexKey, default_registry, keystr, tree_leaves_with_path
+
+from healcore.console import first_of
 
 Tree = TypeVar("Tree")
 PyTree = Any
@@ -168,3 +171,43 @@ def with_arrays(tree: Tree, arrays: PyTree) -> Tree:
         return arrays
     new: Iterator[Leaf] = iter(jax.tree.leaves(arrays))
     return structure.unflatten([leaf if is_static(leaf) else next(new) for leaf in leaves])
+
+
+# -- forms -----------------------------------------------------------------------------------------
+
+
+def forms(tree: PyTree) -> dict[str, str]:
+    """Path -> dtype and shape of the leaf. A number is of one form, of Python or in an array.
+
+    `count + 1` makes an array of a Python number in a compiled step, and a program may write a
+    Python number in the place of a hyperparameter.
+
+    Args:
+        tree: any pytree.
+    """
+    found = {}
+    for path, leaf in tree_leaves_with_path(tree):
+        form = "no array"
+        if is_number(leaf):
+            form = "a number"
+        elif is_array(leaf):
+            form = f"{leaf.dtype}{tuple(leaf.shape)}"
+            if not leaf.shape and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                form = "a number"
+        found[keystr(path)] = form
+    return found
+
+
+def differences(found: dict[str, str], expected: dict[str, str]) -> str:
+    """Names the first leaves whose forms differ, for a message. An empty string if none does.
+
+    Args:
+        found: the forms of the tree that the program has passed.
+        expected: the forms that it needs.
+    """
+    differing = []
+    for path in {**expected, **found}:
+        form, needed = found.get(path, "missing"), expected.get(path, "no leaf")
+        if form != needed:
+            differing.append(f"state{path} is {form}, expected {needed}")
+    return first_of(differing, separator="; ")

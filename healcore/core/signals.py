@@ -166,10 +166,10 @@ def check_scalar(name: str, value: Float) -> np.float32:
             except OverflowError:  # an integer
                 array = np.float64(np.inf if value > 0 else -np.inf)
     if array is None or array.size != 1:
-        shown = repr(value) if array is None else f"{array.size} numbers"
+        shown = repr(value) if array is None else f"{array.size} numbers of shape {array.shape}"
         raise SignalError(
-            f"{name} must be one number, got {type(value).__name__} ({shown:.40}): pass it as a "
-            "float, for example loss.mean(), and loss instead of (loss, aux)"
+            f"{name} must be one number, got {type(value).__name__} ({shown:.60}): write "
+            "loss.mean() instead of one loss for each sample, and loss instead of (loss, aux)"
         )
     with np.errstate(over="ignore"):
         return np.float32(array.reshape(()))

@@ -111,10 +111,10 @@ def test_another_state_is_refused_before_it_is_taken(tmp_path):
             other_type = {**new["params"], "hidden": hidden[:, :2] > 0}
             other_names = {"hidden": hidden, "ema": jnp.zeros(3)}
             for wrong, message in (
-                ({**new, "params": other_type}, "hidden'] is bool(4, 2), and was float32(4, 3)"),
-                ({**new, "params": other_names}, "ema'] is float32(3,), and was not present"),
+                ({**new, "params": other_type}, "hidden'] is bool(4, 2), expected float32(4, 3)"),
+                ({**new, "params": other_names}, "ema'] is float32(3,), expected no leaf"),
                 ((new, 0.5), "and nothing else"),
-                (None, ".heal_engine is missing, and was int32"),
+                (None, ".heal_engine is missing, expected int32"),
             ):
                 with pytest.raises(HealStateError, match=re.escape(message)):
                     healer.update(wrong)

@@ -62,6 +62,18 @@ def test_none_and_several_are_errors_that_name_the_place():
         last_decision(both.init(PARAMS))
 
 
+def test_a_wrong_structure_is_named_by_its_leaves():
+    like = protect(optax.adamw(0.1)).init(PARAMS)
+    for wrong in (optax.sgd(0.1, momentum=0.9).init(PARAMS), {"a": 1}, {}):
+        with pytest.raises(
+            HealStateError, match=r"state\[0\]\.mu.* is missing, expected float32"
+        ) as e:
+            with_heal_state(wrong, like=like)
+        assert "PyTreeDef" not in str(e.value)
+    with pytest.raises(HealStateError, match="a list for a tuple"):
+        with_heal_state(list(without_heal_state(like)), like=like)
+
+
 def test_names_in_the_state_collide_with_nothing():
     inner = optax.inject_hyperparams(optax.adam)(0.1)
     for tx in (optax.chain(heal(policies.EVERYTHING), inner), protect(inner, policies.EVERYTHING)):

@@ -85,3 +85,27 @@ def test_a_healer_names_the_number(tmp_path, caplog):
             healer.update(step((params, opt)))
         assert is_finite(healer.state[0])
     assert "made NaN or Inf of a finite gradient" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.adam(0.1, eps=0.0), optax.rmsprop(0.1, eps=0.0)], ids=["adam", "rmsprop"]
+)
+def test_elements_of_which_the_optimizer_makes_nan_keep_their_weights(optimizer):
+    """A row of an embedding that no token reads has a zero gradient, and 0 / 0 is NaN."""
+    tx = protect(optimizer)
+    params = {"embedding": jnp.ones((8, 4)), "bias": jnp.ones(3)}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        grads = {"embedding": params["embedding"].at[2].set(0.0), "bias": params["bias"]}
+        updates, state = tx.update(grads, state, params, value=VALUE)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(3):
+        params, state = step(params, state)
+        assert not last_decision(state).skip
+    assert (params["embedding"][2] == 1).all()
+    assert is_finite(params)
+    assert (jnp.delete(params["embedding"], 2, axis=0) < 1).all()
+    assert (params["bias"] < 1).all()

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from healcore.console import first_of
 from healcore.jax.heal_state import HealState, HealStateError, ProtectState
 from healcore.jax.opt_state import with_heal_state, without_heal_state
 from healcore.jax.optax_states import is_optax_state, reset_moments
@@ -33,8 +32,8 @@ from healcore.jax.trees import (
     Path,
     PyTree,
     arrays_of,
-    is_array,
-    is_number,
+    differences,
+    forms,
     map_nodes,
     with_arrays,
 )
@@ -68,7 +67,7 @@ class ProgramState:
         self.state = state
         """The state as the user passed it."""
         self._named = type(state) is dict and all(isinstance(name, str) for name in state)
-        self._forms = _forms(self.read())
+        self._forms = forms(self.read())
         self._checked: Any = None
         """Structure and abstract values of the last state that passed `check`, or None."""
 
@@ -151,15 +150,8 @@ class ProgramState:
         found = structure, [getattr(leaf, "aval", type(leaf)) for leaf in leaves]
         if found == self._checked:
             return
-        forms = _forms(self.read())
-        differences = []
-        for path in {**self._forms, **forms}:
-            form = forms.get(path, "missing")
-            known = self._forms.get(path, "not present")
-            if form != known:
-                differences.append(f"state{path} is {form}, and was {known}")
-        if differences:
-            listed = first_of(differences, separator="; ")
+        listed = differences(forms(self.read()), self._forms)
+        if listed:
             error = HealStateError(
                 "update takes the state with the structure, shapes and dtypes of the first state: "
                 f"{listed}. Nothing was saved or replaced. Return "
@@ -433,22 +425,3 @@ def to_live_leaf(new: Leaf, live: Leaf) -> Leaf:
     if not live.committed:
         return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
     return jax.device_put(new, live.sharding)
-
-
-def _forms(tree: PyTree) -> dict[str, str]:
-    """Path -> dtype and shape of the leaf. A number is of one form, of Python or in an array.
-
-    `count + 1` makes an array of a Python number in a compiled step, and a program may write a
-    Python number in the place of a hyperparameter.
-    """
-    found = {}
-    for path, leaf in tree_leaves_with_path(tree):
-        form = "no array"
-        if is_number(leaf):
-            form = "a number"
-        elif is_array(leaf):
-            form = f"{leaf.dtype}{tuple(leaf.shape)}"
-            if not leaf.shape and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                form = "a number"
-        found[keystr(path)] = form
-    return found

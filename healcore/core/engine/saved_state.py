@@ -73,9 +73,13 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
                 from_json_data(part, data[name], f"{place}.{name}") for name, part in names.items()
             ]
             return tuple.__new__(type(template), parts)
+        missing, unknown = set(names) - set(data), set(data) - set(names)
+        problem = f"must have other keys: missing {sorted(missing)}, unknown {sorted(unknown)}"
+    else:
+        problem = f"must have the form of {to_json_data(template)!r:.80}, got {data!r:.80}"
     raise StateError(
-        f"{place} must have the structure of {to_json_data(template)!r:.120}, got {data!r:.80}: "
-        "the saved state belongs to another policy, or is damaged"
+        f"{place} {problem}: the saved state is damaged, or belongs to another policy; load the "
+        "state with its own policy, or start from a fresh state"
     )
 
 

@@ -171,7 +171,7 @@ def test_an_array_in_the_place_of_a_function_is_refused():
     model = make()
     driver = JaxDriver((model, TX.init(arrays_of(model))), RULES)
     other = make(jnp.zeros(3))
-    with pytest.raises(HealStateError, match=r"activation is float32\(3,\), and was not present"):
+    with pytest.raises(HealStateError, match=r"activation is float32\(3,\), expected no leaf"):
         driver.update((other, driver.live[1]))
 
 
