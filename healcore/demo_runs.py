@@ -1,4 +1,4 @@
-"""The demo's scenario: the same text, weights, learning rates and faults for all runs.
+"""The demo's training: the same text, model, learning rates and faults for all runs.
 
 A batch depends only on its index, the learning rate only on the step. The faults:
 
@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import math
 import sysconfig
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore import Checkpoints, Healer, Logging, RunStopped  # <- healcore
 from healcore.core.errors import HealcoreError
 
 SYMBOLS = 256
@@ -270,3 +273,117 @@ class Scenario:
         half = self.width // self.heads // 2
         angles = np.arange(self.context)[:, None] * 10_000.0 ** (-np.arange(half) / half)
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+# -- the training -------------------------------------------------------------------------------
+
+
+class DemoTraining:
+    """The model and the optimizer of one run. A framework implements it.
+
+    The model is a transformer of bytes with rotary attention and a GELU MLP, without normalisation.
+    The frameworks differ in the five functions of which `loss` is made.
+    """
+
+    scenario: Scenario
+    """The sizes of the model, the data and the faults."""
+    state: Any
+    """What the Healer saves."""
+    healer: Any = None
+    """The Healer of a healed run."""
+    array: Callable[..., Any]
+    """Makes an array of the framework of a NumPy array."""
+    concatenate: Callable[..., Any]
+    """Concatenates arrays along an axis."""
+    gelu: Callable[..., Any]
+    """The activation function, approximated by tanh."""
+    attention: Callable[..., Any]
+    """Causal attention of queries, keys and values, (batch, time, heads, width of a head)."""
+    cross_entropy: Callable[..., Any]
+    """Cross-entropy in nats of logits (batch, time, 256) and targets (batch, time)."""
+
+    def loss(self, weights: Any, batch: Any) -> Any:
+        """Mean cross-entropy over the targets that count, in nats. NaN without such a target.
+
+        Args:
+            weights: the parameters by name.
+            batch: the tokens, and the weight of each target.
+        """
+        tokens, counts = map(self.array, batch)
+        cos, sin = (self.array(each)[:, None] for each in self.scenario.rotations())
+        half = cos.shape[-1]
+
+        def rotated(x: Any) -> Any:
+            a, b = x[..., :half], x[..., half:]
+            return self.concatenate((a * cos - b * sin, a * sin + b * cos), -1)
+
+        x = weights["embed"][tokens[:, :-1]]
+        for layer in range(self.scenario.layers):
+            heads = (x @ weights[f"qkv{layer}"]).reshape(*x.shape[:2], 3, -1, 2 * half)
+            q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
+            mixed = self.attention(rotated(q), rotated(k), v).reshape(x.shape)
+            x = x + mixed @ weights[f"out{layer}"]
+            x = x + self.gelu(x @ weights[f"up{layer}"]) @ weights[f"down{layer}"]
+        each = self.cross_entropy(x @ weights["head"], tokens[:, 1:])
+        return (each * counts).sum() / counts.sum()
+
+    def loss_fn(self, *args: Any) -> Any:
+        """The `loss_fn` of the Healer."""
+        raise NotImplementedError
+
+    def step(self, index: int, rate: float) -> tuple[Any, Any]:
+        """Trains one step.
+
+        Args:
+            index: index of the batch.
+            rate: the learning rate.
+
+        Returns:
+            The loss and the norm of the gradients before clipping.
+        """
+        raise NotImplementedError
+
+    def held_out_loss(self) -> float:
+        """The loss on the held-out batch in nats, which may be NaN."""
+        raise NotImplementedError
+
+
+def train(
+    make: Callable[[Scenario, str, Any], DemoTraining],
+    scenario: Scenario,
+    arm: str,
+    policy: Any,
+    folder: Path,
+    on_step: Callable[[Step], object],
+) -> float:
+    """Trains one model, and returns the loss on the held-out batch.
+
+    Args:
+        make: makes the training of a framework.
+        scenario: the data, the model's size and the faults of the run.
+        arm: "healed", "fixed clip", or any other name for a run without either.
+        policy: the policy of the healed run.
+        folder: where the healed run writes checkpoints and events.
+        on_step: called with each step. A rollback decreases the step's number.
+    """
+    training = make(scenario, arm, policy)
+    batches = range(scenario.steps)
+    healer = None
+    with suppress(RunStopped), ExitStack() as stack:
+        if arm == "healed":
+            healer = stack.enter_context(  # <- healcore
+                Healer(
+                    policy,
+                    state=training.state,
+                    store=folder / "checkpoints",
+                    logging=Logging(events=folder / "events.jsonl"),
+                    loss_fn=training.loss_fn,
+                    checkpoints=Checkpoints(every=SAVE_EVERY),
+                )
+            )
+            training.healer = healer
+        for index in healer.batches(batches) if healer else batches:  # <- healcore
+            step = healer.step if healer else index  # <- healcore
+            loss, norm = training.step(index, scenario.learning_rate(step))
+            on_step(Step(step, index, float(loss), float(norm)))
+    return training.held_out_loss()

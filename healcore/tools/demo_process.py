@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from healcore import adapter_registry
 from healcore import policy as policies
 from healcore.core.errors import HealcoreError
-from healcore.demo_runs import ARMS, DemoError, Scenario, Step, load_corpus
+from healcore.demo_runs import ARMS, DemoError, Scenario, Step, load_corpus, train
 from healcore.tools.report import page
 from healcore.tools.report.page_report import PageReport
 from healcore.tools.report.run_report import read_reports
@@ -173,10 +173,10 @@ def _train_runs(
 ) -> None:
     """Trains each run, and sends its steps and its outcome."""
     policy = policies.load("default", rollback={"probation": PROBATION})
-    train = adapter_registry.find(framework, "demo_training")
+    make = adapter_registry.find(framework, "demo_training")
     folder = out / f"{framework}-healed"
     for arm in ARMS:
-        held_out_loss = train(scenario, arm, policy, folder, send)
+        held_out_loss = train(make, scenario, arm, policy, folder, send)
         report = None
         if arm == "healed":
             (report,) = read_reports(folder / "events.jsonl")
