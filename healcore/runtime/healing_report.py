@@ -22,8 +22,8 @@ from healcore.runtime.reporting.diagnosis import (
 from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ending.outcome import outcome_of
+from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.memory_profile import memory_text
-from healcore.runtime.run.record.ledger import IncidentRecord
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.trouble import RollbackRecord
 

@@ -54,7 +54,7 @@ def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_pat
     (problem,) = events(tmp_path, "problem")
     assert "guard of the training step" in problem["problem"]
     assert healer.report().counts["skips"] == 5
-    assert run_of(healer).ledger.unhealthy == [*range(20, 25)]
+    assert run_of(healer).journal.unhealthy == [*range(20, 25)]
 
 
 @pytest.mark.slow
@@ -93,5 +93,5 @@ def test_a_step_that_a_loss_scale_leaves_out_is_no_step_of_an_accumulation(tmp_p
     assert "the loss scale skipped 3 steps" in capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "healcore.metrics.jsonl").open()]
     assert [row["step"] for row in rows if row.get("scaler_skip")] == [9, 10, 20]
-    monitor = run_of(healer).monitor.state
+    monitor = run_of(healer).journal
     assert [len(monitor.batches_of([index])) for index in (10, 11, 21)] == [1, 1, 1]

@@ -10,8 +10,8 @@ from healcore import CheckpointStore
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.ending.shutdown import Shutdown
-from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
+from healcore.runtime.run.restore.way_back import WayBack
 from healcore.runtime.store import files
 from tests.healer.simulated_kills import Crash, end_without_log
 from tests.healer.training_loops import Faults, TrainingResult, loop_of, rules, same, train
@@ -38,7 +38,7 @@ class RollbackPoints:
         self._is_inside = False
         for owner, name in POINTS:
             patch.setattr(owner, name, self._noted(getattr(owner, name)))
-        patch.setattr(RollbackRestore, "restore", self._entered(RollbackRestore.restore))
+        patch.setattr(WayBack, "roll_back", self._entered(WayBack.roll_back))
 
     def _entered(self, restore: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(restore)

@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints, Cursor, Healer
-from healcore import policy as policies
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
-from healcore.runtime.run.monitor_state import MonitorState
+from healcore.runtime.run.journal import Journal
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
@@ -194,7 +193,7 @@ def test_a_loop_over_range_with_a_loader_for_each_epoch_begins_this_epoch_again(
 )
 def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):
     # A rollback repeats the same batches.
-    monkeypatch.setattr(MonitorState, "batches_of", lambda *_: [])
+    monkeypatch.setattr(Journal, "batches_of", lambda *_: [])
     monkeypatch.setattr(IncidentMonitor, "batches_of_alarms", lambda *_: [])
     policy = rules(cut=False)
     clean = loop_of(framework, policy=rules(cut=False))
@@ -323,13 +322,3 @@ def test_a_bad_batch_is_named_with_its_rows(tmp_path, caplog):
     named = f"epoch 0 batch {alarm['batches'][0][1]} (rows 23)"
     assert named in caplog.text
     assert named in postmortems(tmp_path)[-1]["diagnosis"].replace("\n", " ")
-
-
-def test_a_row_that_is_bad_in_each_epoch_is_named_after_three_epochs(tmp_path, caplog):
-    data = DataLoader(range(40), batch_size=None, shuffle=True)  # type: ignore[arg-type]
-    loop = loop_of("torch", Faults(always=[23]))
-    with caplog.at_level("INFO", "healcore"):
-        train(loop, policies.load(SKIPS, incident={"quiet_steps": 3}), data, epochs=5)
-    found = [line for line in caplog.messages if "each of the last 3 epochs" in line]
-    assert len(found) == 1
-    assert found[0].endswith("in the same rows of the data. All of these batches have row 23")

@@ -27,13 +27,14 @@ The docstring of `Loop._between_steps` has the order of the work between two ste
     restore/         does it, and resumes at a start
     checkpoints/     saves, deletes, and knows
     ending/          who may end a run, and its end
-    record/          what a checkpoint remembers of a run
 
 Values that several folders exchange:
 
     trouble          why a run goes back, and the rollbacks that were tried for it
     envelope         what the run is held in
-    monitor_state    what decisions read of earlier steps
+    run_record       what a checkpoint holds besides the state
+    journal          what the steps have shown
+    ledger           what has happened and was tried, also in undone steps
     healthy_ranges   ranges in which the run was healthy
     engine_states    the states of engines after a rollback
     batch_parts      how batches are split since memory ran out

@@ -20,7 +20,7 @@ from healcore.runtime.faults.microbatches import (
 )
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.run_record import RunRecord
 
 WeightedParts: TypeAlias = list[tuple[Any, float]]
 """The parts of a batch, and the share of each in a mean loss of the batch."""

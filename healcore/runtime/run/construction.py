@@ -47,15 +47,14 @@ from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.program_watch import StructureChanges
-from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.next_start import NextStarts
-from healcore.runtime.run.restore.resumption import Resumption
-from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
+from healcore.runtime.run.restore.way_back import WayBack
 from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks, run_on_first
@@ -182,23 +181,11 @@ def _add_observing_parts(run: Run, options: Options, loss_fn: LossFn | None) -> 
         driver=run.driver,
         ranks=run.ranks,
         log=run.log,
-        ledger=run.ledger,
+        record=run.record,
         progress=run.progress,
     )
-    run.rate_log = RateLog(
-        run.driver, run.log, state=run.record.monitor, observes=run.policy.observes
-    )
-    run.monitor = IncidentMonitor(
-        policy=run.policy,
-        driver=run.driver,
-        rate_log=run.rate_log,
-        ranks=run.ranks,
-        log=run.log,
-        ledger=run.ledger,
-        state=run.record.monitor,
-        hooks=options.hooks,
-        save_every=run.schedule.every,
-    )
+    run.rate_log = RateLog(run)
+    run.monitor = IncidentMonitor(run, options.hooks)
     add_comparing_parts(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
 
 
@@ -219,12 +206,11 @@ def add_comparing_parts(
 def _add_checkpoint_parts(run: Run, options: Options) -> None:
     """Adds what saves checkpoints, knows them and restores them."""
     run.known_checkpoints = KnownCheckpoints(
-        policy=run.policy, store=run.store, log=run.log, record=run.record, ledger=run.ledger
+        policy=run.policy, store=run.store, log=run.log, record=run.record
     )
     run.saver = Saver(run, options.checkpoints.keep)
     run.stored_checkpoints = StoredCheckpoints(run)
-    run.rollback_restore = RollbackRestore(run)
-    run.resumption = Resumption(run)
+    run.way_back = WayBack(run)
     run.next_starts = NextStarts(run)
 
 

@@ -281,7 +281,7 @@ class Loop:
         if self.state.step_is_epoch:
             loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
-            run.monitor.state.loader_start = first.index
+            run.journal.loader_start = first.index
         run.dispatch_queue.push(pending, first)
         run.hang_guard.stepped(run.progress.step)
         run.saver.keep_random_states()

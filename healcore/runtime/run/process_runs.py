@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from healcore.runtime.run.record.run_record import RunRecord
+from healcore.runtime.run.run_record import RunRecord
 
 _records: dict[Path, RunRecord] = {}
 """The record of the last run of this process in each directory."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from healcore.runtime.run.checkpoints.schedule import SaveSchedule
     from healcore.runtime.run.compare.comparisons import Comparisons
     from healcore.runtime.run.progress import RunProgress
-    from healcore.runtime.run.record.run_record import RunRecord
     from healcore.runtime.run.run import Run
+    from healcore.runtime.run.run_record import RunRecord
 
 MAX_UNSEEN_STEPS = 20
 """Steps without a call of the Healer after which a line says what follows from that."""

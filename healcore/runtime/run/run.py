@@ -23,18 +23,18 @@ from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stopping import Stopping
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
 from healcore.runtime.run.incidents.rate_log import RateLog
+from healcore.runtime.run.journal import Journal
+from healcore.runtime.run.ledger import Ledger
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.progress import RunProgress
-from healcore.runtime.run.record.ledger import Ledger
-from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.restore.next_start import NextStarts
-from healcore.runtime.run.restore.resumption import Resumption
-from healcore.runtime.run.restore.rollback_restore import RollbackRestore
 from healcore.runtime.run.restore.stored import StoredCheckpoints
+from healcore.runtime.run.restore.way_back import WayBack
 from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
@@ -55,7 +55,7 @@ class Run:
                         |  out_of_memory, stopping
                         +- schedule, known_checkpoints, saver,          checkpoints
                         |  stored_checkpoints
-                        +- rollback_restore, resumption,                restores
+                        +- way_back,                                    restores
                         |  next_starts
 
     `construct` makes the parts in the order of the fields. No part replaces another one. A part
@@ -68,7 +68,7 @@ class Run:
       made, and all fields afterwards: `self.run.recovery`.
 
     `record` has what a checkpoint saves. Three states in it are used by a name of their own, and by
-    no other: `monitor.state`, `ledger` and `holding.envelope`.
+    no other: `journal`, `ledger` and `holding.envelope`.
     """
 
     policy: HostPolicy
@@ -120,10 +120,8 @@ class Run:
     """Saves checkpoints, and deletes checkpoints that are not needed any more."""
     stored_checkpoints: StoredCheckpoints = field(init=False)
     """Reads the checkpoints that all ranks can load."""
-    rollback_restore: RollbackRestore = field(init=False)
-    """Restores a checkpoint for a rollback."""
-    resumption: Resumption = field(init=False)
-    """Resumes from a checkpoint, at the start of a process."""
+    way_back: WayBack = field(init=False)
+    """Continues the run from a checkpoint, at a start and at a rollback."""
     next_starts: NextStarts = field(init=False)
     """Makes the next start resume from an earlier checkpoint than the newest one."""
     nonfinite_recovery: NonfiniteRecovery = field(init=False)
@@ -141,5 +139,10 @@ class Run:
 
     @property
     def ledger(self) -> Ledger:
-        """The steps, incidents and rollbacks of the run."""
+        """The incidents and rollbacks of the run, also those of undone steps."""
         return self.record.ledger
+
+    @property
+    def journal(self) -> Journal:
+        """What the steps up to now have shown. A way back takes the journal of the checkpoint."""
+        return self.record.journal

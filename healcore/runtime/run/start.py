@@ -32,9 +32,9 @@ from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.construction import construct
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.process_runs import count_run, has_completed_run, remember_run
-from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.rollback.report import report_before_kill
 from healcore.runtime.run.run import Run
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.start_plan import StartPlan, decide_start
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, StoreError
@@ -336,8 +336,6 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], *, resu
     run.stored_checkpoints.find_damage()
     if resume:
         _resume(run, newest)
-        run.monitor.continue_incidents()
-        run.rate_log.resume(progress.step)
     else:
         if run.known_checkpoints.damage:
             raise _no_usable_checkpoint(run, {})
@@ -348,7 +346,6 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], *, resu
     record.settings = record.settings or settings
     run.monitor.read_engines()
     comparisons = run.comparisons.state
-    comparisons.silent_until = max(comparisons.silent_until, run.ledger.accepted_until)
     if resume:  # a new run does it in its first save
         if not comparisons.anchors:
             saver.add_anchor()
@@ -380,7 +377,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         if saved.is_usable:
             usable.append(saved.step)
     try:
-        step, random_states = run.resumption.resume(newest, usable[::-1])
+        step, random_states = run.way_back.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
         raise _no_usable_checkpoint(run, wrong) from error
     completed = newest is not None and newest.completed and newest.step == step

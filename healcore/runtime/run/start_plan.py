@@ -9,7 +9,7 @@ from typing import Literal
 from healcore.core.errors import exported_by
 from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.run import run_settings
-from healcore.runtime.run.record.run_record import RunRecord
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import CheckpointInfo, StoreError
 
 

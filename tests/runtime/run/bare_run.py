@@ -6,8 +6,8 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
-from healcore.runtime.run.record.run_record import RunRecord
 from healcore.runtime.run.run import Run
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Alone
 
@@ -38,6 +38,6 @@ def schedule_of(run: Run, every: int) -> SaveSchedule:
         driver=run.driver,
         ranks=run.ranks,
         log=run.log,
-        ledger=run.ledger,
+        record=run.record,
         progress=run.progress,
     )

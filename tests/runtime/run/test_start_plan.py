@@ -7,7 +7,7 @@ import pytest
 
 from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.run.process_runs import forget_runs, has_completed_run, remember_run
-from healcore.runtime.run.record.run_record import RunRecord
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.start_plan import StartPlan, StoreNotEmpty, decide_start
 from healcore.runtime.store.checkpoints import CheckpointInfo, Status
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from healcore import Checkpoints, Healer, Logging
 from healcore.policy import load
-from healcore.runtime.run.restore.rollback_restore import RollbackRestore
+from healcore.runtime.run.restore.way_back import WayBack
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from tests.healer.run_directory import flip_a_bit
 from tests.torch.driver.compared_run import (
@@ -81,7 +81,7 @@ def test_steps_that_a_failed_rollback_has_read_are_reported(tmp_path, monkeypatc
     def no_good_checkpoint(*_: Any, **__: Any) -> None:
         raise NoGoodCheckpoint("none")
 
-    monkeypatch.setattr(RollbackRestore, "restore", no_good_checkpoint)
+    monkeypatch.setattr(WayBack, "roll_back", no_good_checkpoint)
     harm = at_change(lambda: times(run, -4.0))
     healer = run.train(tmp_path, at=harm, metrics=tmp_path / "m.jsonl")
     assert "none" in str(events(tmp_path, "problem"))

@@ -86,7 +86,7 @@ def _return_to_epoch(run: Run) -> int:
     The program's code after the pass has run with the restored state (an evaluation, the step of a
     scheduler), so the state is restored once more.
     """
-    run.rollback_restore.restore_again(run.progress.step)
+    run.way_back.restore_again(run.progress.step)
     return run.loaders.return_to_epoch()
 
 

@@ -15,7 +15,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.data_state import DataState, SavedDataState
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.run_record import RunRecord
 
 
 class PassStates:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from healcore.runtime.run.batches.step_batches import StepBatches
     from healcore.runtime.run.data_state import DataState
     from healcore.runtime.run.progress import RunProgress
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.run_record import RunRecord
 
 
 class RunBatches:

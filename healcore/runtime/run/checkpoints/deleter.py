@@ -27,8 +27,8 @@ from healcore.runtime.store.ranks import run_on_first
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.record.ledger import Ledger
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.ledger import Ledger
+    from healcore.runtime.run.run_record import RunRecord
 
 MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
@@ -112,7 +112,7 @@ class Deleter:
         self._known_good_up_to = record.known_good_up_to
         stay = store.ring.protected | self._known_checkpoints.newer_than_start
         region = self._policy.rollback.region
-        past = self._ledger.same_trouble(self._ledger.next_step, region)
+        past = self._ledger.same_trouble(self._record.journal.next_step, region)
         targets = [each.checkpoint for each in past]  # a start after a stop takes the oldest one
         choose = partial(_choose, store, record.attempt_history, step, targets)
 
@@ -144,7 +144,7 @@ class Deleter:
             elif isinstance(result, CheckpointDamaged):
                 self._known_checkpoints.lose(result)
             else:
-                step = self._ledger.next_step
+                step = self._record.journal.next_step
                 self._log.event("problem", step=step, problem=str(result))
 
 

@@ -18,8 +18,7 @@ from healcore.runtime.store.host_copy import MEMORY
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.record.ledger import Ledger
-    from healcore.runtime.run.record.run_record import RunRecord
+    from healcore.runtime.run.run_record import RunRecord
 
 
 class KnownCheckpoints:
@@ -35,7 +34,6 @@ class KnownCheckpoints:
         store: the store with the checkpoints.
         log: the log, for the events of damage.
         record: has the attempts of the run, and how far checkpoints are known-good.
-        ledger: has the healthy steps.
     """
 
     def __init__(
@@ -45,13 +43,11 @@ class KnownCheckpoints:
         store: CheckpointStore,
         log: RunLog,
         record: RunRecord,
-        ledger: Ledger,
     ) -> None:
         self._policy = policy
         self._store = store
         self._log = log
         self._record = record
-        self._ledger = ledger
         self.started_from: int | None = None
         """Step of the snapshot or checkpoint that this process started from, or None before."""
         self.newer_than_start: set[int] = set()
@@ -161,16 +157,16 @@ class KnownCheckpoints:
         """Makes checkpoints known-good if their probation is over. Called once per step.
 
         No probation ends while an incident is open, because whether the weights are damaged is not
-        known yet. When a probation has ended, the ledger forgets the steps that no rollback can ask
+        known yet. When a probation has ended, the journal drops the steps that no rollback can ask
         for any more: without that, its list of unhealthy steps would grow for the whole run.
         """
-        ledger, on_probation = self._ledger, self.on_probation
+        journal, on_probation = self._record.journal, self.on_probation
         probation = self._policy.rollback.probation
-        may_end = on_probation and ledger.next_step - on_probation[0] >= probation
-        if may_end and not ledger.open:
+        may_end = on_probation and journal.next_step - on_probation[0] >= probation
+        if may_end and not journal.open:
             self.end_probation()
             # A rollback needs the steps since the newest known-good checkpoint.
-            ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
+            journal.drop_before(min([self.last_good_step or 0, *self.on_probation]))
 
     def end_probation(self, *, before: float = math.inf) -> None:
         """Makes the checkpoints known-good whose probation was over before a step.
@@ -179,9 +175,9 @@ class KnownCheckpoints:
             before: only healthy steps before this one count. A rollback passes the onset of its
                 trouble.
         """
-        ledger, probation = self._ledger, self._policy.rollback.probation
+        journal, probation = self._record.journal, self._policy.rollback.probation
         for step in self.on_probation:
-            if ledger.healthy_steps(step, int(min(before, ledger.next_step))) < probation:
+            if journal.healthy_steps(step, int(min(before, journal.next_step))) < probation:
                 break
             self._record.known_good_up_to = step
             self.read_nonfinite(step)

@@ -374,7 +374,7 @@ class Saver:
             StoreError: the changes by batches of an unfinished step cannot be undone.
         """
         self.run.loop.note_steps()
-        if self.run.ledger.open or self.run.schedule.recent_alarm:
+        if self.run.journal.open or self.run.schedule.recent_alarm:
             return "the last steps had an alarm"
         if not self.run.driver.has_finite_weights():
             return "the weights are not finite"

@@ -23,7 +23,7 @@ from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from healcore.runtime.run.progress import RunProgress
-    from healcore.runtime.run.record.ledger import Ledger
+    from healcore.runtime.run.run_record import RunRecord
 
 RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
@@ -43,7 +43,7 @@ class SaveSchedule:
         driver: knows whether an accumulation of gradients prevents a save.
         ranks: the ranks, which agree that saves are slow.
         log: the log, for a warning if nothing was saved for long.
-        ledger: has the steps with an alarm.
+        record: has the steps with an alarm.
         progress: the number of steps.
     """
 
@@ -55,7 +55,7 @@ class SaveSchedule:
         driver: Driver,
         ranks: Ranks,
         log: RunLog,
-        ledger: Ledger,
+        record: RunRecord,
         progress: RunProgress,
     ) -> None:
         self.every = every or policy.rollback.probation
@@ -74,7 +74,7 @@ class SaveSchedule:
         self._policy = policy
         self._driver = driver
         self._log = log
-        self._ledger = ledger
+        self._record = record
         self._progress = progress
         self._time = _SavingTime(ranks)
         self._limits_time = every is None
@@ -160,7 +160,7 @@ class SaveSchedule:
         beginning, so `delayed` puts off a regular save.
         """
         first = self._progress.step - RECENT_ALARM_STEPS
-        return any(step >= first for step in self._ledger.unhealthy[-1:])
+        return any(step >= first for step in self._record.journal.unhealthy[-1:])
 
     @contextmanager
     def saving(

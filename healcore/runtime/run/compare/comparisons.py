@@ -41,7 +41,6 @@ from healcore.runtime.run.compare.suspicion import Suspicion
 from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.compare.usual_values import LossLevel
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.monitor_state import take_fields
 from healcore.runtime.run.trouble import Trouble
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ class Comparisons:
         """
         steps = [anchor.step for anchor in self.anchors]
         if self.run.record.envelope.numbers:
-            in_force = self.run.record.ledger.in_force
+            in_force = self.run.ledger.in_force
             steps += [each.checkpoint for each in in_force if each.after.numbers]
         return frozenset(steps)
 
@@ -317,21 +316,6 @@ class Comparisons:
         if not self.is_enabled:
             self.anchors.clear()
 
-    def on_rollback(self, target: int) -> None:
-        """Drops all evidence, and the anchors and samples from step `target` on.
-
-        The steps are repeated, so their losses and samples would count twice.
-
-        Args:
-            target: the step at which the run continues.
-        """
-        self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
-        for anchor in self.anchors:
-            anchor.rewind(target)
-        self.forget_trouble()
-        healthy = self.run.record.healthy
-        self.history.forget(healthy.norms, healthy.loss)
-
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`.
 
@@ -395,26 +379,43 @@ class Comparisons:
             recent=[*level.recent],
         )
 
-    def continue_from(self, saved: ComparisonState, weights: Mapping[int, Any]) -> None:
-        """Continues an earlier process at a checkpoint.
+    def continue_from(
+        self, saved: ComparisonState | None, step: int, weights: Mapping[int, Any] = {}
+    ) -> None:
+        """Continues from what a checkpoint knows, at a start and at a rollback.
+
+        An anchor whose weights are known no longer is dropped.
 
         Args:
-            saved: what the checkpoint holds.
-            weights: step of a checkpoint -> a copy of its weights. An anchor without weights is
-                dropped, and so is a verdict about it.
+            saved: the state in the checkpoint, or None if it has none.
+            step: step of the checkpoint.
+            weights: step -> weights of that step, besides the weights of the present anchors.
         """
+        saved = saved or ComparisonState()
+        present = {anchor.step: anchor for anchor in self.anchors}
+        anchors = []
+        for anchor in saved.anchors:
+            if anchor.step in weights:
+                anchor.weights = weights[anchor.step]
+            elif anchor.step in present:
+                anchor.take_samples(present[anchor.step], before=step)
+            else:
+                continue
+            anchors.append(anchor)
+        known = [anchor.step for anchor in anchors]
         verdict = saved.verdict
-        if verdict is not None and verdict.better_step not in weights:
+        if verdict is not None and verdict.better_step not in known:
             verdict = None
-        anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
-        for anchor in anchors:
-            anchor.weights = weights[anchor.step]
-        take_fields(self.state, replace(saved, anchors=anchors, verdict=verdict))
+        self.state = replace(saved, anchors=anchors, verdict=verdict)
         self.loss_function.gives_loss |= saved.gives_loss
         if saved.credit is not None:
             self.credit.left = saved.credit
+        self._dispatch_losses.clear()
         self.history.forget(self.run.record.healthy.norms)
         self.history.level = LossLevel(saved.usual, saved.recent)
+        accepted_until = self.run.ledger.accepted_until
+        if step < accepted_until:
+            self.pause_until(accepted_until)
 
     def forget_trouble(self) -> None:
         """Forgets the suspicion, its verdict, and the losses of the current dispatch.
@@ -455,8 +456,7 @@ class Comparisons:
         # If each step ends an accumulation, the next one may have begun, and the weights can be
         # compared all the same. Within one the weights have not changed since the last step.
         if not (
-            self.run.record.monitor.has_micro_steps
-            or self.run.driver.may_save(self.run.schedule.every)
+            self.run.journal.has_micro_steps or self.run.driver.may_save(self.run.schedule.every)
         ):
             return None
         evaluations = 0

@@ -148,21 +148,18 @@ class Anchor:
         if self.evidence <= 1:
             self.onset = None
 
-    def rewind(self, target: int) -> None:
-        """Drops the evidence, and the sampled steps from step `target` on.
-
-        The run repeats these steps, and adds them again. The counts of steps are lowered with the
-        samples, because the probability that a step stays in a sample depends on them.
+    def take_samples(self, live: Anchor, *, before: int) -> None:
+        """Takes weights and samples of the same anchor in memory, without undone steps.
 
         Args:
-            target: the step at which the run continues.
+            live: the anchor before the way back.
+            before: step from which the run continues.
         """
-        self.evidence, self.onset = 1.0, None
-        self.leads.clear()
-        self.sample = [each for each in self.sample if each.index < target]
-        self.trained = max(target - self.step, len(self.sample))
-        self.usual = [each for each in self.usual if each.index < target]
-        self.usual_seen = max(min(self.usual_seen, target - self.step), len(self.usual))
+        self.weights, self.drawn = live.weights, live.drawn
+        self.sample = [each for each in live.sample if each.index < before]
+        self.trained = max(before - self.step, len(self.sample))
+        self.usual = [each for each in live.usual if each.index < before]
+        self.usual_seen = max(min(live.usual_seen, before - self.step), len(self.usual))
 
 
 def _add_to_sample(sample: list[TrainedStep], trained: TrainedStep, seen: int, seed: int) -> None:

@@ -27,7 +27,7 @@ def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
     Raises:
         RunStopped: the run has not trained.
     """
-    not_taken = run.ledger.not_taken
+    not_taken = run.journal.not_taken
     skipped = run.step_batches.skipped_steps
     total = run.progress.step + skipped
     run.nonfinite_recovery.stop_if_never_finite(at_end=True)
@@ -74,6 +74,6 @@ def report_recoveries(run: Run) -> None:
         "rate"
     )
     for onset in before:
-        run.ledger.recover(onset)
+        run.ledger.damage_left.remove(onset)
         run.log.assessment(run.progress.step - 1, onset, "recovered", why=why)
     run.log.info(f"{recovered_text([*before])}: {why}")

@@ -45,7 +45,7 @@ def outcome_of(run: Run, ending: Ending, why: str = "", **fields: Any) -> RunOut
         why_lost=lost[-1].why_lost if lost else "",
         steps_skipped=0 if run.recovery.counts_steps else run.step_batches.skipped_steps,
         compares=run.comparisons.is_enabled,
-        unrepaired=run.ledger.damage_left,
+        unrepaired=tuple(run.ledger.damage_left),
         **fields,
     )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Action, Cause
 from healcore.core.step_record import StepRecord
 from healcore.events.metrics import COMPARED
 from healcore.history.counts import name_changes
-from healcore.runtime.run.monitor_state import MonitorState
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 """Counts since the run began: keys of an engine's `tally`."""
@@ -27,25 +29,20 @@ class RunMetrics:
     are on the host. Each record then adds to the counts. Records do not show the clips of a policy
     that clips each tensor by itself (`per_tensor`): such a run has no metric `heal/clips`.
 
+    Args:
+        run: the parts of the run. If its policy only observes, the counts are of changes that it
+            would have made.
+
     Attributes:
         eval_loss: loss of an evaluation since the last step that was read, or None.
     """
 
-    def __init__(self, state: MonitorState, *, per_tensor: bool, observes: bool) -> None:
-        """Begins without a step.
-
-        Args:
-            state: counts the steps that a loss scale has left out.
-            per_tensor: whether the policy clips each tensor by itself.
-            observes: whether the policy only observes. The counts are then of changes that it
-                would have made.
-        """
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self._changes: tuple[str, ...] = ("clips", "skips", "lr_cuts")
-        if per_tensor:
+        if run.policy.engine.per_tensor:
             self._changes = ("skips", "lr_cuts")
-        self._observes = observes
         self.eval_loss: float | None = None
-        self._state = state
         self._means: dict[str, tuple[float, int]] = {}
         """Engine -> mean of its healthy losses, and their number, at most `_MEAN_STEPS`."""
         self._counts: dict[str, dict[str, int]] = {}
@@ -160,11 +157,11 @@ class RunMetrics:
             for count in ("rollbacks", "alarms"):
                 numbers[count] = counts[count]
             changes = {count: counts[count] for count in self._changes}
-            numbers |= name_changes(observes=self._observes, **changes)
+            numbers |= name_changes(observes=self.run.policy.observes, **changes)
             for field, number in numbers.items():
                 metrics[f"{prefix}/{field}"] = float(number)
-        if self._state.dropped and metrics:
-            metrics["heal/scaler_skips"] = float(self._state.dropped)
+        if self.run.journal.dropped and metrics:
+            metrics["heal/scaler_skips"] = float(self.run.journal.dropped)
         return metrics
 
 

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from healcore.core.decision import LASTING, NONFINITE, Action, Cause, names_of
+from healcore.core.decision import LASTING, Action, Cause, names_of
 from healcore.core.engine.incident import incident_causes
 from healcore.core.step_record import StepRecord, Why
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
-from healcore.runtime.driver import Driver
-from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.incidents.alarms import AlarmLog
-from healcore.runtime.run.incidents.incident_log import IncidentLog
-from healcore.runtime.run.incidents.judged_record import JudgedRecord
+from healcore.runtime.run.incidents.alarms import Alarms, JudgedRecord
 from healcore.runtime.run.incidents.metrics import RunMetrics
 from healcore.runtime.run.incidents.program_clip import ProgramClip
-from healcore.runtime.run.incidents.rate_log import RateLog
-from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.record.ledger import IncidentRecord, Ledger
+from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.trouble import Trouble, TroubleCause
-from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
-from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.run_options import Hooks, IncidentContext
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
 """Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
@@ -35,78 +32,37 @@ it may begin two intervals after the restored checkpoint, and last two more."""
 
 
 class IncidentMonitor:
-    """Fills the ledger, writes the events of every step and calls the hooks.
+    """Fills journal and ledger, writes the events of every step and calls the hooks.
 
     The engine on the device judges each step by itself. The monitor sees the steps one after
     another: it knows which alarms belong to one incident, which causes are new to the reader, and
     which steps an order has to undo.
 
     Args:
-        policy: the policy of the run.
-        driver: has the learning rates and the states of the engines.
-        rate_log: is given the multiplier of every step.
-        ranks: the ranks, which agree on an order.
-        log: the log, for the events of the steps.
-        ledger: is filled with the steps and their incidents.
-        state: is filled with what later decisions read of earlier steps.
+        run: the parts of the run.
         hooks: functions of the program, which may replace an order.
-        save_every: steps between two saves.
 
     Attributes:
         metrics: the metrics of the newest step, and counts since the run began.
-        state: what later decisions read of earlier steps. A checkpoint holds it.
         nonfinite_record: newest record of a step that was not finite, or None.
     """
 
-    def __init__(
-        self,
-        *,
-        policy: HostPolicy,
-        driver: Driver,
-        rate_log: RateLog,
-        ranks: Ranks,
-        log: RunLog,
-        ledger: Ledger,
-        state: MonitorState,
-        hooks: Hooks,
-        save_every: int,
-    ) -> None:
-        self._policy = policy
-        self._driver = driver
-        self._rate_log = rate_log
-        self._ranks = ranks
-        self._log = log
-        self._ledger = ledger
-        self._hooks = hooks
-        self._causes = incident_causes(policy.engine.config)
-        self.metrics = RunMetrics(
-            state, per_tensor=policy.engine.per_tensor, observes=policy.observes
-        )
-        self.state = state
+    def __init__(self, run: Run, hooks: Hooks) -> None:
+        self.run = run
+        self.metrics = RunMetrics(run)
         self.nonfinite_record: StepRecord | None = None
-        several = _MIN_INTERVALS_REMEMBERED * save_every
-        self._kept = max(policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
+        self._hooks = hooks
+        self._causes = incident_causes(run.policy.engine.config)
+        several = _MIN_INTERVALS_REMEMBERED * run.schedule.every
+        self._kept = max(run.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         """Number of steps whose batch ids are kept."""
-        self._alarm_log = AlarmLog(
-            policy=policy, log=log, ledger=ledger, driver=driver, rate_log=rate_log
-        )
-        self._incident_log = IncidentLog(
-            log=log,
-            ledger=ledger,
-            ranks=ranks,
-            metrics=self.metrics,
-            quiet_steps=int(policy.engine.config.incident.quiet_steps),
-        )
+        self._alarms = Alarms(run)
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
         self._program_clips: defaultdict[str, ProgramClip] = defaultdict(
-            lambda: ProgramClip(driver.framework)
+            lambda: ProgramClip(run.driver.framework)
         )
         """Engine -> whether the program clips its gradients itself."""
-
-    def continue_incidents(self) -> None:
-        """Continues the incidents of an earlier process. Called after its ledger was read."""
-        self._incident_log.continue_incidents()
 
     def note_step(self, result: StepResult) -> Trouble | None:
         """Notes one step: counts it, writes its events, and asks for an action.
@@ -123,29 +79,25 @@ class IncidentMonitor:
         if any(each.cause or each.action for each in result.records):
             return self._report(result, incident)
         for record in result.records:
-            self._rate_log.add(result.index, record)
+            self.run.rate_log.add(result.index, record)
         return None
 
     def _keep(self, result: StepResult) -> IncidentRecord | None:
-        """Adds a step to the state, the ledger and the metrics. Returns its incident, or None."""
-        self.state.add_batches(result.index, result.batches, kept=self._kept)
-        self._count_nonfinite(result)
-        incident = self._ledger.add_step(result, self._causes)
-        for record in result.records:
-            self.state.dropped += record.why == Why.EXTERNAL
-        if result.taken:
-            self.state.last_trained = result.index
-        elif result.why == Why.NOT_DUE:
-            self.state.has_micro_steps = True
+        """Adds a step to journal, ledger and metrics. Returns its incident, or None."""
+        run, journal = self.run, self.run.journal
+        alarm = journal.add(result, self._causes, self._kept)
+        incident = run.ledger.add(result, alarm, is_open=journal.open)
         if incident is not None and incident.alarms == 1:
-            self._incident_log.begin(incident, result)
+            self._alarms.begin(incident, result)
         self.metrics.add(result.records)
-        self._incident_log.report_over(result)
+        self._alarms.report_over(result)
         for record in result.records:
             if record.taken:
                 line = self._program_clips[record.engine].add(record.grad_norm)
                 if line:
-                    self._log.warning(f"step {result.index}: {line}")
+                    run.log.warning(f"step {result.index}: {line}")
+            elif journal.nonfinite_streak and (record.judged or record.why == Why.STATE_KEPT):
+                self.nonfinite_record = record
         self._newest_causes = result.causes
         return incident
 
@@ -153,16 +105,16 @@ class IncidentMonitor:
         """Writes the events of a step with a cause or an action. Returns its order, or None."""
         judged = [JudgedRecord(result, record, incident) for record in result.records]
         if result.causes:
-            judged = [self._alarm_log.alerts.with_alert(each) for each in judged]
+            judged = [self._alarms.with_alert(each) for each in judged]
         lead = max(judged, key=JudgedRecord.priority)
         has_line = False
         if lead.record.cause:  # alerts come with a cause
-            has_line = self._alarm_log.decide_line(judged, lead)
+            has_line = self._alarms.decide_line(judged, lead)
         order = None
         for each in judged:
             if each.record.cause:
-                self._alarm_log.write(each, has_line=has_line and each is lead)
-            self._rate_log.add(result.index, each.record)
+                self._alarms.write(each, has_line=has_line and each is lead)
+            self.run.rate_log.add(result.index, each.record)
             if each.record.action:
                 order = _merge(order, self._order(each, has_line=has_line))
         return order
@@ -173,7 +125,7 @@ class IncidentMonitor:
         Incidents, rollbacks and skips of undone steps count, because they have happened. Clips and
         cuts are counted by the engines, whose states a rollback restores.
         """
-        ledger = self._ledger
+        ledger = self.run.ledger
         total = self.metrics.total
         return Counts(
             incidents=ledger.incident_count,
@@ -181,7 +133,7 @@ class IncidentMonitor:
             skips=ledger.skips,
             clips=total("clips"),
             lr_cuts=total("lr_cuts"),
-            dropped=self.state.dropped,
+            dropped=self.run.journal.dropped,
         )
 
     @property
@@ -191,9 +143,9 @@ class IncidentMonitor:
         The postmortem and the last line of a run report this, because the weights of such a run may
         be damaged.
         """
-        ledger = self._ledger
-        last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
-        return ledger.open or last_unhealthy or bool(self.lasting_causes)
+        journal = self.run.journal
+        last_unhealthy = journal.next_step - 1 in journal.unhealthy[-1:]
+        return journal.open or last_unhealthy or bool(self.lasting_causes)
 
     @property
     def lasting_causes(self) -> Cause:
@@ -230,26 +182,9 @@ class IncidentMonitor:
         Called after a start or a rollback. The states of the engines are on the host then, and hold
         values that no record has shown.
         """
-        engines = self._driver.engines()
-        self._rate_log.read(engines)
+        engines = self.run.driver.engines()
+        self.run.rate_log.read(engines)
         self.metrics.set_counts(engines)
-
-    # -- steps that are not finite --------------------------------------------------------------
-
-    def _count_nonfinite(self, result: StepResult) -> None:
-        """Counts a step at which every optimizer had NaN or Inf, or that kept the old state."""
-        state = self.state
-        last_counted = None
-        for record in result.records:
-            if record.judged and not (record.cause and record.cause & NONFINITE):
-                state.nonfinite_streak = 0
-                state.never_finite = False
-                return
-            if record.judged or record.why == Why.STATE_KEPT:
-                last_counted = record
-        if last_counted is not None:
-            state.nonfinite_streak += 1
-            self.nonfinite_record = last_counted
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -266,30 +201,30 @@ class IncidentMonitor:
             first_of_cause = incident.first
             if incident.only_skips:
                 # A finite step within the incident shows that the weights were finite at this step.
-                onset = self._ledger.first_consecutive(result.index)
+                onset = self.run.journal.first_consecutive(result.index)
         action = record.action
         if len(self._hooks):
             action = self._ask_hooks(judged, onset)
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
-        of_ranks = self._ranks.gather((int(action), record.rollback_depth))
+        of_ranks = self.run.ranks.gather((int(action), record.rollback_depth))
         flags = depth = 0
         for flags_of_rank, depth_of_rank in of_ranks:
             flags |= flags_of_rank
             depth = max(depth, depth_of_rank)
         action = Action(flags)
         if action & Action.ALERT:
-            self._alarm_log.alerts.write(judged, action, has_line=has_line)
-        if self._policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
-            self._log.event(
+            self._alarms.write_alert(judged, action, has_line=has_line)
+        if self.run.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
+            self.run.log.event(
                 "order",
                 step=result.index,
                 incident=judged.number,
                 cause=record.cause,
                 action=action,
                 depth=depth,
-                observed=self._policy.observes,
+                observed=self.run.policy.observes,
             )
-        if self._policy.observes or not action & _ORDERS:
+        if self.run.policy.observes or not action & _ORDERS:
             return None
         firsts: list[int] = []  # first steps of the causes in this incident
         for name in names_of(record.cause):
@@ -307,7 +242,7 @@ class IncidentMonitor:
             action=int(action),
             flags=int(record.cause),
             depth=max(depth, 1),
-            batches=tuple(self.state.batches_between(first, result.index)),
+            batches=tuple(self.run.journal.batches_between(first, result.index)),
         )
 
     def _ask_hooks(self, judged: JudgedRecord, onset: int) -> Action:
@@ -327,10 +262,10 @@ class IncidentMonitor:
         )
         answer = self._hooks.run(context)
         for problem in answer.problems:
-            self._log.event("hook", step=result.index, hook="", problem=problem)
-        if answer.action is None or self._policy.observes:
+            self.run.log.event("hook", step=result.index, hook="", problem=problem)
+        if answer.action is None or self.run.policy.observes:
             return record.action
-        self._log.event(
+        self.run.log.event(
             "hook",
             step=result.index,
             hook=answer.hook,

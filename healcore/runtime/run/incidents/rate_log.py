@@ -1,24 +1,20 @@
-"""`RateLog`: the multipliers and the rates of the steps, and a rate that does not go back."""
+"""`RateLog`: the multipliers of the learning rates, and a rate that does not go back."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 from healcore.core.decision import Action
 from healcore.core.step_record import StepRecord
-from healcore.runtime.driver import Driver, Engines, Rates
-from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.trouble import RollbackRecord
+from healcore.runtime.driver import Engines, Rates
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 _REMEMBERED = 10_000
 """Steps whose rates are remembered. A rollback hardly ever goes back further."""
-JUMP_STEPS = 100
-"""Steps after a jump in which the line of an alarm names the rate before."""
-_JUMP = 3.0
-"""Smallest ratio of two rates in a row that is a jump. A warm-up that begins at its first rate
-doubles at most."""
 _SAME = 1e-3
 """Relative difference of two rates that does no harm."""
 
@@ -30,32 +26,18 @@ class RateLog:
     computes it from a counter that neither a rollback nor a restart restores.
 
         rollback   the first repeated step has another rate than at its first time
-        restart    the first change of the rate is the first change of the run once more
+        restart    the first step has the rate of the very first step of the run once more
 
     Args:
-        driver: has the learning rates.
-        log: the log, for the event of a change.
-        state: keeps the first change of the rate for later processes.
-        observes: whether the policy only observes. The event then says so.
+        run: the parts of the run.
     """
 
-    def __init__(self, driver: Driver, log: RunLog, *, state: MonitorState, observes: bool) -> None:
-        self._driver = driver
-        self._log = log
-        self._state = state
-        self._observes = observes
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self._lr_scales: dict[str, float] = {}
         """Engine name -> its learning-rate multiplier, where it is known."""
-        self._last: dict[str, float] = {}
-        """Engine name -> the program's rate at the newest step that was read."""
         self._rates: defaultdict[str, dict[int, float]] = defaultdict(dict)
-        """Engine name -> step -> the program's rate."""
-        self._undone: dict[str, float] = {}
-        """Engine name -> rate that the step of `_target` had before the last rollback."""
-        self._target = -1
-        """Step at which the run has continued by the last rollback or the start."""
-        self._have_changed: set[str] = set()
-        """The engines whose rate has changed in this process."""
+        """Engine name -> step -> the program's rate, oldest first."""
         self._has_warned = False
 
     def read(self, engines: Engines) -> None:
@@ -84,8 +66,8 @@ class RateLog:
             Engine name -> learning rate, or None if it is unknown.
         """
         rates: dict[str, float | None] = {}
-        for name, rate in self._driver.learning_rates().items():
-            rate = self._last.get(name, rate)
+        for name, rate in self.run.driver.learning_rates().items():
+            rate = self.run.journal.last_rates.get(name, rate)
             rates[name] = rate
             if rate is not None:
                 rates[name] = rate * self._lr_scales.get(name, 1.0)
@@ -102,15 +84,7 @@ class RateLog:
             record: the record of one optimizer at this step.
         """
         if record.lr is not None:
-            self._last[record.engine] = record.lr
-        differs = self._how_it_differs(index, record)
-        if differs and not self._has_warned:
-            self._has_warned = True
-            self._log.problem(
-                index,
-                f"step {index}: the learning rate does not follow healer.step: it {differs}. Write "
-                "it as a function of healer.step, or put the scheduler into `state`",
-            )
+            self._add_rate(index, record.engine, float(record.lr), taken=record.taken)
         now = record.lr_scale
         before = self._lr_scales.get(record.engine, 1.0)
         if now == before and not record.action:
@@ -127,7 +101,7 @@ class RateLog:
             why = "the limit of the last cut has ended"
         else:
             return
-        self._log.event(
+        self.run.log.event(
             "lr",
             step=index,
             engine=record.engine,
@@ -135,74 +109,46 @@ class RateLog:
             lr_scale_before=before,
             lr_scale=now,
             why=why,
-            observed=self._observes,
+            observed=self.run.policy.observes,
         )
 
-    def rate_before(self, index: int, record: StepRecord) -> float | None:
-        """The program's rate before it rose by much, for the line of an alarm.
+    def _add_rate(self, index: int, engine: str, rate: float, *, taken: bool) -> None:
+        """Adds the program's rate of a step, and warns if it does not follow the run."""
+        journal = self.run.journal
+        if taken and rate:
+            differs = self._how_it_differs(index, engine, rate)
+            if differs and not self._has_warned:
+                self._has_warned = True
+                self.run.log.problem(
+                    index,
+                    f"step {index}: the learning rate does not follow healer.step: it {differs}. "
+                    "Write it as a function of healer.step, or put the scheduler into `state`",
+                )
+            rates = self._rates[engine]
+            rates[index] = rate
+            rates.pop(index - _REMEMBERED, None)
+            first = journal.first_rates.setdefault(engine, rate)
+            is_back = first != journal.last_rates.get(engine, rate)
+            if is_back and math.isclose(rate, first, rel_tol=_SAME):
+                journal.first_rates[engine] = 0.0  # the rate is cyclic
+        journal.last_rates[engine] = rate
 
-        A line with the rate alone does not show that the rate is the cause: a reader does not know
-        the usual rate of the run.
-
-        Args:
-            index: index of the step.
-            record: its record.
-
-        Returns:
-            The rate before the newest such rise in the last `JUMP_STEPS` steps. None without one,
-            or if the rate has fallen again since.
-        """
-        known = self._rates[record.engine]
-        rates = [known.get(step) for step in range(index - JUMP_STEPS - 1, index)]
-        before = None
-        earlier = math.inf
-        for rate in (*rates, record.lr):
-            if rate and rate >= _JUMP * earlier:
-                before = earlier
-            earlier = rate or earlier
-        if before is None or not record.lr or record.lr < _JUMP * before:
-            return None
-        return before
-
-    def resume(self, step: int) -> None:
-        """Continues at a step, at the start of a process. Steps before it may still be added."""
-        self._target = step
-
-    def on_rollback(self, done: RollbackRecord) -> None:
-        """Keeps the rates of the step that is repeated first, and forgets all later ones.
-
-        Args:
-            done: the rollback. If the trouble begins at this step, its rate may be wrong.
-        """
-        self._target = done.checkpoint
-        self._undone.clear()
-        self._last.clear()
-        for name, rates in self._rates.items():
-            if self._target in rates and self._target < done.onset:
-                self._undone[name] = rates[self._target]
-            self._rates[name] = {step: rates[step] for step in rates if step < self._target}
-
-    def _how_it_differs(self, index: int, record: StepRecord) -> str:
+    def _how_it_differs(self, index: int, engine: str, rate: float) -> str:
         """How the program's rate shows that it does not go back, as a predicate; or empty."""
-        name, rate = record.engine, record.lr
-        rates = self._rates[name]
-        if rate is None or record.trained_rate is None or index in rates:
+        journal, rates = self.run.journal, self._rates[engine]
+        if not rates:  # the first step of this process
+            first, last = journal.first_rates.get(engine), journal.last_rates.get(engine, rate)
+            is_first = first is not None and math.isclose(rate, first, rel_tol=_SAME)
+            if is_first and not math.isclose(rate, last, rel_tol=_SAME):
+                return f"goes from {last:.4g} to {rate:.4g}, as at the start of the run"
             return ""
-        rates[index] = rate
-        rates.pop(index - _REMEMBERED, None)
-        undone = self._undone.get(name)
-        if undone and index == self._target and not math.isclose(rate, undone, rel_tol=_SAME):
-            return f"is {rate:.4g}, and was {undone:.4g} at this step before the rollback"
-        before = rates.get(index - 1, rate)
-        if rate == before or index <= self._target:
+        newest = next(reversed(rates))
+        if index >= newest:
             return ""
-        change = [before, rate]
-        first = self._state.first_change.setdefault(name, change)
-        has_changed = name in self._have_changed
-        self._have_changed.add(name)
-        if first != change or first is change:
+        undone = rates.get(index, rate)  # the step is repeated
+        self._rates[engine] = {step: rates[step] for step in rates if step < index}
+        in_force = self.run.ledger.in_force
+        may_be_wrong = bool(in_force) and index >= in_force[-1].onset
+        if may_be_wrong or math.isclose(rate, undone, rel_tol=_SAME):
             return ""
-        if has_changed:
-            first.clear()  # the rate is cyclic
-            return ""
-        return f"goes from {before:.4g} to {rate:.4g} once more, as at the start of the run"
+        return f"is {rate:.4g}, and was {undone:.4g} at this step before the rollback"

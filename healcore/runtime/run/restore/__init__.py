@@ -1,7 +1,6 @@
-"""Acts: restores a checkpoint, for a rollback that `rollback` has decided and at a start.
+"""Acts: continues a run from a checkpoint, at a start and for a rollback that is decided.
 
-`stored` lists the checkpoints, loads the first one that is intact on every rank, and puts the
-program's part of it into the live run. `rollback_restore` and
-`resumption` are the two kinds of a restore: within a run, and at the start of a process.
-`next_start` makes a start resume from an earlier checkpoint than the newest one.
+stored       lists the checkpoints, and loads the first one that is intact on every rank
+way_back     `WayBack.continue_from`: the one way back, for a start and for a rollback
+next_start   makes a start resume from an earlier checkpoint than the newest one
 """

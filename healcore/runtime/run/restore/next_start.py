@@ -14,10 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from healcore.runtime.driver import Engines
-from healcore.runtime.run.engine_states import engines_of_new_start
-from healcore.runtime.run.record.run_record import NextStart, RunRecord
-from healcore.runtime.run.restore.stored import SavedCheckpoint
+from healcore.runtime.run.run_record import NextStart
 from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:
@@ -53,7 +50,7 @@ class NextStarts:
                 start = NextStart(oldest, tries[0].before, len(tries))
             elif repeats_skips:
                 which = "the newest one before the first skipped step"
-                first_skip = next(iter(run.ledger.unhealthy), run.progress.step)
+                first_skip = next(iter(run.journal.unhealthy), run.progress.step)
                 start = self._newest(before=first_skip + 1)
             if start is None:
                 return
@@ -106,34 +103,3 @@ class NextStarts:
         if newest is not None:
             marked = replace(newest, next_start=start)
             self.run.store.replace_record(newest.step, marked.to_dict())
-
-
-def content_at_start(
-    run: Run, saved: SavedCheckpoint, newest: RunRecord | None
-) -> tuple[RunRecord, Engines]:
-    """The record and the engine states with which a start continues from a checkpoint.
-
-    Args:
-        run: the parts of the run.
-        saved: the checkpoint.
-        newest: the newest record in the store, or None. If it names no other start, the record and
-            the states are those of the checkpoint.
-
-    Returns:
-        The record, or a new record if the checkpoint has none; and the engine states.
-    """
-    own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
-    start = None if newest is None else newest.next_start
-    if newest is None or start is None or not start.tries:
-        return own, saved.engines
-    envelope, ledger = start.envelope, replace(newest.ledger)
-    ledger.stop(saved.step)
-    ledger.not_taken = own.ledger.not_taken
-    read_again = [list(each) for each in own.envelope.beyond(envelope).left_out]
-    skipped = {}
-    for loader, batches in own.skipped.items():
-        skipped[loader] = [each for each in batches if each not in read_again]
-    if own.comparisons is not None:
-        own = replace(own, comparisons=replace(own.comparisons, silent_until=0))
-    own = replace(own, ledger=ledger, skipped=skipped, envelope=envelope)
-    return own, engines_of_new_start(run.policy.engine, saved.engines)

@@ -19,7 +19,7 @@ from healcore.runtime.faults.classification import classify
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
 from healcore.runtime.run.engine_states import compatible_states
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.record.run_record import RunRecord
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointInfo,

@@ -76,7 +76,7 @@ class Holding:
         Args:
             step: step of the checkpoint.
         """
-        if self.run.record.monitor.nonfinite_streak:
+        if self.run.journal.nonfinite_streak:
             return  # the weights may be damaged
         history, envelope = self.run.comparisons.history, self.envelope
         seen = broadcast(self.run.ranks, dict(self.run.driver.numbers()))
@@ -85,7 +85,7 @@ class Holding:
         if step > self.run.record.first_step:  # no step was trained before the first checkpoint
             rates = self.known_rates()
             if not self.run.comparisons.is_enabled:  # the history has no steps
-                rates = {**rates, **self.run.record.monitor.rates}
+                rates = {**rates, **self.run.journal.rates}
         free = {name: each for name, each in seen.items() if name not in envelope.numbers}
         self.run.record.healthy = self.run.record.healthy.with_checkpoint(
             history.norms.take_rates(rates),
@@ -183,8 +183,8 @@ class Holding:
             healthy: what was known as healthy there.
         """
         is_suspect = trouble.cause is TroubleCause.BETTER_WEIGHTS
-        rates, fact = self.run.record.monitor.rates, RateFact.HEALTHY
-        if not rates and self.run.record.monitor.last_trained is not None:
+        rates, fact = self.run.journal.rates, RateFact.HEALTHY
+        if not rates and self.run.journal.last_trained is not None:
             fact = RateFact.UNKNOWN
         for name, rate in rates.items():
             if name not in healthy.rates:
@@ -229,7 +229,7 @@ class Holding:
                     norm = each.norms.get(name, 0.0)
                     if each.index >= step and healthy.is_unusual_norm(name, norm):
                         unusual.add(each.index)
-            left_out += tuple(self.run.record.monitor.batches_of(sorted(unusual)))
+            left_out += tuple(self.run.journal.batches_of(sorted(unusual)))
         return broadcast(self.run.ranks, replace(found, left_out=left_out))
 
     def _intervals(self, trouble: Trouble, step: int) -> float:

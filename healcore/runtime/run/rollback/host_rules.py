@@ -9,7 +9,7 @@ from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.engine.rule import update_rule
 from healcore.core.engine.state import RuleState, init_rule
 from healcore.core.step_record import StepRecord
-from healcore.runtime.run.monitor_state import MonitorState
+from healcore.runtime.run.run_record import RunRecord
 
 
 class HostRules:
@@ -22,17 +22,16 @@ class HostRules:
     Args:
         rules: the policy's `host_rules`.
         config: has the depth and the quiet steps.
-        state: has the hits, which a rollback forgets.
+        record: its journal has the hits.
     """
 
     def __init__(
-        self, rules: tuple[RuleConfig, ...], config: EngineConfig, state: MonitorState
+        self, rules: tuple[RuleConfig, ...], config: EngineConfig, record: RunRecord
     ) -> None:
-
         self._configs = rules
         self._depth = config.rollback.depth
         self._quiet_steps = config.incident.quiet_steps
-        self._state = state
+        self._record = record
 
     def with_rollback_order(self, record: StepRecord) -> StepRecord:
         """Counts the hits of one record.
@@ -45,7 +44,8 @@ class HostRules:
             that fires again within the quiet steps of its incident orders nothing.
         """
         fired = False
-        hits = self._state.rule_hits
+        journal = self._record.journal
+        hits = journal.rule_hits
         if not record.judged or not (record.cause or hits):
             return record  # most steps end here
         for number, config in enumerate(self._configs):
@@ -66,8 +66,8 @@ class HostRules:
             fired |= bool(has_fired)
         if not fired:
             return record
-        before = self._state.rule_fired.get(record.engine)
-        self._state.rule_fired[record.engine] = record.step
+        before = journal.rule_fired.get(record.engine)
+        journal.rule_fired[record.engine] = record.step
         if before is not None and record.step - before <= self._quiet_steps:
             return record
         return record._replace(action=record.action | Action.ROLLBACK, rollback_depth=self._depth)

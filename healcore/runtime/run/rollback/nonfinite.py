@@ -52,12 +52,8 @@ class NonfiniteRecovery:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._answered_saves = 0
-        """Number of saves with NaN or Inf in this attempt that have led to a trouble."""
-
-    def on_rollback(self) -> None:
-        """Forgets the saves of the undone steps. `KnownCheckpoints` forgets its findings too."""
-        self._answered_saves = 0
+        self._answered: set[tuple[int, int]] = set()
+        """Attempt and step of the saves with NaN or Inf that have led to a trouble."""
 
     def weights_are_finite(self) -> bool:
         """Whether the weights are finite on every rank. Collective.
@@ -83,12 +79,12 @@ class NonfiniteRecovery:
             NaN, of arrays with NaN that is not allowed. Arrays that an earlier rollback has named
             do not count if the run has trained on with NaN or Inf in them. None without damage.
         """
-        run, state = self.run, self.run.monitor.state
+        run, journal = self.run, self.run.journal
         if trouble.arrays or not trouble.action & SERIOUS:
             return None
         cause, arrays = TroubleCause.WEIGHTS, list[str]()
         if self.weights_are_finite():
-            if run.policy.rollback.nonfinite_state != "rollback" or state.has_micro_steps:
+            if run.policy.rollback.nonfinite_state != "rollback" or journal.has_micro_steps:
                 return None  # NaN in an accumulator is of a window that has not ended
             cause, arrays = TroubleCause.STATE, run.saver.nonfinite_in_state()
             harmless: set[str] = set()
@@ -97,8 +93,11 @@ class NonfiniteRecovery:
                     harmless.update(past.trouble.arrays)
             if harmless.issuperset(arrays):
                 return None
-        first = state.last_trained
-        if not state.has_micro_steps and first is not None and first < trouble.since:
+        first = journal.last_trained
+        rollbacks = run.ledger.in_force
+        if rollbacks and first is not None and first < rollbacks[-1].checkpoint:
+            first = None  # the restored weights were finite
+        if not journal.has_micro_steps and first is not None and first < trouble.since:
             onset = min(trouble.onset, first)
             trouble = replace(trouble, onset=onset, sound_before=True, batches=())
         is_finite = cause is TroubleCause.STATE
@@ -118,7 +117,7 @@ class NonfiniteRecovery:
             weights are looked at once, at the `STEPS_TO_CHECK`th step in a row.
         """
         policy = self.run.policy
-        streak = self.run.monitor.state.nonfinite_streak
+        streak = self.run.journal.nonfinite_streak
         action = _ACTIONS[policy.rollback.nonfinite_state]
         if streak != STEPS_TO_CHECK or policy.observes or not action & SERIOUS:
             return None
@@ -129,7 +128,7 @@ class NonfiniteRecovery:
             return None
         return Trouble(
             cause=TroubleCause.WEIGHTS,
-            onset=self.run.ledger.first_consecutive(result.index),
+            onset=self.run.journal.first_consecutive(result.index),
             found_at=result.index,
             since=result.index - streak + 1,
             action=int(action),
@@ -151,17 +150,17 @@ class NonfiniteRecovery:
         Returns:
             The trouble, or None if there is none yet or the batch is bad instead of the weights.
         """
-        run, state = self.run, self.run.monitor.state
-        streak = state.nonfinite_streak
+        run, journal = self.run, self.run.journal
+        streak = journal.nonfinite_streak
         if streak not in (STEPS_TO_REVIVE, IN_A_ROW):
             return None
         if not (run.policy.rolls_back and run.policy.rollback.confirm):
             return None  # only the policy's own rules decide
-        if state.never_finite or run.monitor.nonfinite_record is None:
+        if journal.never_finite or run.monitor.nonfinite_record is None:
             return None  # a run without any finite step has nothing to go back to
         if not self.weights_are_finite():
             return None
-        onset = max(run.ledger.first_consecutive(result.index) - 1, 0)
+        onset = max(run.journal.first_consecutive(result.index) - 1, 0)
         is_sound = self._earlier_weights_are_sound(result, onset)
         if is_sound is False:
             return None  # the batch is bad, and not the weights
@@ -215,8 +214,8 @@ class NonfiniteRecovery:
         Raises:
             RunStopped: the run trains nothing.
         """
-        monitor = self.run.monitor
-        streak, from_start = monitor.state.nonfinite_streak, monitor.state.never_finite
+        journal, monitor = self.run.journal, self.run.monitor
+        streak, from_start = journal.nonfinite_streak, journal.never_finite
         longest = FROM_START if from_start else IN_A_ROW
         is_due = streak >= longest or (at_end and from_start and streak > 0)
         is_ordered = trouble is not None and trouble.action & SERIOUS
@@ -246,15 +245,16 @@ class NonfiniteRecovery:
         Raises:
             RunStopped: the policy stops a run for a state with NaN, or no rollback is left.
         """
-        policy, ledger = self.run.policy, self.run.ledger
+        policy, journal = self.run.policy, self.run.journal
         if at_end:
             self.run.saver.save_if_not_finite()
         nonfinite = self.run.known_checkpoints.read_nonfinite()
-        new = len(nonfinite) - self._answered_saves
-        self._answered_saves = len(nonfinite)
+        attempt = len(self.run.record.attempts)
+        new = {(attempt, step) for step in nonfinite} - self._answered
+        self._answered |= new
         if not new:
             return None
-        if policy.observes and len(nonfinite) > new:
+        if policy.observes and len(nonfinite) > len(new):
             return None  # an observing policy reports the first bad save only
         first = min(nonfinite)
         action = _ACTIONS[policy.rollback.nonfinite_state]
@@ -266,8 +266,8 @@ class NonfiniteRecovery:
                 sound = max(sound, each)
         batches: list[BatchId] = []  # a skipped step does not undo changes by its forward pass
         if finite:
-            unhealthy = ledger.unhealthy_between(sound, first)
-            batches = self.run.monitor.state.batches_of(unhealthy)
+            unhealthy = journal.unhealthy_between(sound, first)
+            batches = self.run.journal.batches_of(unhealthy)
         trouble = Trouble(
             cause=TroubleCause.STATE if finite else TroubleCause.WEIGHTS,
             onset=max(first - 1, 0),  # the state after that step is bad
@@ -278,7 +278,7 @@ class NonfiniteRecovery:
             sound_before=True,  # an earlier save has found no NaN or Inf
             batches=tuple(batches),
             arrays=tuple(nonfinite[first]),
-            trains_on=finite and ledger.healthy_steps(first, ledger.next_step) > 0,
+            trains_on=finite and journal.healthy_steps(first, journal.next_step) > 0,
         )
         why = f"checkpoint {first} has NaN or Inf in {first_of(trouble.arrays, 10)}"
         self.run.log.event(

@@ -7,7 +7,7 @@
                 tries             the rollbacks for this trouble so far
                 facts             what had left its healthy range since a snapshot
                 remedy            the table: repeat in an envelope, accept, or stop
-                restore           `restore/rollback_restore.py`; the loop continues at its step
+                restore           `restore/way_back.py`; the loop continues at its step
 
 Where no rollback can help, the run stops (`ending/stopping.py`).
 """
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class Recovery:
     """Processes the steps that the loop reads, and answers each trouble.
 
-    It is the place where a run decides to roll back, to save or to stop. `RollbackRestore` does the
+    It is the place where a run decides to roll back, to save or to stop. `WayBack` does the
     rollback, `Stopping` the stop, and `Loop` calls this class between two steps.
 
     Args:
@@ -60,8 +60,8 @@ class Recovery:
 
     def __init__(self, run: Run, *, ends_by_steps: bool) -> None:
         self.run = run
-        policy, state = run.policy, run.monitor.state
-        self._host_rules = HostRules(policy.host_rules, policy.engine.config, state)
+        policy = run.policy
+        self._host_rules = HostRules(policy.host_rules, policy.engine.config, run.record)
         self.counts_steps = False
         self.ends_by_steps = ends_by_steps
         self._missing_rate = MissingRate(run)
@@ -103,12 +103,12 @@ class Recovery:
         if not self._missing_rate.is_done:
             self._missing_rate.note_step(result.records)
         order = run.monitor.note_step(result)
-        highest = run.monitor.state.rates
+        highest = run.journal.rates
         for record in result.records:
             rate = record.trained_rate
             if rate is not None and rate > highest.get(record.engine, 0.0):
                 highest[record.engine] = rate
-        if run.monitor.state.nonfinite_streak == 1:  # not every record has the rate of its step
+        if run.journal.nonfinite_streak == 1:  # not every record has the rate of its step
             for name, rate in run.holding.known_rates().items():
                 highest[name] = max(rate, highest.get(name, 0.0))
         return order
@@ -365,7 +365,7 @@ class Recovery:
         if trouble.cause is TroubleCause.RULE:
             depth = run.policy.rollback.depth + run.policy.rollback.deepen * len(tries)
         tried = [] if trouble.exact else [each.checkpoint for each in tries]
-        return run.rollback_restore.choose(trouble, depth=depth, tried=tried)
+        return run.way_back.choose(trouble, depth=depth, tried=tried)
 
     def _with_unusual(
         self, trouble: Trouble, steps: list[int], healthy: dict[int, HealthyValues]
@@ -472,7 +472,7 @@ class Recovery:
             more = chosen.envelope.joined(Envelope(left_out=batches))
             chosen = replace(chosen, envelope=more)
         try:
-            done = run.rollback_restore.restore(trouble, chosen, steps)
+            done = run.way_back.roll_back(trouble, chosen, steps)
         except StoreError as error:
             self._without_snapshot(trouble, error)
             run.ledger.skips -= skips
@@ -481,9 +481,6 @@ class Recovery:
         report.report_rollback(run, done, index)
         run.batches.on_rollback(done.checkpoint)
         run.dispatch_queue.forget_accumulation()
-        run.nonfinite_recovery.on_rollback()
-        run.rate_log.on_rollback(done)
-        run.monitor.read_engines()
         return done
 
     def _without_snapshot(self, trouble: Trouble, error: StoreError) -> None:
@@ -508,7 +505,7 @@ class Recovery:
             problem = f"{why}, but {reason}; the run continues without a rollback"
             run.log.problem(run.progress.step, problem)
         if trouble.cause is TroubleCause.BETTER_WEIGHTS and trouble.finite:
-            run.ledger.leave(trouble.onset)
+            run.ledger.keep_damage(trouble.onset)
             self._log_verdict(
                 "accepted", trouble, run.progress.step - 1, by="nothing", why=report.NOT_RESTORED
             )
@@ -537,7 +534,8 @@ class Recovery:
         if trouble.cause is TroubleCause.BETTER_WEIGHTS:
             run.ledger.accepted += 1
         if trouble.cause is not TroubleCause.NO_FINITE_STEP:
-            run.ledger.accept(trouble.onset, until)
+            run.ledger.accepted_until = until
+            run.ledger.keep_damage(trouble.onset)
             self._log_verdict(
                 "accepted", trouble, index, by=report.decided_by(trouble) or "state", why=why
             )
@@ -546,7 +544,7 @@ class Recovery:
             oldest = min(each.checkpoint for each in tries)
             to_oldest = replace(trouble, better_step=oldest, sound_before=True)
             try:
-                done = self._restore(trouble, chosen, run.rollback_restore.choose(to_oldest), index)
+                done = self._restore(trouble, chosen, run.way_back.choose(to_oldest), index)
             except StoreError as error:
                 self._without_snapshot(trouble, error)
             if done is None:

@@ -11,7 +11,7 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints import schedule
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.progress import RunProgress
-from healcore.runtime.run.record.ledger import Ledger
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Alone
 from tests.healer.training_loops import rules
@@ -21,7 +21,7 @@ class Steps:
     """The steps of a run that saves where its schedule says so, and does nothing else."""
 
     def __init__(self, every: int | None, *, observes: bool = False) -> None:
-        self.ledger = Ledger()
+        self.record = RunRecord()
         self.progress = RunProgress()
         self.may_save = True
         driver: Any = SimpleNamespace(may_save=lambda every: self.may_save)
@@ -31,7 +31,7 @@ class Steps:
             driver=driver,
             ranks=Alone(),
             log=RunLog(Log(None), console=False),
-            ledger=self.ledger,
+            record=self.record,
             progress=self.progress,
         )
 
@@ -43,7 +43,7 @@ class Steps:
         """Takes the steps before `end`, some with an alarm; yields the number of steps at saves."""
         while self.progress.step < end:
             if self.progress.step in alarms:
-                self.ledger.unhealthy.append(self.progress.step)
+                self.record.journal.unhealthy.append(self.progress.step)
             self.progress.count(1)
             if self.schedule.due():
                 self.save()

@@ -33,7 +33,7 @@ def restarted(run: ToyRun) -> ToyRun:
     other = ToyRun(run.loss_fn, interval=run.interval)
     other.step, other.driver.weight = run.step, run.driver.weight
     other.record.healthy = run.record.healthy
-    other.comparisons.continue_from(saved, weights)
+    other.comparisons.continue_from(saved, run.step, weights)
     return other
 
 

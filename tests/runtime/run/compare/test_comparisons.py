@@ -1,5 +1,7 @@
 """Which earlier weights are kept as anchors, and when they are compared."""
 
+import copy
+
 import pytest
 
 from healcore.runtime.run.compare.anchor_choice import to_compare
@@ -57,11 +59,13 @@ def test_suspect_weights_are_no_anchor():
 
 
 def test_a_rollback_drops_what_came_after_its_target():
-    run = healthy_run(290)
+    run = healthy_run(150)
+    saved = copy.deepcopy(run.comparisons.to_save())
+    train_healthy(run, 140)
     assert train_damaged(run) is not None
     run.comparisons.observe(TrainedStep(run.step, ()), 9.0, alarm=False, taken=True)
 
-    run.comparisons.on_rollback(150)
+    run.comparisons.continue_from(saved, 150)
 
     trained_since = {anchor.step: anchor.trained for anchor in run.comparisons.anchors}
     assert trained_since == {0: 150, 100: 50}
@@ -75,11 +79,13 @@ def test_a_rollback_drops_the_losses_of_an_unfinished_dispatch():
     """Otherwise the next comparison would take their mean for the loss of the restored weights."""
     evidence: list[list[float]] = []
     for is_unfinished in (False, True):
-        run = healthy_run(290)
+        run = healthy_run(250)
+        saved = copy.deepcopy(run.comparisons.to_save())
+        train_healthy(run, 40)
         if is_unfinished:
             step = TrainedStep(run.step, ())
             run.comparisons.observe(step, -9.0, alarm=False, taken=True)
-        run.comparisons.on_rollback(250)
+        run.comparisons.continue_from(saved, 250)
         run.step = 250
         before = run.driver.evaluations
         run.take(run.step, weight=healthy_weight(run.step) + 5.0, alarm=True)

@@ -11,7 +11,6 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.construction import add_comparing_parts
 from healcore.runtime.run.incidents.rate_log import RateLog
-from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.trouble import Trouble
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
@@ -75,7 +74,7 @@ class ToyRun:
         run = bare_run(log, self.driver)
         self.record = run.record
         run.schedule = schedule_of(run, interval)
-        run.rate_log = RateLog(self.driver, log, state=MonitorState(), observes=False)
+        run.rate_log = RateLog(run)
         add_comparing_parts(run, loss_fn, **options)
         self.comparisons, self.holding = run.comparisons, run.holding
         self.step = 0

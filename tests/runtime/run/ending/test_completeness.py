@@ -41,7 +41,7 @@ def error_of(
         next_starts=SimpleNamespace(repeat_from=lambda *, before: None),
         nonfinite_recovery=SimpleNamespace(stop_if_never_finite=lambda *, at_end: None),
         policy=SimpleNamespace(observes=True, rollback=SimpleNamespace(nonfinite_state="rollback")),
-        ledger=SimpleNamespace(not_taken=0),
+        journal=SimpleNamespace(not_taken=0),
     )
     return incomplete_run_error(run)
 

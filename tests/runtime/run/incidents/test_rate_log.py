@@ -9,10 +9,10 @@ from healcore.events import Log
 from healcore.runtime.driver import Engines
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.incidents.rate_log import RateLog
-from healcore.runtime.run.monitor_state import MonitorState
 from tests.healer.run_directory import events_of
 from tests.healer.step_records import record
 from tests.runtime.run.bare_driver import BareDriver
+from tests.runtime.run.bare_run import bare_run
 
 
 class DriverWithRate(BareDriver):
@@ -27,9 +27,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def rate_log(path) -> RateLog:
-    return RateLog(
-        DriverWithRate(), RunLog(Log(path), silent=True), state=MonitorState(), observes=False
-    )
+    return RateLog(bare_run(RunLog(Log(path), silent=True), DriverWithRate()))
 
 
 def changes(path: Path) -> list[tuple[int, float, float]]:

@@ -6,8 +6,10 @@ import pytest
 
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import NumberRange
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope, HeldNorm, HeldNumber
 from healcore.runtime.run.rollback.holding import LASTING_STEPS
+from tests.healer.step_records import record
 from tests.runtime.run.compare.toy_driver import (
     ToyRun,
     healthy_run,
@@ -39,7 +41,8 @@ def test_batches_and_norms_at_the_onset_that_are_unusual():
     level, verdict = run.driver.weight + 5.0, None
     while verdict is None:
         norm = 4.0 if run.step == 255 else 2.0
-        run.record.monitor.add_batches(run.step, [BatchId(0, run.step)], kept=500)
+        batches = (BatchId(0, run.step),)
+        run.record.journal.add(StepResult(run.step, [record()], batches), kept=500)
         verdict = run.take(run.step, weight=level, alarm=True, norm=norm)
 
     found = run.holding.outside(verdict, verdict.better_step or 0, run.record.healthy)

@@ -8,8 +8,8 @@ import pytest
 from healcore.core.decision import Action, Cause
 from healcore.core.step_record import Why
 from healcore.policy import load
-from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.rollback.host_rules import HostRules
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from tests.healer.step_records import record
 
@@ -20,7 +20,7 @@ HEALTHY, BAD = False, True
 def rules() -> HostRules:
     """The host rules of the default policy. Ten healthy steps end an incident."""
     policy = HostPolicy.of("default", {"incident": {"quiet_steps": 10}})
-    return HostRules(policy.host_rules, policy.engine.config, MonitorState())
+    return HostRules(policy.host_rules, policy.engine.config, RunRecord())
 
 
 def ordered_rollbacks(

@@ -1,10 +1,10 @@
-"""`RollbackRestore`: restores a checkpoint for a rollback.
+"""`WayBack`: continues the run from a checkpoint. A rollback is a resume in the same process.
 
-    choose      the checkpoints to try, the best first
+    choose      the checkpoints to try, the best first (a rollback; a start has its own rule)
     load        read and check the first intact one, put it into the live run
-    hold        rates, norms and numbers, as the remedy says
-    rewind      loaders, ledger, random states; the undone steps are forgotten
-    commit      replace the record of the checkpoint by one rename
+    rewind      loaders and random states
+    continue    what is known of the steps comes back with the checkpoint; the envelope is held
+    commit      replace the record of the checkpoint by one rename (a rollback)
 
 All checks pass before live state changes. A process that is killed before the rename has changed
 nothing on disk, and its successor finds the trouble again. After the rename every start resumes
@@ -16,18 +16,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.loader_registry import EPOCH_LOST
+from healcore.runtime.data.other_ranks import position_of_other_ranks
 from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
-from healcore.runtime.run.engine_states import engines_after_rollback, rates_of, with_rates
-from healcore.runtime.run.envelope import SavedRate
+from healcore.runtime.run.data_state import SavedDataState
+from healcore.runtime.run.engine_states import (
+    engines_after_rollback,
+    engines_of_new_start,
+    rates_of,
+    with_rates,
+)
+from healcore.runtime.run.envelope import Envelope, SavedRate
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.restore.stored import SavedCheckpoint
+from healcore.runtime.run.restore.stored import SavedCheckpoint, loader_positions
 from healcore.runtime.run.rollback.rate_limits import limit_rates
 from healcore.runtime.run.rollback.remedy import Outcome, Remedy
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from healcore.runtime.store.checkpoints import (
     NoGoodCheckpoint,
@@ -41,16 +49,47 @@ if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 
-class RollbackRestore:
-    """Restores a checkpoint for a rollback, in the order at the top of this file.
+class WayBack:
+    """Continues the run from a checkpoint: at a start, and at a rollback.
 
     It does not decide whether to roll back, and what is held: that is the table of
-    `rollback/remedy.py`. The restore is collective: either every rank loads the same checkpoint, or
+    `rollback/remedy.py`. A restore is collective: either every rank loads the same checkpoint, or
     no rank loads one.
+
+    Args:
+        run: the parts of the run.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
+
+    def continue_from(
+        self,
+        saved: SavedCheckpoint,
+        own: RunRecord,
+        envelope: Envelope,
+        weights: Mapping[int, Any] = {},
+    ) -> None:
+        """Continues the run from a checkpoint that was loaded, at a start and at a rollback.
+
+        Whatever depends on steps comes back with the checkpoint.
+
+        Args:
+            saved: the checkpoint.
+            own: its record.
+            envelope: what is held from then on.
+            weights: step -> weights of that step, for comparisons with it, besides those in memory.
+        """
+        run = self.run
+        run.record.go_back_to(own)
+        run.record.part_growth.on_rollback(saved.step)
+        run.record.evaluation_growth.on_rollback(saved.step)
+        run.comparisons.continue_from(own.comparisons, saved.step, weights)
+        run.holding.hold(envelope, saved.step)
+        run.saver.begin_attempt(saved.step)
+        run.monitor.read_engines()
+
+    # -- a rollback -----------------------------------------------------------------------------
 
     def choose(self, trouble: Trouble, *, depth: int = 1, tried: Sequence[int] = ()) -> list[int]:
         """Steps of the snapshots that may be restored for a trouble, the best first. Collective.
@@ -98,12 +137,7 @@ class RollbackRestore:
             advice = "No rollback crosses such a change"
             raise StateMismatch(among(saves)[0], [difference], advice=advice) from None
 
-    def restore(
-        self,
-        trouble: Trouble,
-        chosen: Remedy,
-        steps: Sequence[int],
-    ) -> RollbackRecord:
+    def roll_back(self, trouble: Trouble, chosen: Remedy, steps: Sequence[int]) -> RollbackRecord:
         """Restores a snapshot for a trouble, and holds an envelope.
 
         Args:
@@ -130,9 +164,8 @@ class RollbackRestore:
         engines, saved = run.stored_checkpoints.load_first_intact(steps, load, run.progress.step)
 
         # Hold.
-        healthy = run.record.healthy
-        if saved.record is not None:
-            healthy = healthy.with_better(saved.record.healthy)
+        own = saved.record or RunRecord(step=saved.step)
+        healthy = run.record.healthy.with_better(own.healthy)
         at_fault = self._fault_rates(live, rates, healthy) if chosen.limits_rate else None
         before = replace(run.holding.envelope, rates=self._rates_before(live, saved))
         after = limit_rates(
@@ -182,17 +215,11 @@ class RollbackRestore:
             lr_scale=after.scales.get(lowest, 1.0),
             lr_scale_before=lr_scale,
         )
-        saved_ledger = None if saved.record is None else saved.record.ledger
-        run.ledger.on_rollback(done, saved_ledger)
+        run.ledger.add_rollback(done)
         if saved.data_state is not None:  # after the loaders, which draw random numbers
             run.data_state.set_random_states(saved.data_state)
-        run.record.healthy = healthy
-        self._forget_undone_steps(saved.step)
         run.driver.load(None, after.engines)
-        run.holding.hold(envelope, saved.step)
-
-        # Commit.
-        run.saver.begin_attempt(saved.step)
+        self.continue_from(saved, replace(own, healthy=healthy), envelope)
         self._commit_rollback(done)
         return done
 
@@ -203,7 +230,7 @@ class RollbackRestore:
         one; and the multiplier alone where the rate is unknown, or where the policy cuts the
         multiplier, whatever the rate is.
         """
-        highest = self.run.monitor.state.rates
+        highest = self.run.journal.rates
         engine, at_fault = self.run.policy.engine, dict[str, float]()
         for name, state in live.items():
             scale = float(engine.from_dict(state).lr.scale)
@@ -245,18 +272,8 @@ class RollbackRestore:
             return 0
         end = self.run.progress.step
         if obstacle == EPOCH_LOST:
-            end = self.run.monitor.state.loader_start
+            end = self.run.journal.loader_start
         return max(end - target, 0)
-
-    def _forget_undone_steps(self, target: int) -> None:
-        """Makes the parts that remember single steps forget the steps from `target` on."""
-        run = self.run
-        run.comparisons.on_rollback(target)
-        if target < run.ledger.accepted_until:  # the record has to say so, for a restart
-            run.comparisons.pause_until(run.ledger.accepted_until)
-        run.monitor.state.on_rollback(target)
-        run.record.part_growth.on_rollback(target)
-        run.record.evaluation_growth.on_rollback(target)
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
@@ -302,3 +319,155 @@ class RollbackRestore:
             self.run.loaders.rewind(saved.position, (), 0)
         if saved.data_state is not None:
             self.run.pass_states.repeat_pass(saved.data_state)
+
+    # -- a start --------------------------------------------------------------------------------
+
+    def resume(
+        self, newest: RunRecord | None, steps: list[int]
+    ) -> tuple[int, SavedDataState | None]:
+        """Resumes from the first intact checkpoint of `steps`, at the start of a process.
+
+        Args:
+            newest: the newest record in the store, or None. The run continues with its attempts and
+                its settings, also if an older checkpoint has to be loaded.
+            steps: steps of the checkpoints, in descending order.
+
+        Returns:
+            The step of the checkpoint; and its random states and positions, for
+            `PassStates.resume`, or None if the program's own random states stay.
+
+        Raises:
+            NoGoodCheckpoint: no checkpoint is intact.
+            StateMismatch: the newest intact one is of another state. An older checkpoint that fits
+                would lose the steps since then.
+        """
+        start = None if newest is None else newest.next_start
+        if start is not None and start.step in steps:
+            steps = [each for each in steps if each <= start.step]
+        load = partial(self._load_resumed, newest=newest)
+        try:
+            weights, saved = self.run.stored_checkpoints.load_first_intact(steps, load)
+        except StateMismatch as error:
+            where = self.run.store.place
+            raise replace(error, where=where, advice=_advice_for(newest)) from None
+        own, _ = _content_at_start(self.run, saved, newest)
+        self.run.record.continue_run(newest or own)
+        if start is not None and start.tries:
+            self.run.ledger.stop(saved.step)
+        positions = {**(saved.position or {})}
+        if own.repeats_undone_steps(saved.step):
+            positions |= _kept_positions(own, saved)
+        self.run.loaders.resume(positions, own.skipped)
+        self.continue_from(saved, own, own.envelope, weights)
+        epochs = [each.epoch for each in self.run.record.changes]
+        self.run.loaders.epoch_loop.changed_in = max(epochs, default=None)
+        # Drops the changes that the restart has made: they are not the program's.
+        self.run.driver.structure_changes()
+        if own.last_regular is not None:
+            self.run.schedule.last_regular = own.last_regular
+        return saved.step, saved.data_state
+
+    def _load_resumed(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> dict[int, Any]:
+        """Loads the state of a checkpoint of an earlier process.
+
+        Returns:
+            Step -> weights of that step, which a comparison needs.
+        """
+        own, engines = _content_at_start(self.run, saved, newest)
+        needed: list[int] = []
+        if own.comparisons is not None and self.run.comparisons.is_enabled:
+            needed = [each.step for each in own.comparisons.anchors]
+        weights = self._copies(needed, saved.step)
+        repeats = own.repeats_undone_steps(saved.step)
+        reset = repeats and self.run.policy.rollback.reset_moments
+        self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
+        if saved.step in needed:
+            weights[saved.step] = self.run.driver.copy_weights()
+        return weights
+
+    def _copies(self, needed: Sequence[int], resumed: int) -> dict[int, Any]:
+        """The weights of the needed checkpoints before the resumed one; changes live state.
+
+        A checkpoint that some rank cannot load is skipped. The resumed one is not affected.
+        """
+        copies: dict[int, Any] = {}
+        for step in needed:
+            if step >= resumed:
+                continue
+            weights = None
+            try:
+                self.run.stored_checkpoints.load_step(step)
+                weights = self.run.driver.copy_weights()
+            except Exception as error:
+                problem = f"the weights of checkpoint {step} cannot be compared: {error}"
+                self.run.log.event("problem", step=resumed, problem=problem)
+            if all(self.run.ranks.gather(weights is not None)):
+                copies[step] = weights
+        return copies
+
+
+def _content_at_start(
+    run: Run, saved: SavedCheckpoint, newest: RunRecord | None
+) -> tuple[RunRecord, Engines]:
+    """The record and the engine states with which a start continues from a checkpoint.
+
+    Args:
+        run: the parts of the run.
+        saved: the checkpoint.
+        newest: the newest record in the store, or None. If it names no other start, the record and
+            the states are those of the checkpoint.
+
+    Returns:
+        The record, or a new record if the checkpoint has none; and the engine states.
+    """
+    own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
+    start = None if newest is None else newest.next_start
+    if start is None or not start.tries:
+        return own, saved.engines
+    envelope = start.envelope
+    read_again = [list(each) for each in own.envelope.beyond(envelope).left_out]
+    skipped = {}
+    for loader, batches in own.skipped.items():
+        skipped[loader] = [each for each in batches if each not in read_again]
+    if own.comparisons is not None:
+        own = replace(own, comparisons=replace(own.comparisons, silent_until=0))
+    own = replace(own, skipped=skipped, envelope=envelope)
+    return own, engines_of_new_start(run.policy.engine, saved.engines)
+
+
+def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:
+    """Number of a loader that the last rollback did not rewind -> its position, which it keeps.
+
+    If the number of ranks has changed since, its epoch begins again, as the epochs of the other
+    loaders do.
+    """
+    saved_by = None
+    for each in loader_positions(saved.position).values():
+        if "ranks" in each:
+            saved_by = each["ranks"]
+            break
+    if not saved_by:
+        return dict(own.forward)
+    moved = {}
+    for name, position in own.forward.items():
+        moved[name] = position_of_other_ranks(position, saved_by)
+    return moved
+
+
+def _advice_for(newest: RunRecord | None) -> str:
+    """What to do about a checkpoint that does not fit, if the program has changed its model.
+
+    Args:
+        newest: the newest record in the store, or None.
+
+    Returns:
+        Sentences for the error message, or an empty string without a change.
+    """
+    if newest is None or not newest.changes:
+        return ""
+    which = ", ".join(f"at step {each.step} (epoch {each.epoch})" for each in newest.changes[-3:])
+    return (
+        f"The program has changed the structure of its model while it trained, {which}. Make the "
+        "same changes before `with Healer(...)`, and not again in the loop; "
+        'docs/data-and-resume.md shows it under "A model that changes while it trains"'
+    )

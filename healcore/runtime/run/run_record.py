@@ -1,7 +1,8 @@
 """`RunRecord`: what a checkpoint holds besides the state; see also `ledger` and `data_state`.
 
-A restart reads the budgets, the learning-rate multiplier and the skipped batches from the record of
-the checkpoint that it resumes. A rollback replaces the record of the checkpoint that it restores.
+A part of it is about the run, and outlives every way back: settings, budgets, the ledger. The other
+part is about the step, and comes back with the checkpoint: `RunRecord.go_back_to`. A rollback
+replaces the record of the checkpoint that it restores.
 
 Steps are indexed from 0. A checkpoint of step n holds the state that step n starts from.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
@@ -19,8 +20,8 @@ from healcore.runtime.run.batch_parts import PartGrowth
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.monitor_state import MonitorState, take_fields
-from healcore.runtime.run.record.ledger import Ledger
+from healcore.runtime.run.journal import Journal
+from healcore.runtime.run.ledger import Ledger
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
 MAX_CHANGES = 100
@@ -52,7 +53,7 @@ class StructureChange(NamedTuple):
     """Epoch of this step."""
 
 
-SCHEMA = 8
+SCHEMA = 9
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 _BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
@@ -98,10 +99,8 @@ class RunRecord:
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
     next_start: NextStart | None = None
     """Set if the next start resumes from an earlier checkpoint than the newest one."""
-    healthy: HealthyValues = field(default_factory=HealthyValues)
-    """The ranges in which the run was healthy, up to the newest healthy checkpoint."""
-    envelope: Envelope = field(default_factory=Envelope)
-    """What is held in these ranges now."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Incidents, rollbacks and skips, also of undone steps."""
 
     # -- at the step of the checkpoint
     step: NonNegativeInt = 0
@@ -110,10 +109,12 @@ class RunRecord:
     """Number of ranks."""
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of an engine -> its `Engine.to_dict`."""
-    ledger: Ledger = field(default_factory=Ledger)
-    """Incidents, rollbacks and unhealthy steps."""
-    monitor: MonitorState = field(default_factory=MonitorState)
-    """What decisions read of earlier steps besides the ledger."""
+    journal: Journal = field(default_factory=Journal)
+    """What the steps have shown."""
+    healthy: HealthyValues = field(default_factory=HealthyValues)
+    """The ranges in which the run was healthy, up to the newest healthy checkpoint."""
+    envelope: Envelope = field(default_factory=Envelope)
+    """What is held in these ranges now."""
     skipped: dict[_Loader, list[_BatchId]] = field(default_factory=dict)
     """Number of a loader -> ids of the batches that the loader skips."""
     forward: dict[_Loader, dict[str, Any]] = field(default_factory=dict)
@@ -159,18 +160,30 @@ class RunRecord:
         rollbacks = self.ledger.in_force
         return bool(rollbacks) and rollbacks[-1].checkpoint >= step
 
-    def continue_from(self, saved: RunRecord) -> None:
-        """Takes over the facts of an earlier process. The run is not completed any more.
-
-        The ledger and the monitor's state stay: other parts of the run refer to these objects, so
-        they are continued in place. So do the ranges, which are those of the restored checkpoint.
+    def continue_run(self, newest: RunRecord) -> None:
+        """Takes the facts of the run from the newest record, at a start.
 
         Args:
-            saved: the newest record of the run.
+            newest: the newest record in the store.
         """
-        take_fields(self, saved, keep=("ledger", "monitor", "healthy", "envelope"))
+        for each in fields(self):
+            setattr(self, each.name, getattr(newest, each.name))
         self.completed = False
         self.next_start = None
+
+    def go_back_to(self, saved: RunRecord) -> None:
+        """Takes the facts of a step, at a start and at a rollback. Those of the run stay.
+
+        Args:
+            saved: the record of the checkpoint from which the run continues.
+        """
+        self.journal = saved.journal
+        self.healthy = saved.healthy
+        self.envelope = saved.envelope
+        self.is_in_body = saved.is_in_body
+        self.ledger.end_incident()
+        # The program will make a change in undone steps once more.
+        self.changes = [each for each in self.changes if each.step < saved.step]
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-safe values, with the version `SCHEMA` of its format.

@@ -6,12 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.monitor_state import MonitorState
+from healcore.runtime.run.dispatch_queue import StepResult
+from healcore.runtime.run.journal import Journal
 
 KEPT = 20
 """Number of the newest steps whose batches are kept."""
-ACTIONS = st.sampled_from(["read on", "begin an epoch", "skip batches", "read nothing", "rollback"])
-"""What a step does, or a rollback by some steps."""
+ACTIONS = st.sampled_from(["read on", "begin an epoch", "skip batches", "read nothing"])
+"""What a step does."""
+
+
+def read(journal: Journal, step: int, batches: list[BatchId], *, kept: int) -> None:
+    """Adds a step that has read some batches."""
+    journal.add(StepResult(step, [], tuple(batches)), kept=kept)
 
 
 class Recorded:
@@ -37,25 +43,15 @@ class Recorded:
         self.step += 1
         return batches
 
-    def roll_back(self, steps: int) -> None:
-        self.step = max(0, self.step - steps)
-        self.batches = {step: ids for step, ids in self.batches.items() if step < self.step}
-
 
 @given(st.lists(st.tuples(ACTIONS, st.integers(1, 3)), max_size=60))
 def test_the_batches_are_those_of_a_dictionary(actions):
-    state, expected = MonitorState(), Recorded()
-    furthest = 0  # a rollback does not bring back what was dropped before it
+    state, expected = Journal(), Recorded()
     for action, count in actions:
-        if action == "rollback":
-            expected.roll_back(count)
-            state.on_rollback(expected.step)
-        else:
-            step = expected.step
-            state.add_batches(step, expected.read(action, count), kept=KEPT)
-            furthest = max(furthest, expected.step)
+        step = expected.step
+        read(state, step, expected.read(action, count), kept=KEPT)
 
-    for first in range(max(0, furthest - KEPT), expected.step):
+    for first in range(max(0, expected.step - KEPT), expected.step):
         assert state.batches_of([first]) == expected.batches[first]
         if first >= state.loader_start:
             newest = expected.step - 1
@@ -64,16 +60,17 @@ def test_the_batches_are_those_of_a_dictionary(actions):
 
 
 def test_steps_that_read_on_are_one_entry():
-    state = MonitorState()
+    state = Journal()
     for step in range(1000):
-        state.add_batches(step, [BatchId(0, 2 * step), BatchId(0, 2 * step + 1)], kept=10_000)
+        batches = [BatchId(0, 2 * step), BatchId(0, 2 * step + 1)]
+        read(state, step, batches, kept=10_000)
     assert len(state.batches) == 1
     assert state.batches_of([999]) == [BatchId(0, 1998), BatchId(0, 1999)]
 
 
 def test_batches_of_an_earlier_loader_are_left_out():
-    state = MonitorState()
-    state.add_batches(0, [BatchId(0, 0)], kept=KEPT)
-    state.add_batches(1, [BatchId(0, 0)], kept=KEPT)
+    state = Journal()
+    read(state, 0, [BatchId(0, 0)], kept=KEPT)
+    read(state, 1, [BatchId(0, 0)], kept=KEPT)
     state.loader_start = 1
     assert state.batches_between(0, 1) == [BatchId(0, 0)]

@@ -1,0 +1,204 @@
+"""`Ledger`: what has happened in a run and what was tried, also in steps that were undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pydantic import ConfigDict, NonNegativeInt
+
+from healcore.core.decision import NONFINITE, Cause, names_of
+from healcore.core.step_record import SKIPS, StepRecord
+from healcore.runtime.run.dispatch_queue import StepResult
+from healcore.runtime.run.journal import Alarm
+from healcore.runtime.run.trouble import RollbackRecord
+
+_MAX_INCIDENTS = 1000
+"""Max incidents in the ledger; the oldest are dropped."""
+_WITH_ENVELOPES = 20
+"""Newest rollbacks whose envelopes are kept: one place of the run has fewer."""
+_MAX_DAMAGE = 1000
+"""Max onsets of damage in the ledger; the newest are dropped."""
+
+
+@dataclass
+class IncidentRecord:
+    """One incident, from the step of its first alarm (`onset`) to its latest alarm (`last`).
+
+    Alarms that follow one another closely have one cause, so they are reported and answered once. A
+    rollback and a restart end the incident that is open.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    number: int
+    """Number of the incident, from 1 over the whole run. A rollback does not reset the count."""
+    onset: int
+    """Step of the first alarm."""
+    last: int
+    """Step of the latest alarm."""
+    cause: int
+    """`Cause` flags of all alarms."""
+    first: dict[str, int] = field(default_factory=dict)
+    """Name of a cause -> first step with this cause."""
+    alarms: int = 0
+    """Number of steps with an alarm."""
+    skips: int = 0
+    """Number of these steps that were skipped."""
+    over: bool = False
+    """Whether the engine has closed the incident, so that the next alarm opens another one."""
+    reported_over: bool = False
+    """Whether its event `over` was written."""
+    number_in_engine: NonNegativeInt | None = 0
+    """The engine's number of this incident, or None if the engine's count has restarted since."""
+    engine: str = ""
+    """Name of the optimizer with the first alarm."""
+
+    @property
+    def only_skips(self) -> bool:
+        """Whether each alarm is a skipped step that was not finite, which changed no weights.
+
+        A finite step within such an incident shows that the weights were finite there. If an order
+        follows later, its trouble begins at the first of the last consecutive skips, and not at the
+        incident's first alarm.
+        """
+        return self.skips == self.alarms and not Cause(self.cause) & ~NONFINITE
+
+    def add(self, index: int, causes: int) -> None:
+        """Adds an alarm.
+
+        Args:
+            index: index of the step.
+            causes: `Cause` flags of the alarm.
+        """
+        self.last = index
+        self.alarms += 1
+        self.cause |= causes
+        for name in names_of(Cause(causes)):
+            self.first.setdefault(name, index)
+
+
+@dataclass
+class Ledger:
+    """What has happened in a run and what was tried: incidents, rollbacks, skips, accepted damage.
+
+    It outlives every way back, because budgets count what was undone too.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    incidents: list[IncidentRecord] = field(default_factory=list)
+    """The newest incidents, oldest first."""
+    rollbacks: list[RollbackRecord] = field(default_factory=list)
+    """All rollbacks, oldest first; see `RollbackRecord.outline`."""
+    incident_count: int = 0
+    """Number of incidents so far, including dropped incidents."""
+    skips: int = 0
+    """Number of skipped steps so far."""
+    accepted: int = 0
+    """Number of troubles accepted in a row, see `Outcome.ACCEPT`."""
+    undone: int = 0
+    """Number of the oldest rollbacks that no longer count, because a stop has ended their run."""
+    spent: int = 0
+    """Rollbacks that the engine had made before this run, in another framework."""
+    accepted_until: int = 0
+    """Step before which no comparison rolls back again."""
+    damage_left: list[int] = field(default_factory=list)
+    """Onsets of damage that the weights keep: it has come back after each rollback and was
+    accepted, or no checkpoint could be restored. Ascending."""
+    last_alarms: dict[str, int] = field(default_factory=dict)
+    """Optimizer and cause, as in `actor/PLATEAU` -> last step with this cause. A cause that lasted
+    until a rollback still lasts, if it comes again."""
+
+    def add(
+        self, result: StepResult, alarm: Alarm | None, *, is_open: bool
+    ) -> IncidentRecord | None:
+        """Counts one step.
+
+        Args:
+            result: the step.
+            alarm: its alarm, see `Journal.add`.
+            is_open: whether an incident of an engine is open after the step.
+
+        Returns:
+            The incident that the step belongs to, or None.
+        """
+        skipped = result.why in SKIPS
+        self.skips += skipped
+        if alarm is None:
+            judged = any(record.judged for record in result.records)
+            if judged and self.incidents and not is_open:
+                self.incidents[-1].over = True
+            return None
+        harmless = skipped and not Cause(alarm.cause) & ~NONFINITE
+        incident = self._current(result.index, result.records, harmless)
+        incident.engine = incident.engine or alarm.engine
+        incident.add(result.index, alarm.cause)
+        incident.skips += skipped
+        return incident
+
+    def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
+        """Finds or opens an alarm's incident. An incident of nothing but skips takes no other."""
+        last = None
+        if self.incidents:
+            last = self.incidents[-1]
+        number = max(record.incident for record in records)
+        same = last is not None and not last.over
+        if last is not None and last.only_skips:
+            same = harmless and number == last.number_in_engine
+        if last is None or not same:
+            if last is not None:
+                last.over = True
+            self.incident_count += 1
+            last = IncidentRecord(self.incident_count, index, index, 0, number_in_engine=number)
+            self.incidents.append(last)
+            del self.incidents[:-_MAX_INCIDENTS]
+        last.over = False
+        return last
+
+    def end_incident(self) -> None:
+        """Ends the incident that is open, at a way back: its steps are undone."""
+        if self.incidents:
+            self.incidents[-1].over = True
+            self.incidents[-1].number_in_engine = None
+
+    @property
+    def in_force(self) -> list[RollbackRecord]:
+        """The rollbacks since the last stop of the run, oldest first."""
+        return self.rollbacks[self.undone :]
+
+    def same_trouble(self, onset: int, within: int = 0) -> list[RollbackRecord]:
+        """The earlier rollbacks for the trouble that begins at step `onset`, oldest first.
+
+        The trouble is the same if its onset is at most `within` steps after the step at which the
+        rollback began.
+
+        Args:
+            onset: step at which the trouble begins.
+            within: number of steps by which the onset may be later.
+        """
+        return [each for each in self.in_force if onset <= each.step + within]
+
+    def add_rollback(self, rollback: RollbackRecord) -> None:
+        """Adds a rollback that was carried out, and drops the envelopes of old ones."""
+        self.rollbacks.append(rollback)
+        for each in range(len(self.rollbacks) - _WITH_ENVELOPES):
+            self.rollbacks[each] = self.rollbacks[each].outline()
+
+    def keep_damage(self, onset: int) -> None:
+        """Records damage that the weights keep. No later rollback repairs it.
+
+        Args:
+            onset: step at which the damage begins.
+        """
+        self.damage_left = sorted({*self.damage_left, onset})[:_MAX_DAMAGE]
+
+    def stop(self, step: int) -> None:
+        """Ends the tries of a run that has stopped: the next start makes its own.
+
+        Incidents, skips and the rollbacks themselves stay in the counts of the run.
+
+        Args:
+            step: step from which the next start trains again.
+        """
+        self.undone = len(self.rollbacks)
+        self.accepted = self.accepted_until = 0
+        self.damage_left = [onset for onset in self.damage_left if onset < step]
