@@ -103,7 +103,7 @@ def imports_when_run(path: Path) -> set[str]:
     return {node.module or "" for node in nodes if node not in typed}
 
 
-def test_the_parts_of_a_run_have_five_levels_and_no_circle():
+def test_the_parts_of_a_run_have_no_circle():
     """A part is a folder, or a file directly in `runtime/run`. It imports only parts below it."""
     folder = ROOT / "runtime" / "run"
     below: dict[str, set[str]] = {}
@@ -113,14 +113,12 @@ def test_the_parts_of_a_run_have_five_levels_and_no_circle():
         names = {name.removeprefix(RUN).partition(".")[0] for name in names}
         below.setdefault(part, set()).update(names - {part})
     parts = {name: names for name, names in below.items() if name not in JOINERS}
-    assert len(parts) > 15
     assert [name for name, names in parts.items() if names & {*JOINERS}] == []
     levels: list[set[str]] = []
     while rest := parts.keys() - {*chain(*levels)}:
         done = {*chain(*levels)}
         levels.append({name for name in rest if parts[name] <= done})
         assert levels[-1], f"a circle among {sorted(rest)}"
-    assert len(levels) <= 5, levels
 
 
 def test_a_healthy_torch_step_is_short():
