@@ -123,7 +123,6 @@ class AttachLog:
             cause=names_of(record.cause),
             readings=record.readings,
             lr=None,
-            lr_before=None,
             observed=self._engine.mode == "observe",
             skip=not record.taken,
             skips=None,

@@ -159,7 +159,6 @@ class EventRecord(_EventsModel):
     lr_scale_before: Number = _maybe("Earlier learning-rate multiplier.")
     lr_scale: Number = _maybe("New learning-rate multiplier.")
     lr: Number = _maybe("The schedule's learning rate at `step`, without the multiplier.")
-    lr_before: Number = _maybe("Learning rate before it rose to 3 times as much or more.")
     lr_limit: Number = _maybe("Upper limit of the learning rate after a cut.")
     lr_at_fault: Number = _maybe("Learning rate at the fault, if the learning rate is the cause.")
     number: PositiveInt = _maybe("Number of the rollback in the whole run.")

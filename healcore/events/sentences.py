@@ -99,7 +99,7 @@ def alarm_text(alarm: Any) -> str:
 
     Args:
         alarm: an event `alarm`, or an object with its fields `cause`, `readings`, `lr`,
-            `lr_before`, `observed`, `skip`, `skips`, `grad_scale`, `action` and `lr_scale`.
+            `observed`, `skip`, `skips`, `grad_scale`, `action` and `lr_scale`.
             `healcore.torch.attach` has no events, and passes such an object.
 
     Returns:
@@ -121,12 +121,9 @@ def _alarm_without_batches(alarm: Any, responses: _Responses) -> str:
 
 
 def _alarm_rate(alarm: Any) -> str:
-    """Describes the rate of a step: in force, and the schedule's or the rate before a jump."""
+    """Describes the rate of a step: in force, and the schedule's."""
     if alarm.observed or alarm.lr_scale is None or alarm.lr_scale == 1:
-        text = f"learning rate {alarm.lr:.4g}"
-        if alarm.lr_before is not None:
-            text += f" ({alarm.lr_before:.4g} before)"
-        return text
+        return f"learning rate {alarm.lr:.4g}"
     in_force = alarm.lr * alarm.lr_scale
     return f"learning rate {in_force:.4g} (the schedule's rate was {alarm.lr:.4g})"
 

@@ -168,9 +168,6 @@ def test_a_list_of_rows_that_is_cut_has_the_number_of_the_others(number, end):
         pytest.param(
             {"grad_scale": 0.125}, "; clipped as usual (gradients × 0.125)", id="clipped step"
         ),
-        pytest.param(
-            {"lr": 0.3, "lr_before": 0.003}, "learning rate 0.3 (0.003 before);", id="higher rate"
-        ),
     ],
 )
 def test_the_sentence_of_an_alarm_names_what_was_done(changes, text):
