@@ -40,7 +40,7 @@ from healcore.runtime.run_options import (
     HostPolicy,
     Logging,
 )
-from healcore.runtime.store.several import Places, checked_places
+from healcore.runtime.store.places import Places, checked_places
 
 State = TypeVar("State")
 """The type of the state that the program has passed: a dictionary, or in JAX any pytree."""

@@ -16,7 +16,7 @@ from healcore.console import Console
 from healcore.policy import Overrides
 from healcore.runtime.reporting.trackers import Selection, TrackersLike
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, check_path
-from healcore.runtime.store.several import Places, StorePlace
+from healcore.runtime.store.places import Places, StorePlace
 
 
 class AttachOptions(TypedDict, total=False):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from healcore.runtime.run.process_runs import forget_runs
-from healcore.runtime.store import single_file
 
 
 def new_process() -> None:
@@ -32,20 +31,13 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 def flip_a_bit(folder: Path, seed: int) -> None:
     """Flips a bit of the arrays of a checkpoint."""
     chance = random.Random(seed)
-    files = sorted(path for path in (folder / "data").rglob("*") if path.is_file())
-    files = [file for file in files if file.stat().st_size] or [folder / single_file.FILE]
-    path = chance.choice(files)
-    start = 0
-    if path.name == single_file.FILE:
-        start = single_file.read_header(path).start
+    files = [path for path in (folder / "data").rglob("*") if path.is_file()]
+    path = chance.choice(sorted(file for file in files if file.stat().st_size))
     data = bytearray(path.read_bytes())
-    data[chance.randrange(start, len(data))] ^= 1 << chance.randrange(8)
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
     path.write_bytes(data)
 
 
 def remove_a_file(folder: Path) -> None:
     """Makes a checkpoint incomplete."""
-    path = folder / single_file.FILE
-    if not path.exists():
-        path = folder / "state.json"
-    path.unlink()
+    (folder / "state.json").unlink()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.store import checksums, files, manifest, single_file
+from healcore.runtime.store import checksums, files, manifest
 from tests.healer.training_loops import TrainingResult, broken_at, loop_of, rules, train
 
 STEPS, LENGTH = 12, 18
@@ -52,59 +52,13 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(root.glob("step-*"))
 
 
-PARTS = {manifest.MANIFEST: "manifest", manifest.STATE: "state", manifest.RECORD: "record"}
-"""File of a large checkpoint -> its text in the only file of a small one."""
-
-
-def is_small(folder: Path) -> bool:
-    return (folder / single_file.FILE).exists()
-
-
 def part(folder: Path, file: str) -> Any:
-    """The JSON of a file of a checkpoint, or of the same part of its only file."""
-    if is_small(folder):
-        return json.loads(texts_of(folder)[PARTS.get(file, "state")])
+    """The JSON of a file of a checkpoint."""
     return json.loads((folder / file).read_bytes())
-
-
-def texts_of(folder: Path) -> dict[str, str]:
-    """The texts in the only file of a small checkpoint."""
-    header = single_file.read_header(folder / single_file.FILE)
-    return {"manifest": header.manifest, "state": header.state, "record": header.record or "{}"}
-
-
-def rewrite_part(folder: Path, texts: dict[str, str]) -> None:
-    """Replaces texts in the only file of a small checkpoint, and its digests."""
-    path = folder / single_file.FILE
-    texts = texts_of(folder) | texts
-    header = single_file.read_header(path)
-    data = path.read_bytes()
-    table = dict(header.table)
-
-    def write() -> None:
-        raw = single_file._header_bytes({"__metadata__": texts, **table})
-        path.write_bytes(len(raw).to_bytes(8, "little") + raw + data[header.start :])
-
-    write()
-    try:
-        sealed = checksums.unseal(texts["manifest"].encode(errors="surrogatepass"))
-    except ValueError:
-        return
-    if isinstance(sealed.get("files"), dict) and single_file.FILE in sealed["files"]:
-        sealed["files"][single_file.FILE] = single_file.digest_of(path)._asdict()
-        texts["manifest"] = checksums.seal(sealed).decode()
-        write()
 
 
 def rewrite(folder: Path, file: str, content: Any) -> None:
     """Replaces a JSON file of a checkpoint, by a value or by bytes, with the right digests."""
-    if is_small(folder):
-        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
-        if file in (manifest.RECORD, manifest.MANIFEST) and isinstance(content, dict):
-            content.pop("digest", None)
-            raw = checksums.seal(content)
-        rewrite_part(folder, {PARTS.get(file, "state"): raw.decode(errors="replace")})
-        return
     if file in (manifest.RECORD, manifest.MANIFEST) and isinstance(content, dict):
         content.pop("digest", None)
         (folder / file).write_bytes(checksums.seal(content))
@@ -128,7 +82,8 @@ def change_state(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Changes name -> entry of every checkpoint of a small state."""
     for folder in checkpoints(root):
         entries = part(folder, manifest.STATE)
-        change(entries)
+        for each in entries:
+            change(each)
         rewrite(folder, manifest.STATE, entries)
 
 

@@ -9,7 +9,7 @@ import pytest
 from healcore.runtime.store.checkpoints import CheckpointNotFound, StoreError
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import MANIFEST, RECORD
-from healcore.runtime.store.single_file import FILE
+from healcore.runtime.store.small_file import FILE
 from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train
 from tests.hostile.run_directories import LENGTH, cut_short
@@ -54,8 +54,9 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
     store.save(1, {"x": {"y": 1}}, record={})
     store.wait()
     (folder,) = root.glob("step-*")
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
+    (path,) = folder.rglob(name)
+    path.unlink()
+    os.mkfifo(path)
     code = "store = DCPStore(root); print(store.checkpoints(), list(map(str, store.damaged())))"
     assert name in in_time(f"from healcore.torch.store import DCPStore; {code}", root)
     with pytest.raises((CheckpointNotFound, StoreError)):

@@ -16,9 +16,10 @@
         manifest.json            sizes and digests of all files
 
 Orbax stores arrays only, and under flat names, so that an Orbax program can read them without
-healcore. Everything else of a state is in the entries. A small state of one process is one file
-instead, see `healcore/runtime/store/single_file.py`. A restore goes the other way: `JaxFormat.read`
-reads the arrays with the shardings of the live state, and `decode_array` makes what was saved.
+healcore. Everything else of a state is in the entries. The arrays of a small state of one process
+are one file instead, see `healcore/runtime/store/small_file.py`. A restore goes the other way:
+`JaxFormat.read` reads the arrays with the shardings of the live state, and `decode_array` makes
+what was saved.
 """
 
 from __future__ import annotations
@@ -37,23 +38,24 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from safetensors.numpy import save_file
 
 from healcore.jax.driver.program_state import MARK, program_state_of
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.runtime.store import files, manifest, single_file, values
+from healcore.runtime.store import files, small_file, values
 from healcore.runtime.store.array_format import ArrayFormat, Target
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.flat_state import Entries, FlatState, Leaf, NamedState, raw
 from healcore.runtime.store.host_copy import HostCopy
 from healcore.runtime.store.host_memory import allocate
-from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, run_on_each
-from healcore.runtime.store.single_file import ArrayType
 
 _PINNED = "pinned_host"
 """Name of the memory of the host that an accelerator copies to without waiting."""
 _ITEM = "state"
 """Name of the only checkpointable. Its tree is flat: array name -> array."""
+_SMALL_DTYPES = small_file.DTYPES | {"uint16", "uint32", "uint64"}
+"""Dtypes that safetensors has for NumPy. Random keys have uint32."""
 _this_thread = threading.local()
 """Its attribute `saves` is True while the thread writes arrays for an `OrbaxStore`."""
 
@@ -206,15 +208,6 @@ class JaxFormat(ArrayFormat):
         _wait_for_no_signals()
         return ocp.PyTreeCheckpointHandler(use_compression=False)
 
-    def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray]:
-        """The type and the bytes of an array, for a small checkpoint in one file.
-
-        Args:
-            leaf: the copy of an array, of which this process has all shards.
-        """
-        array = _assembled(leaf)
-        return ArrayType(leaf.dtype, array.shape, array.itemsize), raw(array)
-
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the shards of this process. All processes call this method together.
 
@@ -229,6 +222,11 @@ class JaxFormat(ArrayFormat):
             StoreError: an array that does not span processes differs between them, or a process
                 failed to write.
         """
+        if self._ranks.world == 1 and small_file.fits(copy, self.small_bytes, _SMALL_DTYPES):
+            folder.mkdir()
+            whole = {name: _assembled(leaf) for name, leaf in copy.flat.leaves.items()}
+            save_file(whole, folder / small_file.FILE)
+            return
         self._check_equal(copy)
         saved = []
         for leaf in copy.flat.leaves.values():
@@ -267,20 +265,23 @@ class JaxFormat(ArrayFormat):
                     "make it equal everywhere (for instance a key without the process index)"
                 )
 
-    def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
+    def read(self, folder: Path, target: Target) -> dict[str, Any]:
         """Reads whole arrays into NumPy's memory, and of an array that spans processes own shards.
 
         Args:
-            checkpoint: the checkpoint on disk.
+            folder: the folder that `write` has written.
             target: the arrays to read, and the live leaves into which they are restored.
 
         Returns:
             Name -> array.
         """
         nodes = target.arrays
-        if checkpoint.only_file is not None:
-            return _read_only_file(checkpoint.only_file, nodes)
         arrays: dict[str, Any] = {}
+        small = small_file.read(folder)
+        if small is not None:
+            for name, node in nodes.items():
+                arrays[name] = small[name].view(node["dtype"]).reshape(node["shape"]).copy()
+            return arrays
         wanted: dict[str, Any] = {}
         for name, node in nodes.items():
             live = target.flat.leaves.get(name)
@@ -294,8 +295,7 @@ class JaxFormat(ArrayFormat):
             args = ocp.args.PyTreeRestore(
                 dict.fromkeys(wanted, 0), restore_args=wanted, partial_restore=True
             )
-            folder = epath.Path(checkpoint.folder / manifest.DATA / _ITEM)
-            stored = self._handler.restore(folder, args=args)
+            stored = self._handler.restore(epath.Path(folder / _ITEM), args=args)
             for name in nodes.keys() - arrays.keys():
                 arrays[name] = stored[_escaped(name)]
         return arrays
@@ -312,18 +312,6 @@ class JaxFormat(ArrayFormat):
         if MARK in saved and not (isinstance(like, Mapping) and MARK in like):
             like = program_state_of(like).items()
         return super().match(step, saved, like)
-
-
-def _read_only_file(path: Path, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Reads arrays from the only file of a small checkpoint; name -> array."""
-    types = {}
-    for name, node in nodes.items():
-        types[name] = ArrayType(node["dtype"], node["shape"], np.dtype(node["dtype"]).itemsize)
-    stored = single_file.read_arrays(path, types)
-    arrays = {}
-    for name, node in nodes.items():
-        arrays[name] = stored[name].view(node["dtype"]).reshape(node["shape"]).copy()
-    return arrays
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -19,16 +20,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from healcore.runtime.store import manifest, single_file
+from healcore.runtime.store import small_file
 from healcore.runtime.store.array_format import ArrayFormat, Target
 from healcore.runtime.store.checkpoints import IN_MEMORY, Keep
 from healcore.runtime.store.files import map_in_threads
 from healcore.runtime.store.flat_state import FlatState, Leaf
 from healcore.runtime.store.host_copy import HostCopy
 from healcore.runtime.store.host_memory import allocate
-from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_each
-from healcore.runtime.store.single_file import ArrayType
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.checkpoint_reader import read_index, read_tensors
 from healcore.torch.gradients import parameters
@@ -56,8 +55,8 @@ class MemoryStore(CheckpointStore):
 class DCPStore(CheckpointStore):
     """Checkpoints on disk, whose arrays torch.distributed.checkpoint writes and reads.
 
-    A state of up to 16 MiB of one process is one file in the format of safetensors instead, because
-    the files of DCP take longer than the rest of such a save.
+    The tensors of a state of up to 16 MiB of one process are one file of safetensors instead,
+    because the files of DCP take longer than the rest of such a save.
 
     Every rank saves and restores its own part of a DTensor. Other tensors must be equal on all
     ranks; one rank saves them. Moments that a fresh optimizer lacks are sharded like its
@@ -220,23 +219,6 @@ class TorchFormat(ArrayFormat):
             array = array.to(live.parts[""].device)
         return array
 
-    def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray] | None:
-        """The tensor, or the bytes of a NumPy array, for the only file of a small checkpoint.
-
-        Args:
-            leaf: the bytes of the tensor, with its layout.
-
-        Returns:
-            The type, and the bytes in row-major order, uint8 (n,). None for a DTensor, because each
-            rank has only a part of it.
-        """
-        if leaf.layout.spec is not None:
-            return None
-        view = _view(leaf)
-        whole = torch.empty(view.shape, dtype=view.dtype).copy_(view)  # in row-major order
-        raw = whole.reshape(-1).view(torch.uint8).numpy()
-        return ArrayType(leaf.dtype, whole.shape, whole.itemsize), raw
-
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the tensors with DCP; the store synchronizes all files at the end.
 
@@ -248,6 +230,13 @@ class TorchFormat(ArrayFormat):
             Exception: what a rank has raised, usually an OSError with its error number.
         """
         tensors = {name: self.array(leaf, None) for name, leaf in copy.flat.leaves.items()}
+        is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+        is_alone = self._ranks.world == 1 and not is_sharded
+        if is_alone and small_file.fits(copy, self.small_bytes):
+            folder.mkdir()
+            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(whole, folder / small_file.FILE)
+            return
         writer = FileSystemWriter(folder, sync_files=False)
         # Of arrays that several ranks have, the lowest rank's is written. The buffers of a layer
         # may differ, and DistributedDataParallel sends those of its first rank to all ranks.
@@ -261,11 +250,11 @@ class TorchFormat(ArrayFormat):
             return
         raise failure  # here, where its context is still the error of the system
 
-    def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Tensor]:
+    def read(self, folder: Path, target: Target) -> dict[str, Tensor]:
         """Reads tensors, sharded like the live tensors, and parses DCP's index without pickle.
 
         Args:
-            checkpoint: the checkpoint on disk.
+            folder: the folder that `write` has written.
             target: the arrays to read, and the live state that receives them.
 
         Returns:
@@ -274,20 +263,20 @@ class TorchFormat(ArrayFormat):
         Raises:
             CheckpointDamaged: a file is missing, cut off, or not what was saved.
         """
-        nodes = target.arrays
         sharded = _sharded(target)
-        only_file = checkpoint.only_file
-        if only_file is not None:
-            arrays = run_on_each(self._ranks, lambda: _read_only_file(only_file, nodes))
+        # If one rank rejects the file, all ranks raise.
+        small = run_on_each(self._ranks, lambda: small_file.read(folder))
+        arrays: dict[str, Tensor] = {}
+        if small is not None:
+            for name, node in target.arrays.items():
+                arrays[name] = torch.empty(node["shape"], dtype=DTYPES[node["dtype"]])
+                np.copyto(arrays[name].reshape(-1).view(torch.uint8).numpy(), small[name])
             for name, like in sharded.items():
                 mesh, places = like.device_mesh, like.placements
                 arrays[name] = distribute_tensor(arrays[name], mesh, places, src_data_rank=None)
             return arrays
-        folder = checkpoint.folder / manifest.DATA
-        # If one rank rejects the index, all ranks raise.
         index = run_on_each(self._ranks, lambda: read_index(folder))
-        arrays = {}
-        for name, node in nodes.items():
+        for name, node in target.arrays.items():
             dtype = DTYPES[node["dtype"]]
             if name in sharded:
                 arrays[name] = torch.empty_like(sharded[name], dtype=dtype)
@@ -295,18 +284,6 @@ class TorchFormat(ArrayFormat):
                 arrays[name] = torch.empty(node["shape"], dtype=dtype)
         read_tensors(folder, index, arrays, **self._options)
         return arrays
-
-
-def _read_only_file(path: Path, nodes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Reads whole tensors from the only file of a small checkpoint."""
-    types: dict[str, ArrayType] = {}
-    tensors: dict[str, Tensor] = {}
-    for name, node in nodes.items():
-        tensors[name] = tensor = torch.empty(node["shape"], dtype=DTYPES[node["dtype"]])
-        types[name] = ArrayType(node["dtype"], tensor.shape, tensor.itemsize)
-    for name, raw in single_file.read_arrays(path, types).items():
-        np.copyto(tensors[name].reshape(-1).view(torch.uint8).numpy(), raw)
-    return tensors
 
 
 def _view(leaf: Leaf) -> Tensor:

@@ -57,8 +57,8 @@ from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
+from healcore.runtime.store.places import StorePlace, joined
 from healcore.runtime.store.ranks import Ranks, run_on_first
-from healcore.runtime.store.several import SeveralStores, StorePlace
 from healcore.runtime.store.store import CheckpointStore
 
 
@@ -67,7 +67,7 @@ def _open_store(
 ) -> CheckpointStore:
     """The store of the run. Several stores are written as one, in the order given."""
     if isinstance(given, tuple):
-        store = SeveralStores([_open_store(each, driver, ranks) for each in given])
+        store = joined([_open_store(each, driver, ranks) for each in given])
         run_on_first(ranks, store.check_run)
         return store
     if isinstance(given, CheckpointStore):

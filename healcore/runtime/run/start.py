@@ -41,8 +41,8 @@ from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint,
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.files import make_directory
 from healcore.runtime.store.manifest import sweep
+from healcore.runtime.store.places import StorePlace
 from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
-from healcore.runtime.store.several import StorePlace
 from healcore.runtime.store.store import CheckpointStore
 
 

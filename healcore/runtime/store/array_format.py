@@ -22,9 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from healcore.runtime.store import files, host_memory, single_file, values
+from healcore.runtime.store import files, host_memory, small_file, values
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     SaveFailed,
@@ -50,7 +48,6 @@ from healcore.runtime.store.host_copy import (
     checked_step,
     sealed_record,
 )
-from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.mismatches import is_stateful, mismatches
 
 
@@ -87,8 +84,8 @@ class ArrayFormat(ABC):
 
     name: str
     """Format of the files, for the manifest."""
-    single_file_bytes: int = single_file.MAX_BYTES
-    """Largest size of a state that one process saves as one file; 0 for never."""
+    small_bytes: int = small_file.MAX_BYTES
+    """Largest size of a state whose arrays one process saves as one file; -1 for never."""
     _spare: FlatState | None = None
 
     @abstractmethod
@@ -141,10 +138,6 @@ class ArrayFormat(ABC):
         """
 
     @abstractmethod
-    def whole(self, leaf: Leaf) -> tuple[single_file.ArrayType, np.ndarray] | None:
-        """The type and the bytes, uint8 (n,), of a leaf in host memory. None if it is sharded."""
-
-    @abstractmethod
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the arrays of a copy. Runs in the background, on every rank.
 
@@ -154,11 +147,11 @@ class ArrayFormat(ABC):
         """
 
     @abstractmethod
-    def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, FrameworkArray]:
+    def read(self, folder: Path, target: Target) -> dict[str, FrameworkArray]:
         """Reads the arrays of verified files into fresh memory, on every rank.
 
         Args:
-            checkpoint: the checkpoint, whose digests are right.
+            folder: the folder that `write` has written, whose digests are right.
             target: the entries to read, and the live values with their shardings.
 
         Returns:
@@ -240,25 +233,6 @@ class ArrayFormat(ABC):
         for leaf in flat.leaves.values():
             leaf.parts = {place: next(following) for place in leaf.parts}
         return copied
-
-    def content(self, copy: HostCopy) -> single_file.Content | None:
-        """The content of the only file of a small checkpoint, or None for all others.
-
-        For the only rank of a run. Sharded arrays need the writers of the framework.
-        """
-        leaves = copy.flat.leaves
-        if copy.nbytes > self.single_file_bytes or not single_file.can_hold([*leaves]):
-            return None
-        state = values.to_json(copy.flat.entries)
-        if len(state) > self.single_file_bytes:
-            return None
-        arrays = {}
-        for name, leaf in leaves.items():
-            array = self.whole(leaf)
-            if array is None:
-                return None
-            arrays[name] = array
-        return single_file.Content(arrays, state, copy.record)
 
     def release(self, copy: HostCopy) -> None:
         """Makes the memory of a copy available to the next copy. The copy is not used any more."""

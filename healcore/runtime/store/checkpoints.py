@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from healcore.console import first_of
 from healcore.core.errors import HealcoreError, exported_by
+
+if TYPE_CHECKING:
+    from healcore.runtime.store.host_copy import HostCopy
+    from healcore.runtime.store.manifest import Manifest
 
 
 @exported_by("healcore")
@@ -169,35 +173,6 @@ Status = Literal["candidate", "good", "abandoned"]
 rollback to an older step, and never restored. Computed, see `AttemptHistory`."""
 
 
-class HasSaveFacts(Protocol):
-    """What `CheckpointInfo` needs to know of a `Manifest` or of a `HostCopy`."""
-
-    @property
-    def step(self) -> int:
-        """Number of the optimizer step."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        ...
-
-    @property
-    def created(self) -> float:
-        """Wall-clock seconds since 1970."""
-        ...
-
-    @property
-    def attempt(self) -> int:
-        """Number of the attempt that saved the state, from 1."""
-        ...
-
-    @property
-    def nonfinite(self) -> tuple[str, ...]:
-        """Names of the arrays with NaN or Inf, allowed or not."""
-        ...
-
-
 class CheckpointInfo(NamedTuple):
     """One complete checkpoint, as `CheckpointStore.checkpoints` lists it.
 
@@ -242,7 +217,7 @@ class CheckpointInfo(NamedTuple):
 
     @classmethod
     def of(
-        cls, saved: HasSaveFacts, path: str | None, nonfinite_ok: Collection[str]
+        cls, saved: Manifest | HostCopy, path: str | None, nonfinite_ok: Collection[str]
     ) -> CheckpointInfo:
         """Makes the list's entry of a saved state. `AttemptHistory.with_status` sets the status.
 
@@ -332,7 +307,16 @@ class AttemptHistory(NamedTuple):
 
     @classmethod
     def newest(cls, records: Mapping[int, Mapping[str, Any]]) -> AttemptHistory:
-        """The attempts in the newest of some records of the run.
+        """The attempts in the newest of some records of the run, see `newest_record`.
+
+        Args:
+            records: step of the checkpoint -> its record.
+        """
+        return cls.of(cls.newest_record(records))
+
+    @classmethod
+    def newest_record(cls, records: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The newest of some records of the run, or None without records.
 
         The newest record has the most attempts, and among records with as many attempts the largest
         step.
@@ -340,14 +324,13 @@ class AttemptHistory(NamedTuple):
         Args:
             records: step of the checkpoint -> its record.
         """
-        newest = cls()
-        newest_key = (-1, -1)
-        for step, record in records.items():
-            history = cls.of(record)
-            key = (len(history.starts), step)
-            if key > newest_key:
-                newest, newest_key = history, key
-        return newest
+
+        def key(step: int) -> tuple[int, int]:
+            return len(cls.of(records[step]).starts), step
+
+        if not records:
+            return None
+        return records[max(records, key=key)]
 
     def abandons(self, step: int, attempt: int) -> bool:
         """Whether a rollback to an older step has followed the save of a checkpoint.

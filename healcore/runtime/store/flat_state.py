@@ -66,6 +66,15 @@ class FlatState:
         """Name -> PyTreeDef in JAX. It is not saved: a restore uses the structure of the live
         pytrees."""
 
+    def entries_by_owner(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The entries of values that all ranks share, and the entries of this rank's own values."""
+        shared: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for name, entry in self.entries.items():
+            owner = own if entry.get("per_rank") else shared
+            owner[name] = entry
+        return shared, own
+
     def add(
         self, path: values.Path, dtype: str, parts: dict[ShardPlace, Part], layout: Layout = None
     ) -> str:

@@ -43,11 +43,9 @@ class HostCopy:
     attempt: int
     """Number of the attempt that saves the state, from 1."""
     created: float = field(default_factory=time.time)
-    """Wall-clock seconds since 1970."""
+    """Wall-clock seconds since 1970. Equal only for the same save."""
     nonfinite: tuple[str, ...] = ()
     """Names of the arrays with NaN or Inf on any rank, allowed or not."""
-    path: str | None = None
-    """Directory of the checkpoint, or None while it is in memory only."""
 
     @property
     def nbytes(self) -> int:

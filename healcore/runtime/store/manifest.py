@@ -2,14 +2,10 @@
 
     root/
       step-0000000120.1/               step and attempt of the save
-        data/                          files that the framework writes
+        data/                          arrays, in the files of the framework; see `small_file`
         state.json                     structure of the state, Python values
-        state-rank-00001.json          the same for per-rank values, if the state has any
         manifest.json                  size and digest of all files above
         healing.json                   the record, if one was saved; a rollback replaces it
-      step-0000000140.1/
-        checkpoint.safetensors         all of this for a small state, see `single_file`
-        healing.json                   the record of a rollback; it replaces the record in the file
       .tmp-healcore-…/                 work in progress: a save, or a checkpoint being deleted
 
 Each change of a directory takes effect by one rename, its commit. A crash before the commit leaves
@@ -24,6 +20,8 @@ the old state, and a crash after the commit leaves the new state:
 
 What is renamed is on disk before, see `files`. A manifest is never changed. A directory without a
 valid manifest is no checkpoint. Nothing is cached: each function reads the disk.
+
+A run may have several directories. Each has every checkpoint, unless its disk was full or away.
 """
 
 from __future__ import annotations
@@ -35,33 +33,36 @@ import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from safetensors import SafetensorError
 
 import healcore
 from healcore import regular_file
-from healcore.runtime.store import checksums, files, single_file, values
+from healcore.runtime.store import checksums, files, values
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
     CheckpointInfo,
-    HasSaveFacts,
     StoreError,
 )
 from healcore.runtime.store.checksums import ChecksumError, Digest
+from healcore.runtime.store.host_copy import HostCopy
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the manifest. A manifest of another version is not read."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 RECORD = "healing.json"
 DATA = "data"
-"""Directory of the files that the framework writes."""
+"""Directory of the arrays."""
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{1,18}")
 """Other versions of healcore had a random suffix."""
-_CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
+CRAFTED = (
+    LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError,
+    SafetensorError,
+)  # fmt: skip
 """Errors that reading raises if another program wrote a file with the right digest."""
 
 
@@ -84,7 +85,7 @@ class Manifest(NamedTuple):
     step: _Count
     """Number of optimizer steps that the state has had."""
     created: Annotated[float, Field(gt=-(1 << 40), lt=1 << 40)]
-    """Wall-clock seconds since 1970."""
+    """Wall-clock seconds since 1970. Equal only for the same save."""
     attempt: Annotated[_Count, Field(ge=1)]
     """Number of the attempt that saved the checkpoint, from 1. See `AttemptHistory`."""
     files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
@@ -116,6 +117,8 @@ class StoredCheckpoint(NamedTuple):
     """Step, attempt, and the digests of its files."""
     record: dict[str, Any] | None
     """The record of the run, or None if the checkpoint has no record."""
+    twins: Sequence[StoredCheckpoint] = ()
+    """The checkpoints of the same attempt in the other directories of the run."""
 
     def damaged(self, file: str, difference: str) -> CheckpointDamaged:
         """Makes the error for a damaged file of this checkpoint.
@@ -126,15 +129,8 @@ class StoredCheckpoint(NamedTuple):
         """
         return _damaged(self.folder, difference, file)
 
-    @property
-    def only_file(self) -> Path | None:
-        """The only file of a small checkpoint, or None. See the module `single_file`."""
-        if single_file.FILE not in self.manifest.files:
-            return None
-        return self.folder / single_file.FILE
-
     def entries(self, rank: int) -> dict[str, Any]:
-        """Structure and Python values of the state, for a rank, from verified files.
+        """Structure and Python values of the state, for a rank, from a verified file.
 
         Args:
             rank: number of the rank. It gets the shared values and its own per-rank values.
@@ -142,106 +138,59 @@ class StoredCheckpoint(NamedTuple):
         Returns:
             See `flat_state.Entries`.
         """
-        if self.only_file is not None:
-            entries: dict[str, Any] = json.loads(single_file.read_header(self.only_file).state)
-            if rank == 0:  # this process has saved alone
-                return entries
-            return _shared(entries)
-        digests = self.manifest.files
-        names = [STATE]
-        if _rank_file(rank) in digests:
-            names.append(_rank_file(rank))
-        found: dict[str, Any] = {}
-        for name in names:
-            data = regular_file.read(self.folder / name, digests[name].bytes)
-            found |= {**json.loads(data)}
-        return found
+        data = regular_file.read(self.folder / STATE, self.manifest.files[STATE].bytes)
+        shared, *of_ranks = json.loads(data)
+        if rank < len(of_ranks):
+            return {**shared, **of_ranks[rank]}
+        return {**shared}
 
     @contextmanager
     def only_written_by_healcore(self) -> Iterator[None]:
         """Raises CheckpointDamaged for content with the right digests that no store has written.
 
         Digests are no signature: another program may have written the files. Whatever reading such
-        a file raises becomes one error with the name of the file.
+        a file raises becomes one error.
         """
         try:
             yield
         except StoreError:
             raise
-        except _CRAFTED as error:
+        except CRAFTED as error:
             reason = f"{type(error).__name__}: {error!s:.200}"
             why = f"holds a state that healcore does not write ({reason})"
-            file = single_file.FILE
-            if self.only_file is None:
-                file = STATE
-            raise self.damaged(file, why) from error
+            raise self.damaged(STATE, why) from error
 
 
-class SealedState(HasSaveFacts, Protocol):
-    """What a manifest needs to know of a `HostCopy`."""
-
-    @property
-    def record(self) -> bytes | None:
-        """The sealed record of the run, or None."""
-        ...
-
-
-def write_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]], rank: int) -> None:
-    """Writes the structure of a state: the shared values once, the per-rank values on each rank.
-
-    Args:
-        folder: the new directory of the checkpoint.
-        entries: see `flat_state.Entries`.
-        rank: number of this rank. Rank 0 writes the shared entries too.
-    """
-    shared = _shared(entries)
-    own = {name: entry for name, entry in entries.items() if name not in shared}
-    if own:
-        files.write_new(folder / _rank_file(rank), values.to_json(own))
-    if rank == 0:
-        files.write_new(folder / STATE, values.to_json(shared))
-
-
-def _shared(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The entries of values that all ranks share."""
-    return {name: entry for name, entry in entries.items() if not entry.get("per_rank")}
-
-
-def write_only_file(folder: Path, copy: SealedState, content: single_file.Content) -> None:
-    """Writes a small checkpoint with its manifest as one file.
-
-    Args:
-        folder: the new directory of the checkpoint.
-        copy: the inspected `HostCopy`.
-        content: what `ArrayFormat.content` has made of it.
-    """
-    manifest = _sealed_manifest(copy, "safetensors", {single_file.FILE: content.digest()})
-    files.write_new(folder / single_file.FILE, content.with_manifest(manifest))
-
-
-def complete(root: Path, folder: Path, copy: SealedState, format_name: str) -> Path:
-    """Completes a save: writes the manifest, and sets the final name.
+def complete(
+    root: Path, folder: Path, copy: HostCopy, entries: Sequence[Any], format_name: str
+) -> Path:
+    """Completes a save: writes the structure and the manifest, and sets the final name.
 
     Before the final name is set, the checkpoint does not exist. An older save of the same step is
     removed only after it.
 
     Args:
         root: directory of the run.
-        folder: the temporary directory, in which all ranks have written their files.
+        folder: the temporary directory, in which all ranks have written their arrays.
         copy: the `HostCopy` that was written.
-        format_name: name of the format of the files.
+        entries: the shared entries, then the per-rank entries of each rank.
+        format_name: name of the format of the arrays.
 
     Returns:
         The final directory.
     """
-    if not (folder / single_file.FILE).exists():
-        digests = files.sync_and_digest(folder)
-        if copy.record is not None:
-            files.write_new(folder / RECORD, copy.record)
-        files.write_new(folder / MANIFEST, _sealed_manifest(copy, format_name, digests))
+    files.write_new(folder / STATE, values.to_json(entries))
+    digests = files.sync_and_digest(folder)
+    has_record = copy.record is not None
+    if copy.record is not None:
+        files.write_new(folder / RECORD, copy.record)
+    found: dict[str, Any] = {name: digest._asdict() for name, digest in digests.items()}
+    manifest = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_record)
+    writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format_name}
+    files.write_new(folder / MANIFEST, checksums.seal({**writer, **manifest._asdict()}))
     files.sync_directory(folder)
     final = root / _directory_name(copy.step, copy.attempt)
-    older = {each for each in files.entries_of(root) if step_of(each) == copy.step} - {final}
+    older = set(folders_of(root, copy.step)) - {final}
     replaced = final.with_name(files.new_temporary())
     if final.exists():  # its files are deleted after the save is complete: that may take long
         files.rename(final, replaced)
@@ -250,15 +199,6 @@ def complete(root: Path, folder: Path, copy: SealedState, format_name: str) -> P
     for each in older:
         remove(each)
     return final
-
-
-def _sealed_manifest(copy: SealedState, format_name: str, digests: Mapping[str, Digest]) -> bytes:
-    """The manifest of a `HostCopy`, from the digests of its files."""
-    found: dict[str, Any] = {name: digest._asdict() for name, digest in digests.items()}
-    has_record = copy.record is not None
-    read = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_record)
-    writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format_name}
-    return checksums.seal({**writer, **read._asdict()})
 
 
 def remove(folder: Path) -> None:
@@ -285,10 +225,8 @@ def sweep(root: Path) -> list[str]:
     Returns:
         The paths of what was removed, relative to the directory.
     """
-    folders = [root]
-    folders += [path for path in files.entries_of(root) if step_of(path) is not None]
     removed: list[str] = []
-    for folder in folders:
+    for folder in [root, *folders_of(root)]:
         for path in files.entries_of(folder):
             if files.TEMPORARY.fullmatch(path.name) and files.discard(path):
                 removed.append(path.relative_to(root).as_posix())
@@ -310,110 +248,82 @@ def step_of(folder: Path) -> int | None:
     return int(match[1])
 
 
-class FoundCheckpoints(NamedTuple):
-    """The checkpoints that were found in a directory. The content of the files is not read.
+def folders_of(root: Path, step: int | None = None) -> list[Path]:
+    """The folders with the name of a checkpoint, of all steps or of one step.
 
-    A scan is made for each list and each restore, because other programs may change the directory.
+    Returns:
+        Paths, sorted by name. Empty if the directory cannot be read.
+    """
+    found: list[Path] = []
+    for folder in files.entries_of(root):
+        of_step = step_of(folder)
+        if of_step is not None and step in (None, of_step):
+            found.append(folder)
+    return found
+
+
+class FoundCheckpoints(NamedTuple):
+    """The checkpoints that were found in the directories of a run. Their arrays are not read.
+
+    A scan is made for each list and each restore, because other programs may change a directory.
     It reads the manifests and the records, which are small, and the sizes of the files.
     """
 
     complete: dict[int, StoredCheckpoint]
-    """Complete checkpoints by step, ascending; of each step the save of the latest attempt. The
-    digests of manifest and record are right, and every file has its size."""
+    """Complete checkpoints by step, ascending; of each step the save of the latest attempt, and
+    among equal saves the save with the newest record."""
     records: dict[int, dict[str, Any]]
-    """The intact records of the run by step, also of checkpoints that are damaged elsewhere."""
+    """The newest intact record by step, also of checkpoints that are damaged elsewhere."""
     damaged: list[CheckpointDamaged]
     """The errors of directories that have the name of a checkpoint and are not complete. A crash
     leaves none: a save gets its name last, a deletion removes it first."""
-    twins: Mapping[int, Sequence[StoredCheckpoint]] = MappingProxyType({})
-    """The same saves as in `complete` in other directories of the run; see `merge`."""
-
-    def copies_of(self, step: int) -> list[StoredCheckpoint]:
-        """The save of a step in each directory that has it.
-
-        Returns:
-            The equal saves, in the order in which to try them. Empty without a complete checkpoint.
-        """
-        if step not in self.complete:
-            return []
-        return [self.complete[step], *self.twins.get(step, ())]
-
-    def without(self, folders: Collection[Path]) -> FoundCheckpoints:
-        """The scan without the checkpoints in some folders."""
-        left: dict[int, StoredCheckpoint] = {}
-        for step, stored in self.complete.items():
-            if stored.folder not in folders:
-                left[step] = stored
-        return self._replace(complete=left)
+    unreadable: list[StoreError]
+    """The errors of the directories of the run that cannot be read."""
 
 
-def scan(root: Path | None, step: int | None = None) -> FoundCheckpoints:
+def scan(*roots: Path, step: int | None = None) -> FoundCheckpoints:
     """Looks at every checkpoint, or at the checkpoints of one step.
 
+    A directory may have missed saves and replacements of records, because its disk was full or
+    away. So for each step the save of the latest attempt counts, and of its records the newest.
+
     Args:
-        root: the directory, or None for a store in memory only.
+        roots: the directories of the run, in the order of preference.
         step: the step, or None for all steps.
 
-    Returns:
-        What the directory holds. Empty without a directory.
-
     Raises:
-        StoreError: the directory cannot be read.
-    """
-    folders: list[Path] = []
-    try:
-        if root is not None:
-            folders = sorted(root.iterdir(), key=lambda each: (len(each.name), each))
-    except OSError as error:  # an empty list would look like a run without checkpoints
-        raise StoreError(f"{root} cannot be read: {error.strerror}") from error
-    found: list[StoredCheckpoint] = []
-    records: dict[int, dict[str, Any]] = {}
-    damaged: list[CheckpointDamaged] = []
-    for folder in folders:
-        if step_of(folder) is None or step not in (None, step_of(folder)):
-            continue
-        try:
-            found.append(_open(folder, records))
-        except CheckpointDamaged as error:
-            if folder.exists():  # if the folder is gone, another thread has deleted the checkpoint
-                damaged.append(error)
-    found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
-    return FoundCheckpoints({each.manifest.step: each for each in found}, records, damaged)
-
-
-def merge(scans: Sequence[FoundCheckpoints]) -> FoundCheckpoints:
-    """Combines what was found in several directories of one run.
-
-    A directory may have missed saves and replacements of records, because its disk was full or
-    away. So the save of the latest attempt counts, and among equal saves first the save with the
-    newest record. A step is damaged only if no directory has a complete checkpoint of it.
-
-    Args:
-        scans: the scans of the directories, in the order of preference.
+        StoreError: no directory can be read.
     """
     found: dict[int, list[StoredCheckpoint]] = {}
-    records: dict[int, dict[str, Any]] = {}
-    for scan in scans:
-        for step, stored in scan.complete.items():
-            found.setdefault(step, []).append(stored)
-        for step, record in scan.records.items():
-            records[step] = max(records.get(step, record), record, key=_recency)
-    complete: dict[int, StoredCheckpoint] = {}
-    twins: dict[int, list[StoredCheckpoint]] = {}
-    for step in sorted(found):
-        newest_first = sorted(
-            found[step],
-            key=lambda each: (each.manifest.attempt, _recency(each.record)),
-            reverse=True,
-        )
-        complete[step] = newest_first[0]
-        attempt = newest_first[0].manifest.attempt
-        twins[step] = [each for each in newest_first[1:] if each.manifest.attempt == attempt]
-    damaged = [error for scan in scans for error in scan.damaged if error.step not in complete]
-    return FoundCheckpoints(complete, records, damaged, twins)
+    result = FoundCheckpoints({}, {}, [], [])
+    for root in roots:
+        try:
+            os.listdir(root)
+        except OSError as error:  # an empty list would look like a run without checkpoints
+            result.unreadable.append(StoreError(f"{root} cannot be read: {error.strerror}"))
+        for folder in folders_of(root, step):
+            try:
+                stored = _open(folder, result.records)
+                found.setdefault(stored.manifest.step, []).append(stored)
+            except CheckpointDamaged as error:
+                if folder.exists():  # if it is gone, another thread has deleted the checkpoint
+                    result.damaged.append(error)
+    if roots and len(result.unreadable) == len(roots):
+        raise result.unreadable[0]
+    for each in sorted(found):
+        saves = sorted(found[each], key=_recency, reverse=True)
+        twins = [twin for twin in saves[1:] if twin.manifest.attempt == saves[0].manifest.attempt]
+        result.complete[each] = saves[0]._replace(twins=twins)
+    result.damaged[:] = [each for each in result.damaged if each.step not in result.complete]
+    return result
 
 
-def _recency(record: Mapping[str, Any] | None) -> tuple[int, int, bool]:
+def _recency(stored: StoredCheckpoint) -> tuple[int, tuple[int, int, bool]]:
+    """Compares saves of one step: the larger, the later the save and its record were written."""
+    return stored.manifest.attempt, _recency_of_record(stored.record)
+
+
+def _recency_of_record(record: Mapping[str, Any] | None) -> tuple[int, int, bool]:
     """Compares records of one checkpoint: the larger, the later it was written."""
     history = AttemptHistory.of(record)
     return len(history.starts), history.known_good_up_to, bool((record or {}).get("completed"))
@@ -423,7 +333,7 @@ def listed(found: FoundCheckpoints, nonfinite_ok: Collection[str]) -> list[Check
     """The complete checkpoints of a scan with their statuses.
 
     Args:
-        found: what a directory holds, or what `merge` has made of several directories.
+        found: what the directories hold.
         nonfinite_ok: patterns of array names where NaN and Inf are allowed.
     """
     entries: list[CheckpointInfo] = []
@@ -443,17 +353,12 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
     Returns:
         An error for each damaged file, sorted by name.
     """
-    digest_of = single_file.digest_of
-    if stored.only_file is None:
-        digest_of = checksums.digest_of
 
     def compare(name: str) -> CheckpointDamaged | None:
         try:
-            same = digest_of(stored.folder / name) == stored.manifest.files[name]
+            same = checksums.digest_of(stored.folder / name) == stored.manifest.files[name]
         except OSError as error:
             return stored.damaged(name, f"cannot be read ({error.strerror})")
-        except ChecksumError as error:
-            return stored.damaged(name, str(error))
         if same:
             return None
         return stored.damaged(name, checksums.DIFFERS)
@@ -469,46 +374,34 @@ def _open(folder: Path, records: dict[int, dict[str, Any]]) -> StoredCheckpoint:
     step = step_of(folder) or 0
     record = None
     if os.path.lexists(folder / RECORD):
-        record = records[step] = _read_sealed(folder, RECORD)
-    several = any(os.path.lexists(folder / name) for name in (MANIFEST, STATE))
-    if os.path.lexists(folder / single_file.FILE) or not several:
-        file = record_file = single_file.FILE
-        header = _read_header(folder)
-        if record is None and header.record is not None:
-            record = records[step] = _unsealed(folder, header.record)
-        manifest = _checked_manifest(folder, _unsealed(folder, header.manifest), file)
-        sizes = {file: header.size}
-    else:
-        file, record_file = MANIFEST, RECORD
-        manifest = _checked_manifest(folder, _read_sealed(folder, file), file)
-        sizes = {name: digest.bytes for name, digest in manifest.files.items()}
+        record = _read_sealed(folder, RECORD)
+        records[step] = max(records.get(step, record), record, key=_recency_of_record)
+    manifest = _checked_manifest(folder, _read_sealed(folder, MANIFEST))
     if folder.name != _directory_name(manifest.step, manifest.attempt):
-        raise _damaged(folder, f"is of step {manifest.step}, attempt {manifest.attempt}", file)
-    if manifest.files.keys() != sizes.keys():
-        raise _damaged(folder, "has the manifest of other files", file)
+        raise _damaged(folder, f"is of step {manifest.step}, attempt {manifest.attempt}")
     if manifest.healing and record is None:
-        raise _damaged(folder, "is missing", record_file)
-    _check_sizes(folder, sizes)
+        raise _damaged(folder, "is missing", RECORD)
+    for name, digest in manifest.files.items():
+        _check_size(folder, name, digest.bytes)
     return StoredCheckpoint(folder, manifest, record)
 
 
-def _check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Checks that each file is there, with its size. Reads no file."""
-    for name, size in sizes.items():
-        try:
-            status = (folder / name).lstat()
-        except OSError as error:
-            raise _damaged(folder, f"is missing ({error.strerror})", name) from None
-        if not stat.S_ISREG(status.st_mode):
-            raise _damaged(folder, "is no regular file", name)
-        if status.st_size != size:
-            raise _damaged(folder, f"has {status.st_size} bytes instead of {size}", name)
+def _check_size(folder: Path, name: str, size: int) -> None:
+    """Checks that a file is there, with its size. Does not read it."""
+    try:
+        status = (folder / name).lstat()
+    except OSError as error:
+        raise _damaged(folder, f"is missing ({error.strerror})", name) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise _damaged(folder, "is no regular file", name)
+    if status.st_size != size:
+        raise _damaged(folder, f"has {status.st_size} bytes instead of {size}", name)
 
 
-def _checked_manifest(folder: Path, content: dict[str, Any], file: str) -> Manifest:
-    """The manifest that a file holds; CheckpointDamaged if it is of another schema or malformed."""
+def _checked_manifest(folder: Path, content: dict[str, Any]) -> Manifest:
+    """The manifest in a file; CheckpointDamaged if it is of another schema or malformed."""
     if content.pop("schema", None) != SCHEMA:
-        raise _damaged(folder, "is of another version of healcore: resume with that version", file)
+        raise _damaged(folder, "is of another version of healcore: resume with that version")
     known = {key: content[key] for key in Manifest._fields if key in content}
     try:
         return _MANIFEST.validate_json(json.dumps(known), strict=True)
@@ -516,26 +409,7 @@ def _checked_manifest(folder: Path, content: dict[str, Any], file: str) -> Manif
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         why = f"has values that healcore does not write: {where!a:.200} ({first['msg']})"
-        raise _damaged(folder, why, file) from None
-
-
-def _read_header(folder: Path) -> single_file.Header:
-    """The header of the only file of a small checkpoint; CheckpointDamaged if it is damaged."""
-    try:
-        return single_file.read_header(folder / single_file.FILE)
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise _damaged(folder, why, single_file.FILE) from None
-    except ChecksumError as error:
-        raise _damaged(folder, str(error), single_file.FILE) from None
-
-
-def _unsealed(folder: Path, text: str) -> dict[str, Any]:
-    """A sealed text in the only file of a small checkpoint."""
-    try:
-        return checksums.unseal(text.encode(errors="surrogatepass"))
-    except ChecksumError as error:
-        raise _damaged(folder, str(error), single_file.FILE) from None
+        raise _damaged(folder, why) from None
 
 
 def _read_sealed(folder: Path, file: str) -> dict[str, Any]:
@@ -556,8 +430,3 @@ def _damaged(folder: Path, difference: str, file: str = MANIFEST) -> CheckpointD
 def _directory_name(step: int, attempt: int) -> str:
     """Name of a checkpoint's directory. Ten digits sort as numbers."""
     return f"step-{step:010d}.{attempt}"
-
-
-def _rank_file(rank: int) -> str:
-    """Name of the file with the per-rank values of a rank."""
-    return f"state-rank-{rank:05d}.json"

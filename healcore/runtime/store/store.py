@@ -1,7 +1,7 @@
-"""`CheckpointStore`: the checkpoints of one run, in host memory and in a directory.
+"""`CheckpointStore`: the checkpoints of one run, in host memory and in one or more directories.
 
 A save takes one copy of the state. The background inspects the copy, keeps it in memory, and writes
-it to the directory, whose files `manifest` describes.
+it to each directory, whose files `manifest` describes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -44,38 +45,42 @@ from healcore.runtime.store.ranks import (
 from healcore.runtime.store.ring import Ring
 from healcore.runtime.store.writer import Writer
 
+Root = str | os.PathLike[str]
+"""A directory of checkpoints."""
+
 
 class CheckpointStore(Writer):
-    """Checkpoints of one run, by step: in host memory, in a directory, or in both.
+    """Checkpoints of one run, by step: in host memory, in directories, or in both.
 
         store = healcore.torch.DCPStore("checkpoints")  # or healcore.jax.OrbaxStore
         for saved in store.checkpoints():
             print(saved.step, saved.status, saved.finite)
 
-    A checkpoint in both is restored from memory, or from the directory if its copy in memory is
-    damaged. If the directory cannot be read, the copies in memory are used.
+    A checkpoint in both is restored from memory, or from the first directory with an intact copy if
+    the copy in memory is damaged. A directory that cannot be read or written is reported, and the
+    others are used.
 
     The thread that trains calls all methods. The background may call `verify`, `delete` and
     `checkpoints`. The ranks of a run call every method together, except `checkpoints`.
 
     Args:
         array_format: copies, writes and reads the arrays of the framework.
-        root: directory of this run's checkpoints and of nothing else, created if necessary, or
-            None for memory only.
-        keep: copies to keep in memory, or None for the directory only. A save adds one copy.
-        ranks: the processes that save together, into a directory that all of them see.
+        root: directory of this run's checkpoints and of nothing else, created if necessary; or
+            several, each of which gets every checkpoint; or None for memory only.
+        keep: copies to keep in memory, or None for directories only. A save adds one copy.
+        ranks: the processes that save together, into directories that all of them see.
 
     Raises:
-        StoreError: the directory cannot be used.
+        StoreError: a directory cannot be used.
     """
 
     root: Path | None = None
-    """Absolute directory of the checkpoints, or None."""
+    """Absolute path of the first directory, or None. A run writes its events there."""
 
     def __init__(
         self,
         array_format: ArrayFormat,
-        root: str | os.PathLike[str] | None = None,
+        root: Root | Sequence[Root] | None = None,
         *,
         keep: Keep | None = IN_MEMORY,
         ranks: Ranks | None = None,
@@ -105,16 +110,23 @@ class CheckpointStore(Writer):
         self._failed: list[Path] = []
         """Folders of failed saves. A thread of the framework may still write there."""
         if root is None:
-            return
-        self.root = Path(root).absolute()  # the program may change its working directory
-        try:
-            files.make_directory(self.root)
-            os.listdir(self.root)
-        except OSError as error:
-            raise StoreError(
-                f"{self.root} cannot be used for checkpoints: {error.strerror}; "
-                "pass a directory that can be created and written"
-            ) from error
+            root = ()
+        elif isinstance(root, str | os.PathLike):
+            root = (root,)
+        # The program may change its working directory.
+        self.roots = tuple(Path(each).absolute() for each in root)
+        """The directories, each of which has all checkpoints."""
+        for each in self.roots:
+            try:
+                files.make_directory(each)
+                os.listdir(each)
+            except OSError as error:
+                raise StoreError(
+                    f"{each} cannot be used for checkpoints: {error.strerror}; "
+                    "pass a directory that can be created and written"
+                ) from error
+        if self.roots:
+            self.root = self.roots[0]
 
     @property
     def durable(self) -> bool:
@@ -122,17 +134,33 @@ class CheckpointStore(Writer):
 
         False for a store in memory only: a restart then begins a new run.
         """
-        return self.root is not None
-
-    @property
-    def directories(self) -> int:
-        """Number of directories, each of which has all checkpoints."""
-        return int(self.durable)
+        return bool(self.roots)
 
     @property
     def place(self) -> str:
-        """Place of the checkpoints, for messages, or an empty string without a directory."""
-        return str(self.root or "")
+        """The directories, for messages, or an empty string without any."""
+        return " and ".join(map(str, self.roots))
+
+    def check_run(self) -> None:
+        """Checks that all directories are of one run, before any is read or written.
+
+        A restore would otherwise mix the checkpoints of two runs, and a save would delete some.
+
+        Raises:
+            StoreError: two directories have checkpoints of different runs.
+        """
+        runs: dict[str, Path] = {}
+        for root in self.roots:
+            with suppress(StoreError):  # the first scan reports it
+                record = AttemptHistory.newest_record(manifest.scan(root).records)
+                if record is not None:
+                    runs.setdefault(str(record.get("run", "")), root)
+        if len(runs) > 1:
+            named = ", ".join(f"{root} has run {run}" for run, root in runs.items())
+            raise StoreError(
+                f"the directories of a list are of one run, and here {named}: nothing was read. "
+                "Pass the directories of one run, or an empty directory in place of the other"
+            )
 
     def save(self, step: int, state: Mapping[str, Any], *, record: Record | None = None) -> None:
         """Copies the state and returns; the copy is inspected and written in the background.
@@ -230,27 +258,26 @@ class CheckpointStore(Writer):
     def checkpoints(self) -> list[CheckpointInfo]:
         """The complete checkpoints, ascending by step. Reads no arrays.
 
-        A save in memory hides an older save of the same step. If the directory cannot be read, only
+        A save in memory hides an older save of the same step. If no directory can be read, only
         memory is listed, and `take_failures` returns the error.
 
         Raises:
-            StoreError: the directory cannot be read, and memory is empty.
+            StoreError: no directory can be read, and memory is empty.
         """
         self._wait_for_inspection()
-        saves = {saved.step: saved for saved in self.ring.listed(self.nonfinite_ok)}
         found = self._on_disk()
-        for saved in manifest.listed(found, self.nonfinite_ok):
-            copy = self.ring.copies.get(saved.step)
-            if copy is None or copy.path == saved.path:
-                saves[saved.step] = saved
+        saves = {saved.step: saved for saved in manifest.listed(found, self.nonfinite_ok)}
+        for step, copy in self.ring.copies.items():
+            if step not in saves or saves[step].created != copy.created:
+                saves[step] = CheckpointInfo.of(copy, None, self.nonfinite_ok)
         attempts = AttemptHistory.newest(found.records | self.ring.records())
         return attempts.with_status(saves[step] for step in sorted(saves))
 
     def steps_on_disk(self) -> list[int]:
-        """The steps of the complete checkpoints in the directory, ascending.
+        """The steps of the complete checkpoints in the directories, ascending.
 
         Raises:
-            StoreError: the directory cannot be read.
+            StoreError: no directory can be read.
         """
         return [*self._scan().complete]
 
@@ -261,10 +288,18 @@ class CheckpointStore(Writer):
             Step -> record.
 
         Raises:
-            StoreError: the directory cannot be read.
+            StoreError: no directory can be read.
         """
         self._wait_for_inspection()
         return self._scan().records | self.ring.records()
+
+    def damaged(self) -> list[CheckpointDamaged]:
+        """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
+
+        A run names them at its start. Otherwise a step that is missing in the list would look like
+        a step that was never saved.
+        """
+        return self._scan().damaged
 
     def verify(self, step: int) -> None:
         """Recomputes every digest of the files, or of the copy in memory if there are no files.
@@ -277,7 +312,7 @@ class CheckpointStore(Writer):
             CheckpointNotFound: the step has no checkpoint.
         """
         copy, stored = self._locate(step)
-        if stored:
+        if stored is not None:
             self._first_intact(stored)
         elif copy is not None:
             run_on_each(self.ranks, lambda: self.format.check(copy))
@@ -303,9 +338,10 @@ class CheckpointStore(Writer):
                 return Restored(state, copy.unsealed_record)
             except CheckpointDamaged as error:
                 self.ring.forget(step)
-                if not stored:
+                if stored is None:
                     raise
                 self._failures.append(error)
+        assert stored is not None, "a checkpoint is in memory or on disk"
         intact = self._first_intact(stored)
 
         def match() -> Target:
@@ -316,9 +352,8 @@ class CheckpointStore(Writer):
         # All ranks raise or none: the others would wait for a rank that raised.
         target = run_on_each(self.ranks, match)
         with intact.only_written_by_healcore():
-            arrays = self.format.read(intact, target)
-            state = self.format.assemble(target, arrays)
-            return Restored(state, intact.record)
+            arrays = self.format.read(intact.folder / manifest.DATA, target)
+            return Restored(self.format.assemble(target, arrays), intact.record)
 
     def replace_record(self, step: int, record: Record) -> None:
         """Replaces the record of a checkpoint, atomically. The arrays stay.
@@ -340,31 +375,33 @@ class CheckpointStore(Writer):
         if copy is not None:
             copy.record = sealed
             self.ring.prune(self.nonfinite_ok)
+        folders: list[Path] = []
+        if stored is not None:
+            folders = [each.folder for each in (stored, *stored.twins)]
+
+        def write(folder: Path) -> None:
+            files.replace(folder / manifest.RECORD, sealed)
+
         failure = f"the record of step {step} cannot be written"
-        self._change_in_each_directory(
-            failure, stored, lambda each: files.replace(each / manifest.RECORD, sealed)
-        )
+        self._change({each.parent for each in folders}, lambda: folders, write, failure)
 
     def delete(self, step: int) -> None:
-        """Removes a checkpoint, atomically.
+        """Removes a checkpoint from memory and from each directory, atomically.
 
         Args:
             step: step of the checkpoint.
 
         Raises:
             CheckpointNotFound: the step has no checkpoint.
+            StoreError: no directory can delete. If only some cannot, that is reported once.
         """
-        _, stored = self._locate(step)
+        self._locate(step)
         self.ring.forget(step)
-        self._change_in_each_directory(f"step {step} cannot be deleted", stored, manifest.remove)
 
-    def damaged(self) -> list[CheckpointDamaged]:
-        """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
+        def find() -> list[Path]:
+            return [folder for root in self.roots for folder in manifest.folders_of(root, step)]
 
-        A run names them at its start. Otherwise a step that is missing in the list would look like
-        a step that was never saved.
-        """
-        return self._scan().damaged
+        self._change({*self.roots}, find, manifest.remove, f"step {step} cannot be deleted")
 
     def _wait_for_inspection(self) -> None:
         """Waits until the last copy is inspected, and in the ring."""
@@ -385,8 +422,7 @@ class CheckpointStore(Writer):
                 self._close_ring(copy)
             unused = self.ring.add(copy, self.nonfinite_ok)
             inspected.set()
-            if self.root is not None:
-                copy.path = str(self._write_checkpoint(self.root, copy))
+            self._write(copy)
         finally:
             inspected.set()  # also after a failure
             if unused is not None:
@@ -407,41 +443,44 @@ class CheckpointStore(Writer):
         each = f"{copy.nbytes / 1e9:.3g} GB each, {self.ranks.world} ranks"
         line = f"{self.ring.keep.most + 1} copies of the state ({each})"
         line += " do not fit into half of the free host memory"
-        if self.root is None:
+        if not self.durable:
             raise StoreError(f"{line}: pass a directory as the store")
         console.warning(f"{line}: checkpoints go to disk only")
         self.ring.keep, self.ring.copies = None, {}
 
-    def _write_checkpoint(self, root: Path, copy: HostCopy) -> Path:
-        """Writes a checkpoint atomically; returns its directory. Every rank calls it.
+    def _write(self, copy: HostCopy) -> None:
+        """Writes a checkpoint to each directory. Every rank calls it.
 
-        If one rank fails, all ranks raise SaveFailed.
+        Raises SaveFailed if no directory has it. A directory that fails alone is reported.
         """
+        failures: list[SaveFailed] = []
+        elsewhere = ""
+        for root in self.roots:
+            try:
+                self._write_checkpoint(root, copy)
+                elsewhere = elsewhere or str(root)
+            except Exception as error:
+                failures.append(SaveFailed(copy.step, f"while writing to {root}", error))
+        self._failures += [replace(failure, elsewhere=elsewhere) for failure in failures]
+
+    def _write_checkpoint(self, root: Path, copy: HostCopy) -> None:
+        """Writes a checkpoint atomically. Every rank calls it; if one fails, all raise."""
         # All exchanges of the ranks go through `Ranks.gather`, in the same order.
         while self._failed:
             files.discard(self._failed.pop())
         folder = root / broadcast(self.ranks, files.new_temporary())
+        shared, own = copy.flat.entries_by_owner()
         try:
             run_on_first(self.ranks, lambda: folder.mkdir())
-            run_on_each(self.ranks, lambda: self._write(copy, folder))
-            complete = partial(manifest.complete, root, folder, copy, self.format.name)
-            return run_on_first(self.ranks, complete)
-        except Exception as error:
+            run_on_each(self.ranks, lambda: self.format.write(copy, folder / manifest.DATA))
+            entries = [shared, *self.ranks.gather(own)]
+            complete = partial(manifest.complete, root, folder, copy, entries, self.format.name)
+            run_on_first(self.ranks, complete)
+        except Exception:
             if self.ranks.rank == 0:
                 files.discard(folder)
                 self._failed.append(folder)
-            raise SaveFailed(copy.step, f"while writing to {root}", error) from error
-
-    def _write(self, copy: HostCopy, folder: Path) -> None:
-        """Writes `data/` and `state.json`, or the only file. Every rank calls it."""
-        content = None
-        if self.ranks.world == 1:
-            content = self.format.content(copy)
-        if content is not None:
-            manifest.write_only_file(folder, copy, content)
-            return
-        self.format.write(copy, folder / manifest.DATA)
-        manifest.write_entries(folder, copy.flat.entries, self.ranks.rank)
+            raise
 
     def _fail_on_others(self, failure: Exception) -> None:
         """Makes a save fail on the other ranks because this rank could not copy its state."""
@@ -453,25 +492,26 @@ class CheckpointStore(Writer):
             run_on_each(self.ranks, fail)
 
     def _scan(self, step: int | None = None) -> manifest.FoundCheckpoints:
-        """The checkpoints on disk, all or of one step; StoreError if they cannot be read."""
-        return manifest.scan(self.root, step)
+        """The checkpoints in the directories, of all steps or of one step.
+
+        Raises StoreError if no directory can be read. Reports a directory that alone cannot.
+        """
+        found = manifest.scan(*self.roots, step=step)
+        for error in found.unreadable:
+            text = f"{error}; the other directories are used"
+            self._report_once(text, StoreError(text))
+        return found
 
     def _on_disk(self, step: int | None = None) -> manifest.FoundCheckpoints:
-        """The checkpoints in the directory, or the checkpoints of one step.
-
-        Nothing if only memory can be read.
-        """
+        """The result of `_scan`, or nothing if only memory can be read."""
         try:
             return self._scan(step)
         except StoreError as error:
             if not self.ring.copies:
                 raise
-            self._report_scan(error, "the copies in memory are used")
-            return manifest.scan(None)
-
-    def _report_scan(self, error: StoreError, instead: str) -> None:
-        """Reports once that a directory cannot be read."""
-        self._report_once(str(error), StoreError(f"{error}; {instead}"))
+            text = f"{error}; the copies in memory are used"
+            self._report_once(text, StoreError(text))
+            return manifest.scan()
 
     def _report_once(self, key: str, error: StoreError) -> None:
         """Reports an error, unless an error with this key was reported."""
@@ -479,21 +519,21 @@ class CheckpointStore(Writer):
             self._reported.add(key)
             self._failures.append(error)
 
-    def _locate(self, step: int) -> tuple[HostCopy | None, list[StoredCheckpoint]]:
-        """The copy in memory if every rank has one, and the same save in each directory.
+    def _locate(self, step: int) -> tuple[HostCopy | None, StoredCheckpoint | None]:
+        """The copy in memory if every rank has one, and the same save on disk.
 
         If any rank has lost its copy, no rank uses its copy, and any save on disk counts. At least
-        one of the two results is not empty. Raises CheckpointNotFound, or CheckpointDamaged for an
+        one of the two results is not None. Raises CheckpointNotFound, or CheckpointDamaged for an
         incomplete directory.
         """
         step = checked_step(step)
         self.join()
         copy = self.ring.copies.get(step)
 
-        def find_stored() -> list[StoredCheckpoint] | StoreError:
+        def find_stored() -> StoredCheckpoint | StoreError:
             found = self._on_disk(step)
-            if found.complete:
-                return found.copies_of(step)
+            if step in found.complete:
+                return found.complete[step]
             if found.damaged:
                 return found.damaged[0]
             existing = sorted({*self._on_disk().complete, *self.ring.copies})
@@ -504,25 +544,27 @@ class CheckpointStore(Writer):
         if isinstance(stored, StoreError):
             if not in_memory:
                 raise stored
-            return copy, []
+            return copy, None
         if copy is None or not in_memory:
             return None, stored
-        is_same_save = any(copy.path == str(each.folder) for each in stored)
-        if not is_same_save:
-            return copy, []
+        if stored.manifest.created != copy.created:  # another save of this step
+            return copy, None
         return copy, stored
 
-    def _first_intact(self, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
-        """The first intact save of some equal saves; CheckpointDamaged if all are damaged."""
-        assert stored, "a checkpoint is in memory or on disk"
-        for each in stored[:-1]:
+    def _first_intact(self, stored: StoredCheckpoint) -> StoredCheckpoint:
+        """The first intact of equal saves; reports the damaged ones before it.
+
+        Raises CheckpointDamaged if all are damaged.
+        """
+        *others, last = (stored, *stored.twins)
+        for each in others:
             try:
                 self._check_files(each)
                 return each
             except CheckpointDamaged as error:
                 self._failures.append(error)
-        self._check_files(stored[-1])
-        return stored[-1]
+        self._check_files(last)
+        return last
 
     def _check_files(self, checkpoint: StoredCheckpoint) -> None:
         """Recomputes the digests of the files, shared among the ranks; CheckpointDamaged."""
@@ -534,21 +576,28 @@ class CheckpointStore(Writer):
 
         run_on_each(self.ranks, check)
 
-    def _change_in_each_directory(
-        self, failure: str, stored: Sequence[StoredCheckpoint], action: Callable[[Path], None]
+    def _change(
+        self,
+        roots: set[Path],
+        find: Callable[[], Sequence[Path]],
+        action: Callable[[Path], None],
+        failure: str,
     ) -> None:
-        """Changes the folder of a checkpoint in each directory, from rank 0.
+        """Changes the folders of a checkpoint in some directories, on rank 0.
 
-        If that fails everywhere, raises StoreError. A directory that fails alone is reported, and
-        does not stop the other directories.
+        Raises StoreError if that fails in each directory. The failure of some is reported once.
         """
-        errors = []
-        for each in stored:
-            try:
-                run_on_first(self.ranks, partial(action, each.folder))
-            except OSError as error:
-                root, why = each.folder.parent, error.strerror or error
-                errors.append((StoreError(f"{failure} in {root}: {why}"), error))
-        if errors and len(errors) == len(stored):
-            raise errors[0][0] from errors[0][1]
-        self._failures += [error for error, _ in errors]
+
+        def change() -> dict[Path, str]:
+            failed: dict[Path, str] = {}
+            for folder in find():
+                try:
+                    action(folder)
+                except OSError as error:
+                    failed[folder.parent] = f"{failure} in {folder.parent}: {error.strerror}"
+            if roots and failed.keys() >= roots:
+                raise StoreError(next(iter(failed.values())))
+            return failed
+
+        for root, text in run_on_first(self.ranks, change).items():
+            self._report_once(f"changes in {root}", StoreError(text))

@@ -27,7 +27,7 @@ import numpy as np
 from healcore import adapter_registry, regular_file
 from healcore.adapter_registry import require
 from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
-from healcore.runtime.store import manifest, single_file
+from healcore.runtime.store import manifest, small_file
 from healcore.runtime.store.values import arrays_of
 from healcore.tools.probe.checks import ERROR, Check, NothingToProbe, ProbeResult, run_probe
 
@@ -119,37 +119,26 @@ def _open_store(root: Path, step: int | None) -> Contents:
     return contents._replace(notes=(note, *contents.notes))
 
 
-def _open_only_file(path: Path) -> Contents:
-    """Opens the only file of a small checkpoint; needs neither torch nor JAX."""
+def _open_small_file(folder: Path) -> Contents:
+    """Opens the arrays of a small checkpoint; needs neither torch nor JAX."""
     try:
-        header = single_file.read_header(path)
-        entries = json.loads(header.state)
-        leaves = _plain_values(entries)
-        for node in arrays_of(entries):  # in the order of the program
-            begin, end = header.table[node["name"]]["data_offsets"]
-            read = partial(_read_part, path, header.start + begin, end - begin, node["dtype"])
-            dtype, shape = node["dtype"].lstrip("<|>="), tuple(node["shape"])
-            leaves[tuple(node["name"].split("."))] = Array(dtype, shape, read, node["name"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ProbeError(f"{path} is damaged: {first_line(error)}") from None
+        found = small_file.read(folder / manifest.DATA) or {}
+        leaves: dict[tuple[str, ...], Any] = {}
+        # In the order of the program.
+        for node in arrays_of(json.loads(regular_file.read(folder / manifest.STATE))):
+            name, dtype = node["name"], node["dtype"].lstrip("<|>=")
+            read = partial(_numbers, found[name], dtype)
+            leaves[tuple(name.split("."))] = Array(dtype, tuple(node["shape"]), read, name)
+    except (*manifest.CRAFTED, OSError) as error:
+        raise ProbeError(f"{folder} is damaged: {first_line(error)}") from None
     return Contents("safetensors", leaves)
 
 
-def _read_part(path: Path, start: int, length: int, dtype: str) -> np.ndarray:
-    """Reads an array, 1-d. Floats that NumPy lacks become float32."""
-    with open(path, "rb", opener=regular_file.opener) as file:
-        file.seek(start)
-        raw = np.frombuffer(file.read(length), np.uint8)
+def _numbers(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """The numbers of an array, 1-d. Floats that NumPy lacks become float32."""
     if dtype == "bfloat16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    try:
-        found = raw.view(dtype)
-    except TypeError:
-        require("jax", "ml_dtypes")
-        import ml_dtypes
-
-        found = raw.view(getattr(ml_dtypes, dtype))
-    return _plain_numbers(found)
+    return raw.view(dtype)
 
 
 def _plain_numbers(values: np.ndarray) -> np.ndarray:
@@ -168,10 +157,10 @@ def _plain_values(entries: dict[str, Any]) -> dict[tuple[str, ...], Any]:
 
 
 def _stored_values(folder: Path) -> dict[tuple[str, ...], Any]:
-    """Reads the plain values in the state of a large checkpoint."""
+    """Reads the plain values in the state of a checkpoint."""
     values: dict[tuple[str, ...], Any] = {}
-    for file in sorted(folder.glob("state*.json")):
-        values |= _plain_values(json.loads(regular_file.read(file)))
+    for entries in json.loads(regular_file.read(folder / manifest.STATE)):
+        values |= _plain_values(entries)
     return values
 
 
@@ -192,10 +181,11 @@ def _values(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 
 def _open_folder(path: Path) -> Contents:
-    if manifest.step_of(path) is not None and (path / single_file.FILE).exists():
-        return _open_only_file(path / single_file.FILE)
     if manifest.step_of(path) is not None and (path / manifest.DATA).is_dir():
-        contents = _open_folder(path / manifest.DATA)
+        if (path / manifest.DATA / small_file.FILE).exists():
+            contents = _open_small_file(path)
+        else:
+            contents = _open_folder(path / manifest.DATA)
         return contents._replace(leaves={**_stored_values(path), **contents.leaves})
     if (path / ".metadata").is_file():
         return adapter_registry.find("torch", "checkpoint_reader").open_directory(path)

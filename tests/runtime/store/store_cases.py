@@ -48,7 +48,7 @@ def python_values() -> dict[str, Any]:
         "text": "Zürich \n\x00",
         "list": [1, [2, []], (3, (4,))],
         "none": None,
-        "numpy": np.arange(6, dtype=np.uint16).reshape(2, 3),
+        "numpy": np.arange(6, dtype=np.int16).reshape(2, 3),
         "number": np.float64(0.1),
     }
 
@@ -143,7 +143,7 @@ def in_files_of_the_framework(make: Callable[..., Any]) -> Callable[..., Any]:
 
     def made(root: Any) -> Any:
         store = make(root)
-        store.format.single_file_bytes = 0
+        store.format.small_bytes = -1
         return store
 
     return made

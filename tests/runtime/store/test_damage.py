@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.store import single_file
 from healcore.runtime.store.checkpoints import CheckpointDamaged
 from healcore.runtime.store.checksums import ChecksumError, unseal
 from tests.runtime.store.disk_faults import flip
@@ -13,7 +12,6 @@ from tests.runtime.store.store_cases import (
     DCP,
     DISKS,
     ORBAX,
-    SINGLE_FILES,
     StoreCase,
     over,
     same_states,
@@ -70,27 +68,6 @@ def test_each_bit_of_the_manifest_is_checked(case, tmp_path):
     store = case.make(tmp_path)
     assert [saved.step for saved in store.checkpoints()] == [1]
     assert [(Path(e.path).name, e.file) for e in store.damaged()] == [(newer.name, "manifest.json")]
-
-
-@pytest.mark.slow
-@over(*SINGLE_FILES)
-def test_each_bit_of_the_header_of_a_single_file_is_checked(case, tmp_path):
-    newer = two_saves(case, tmp_path)
-    path = newer / single_file.FILE
-    digest = single_file.digest_of(path)
-    for bit in range(single_file.read_header(path).start * 8):
-        flip(path, bit)
-        try:
-            unseal(single_file.read_header(path).manifest.encode())
-            found = single_file.digest_of(path)
-        except ChecksumError:
-            found = None
-        assert found != digest, bit
-        flip(path, bit)
-    flip(path, 8 * 100)
-    store = case.make(tmp_path)
-    assert [saved.step for saved in store.checkpoints()] == [1]
-    assert [(Path(e.path).name, e.file) for e in store.damaged()] == [(newer.name, path.name)]
 
 
 @over(*DISKS)

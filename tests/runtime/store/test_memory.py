@@ -15,7 +15,7 @@ import torch
 from healcore.runtime.store import host_memory
 from healcore.runtime.store.checkpoints import CheckpointDamaged, Keep, SaveFailed
 from healcore.runtime.store.host_memory import finite
-from healcore.runtime.store.single_file import FILE
+from healcore.runtime.store.manifest import STATE
 from tests.runtime.store.disk_faults import before_completion, flip
 from tests.runtime.store.store_cases import (
     ALL,
@@ -121,7 +121,7 @@ def test_memory_and_disk_stand_for_each_other(case, tmp_path):
     assert any("memory" in str(each) and name in str(each) for each in store.take_failures())
     assert store.checkpoints()[0].path is not None
     assert store.ring.copies.keys() == {8}
-    flip(Path(store.checkpoints()[1].path) / FILE, 17)
+    flip(Path(store.checkpoints()[1].path) / STATE, 17)
     assert same_states(case.state(8), store.restore(8, case.state(2)).state)
     forget(store)
     with pytest.raises(CheckpointDamaged):

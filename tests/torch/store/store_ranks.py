@@ -22,9 +22,9 @@ from healcore.runtime.store.checkpoints import (
     StateMismatch,
     superfluous,
 )
+from healcore.runtime.store.places import joined
 from healcore.runtime.store.ranks import Alone
-from healcore.runtime.store.several import SeveralStores
-from healcore.runtime.store.single_file import FILE
+from healcore.runtime.store.small_file import FILE
 from healcore.torch.driver import TorchDriver
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from tests.runtime.store.disk_faults import flip
@@ -193,7 +193,7 @@ def damaged(root: Path) -> None:
 def several(root: Path) -> None:
     """Two directories: one rank cannot write to the first; later the second is damaged."""
     stores = [DCPStore(root / name) for name in ("first", "second")]
-    store = SeveralStores(stores)
+    store = joined(stores)
     write = files.write_new
 
     def broken(path: Path, data: Any) -> None:

@@ -28,7 +28,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
-from healcore.runtime.store.several import Places, root_of
+from healcore.runtime.store.places import Places, root_of
 from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.attachment import Healing
 from healcore.torch.gradients import parameters

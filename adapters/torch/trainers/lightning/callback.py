@@ -23,7 +23,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.run.incidents.metrics import ChangedMetrics
 from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.several import Places
+from healcore.runtime.store.places import Places
 from healcore.runtime.trainer_access import TrainerAccess, open_healer, trainer_access_of
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers.lightning import trainer_internals as internals

@@ -117,7 +117,7 @@ class Saver:
             max(checkpoints_on_disk(keep, compares=compares), before),
             copies_in_memory(self.run.store.ring.keep, compares=compares),
             older=keep.older,
-            directories=self.run.store.directories,
+            directories=len(self.run.store.roots),
         )
 
     def record_of(self, step: int) -> dict[str, Any]:

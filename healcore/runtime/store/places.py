@@ -1,0 +1,104 @@
+"""The `store` argument of a Healer: a directory, a store, or a list of these.
+
+One directory of a list may be on a fast local disk, and one on a shared disk. A save copies the
+state once, and writes this copy to each directory in turn. So each directory is a whole store,
+which commands and later runs can use alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from healcore.runtime.store.checkpoints import StoreError
+from healcore.runtime.store.store import CheckpointStore
+
+StorePlace = str | os.PathLike[str] | CheckpointStore
+"""A directory for checkpoints, or a store."""
+Places = StorePlace | Sequence[StorePlace] | None
+"""The `store` argument of a Healer."""
+
+
+def checked_places(given: Any) -> Any:
+    """Checks the `store` argument of a Healer.
+
+    Args:
+        given: what the user has passed.
+
+    Returns:
+        A place, None, or a tuple of at least two places.
+
+    Raises:
+        ValueError: the argument is of another type, names a directory twice, or has a store without
+            a directory in a list.
+    """
+    rule = "store is a path, a store, None, or a list of paths and stores"
+    if isinstance(given, list | tuple):
+        if not given:
+            raise ValueError(f'{rule}, as in store=["/local/run", "/shared/run"], not {given!r}')
+        places = tuple(map(checked_places, given))
+        roots = [root_of(each) for each in places]
+        if len(places) == 1:
+            return places[0]
+        if None in roots:
+            raise ValueError(
+                f"each store of a list has a directory, and {given[roots.index(None)]!r} has none: "
+                "leave it out. The newest checkpoints are in host memory too"
+            )
+        for root in roots:
+            if roots.count(root) > 1:
+                raise ValueError(
+                    f"the stores of a list are different directories, not twice {root}"
+                )
+        return places
+    is_path = isinstance(given, str | os.PathLike) and os.fspath(given)
+    if given is None or is_path or isinstance(given, CheckpointStore):
+        return given
+    raise ValueError(f'{rule}, as in store="runs/1", not {given!r}')
+
+
+def root_of(place: Any) -> Path | None:
+    """The directory of a place, to compare places with each other.
+
+    Args:
+        place: a path, a store, a list of these, or None.
+
+    Returns:
+        The real path, of the first place of a list. None without a directory.
+    """
+    if isinstance(place, list | tuple) and place:
+        place = place[0]
+    if isinstance(place, CheckpointStore):
+        place = place.root
+    if isinstance(place, str | os.PathLike):
+        return Path(place).resolve()
+    return None
+
+
+def joined(stores: Sequence[CheckpointStore]) -> CheckpointStore:
+    """One store that writes each checkpoint to the directories of several stores.
+
+    It keeps as many copies in host memory as the first store that keeps any.
+
+    Args:
+        stores: stores with a directory each, of one framework, in the order of preference.
+
+    Raises:
+        StoreError: the stores have different formats.
+    """
+    first, roots, patterns = stores[0], [], []
+    keep = None
+    for each in stores:
+        if each.format.name != first.format.name:
+            raise StoreError(
+                f'the stores of a list have one format, and {first.root} is "{first.format.name}", '
+                f'{each.root} is "{each.format.name}": pass stores of one framework'
+            )
+        roots += each.roots
+        patterns += each.nonfinite_ok
+        keep = keep or each.ring.keep
+    store = CheckpointStore(first.format, roots, keep=keep, ranks=first.ranks)
+    store.allow_nonfinite(patterns)
+    return store
