@@ -32,7 +32,6 @@ The files, for readers of the code:
     attach_log          lines of `attach` without a Healer
     driver              what a Healer needs of a run in torch
     live_state          checks and names the user's state
-    generators          saves and restores its random generators
     store               checkpoints
     checkpoint_reader     checkpoints of other programs, for `healcore probe`
     trainers            Lightning, transformers, DeepSpeed, ArcticTraining

@@ -335,15 +335,6 @@ class Healing:
         """
         self.live_engine.expect_change()
 
-    def drop_losses(self) -> None:
-        """Drops the losses since the last step, but keeps the loss of an evaluation.
-
-        Called where the micro-batches of these losses are repeated, or where no step of this
-        optimizer follows them. Otherwise the next step would be judged by losses that do not belong
-        to it.
-        """
-        self._measurer.losses.clear()
-
     def judge_dropped(self) -> None:
         """Judges a step that the GradScaler skipped without calling the optimizer, if any.
 
@@ -353,21 +344,6 @@ class Healing:
         self.healed_step.judge_dropped()
 
     # -- results for the training loop ----------------------------------------------------------
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether a loss was observed since the last step."""
-        return self._measurer.losses.weight > 0
-
-    @property
-    def has_seen_loss(self) -> bool:
-        """Whether any step has had a loss, including steps that a GradScaler dropped."""
-        return self._measurer.has_seen_loss
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that decide together."""
-        return self.healed_step.all_reduce.ranks.world
 
     def last_decision(self) -> Decision | None:
         """The last step's decision, for a loop that carries out rollbacks or stops itself.
@@ -405,7 +381,7 @@ class Healing:
         `heal/loss` is NaN until a step with a loss is judged.
         """
         metrics = self.live_engine.metrics()
-        if not self.has_seen_loss:
+        if not self._measurer.has_seen_loss:
             loss = metrics["heal/loss"]  # 0 at the start, unlike in a loaded state
             metrics["heal/loss"] = loss.masked_fill(loss == 0, math.nan)
         return metrics
@@ -459,12 +435,8 @@ class Healing:
         self.healed_step.detach()
 
     def __repr__(self) -> str:
-        live = self.live_engine
-        state = "host engine"
-        if live.device is not None:
-            state = "device engine"
-        if live.judges_late:
-            state += ", which judges a step after it was taken"
-        if not self.healed_step.attached:
-            state = "detached"
-        return f"<Healing of {type(self.optimizer).__name__}, {state}>"
+        where = "host"
+        if self.live_engine.device is not None:
+            where = "device"
+        late = ", which judges a step after it was taken" if self.live_engine.judges_late else ""
+        return f"<Healing of {type(self.optimizer).__name__}, {where} engine{late}>"

@@ -1,7 +1,6 @@
 """`HealedStep`: heals each step of one optimizer. It measures, guards, steps and restores.
 
-A `StepListener` may be called at each step: the driver of a Healer. Without one the lines of
-`attach` are logged.
+A `StepListener` is called at each step: the driver of a Healer, or `AttachLog` without a Healer.
 """
 
 from __future__ import annotations
@@ -26,18 +25,19 @@ from healcore.torch.moments import is_third_party, moments_obstacle, reset_momen
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
 
-_OBSERVED = EnforcedDecision(skip=False)
-"""What is enforced in observe mode."""
+_NOTHING = EnforcedDecision(skip=False)
+"""Changes nothing: in observe mode, and at a step that is not judged."""
 _ABSENT = object()
 
 
 class StepListener(Protocol):
     """Is called at each step of one healed optimizer.
 
-    A healed step has at most one listener, which decides what becomes of the step's record:
+    A healed step has one listener, which decides what becomes of the step's record:
 
-        with a Healer   `FollowedOptimizer` of the driver, which keeps the step for the run
-        Lightning       passes every call on to the `FollowedOptimizer`, and clips
+        without a Healer  `AttachLog`, which logs lines
+        with a Healer     `FollowedOptimizer` of the driver, which keeps the step for the run
+        Lightning         passes every call on to the `FollowedOptimizer`, and clips
 
     The methods run inside `optimizer.step()`, so none of them may wait for a device. One call of
     `optimizer.step()` makes these calls:
@@ -79,7 +79,7 @@ class HealedStep:
           _judge    measure   Measurer.measure, SignalAllReduce.reduce with several ranks
                     guard     LiveEngine.step decides; _apply clips, scales the rate
         original  `step` as it was before `attach`, unless the host skips
-        _end      restore   what was replaced for the step; then the listener, or a line in the log
+        _end      restore   what was replaced for the step; then the listener
 
     The host skips a step by not calling the original `step`. A fused kernel skips by itself.
     A closure is evaluated before the original `step`, which receives the result.
@@ -101,8 +101,8 @@ class HealedStep:
     Attributes:
         has_kernel: whether the optimizer can clip and skip inside its fused kernel.
         attached: whether the optimizer's `step` is replaced.
-        listener: called at each step, or None.
-        attach_log: logs incidents while there is no listener, and steps that were not judged.
+        attach_log: the listener without a Healer. It always logs steps that bypass the replacement.
+        listener: called at each step.
         numbers: reads the numbers of the optimizer at every judged step, and names the numbers to
             be replaced for the step. The driver of a Healer sets it, because it costs time.
         in_update: whether a running step may have made a change, as the original `step` does.
@@ -125,13 +125,12 @@ class HealedStep:
         self.live_engine = live_engine
         self.measurer = measurer
         self.all_reduce = all_reduce
-        self.listener: StepListener | None = None
         self.numbers: OptimizerNumbers | None = None
         self.has_kernel = has_kernel(optimizer)
         self.in_update = False
-        self._enforced: EnforcedDecision | None = None
-        """What is enforced at the step that runs. None if it is not judged. The host skips if its
-        `skip` is True; a tensor is for the fused kernel, and the original `step` is called."""
+        self._enforced = _NOTHING
+        """What is enforced at the step that runs. The host skips if its `skip` is True; a tensor is
+        for the fused kernel, and the original `step` is called."""
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         """What is replaced for the step, the oldest first: dictionary, key, value for the step, and
         value before or `_ABSENT`."""
@@ -147,13 +146,16 @@ class HealedStep:
         self._reset_is_due = False
         """Whether the next step that is not skipped resets the moments."""
         self._unread: deque[PendingRecord] = deque()
-        """Records of judged steps, oldest first. A record of a device is read some steps later."""
+        """Records that may order a reset, oldest first. A record of a device is read some steps
+        later."""
         self.attach_log = AttachLog(
             optimizer,
-            live_engine.engine,
+            live_engine,
+            measurer,
             all_reduce.ranks,
             resets_moments=self._resets_moments,
         )
+        self.listener: StepListener = self.attach_log
         self.attached = True
         self.undo_stack = ExitStack()
         self._replace_step()
@@ -179,7 +181,7 @@ class HealedStep:
             finished = False
             try:
                 result, args, kwargs = begin(args, kwargs)
-                if not self._skips:
+                if self._enforced.skip is not True:
                     result = original(*args, **kwargs)
                 finished = True
             finally:
@@ -211,7 +213,7 @@ class HealedStep:
             The closure's loss or None, which is the result of a skipped step; and the arguments of
             the original `step`.
         """
-        self._enforced = None
+        self._enforced = _NOTHING
         self.in_update = False
         loss = None
         if not self._creates_state(kwargs):
@@ -227,15 +229,9 @@ class HealedStep:
             self._judge()
             if closure is not None:
                 args = (torch.compiler.disable(self._reused(closure, loss)), *args[1:])
-                kwargs = dict(kwargs)
                 kwargs.pop("closure", None)
         self.in_update = True
         return loss, args, kwargs
-
-    @property
-    def _skips(self) -> bool:
-        """Whether the host skips the step that runs."""
-        return self._enforced is not None and self._enforced.skip is True
 
     def _creates_state(self, kwargs: Any) -> bool:
         """Whether torch.distributed.checkpoint creates the state of a fresh optimizer.
@@ -285,7 +281,6 @@ class HealedStep:
             self._reset_is_due = False
         if self.numbers is not None:
             self.numbers.read()
-        self._enforced = _OBSERVED
         if live.engine.mode != "observe":
             self._enforce(parameters, measured, enforced)
         self._report(measured)
@@ -450,7 +445,7 @@ class HealedStep:
             if is_same:
                 return loss
             other_loss = closure()
-            if self._enforced is not None and not isinstance(self._enforced.skip, Tensor):
+            if not isinstance(self._enforced.skip, Tensor):
                 with torch.no_grad():
                     self._clip(params, self._enforced)
             return other_loss
@@ -466,22 +461,19 @@ class HealedStep:
         # Also the losses of a closure's later evaluations. An evaluation of a step that was not
         # judged, for example one without gradients, waits for the next step.
         self.measurer.losses.clear()
-        skipped: bool | Tensor = False
-        if self._enforced is not None:
-            skipped = self._enforced.skip
-            params = gradients.parameters(self.optimizer)
-            if skipped is not True:
-                self._grads_are_none = all(p.grad is None for p in params)
-                if self.numbers is not None:
-                    self.numbers.find_changes_by_step()
-            else:
-                if self._grads_are_none:
-                    for p in params:
-                        p.grad = None
-                # A scheduler asks whether `step` was called before it.
-                if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
-                    self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._report_end(skipped)
+        if self.numbers is not None:
+            self.numbers.find_changes_by_step()
+        params = gradients.parameters(self.optimizer)
+        if self._enforced.skip is not True:
+            self._grads_are_none = all(p.grad is None for p in params)
+        else:
+            if self._grads_are_none:
+                for p in params:
+                    p.grad = None
+            # A scheduler asks whether `step` was called before it.
+            if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._report_end(self._enforced.skip)
 
     def _check_running(self, *_: Any) -> None:
         """The pre-hook of the optimizer. A step that bypasses the replacement runs unjudged."""
@@ -513,55 +505,40 @@ class HealedStep:
 
     def _report(self, measured: Measurement) -> None:
         """Reports a step that the engine has judged now. A subclass may report less."""
-        if self.listener is not None:
-            self.listener.judged(measured)
-        else:
-            line = self.measurer.missing_loss(observed=self.measurer.has_seen_loss)
-            if line:
-                self.attach_log.write(line)
-        if self.listener is None or self._resets_moments:
+        self.listener.judged(measured)
+        if self._resets_moments:
             self._unread.append(self.live_engine.pending_record())
 
     def _report_end(self, skipped: bool | Tensor) -> None:
-        """Reads the records that have arrived, and calls the listener."""
-        self._read_records(self.live_engine.record_lag)
-        if self.listener is not None:
-            self.listener.ended(skipped)
-
-    def _read_records(self, lag: int = 0) -> None:
-        """Reads all records but the newest `lag`. Logs them unless a Healer does.
+        """Finds out whether a reset is due, and calls the listener.
 
         The step that cuts the learning rate does not reset the moments, because its gradient is
         damaged and would become the first entry of the new moments. A skipped step postpones the
         reset further.
         """
-        while len(self._unread) > lag:
+        while len(self._unread) > self.live_engine.record_lag:
             record = self._unread.popleft()()
-            if self._resets_moments and record.action & Action.CUT_LR and record.taken:
+            if record.action & Action.CUT_LR and record.taken:
                 self._reset_is_due = True
-            if self.listener is None:
-                self.attach_log.log(record)
+        self.listener.ended(skipped)
 
     def on_state_loaded(self, *, keeps_signals: bool = False) -> None:
         """Drops what belongs to an earlier state. Call it after the engine's state is replaced.
 
-        Records that were not read yet are logged first, so that no alarm of the earlier steps is
-        lost. A reset of the moments that was due would drop the moments of the checkpoint.
+        A reset of the moments that was due would drop the moments of the checkpoint.
 
         Args:
             keeps_signals: whether the losses and the evaluation since the last step still hold.
         """
         if not keeps_signals:
             self.measurer.clear()
-        self._read_records()
+        self._unread.clear()
         self._reset_is_due = False
-        # An incident that began before the state was saved is not logged again.
-        self.attach_log.incident = int(self.live_engine.state.incident.number)
+        self.attach_log.on_state_loaded()
 
     def remove_listener(self) -> None:
         """Logs the lines of `attach` again, and releases all numbers that a Healer held."""
-        self._unread.clear()
-        self.listener = None
+        self.listener = self.attach_log
         self.numbers = None
 
     def detach(self) -> None:

@@ -118,30 +118,22 @@ def to_host(tensors: Sequence[Tensor | None]) -> list[Any]:
     Returns:
         For each tensor a scalar of NumPy (0-d) or an array (1-d); None for None.
     """
-    given = [tensor for tensor in tensors if tensor is not None]
-    device = next((tensor.device for tensor in given if not tensor.is_cpu), None)
-    if device is None:
-        # `.numpy()` shares memory and dispatches nothing. `.item()` would dispatch an operation,
-        # which the tests count as a sync.
-        arrays = [tensor.numpy() for tensor in given]
-    else:
+    parts = [tensor for tensor in tensors if tensor is not None]
+    device = next((tensor.device for tensor in parts if not tensor.is_cpu), None)
+    if device is not None:
         # One copy to the host for all tensors, which is then split.
-        flat = torch.cat([tensor.to(device, torch.float32).reshape(-1) for tensor in given])
-        parts = np.split(flat.cpu().numpy(), np.cumsum([tensor.numel() for tensor in given])[:-1])
-        arrays = [
-            part.reshape(tuple(tensor.shape)) for part, tensor in zip(parts, given, strict=True)
-        ]
+        flat = torch.cat([tensor.to(device, torch.float32).reshape(-1) for tensor in parts]).cpu()
+        pieces = flat.split([tensor.numel() for tensor in parts])
+        parts = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+    remaining = iter(parts)
     numbers: list[Any] = []
-    remaining = iter(arrays)
     for tensor in tensors:
         if tensor is None:
             numbers.append(None)
-            continue
-        array = next(remaining)
-        if array.ndim:
-            numbers.append(array.copy())
         else:
-            numbers.append(array[()])
+            # `.numpy()` shares memory and dispatches nothing. `.item()` would dispatch an
+            # operation, which the tests count as a sync.
+            numbers.append(next(remaining).numpy()[()])
     return numbers
 
 
@@ -222,7 +214,7 @@ class LiveEngine:
         record_lag: steps after which a record is read without waiting.
     """
 
-    def __init__(self, engine: Engine, tensors: int, device: torch.device | None = None) -> None:
+    def __init__(self, engine: Engine, tensors: int, device: torch.device | None) -> None:
         self.engine = engine
         self.tensors = tensors
         self.device = device

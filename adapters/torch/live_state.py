@@ -7,11 +7,13 @@ old moments with new weights.
 from __future__ import annotations
 
 import math
+import random
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +24,6 @@ from healcore.core.errors import AttachError
 from healcore.runtime.program_settings import json_setting
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, unwrapped
-from healcore.torch.generators import kind_of
 from healcore.torch.gradients import ParamGroup
 
 State: TypeAlias = Mapping[str, Any]
@@ -295,3 +296,35 @@ def tensors_in(
             parts = value.values()
         for part in [*parts]:  # a copy, because the consumer may change the container
             yield from tensors_in(part, max_items, max_depth - 1)
+
+
+class GeneratorState(NamedTuple):
+    """The state of a random generator of the program, for generators of the same kind.
+
+    It is saved by value, and restored in place: the loop, a sampler and an augmentation may hold
+    the same generator. The global generators are in `DataState`, not in the state of a program.
+    """
+
+    kind: str
+    """See `kind_of`."""
+    state: Any
+    """See `random_states.generator_state`."""
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a generator, with the name of its algorithm or the type of its device.
+
+    Args:
+        value: any value.
+
+    Returns:
+        For example "torch cpu" or "Generator PCG64". A state fits every generator of the same kind.
+        Empty for another value, also for a subclass, which may have a state of its own.
+    """
+    if type(value) is torch.Generator:
+        return f"torch {value.device.type}"
+    if type(value) in (np.random.Generator, np.random.RandomState):
+        return f"{type(value).__name__} {type(value._bit_generator).__name__}"
+    if type(value) is random.Random:
+        return "python"
+    return ""

@@ -67,7 +67,7 @@ class OptimizerNumbers:
         self._single = len(optimizer.param_groups) == 1
         """Whether group 0 has no index in names. Names do not change if a group is added later."""
         self._given: dict[_Key, float] = {}
-        """The numbers at the last read."""
+        """The numbers of the step that runs."""
         self._ranges: dict[_Key, NumberRange] = {}
         self._held: Mapping[str, NumberRange] = {}
         """Name of a number -> the range in which it is held."""
@@ -134,17 +134,19 @@ class OptimizerNumbers:
         return [(groups[i], entry, value) for (i, entry), value in values.items()]
 
     def find_changes_by_step(self) -> None:
-        """Excludes numbers that `optimizer.step()` has changed. Call it after the step.
+        """Excludes numbers that `optimizer.step()` has changed, if `read` was called in the step.
 
         Such a number is a state of the optimizer and not a setting of the program, so it must not
         be held. The program's own values have to be back in the groups. An excluded number stays
         excluded.
         """
-        for key, number in self._numbers().items():
+        now = self._numbers() if self._given else {}
+        for key, number in now.items():
             before = self._given.get(key)
             # NaN is not equal to itself.
             if before != number and not (before != before and number != number):
                 self._changed_by_step.add(key)
+        self._given = {}
 
     def _numbers(self) -> dict[_Key, float]:
         """The numbers in the groups that can be read without waiting for a device."""

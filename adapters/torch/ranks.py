@@ -59,7 +59,7 @@ class StepRanks:
         AttachError: the group does not follow from the parameters, or does not fit them.
     """
 
-    def __init__(self, params: Sequence[Tensor], group: Any = "auto", pp_mesh: Any = None) -> None:
+    def __init__(self, params: Sequence[Tensor], group: Any, pp_mesh: Any) -> None:
         self._auto = isinstance(group, str) and group == "auto"
         """Whether the group is still to be found, which needs torch.distributed initialized."""
         is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)

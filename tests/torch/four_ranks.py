@@ -113,7 +113,7 @@ def trained(kind: str) -> dict[str, Any]:
         "added": added,
         "weights": digest(map(whole, held(net, optimizer))),
         "part": digest(held(net, optimizer)),
-        "ranks": heal.ranks,
+        "ranks": heal.healed_step.all_reduce.ranks.world,
     }
 
 
@@ -172,7 +172,8 @@ def judged(kind: str) -> dict[str, Any]:
     plain, healed = Loop(kind, None), Loop(kind, policies.SKIPS)
     for i in range(2):
         (_, alone, _), (_, added, norm) = plain.step(i), healed.step(i)
-    return {"norms": [healed.metric("grad_norm"), norm], "ranks": healed.heal.ranks,
+    world = healed.heal.healed_step.all_reduce.ranks.world
+    return {"norms": [healed.metric("grad_norm"), norm], "ranks": world,
             "calls": [alone, added], "same": plain.weights() == healed.weights()}  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 driver              `TorchDriver`, which the Healer calls
 attaching           heals the optimizers of the state
 followed_optimizer  one optimizer: its steps, and the gradients since the last step
-pending_step        steps that were not read yet
 buffers             what a forward pass writes into buffers: restored after a skip, and saved
 gradient_window     all optimizers: which have stepped; gradients that all ranks compute again
 weights             copies, replaces and evaluates the weights

@@ -59,7 +59,7 @@ def attach_all(
 
 def _check_attached(name: str, healing: Healing, engine: Engine) -> None:
     """Raises AttachError unless the handle of an earlier `attach` can be used."""
-    if healing.healed_step.listener is not None:
+    if healing.healed_step.listener is not healing.healed_step.attach_log:
         raise AttachError(
             f'"{name}" belongs to a Healer that is still open: leave its `with` block, or '
             "delete the object"

@@ -23,10 +23,9 @@ from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.attaching import attach_all
 from healcore.torch.driver.buffers import UnsavedBuffers, buffers_of
-from healcore.torch.driver.followed_optimizer import FollowedOptimizer
+from healcore.torch.driver.followed_optimizer import FollowedOptimizer, PendingEntry, PendingStep
 from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.memory import cuda_profiles, memory_of
-from healcore.torch.driver.pending_step import PendingEntry, PendingStep
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import Key, TorchWeights

@@ -1,9 +1,13 @@
-"""`FollowedOptimizer`: the steps, gradients and buffers of one optimizer of a run."""
+"""`FollowedOptimizer`: the steps, gradients and buffers of one optimizer of a run.
+
+It keeps a judged step as a `PendingEntry`, in one list for all optimizers of a run. The entries of
+one dispatch are a `PendingStep`, which the Healer reads some dispatches later.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +23,72 @@ from healcore.core.step_record import (
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.buffers import LayerBuffers
-from healcore.torch.driver.pending_step import PendingEntry
+from healcore.torch.live_engine import AsyncCopy, PendingRecord
 from healcore.torch.live_state import State
 from healcore.torch.measurement import Measurement
+from healcore.torch.ranks import StepMarks
 
 MAX_PENDING = 256
 """Maximum number of steps that are not read. A loop may take many steps per batch, as in RL."""
+
+
+class PendingEntry:
+    """One judged step of one optimizer, which is read once, after the earlier steps.
+
+    Its numbers may still be on their way from an accelerator. `read` waits for them.
+
+    Args:
+        add_evidence: `FollowedOptimizer.read` of the optimizer.
+        record: reads the record of the engine.
+        measured: what was measured of the step. Released when the step is read.
+        marks: the `StepMarks` of the ranks, on their way to the host. None for one rank alone.
+    """
+
+    def __init__(
+        self,
+        add_evidence: Callable[[StepRecord, Measurement], StepRecord],
+        record: PendingRecord,
+        measured: Measurement,
+        marks: AsyncCopy | None,
+    ) -> None:
+        self._add_evidence = add_evidence
+        self._pending = record
+        self._measured = measured
+        self._marks = marks
+        self._record: StepRecord | None = None
+
+    def read(self) -> StepRecord:
+        """The record of the step. Later calls return the same record."""
+        if self._record is None:
+            self._record = self._add_evidence(self._pending(), self._measured)
+            self._measured = Measurement()
+        return self._record
+
+    def requests_vote(self) -> bool:
+        """Whether a rank has requested a vote in the step."""
+        return self._marks is not None and StepMarks(*self._marks.read()).votes > 0
+
+
+class PendingStep:
+    """The judged steps between two calls of `TorchDriver.take_dispatch`, as one step.
+
+    Implements `healcore.runtime.driver.PendingDispatch`. An optimizer that has stepped twice has
+    two entries.
+
+    Args:
+        entries: the judged steps, oldest first.
+    """
+
+    count = 1
+    vote_requested = False
+
+    def __init__(self, entries: Sequence[PendingEntry]) -> None:
+        self._entries = entries
+
+    def read(self) -> list[list[StepRecord]]:
+        """The records of the only step, in order. Waits only for what has not arrived yet."""
+        self.vote_requested = any(entry.requests_vote() for entry in self._entries)
+        return [[entry.read() for entry in self._entries]]
 
 
 class FollowedOptimizer:
@@ -69,6 +133,7 @@ class FollowedOptimizer:
     ) -> None:
         self.name = name
         self.healing = healings[name]
+        self._step = self.healing.healed_step
         self._state = state
         self._healings = healings
         self._pending = pending
@@ -88,8 +153,9 @@ class FollowedOptimizer:
 
     def judged(self, measured: Measurement) -> None:
         """Keeps a step that was judged now, without a sync. See `StepListener.judged`."""
-        step = self.healing.healed_step
-        observed = any(healing.has_seen_loss for healing in self._healings.values())
+        step = self._step
+        healed = [healing.healed_step for healing in self._healings.values()]
+        observed = any(each.measurer.has_seen_loss for each in healed)
         line = step.measurer.missing_loss(observed=observed)
         if line:
             self._warnings.append(line)
@@ -127,7 +193,7 @@ class FollowedOptimizer:
                 self._baseline = measured
             return record
         rank_signals: tuple[float, float] | None = None
-        if self.healing.ranks > 1:
+        if self._step.all_reduce.ranks.world > 1:
             rank_signals = measured.rank_signals()
         evidence, nan_by_optimizer = self._evidence(record, measured)
         return record._replace(
@@ -166,7 +232,7 @@ class FollowedOptimizer:
         count.
         """
         self._watch()
-        if not (self._reached or self.healing.has_loss):
+        if not (self._reached or self._step.measurer.losses.weight):
             return False
         return any(p.grad is not None for p in gradients.parameters(self.healing.optimizer))
 
@@ -176,7 +242,7 @@ class FollowedOptimizer:
         A checkpoint has no losses, so a restored run judges its next step without them.
         """
         self._reached = False
-        self.healing.drop_losses()
+        self._step.measurer.losses.clear()
 
     def clear(self, *, used: bool) -> None:
         """Drops the gradients and losses since the last step, which the program computes again.

@@ -20,7 +20,7 @@ from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StateMismatch, UnsavableState
 from healcore.runtime.store.flat_state import FlatState
 from healcore.torch import gradients
-from healcore.torch.generators import GeneratorState, kind_of
+from healcore.torch.live_state import GeneratorState, kind_of
 
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is torch.dtype}
 """Name in files, such as "float32", -> dtype."""

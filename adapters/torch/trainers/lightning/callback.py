@@ -399,7 +399,7 @@ class LightningHealingCallback(Callback):
         """
         for healing in self.healings.values():
             if healing.optimizer is not optimizer:
-                healing.drop_losses()
+                healing.healed_step.measurer.losses.clear()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observes the loss of the evaluation.

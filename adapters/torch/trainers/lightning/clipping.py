@@ -46,7 +46,6 @@ def clipping_after_measuring(
 
     for optimizer, step in steps.items():
         clip_step = functools.partial(clip_postponed, optimizer)
-        assert step.listener is not None
         step.listener = _ClipAfterJudging(step.listener, clip_step)
     return patched(plugin, "clip_gradients", clip)
 
