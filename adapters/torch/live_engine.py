@@ -221,11 +221,6 @@ class LiveEngine:
         self.record_lag = 0
         if device is not None:
             self.record_lag = RECORD_LAG
-            largest = FLOAT32_MAX
-            if engine.config.clip is not None:
-                largest = SIGNAL_LIMIT
-            self._limits = torch.tensor([largest, FLOAT32_MAX], device=device)
-            """The largest norm, and the largest loss."""
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         """Engine, number of parameters and the signals' types -> the recorded step."""
         self.start(engine.init(groups=tensors))
@@ -302,23 +297,23 @@ class LiveEngine:
     def _test(self, signals: Signals, found_inf: Tensor | None) -> EnforcedDecision:
         """Tests on the device whether a step is finite. The host judges it `RECORD_LAG` later."""
         engine = self.step_engine
-        # The tested signals come first.
-        present = ["grad_norm"]
+        present: dict[str, Tensor] = {}
         for name, value in signals._asdict().items():
-            if value is not None and name != "grad_norm":
-                present.append(name)
-        numbers = torch.stack([getattr(signals, name).to(torch.float32) for name in present])
-        step = _Step(present=present, copy=AsyncCopy(numbers))
+            if value is not None:
+                present[name] = value.to(torch.float32)
+        numbers = torch.stack([*present.values()])
+        step = _Step(present=[*present], copy=AsyncCopy(numbers))
         self._recent.append(step)
         if len(self._recent) > RECORD_LAG:
             self._judge_until(self._recent[0])
         if engine.mode == "observe":
             return EnforcedDecision(torch.zeros_like(numbers[0]))
-        if signals.loss is not None and engine.skips_bad_loss:
-            # `loss` is the first of all signals, so it comes after the norm.
-            bad = ~(numbers[:2].abs() <= self._limits).all()
-        else:
-            bad = ~(numbers[0] <= self._limits[0])
+        largest = FLOAT32_MAX
+        if engine.config.clip is not None:
+            largest = SIGNAL_LIMIT
+        bad = ~(present["grad_norm"] <= largest)
+        if "loss" in present and engine.skips_bad_loss:
+            bad = bad | ~(present["loss"].abs() <= FLOAT32_MAX)
         if found_inf is not None:
             bad = bad | (found_inf > 0)
         scale = None

@@ -103,8 +103,11 @@ class LossMean:
             loss: what `one_number` has returned for the loss.
             weight: its weight in the mean, above 0.
         """
-        # A product, because a loop may change its loss in place later (``loss /= steps``).
-        value = float32_tensor(loss, self._device) * weight
+        value = float32_tensor(loss, self._device)
+        if weight != 1.0:
+            value = value * weight
+        elif value is loss:
+            value = value.clone()  # a loop may change its loss in place later (``loss /= steps``)
         self._last = value, weight
         if self.count:
             value = self._total + value
@@ -368,27 +371,25 @@ class Measurer:
         norm: Tensor | None = None
         clip_norm: Tensor | None = None
         if clips and grads:
-            # This norm is the norm of the step too, unless its dtype is too narrow for the policy.
             norms, clip_norm = gradients.norms_of_clip(grads)
-            norm = clip_norm
         if norms is None:
             norms = gradients.norms(grads)
-            norm = None
             if grads:
                 norm = gradients.total_norm(norms, self.home)
-        elif norm is not None:
-            norm = gradients.to_device(norm, self.home)
+        else:
+            # This norm is the norm of the step too: its dtype is wide enough for the policy.
+            assert clip_norm is not None
+            norm = gradients.to_device(clip_norm, self.home)
         group_norms: Tensor | None = None
         if self.engine.per_tensor or ranks.has_parts:
             norm_of = dict(zip(map(id, params), norms, strict=True))
             group_norms = gradients.norm_vector([norm_of.get(id(p)) for p in parameters], self.home)
         if divisor is not None:
-            if norm is not None:
-                norm = norm / divisor
-            if clip_norm is not None:  # the scale is a power of two, so no bit is lost
-                clip_norm = (clip_norm / divisor).to(clip_norm.dtype)
-            if group_norms is not None:
-                group_norms = group_norms / divisor
+            norm, clip_norm, group_norms = (
+                # A scale is a power of two, so no bit is lost in a narrow dtype.
+                None if each is None else (each / divisor).to(each.dtype)
+                for each in (norm, clip_norm, group_norms)
+            )
         squares: Tensor | None = None
         if group_norms is not None and ranks.has_parts:
             parts = ranks.squares(group_norms, parameters)

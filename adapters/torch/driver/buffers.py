@@ -6,7 +6,7 @@ UnsavedBuffers   the written buffers that `state_dict()` leaves out
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,26 +18,24 @@ from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.live_state import State, modules
 
-COUNT = "num_batches_tracked"
-"""torch's name of the number of batches in the statistics, which is restored with them."""
-STATISTICS = ("running_mean", "running_var")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """torch's names of batch statistics, in which Inf is as bad as NaN. In a mask it is not."""
 SMALL_BYTES = 1 << 18
 """Size in bytes up to which every buffer is copied and saved, also in a very small model."""
 
-_Kind: TypeAlias = tuple[torch.device, torch.dtype, bool, tuple[int, str] | None]
-"""Device, dtype, whether the buffers are batch statistics, and the place of a buffer alone."""
+_Kind: TypeAlias = tuple[torch.device, torch.dtype, bool, bool]
+"""Device, dtype, whether the buffers are batch statistics, and whether each is large."""
 
 
 class _Buffer(NamedTuple):
-    """A buffer of a layer, after a step."""
+    """A buffer of a layer."""
 
     layer: int
     """The number of the layer."""
     name: str
     """The buffer's key in `table`."""
     shape: torch.Size
-    """The shape of `tensor` at that time: an observer resizes its buffers."""
+    """The shape of `tensor` when it was found: an observer resizes its buffers."""
     table: dict[str, Any]
     """The buffers of the layer, `layer._buffers`."""
     tensor: Tensor
@@ -60,24 +58,27 @@ class _Block:
         self.versions = [buffer.tensor._version for buffer in buffers]
         self.values = torch.cat([buffer.tensor.flatten() for buffer in buffers])
 
-    def sizes(self) -> list[int]:
-        """The number of values of each buffer."""
-        return [buffer.shape.numel() for buffer in self.buffers]
+    def parts(self, values: Tensor) -> list[Tensor]:
+        """Values of all buffers, in the shape of each buffer."""
+        sizes = [buffer.shape.numel() for buffer in self.buffers]
+        parts = zip(values.split(sizes), self.buffers, strict=True)
+        return [part.view(buffer.shape) for part, buffer in parts]
+
+    def layers(self) -> Tensor:
+        """The number of the layer of each value."""
+        numbers = torch.tensor([buffer.layer for buffer in self.buffers])
+        sizes = torch.tensor([buffer.shape.numel() for buffer in self.buffers])
+        return gradients.to_device(numbers.repeat_interleave(sizes), self.values.device)
 
     def fits(self, other: _Block) -> bool:
         """Whether another block has the same layers, names and shapes."""
         return [buffer[:3] for buffer in self.buffers] == [buffer[:3] for buffer in other.buffers]
 
     def is_bad(self) -> Tensor:
-        """Whether each buffer has NaN, or Inf in batch statistics."""
-        if not (self.values.is_floating_point() and len(self.values)):
-            return torch.zeros(len(self.buffers), dtype=torch.bool, device=self.values.device)
-        limit = math.inf
+        """Whether each value is NaN, or Inf in batch statistics."""
         if self.buffers[0].name in STATISTICS:
-            limit = torch.finfo(self.values.dtype).max
-        parts = [*self.values.split(self.sizes())]
-        peaks = torch._foreach_norm(parts, math.inf)  # pyright: ignore[reportPrivateImportUsage]
-        return ~(torch.stack(peaks) <= limit)
+            return ~self.values.isfinite()
+        return self.values.isnan()
 
     def is_written(self) -> bool:
         """Whether torch has counted a write since then, or another tensor is in a place.
@@ -114,11 +115,16 @@ class LayerBuffers:
     def __init__(self, layers: Sequence[nn.Module], parameters: Iterable[Tensor]) -> None:
         self._layers = layers
         self._largest = _size_limit(parameters)
+        self._tensors: list[Tensor | None] = []
+        """All buffers of the layers at the last look, and their shapes."""
+        self._shapes: list[Any] = []
+        self._kinds: dict[_Kind, list[_Buffer]] = {}
+        """Those of them that are restored."""
+        self._saved: dict[_Kind, _Block] = {}
         self.save()
 
     def save(self) -> None:
         """Saves the current values, including non-finite values."""
-        self._saved: dict[_Kind, _Block] = {}
         self._saved = self._read()
 
     def keep_written(self) -> None:
@@ -129,9 +135,7 @@ class LayerBuffers:
         before = self._saved
         if any(block.is_written() for block in before.values()):
             self.end(False)
-            for kind, block in before.items():
-                if block.buffers[0].name in (*STATISTICS, COUNT):
-                    self._saved[kind] = block
+            self._saved.update({kind: block for kind, block in before.items() if kind[2]})
 
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:
@@ -152,77 +156,63 @@ class LayerBuffers:
                 pairs.append((saved, block))
             elif bool(skipped):
                 # Its first forward pass has given a buffer its shape, or there is one more.
-                parts = saved.values.split(saved.sizes())
-                for buffer, part in zip(saved.buffers, parts, strict=True):
-                    buffer.table[buffer.name] = part.view(buffer.shape).clone()
+                for buffer, part in zip(saved.buffers, saved.parts(saved.values), strict=True):
+                    buffer.table[buffer.name] = part.clone()
         # For each layer, 0 if it is kept.
         restored = torch.as_tensor(skipped, dtype=torch.float32).expand(len(self._layers)).clone()
         for saved, block in pairs:
             is_bad = block.is_bad() & ~saved.is_bad()
             restored = gradients.to_device(restored, is_bad.device)
-            restored.index_add_(0, _layers(block), is_bad.float())
+            restored.index_add_(0, block.layers(), is_bad.float())
         for saved, block in pairs:
             restored = gradients.to_device(restored, block.values.device)
-            _restore(saved, block, restored[_layers(block)] > 0)
+            is_restored = restored[block.layers()] > 0
+            values = block.parts(torch.where(is_restored, saved.values, block.values))
+            # A write to .data counts as no write for autograd, like that of a layer's own kernel.
+            # A tensor that the program has put there is not written: it may be the batch.
+            targets = [buffer.tensor.data for buffer in saved.buffers]
+            torch._foreach_copy_(targets, values)  # pyright: ignore[reportPrivateImportUsage]
+            for buffer in saved.buffers:
+                buffer.table[buffer.name] = buffer.tensor
         self._saved = self._read()
 
     def _read(self) -> dict[_Kind, _Block]:
         """The current buffers, by kind."""
-        known: dict[tuple[Any, ...], tuple[_Kind, _Buffer]] = {}
-        for kind, block in self._saved.items():
-            for buffer in block.buffers:
-                known[buffer[:2]] = kind, buffer
+        tensors = [tensor for layer in self._layers for tensor in layer._buffers.values()]
+        shapes = [None if tensor is None else tensor.shape for tensor in tensors]
+        is_known = shapes == self._shapes
+        # It takes long to ask a tensor for its properties, so they are looked at once.
+        if not (is_known and all(map(operator.is_, tensors, self._tensors))):
+            self._tensors, self._shapes = tensors, shapes
+            self._kinds = self._find()
+        blocks: dict[_Kind, _Block] = {}
+        for kind, buffers in self._kinds.items():
+            block = self._saved.get(kind)
+            # On a CPU the copy of large tables of constants would take long.
+            is_same = kind[3] and block is not None and block.buffers is buffers
+            if block is None or not is_same or block.is_written():
+                block = _Block(buffers)
+            blocks[kind] = block
+        return blocks
+
+    def _find(self) -> dict[_Kind, list[_Buffer]]:
+        """The buffers that are restored, by kind."""
         found: dict[_Kind, list[_Buffer]] = {}
         for number, layer in enumerate(self._layers):
             for name, tensor in layer._buffers.items():
-                if tensor is None:
-                    continue
-                entry = known.get((number, name))
-                # The usual case, because it takes long to ask a tensor for its properties.
-                if entry and entry[1].tensor is tensor and entry[1].shape == tensor.shape:
-                    found.setdefault(entry[0], []).append(entry[1])
-                elif (
-                    _is_plain(tensor)
-                    and (tensor.is_floating_point() or name == COUNT)
+                is_statistic = name in STATISTICS
+                if (
+                    tensor is not None
+                    and _is_plain(tensor)
+                    and (tensor.is_floating_point() or is_statistic)
                     and tensor.dtype.itemsize > 1  # float8 cannot be compared
                     and tensor.nbytes <= self._largest
                 ):
-                    # On a CPU the copy of a large table of constants would take long.
-                    is_alone = not tensor.numel() or (tensor.is_cpu and tensor.nbytes > SMALL_BYTES)
-                    place = (number, name) if is_alone else None
-                    kind = tensor.device, tensor.dtype, name in STATISTICS, place
+                    is_large = tensor.is_cpu and tensor.nbytes > SMALL_BYTES
+                    kind = tensor.device, tensor.dtype, is_statistic, is_large
                     buffer = _Buffer(number, name, tensor.shape, layer._buffers, tensor)
                     found.setdefault(kind, []).append(buffer)
-        blocks: dict[_Kind, _Block] = {}
-        for kind, buffers in found.items():
-            saved = self._saved.get(kind)
-            if saved is None or kind[3] is None or saved.is_written():
-                saved = _Block(buffers)
-            blocks[kind] = saved
-        return blocks
-
-
-def _layers(block: _Block) -> Tensor:
-    """The number of the layer of each buffer."""
-    numbers = torch.tensor([buffer.layer for buffer in block.buffers])
-    return gradients.to_device(numbers, block.values.device)
-
-
-def _restore(saved: _Block, now: _Block, is_restored: Tensor) -> None:
-    """Writes the saved values of some buffers, and the current values of the others. No sync.
-
-    A tensor that the program has put there is not written: it may be the batch.
-    """
-    sizes = now.sizes()
-    counts = gradients.to_device(torch.tensor(sizes), is_restored.device)
-    chosen = is_restored.repeat_interleave(counts, output_size=len(now.values))
-    values = torch.where(chosen, saved.values, now.values).split(sizes)
-    # A write to .data counts as no write for autograd, like that of a layer's own kernel.
-    targets = [buffer.tensor.data for buffer in saved.buffers]
-    sources = [value.view_as(target) for value, target in zip(values, targets, strict=True)]
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-    for buffer in saved.buffers:
-        buffer.table[buffer.name] = buffer.tensor
+        return found
 
 
 def _is_plain(value: Tensor) -> bool:
