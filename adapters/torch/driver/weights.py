@@ -211,26 +211,22 @@ class TorchWeights:
         forward pass without gradients it does not broadcast its buffers in the next step.
         """
         modules = [*live_state.modules(self._state).values()]
-        attributes: list[dict[str, Any]] = []
-        for module in modules:
-            public = {name: value for name, value in vars(module).items() if name[0] != "_"}
-            attributes.append(public)
-        marks = [(each, dict(vars(each))) for each in self._followed]
         in_optimizers, in_modules = self._parameters()
         grads = [(p, p.grad) for p in (*in_optimizers, *in_modules)]
         # A momentum encoder has frozen parameters, into which a forward pass averages. No forward
         # pass averages into frozen parameters that are larger than the trained ones.
-        frozen = [p for p in in_modules if not (p.requires_grad or is_lazy(p))]
-        written: set[int] = set()
-        if _size(frozen) <= _size(self._weights().values()):
-            written.update(id(p) for p in frozen)
-        contents: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        """Tensors that a forward pass may write: their table, key, and a copy of their content."""
+        written = [p for p in in_modules if not (p.requires_grad or is_lazy(p))]
+        if _size(written) > _size(self._weights().values()):
+            written = []
+        tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """The attributes of modules and of the followed optimizers, and a copy of each table."""
         for module in modules:
-            for table in (module._buffers, module._parameters):
-                for name, tensor in table.items():
-                    if tensor is not None and (table is module._buffers or id(tensor) in written):
-                        contents.append((table, name, tensor, tensor.detach().clone()))
+            public = {name: value for name, value in vars(module).items() if name[0] != "_"}
+            tables += [(vars(module), public), (module._buffers, dict(module._buffers))]
+            written += [buffer for buffer in module._buffers.values() if buffer is not None]
+        for each in self._followed:
+            tables.append((vars(each), dict(vars(each))))
+        contents = [(tensor, tensor.detach().clone()) for tensor in written]
         for p, _ in grads:
             p.grad = None  # a backward pass would add to it
         if self._differentiates:
@@ -249,13 +245,10 @@ class TorchWeights:
             _write(current, self._weights())  # later steps see the shards again
             for p, grad in grads:
                 p.grad = grad
-            for each, values in marks:
-                vars(each).update(values)
-            for table, name, tensor, content in contents:
+            for table, values in tables:
+                table.update(values)
+            for tensor, content in contents:
                 tensor.data.copy_(content)
-                table[name] = tensor
-            for module, values in zip(modules, attributes, strict=True):
-                vars(module).update(values)
 
 
 def _write(weights: Mapping[Key, Tensor], live: Mapping[Key, Tensor]) -> None:
