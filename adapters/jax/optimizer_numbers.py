@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from healcore.core.numerics import shortest_decimal
+from healcore.core.array_namespace import shortest_decimal
 from healcore.jax.trees import Leaf, PyTree, node_at
 
 Path = tuple[Any, ...]

@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from healcore.core.array_namespace import shortest_decimal
 from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
-from healcore.core.numerics import shortest_decimal
 from healcore.jax import gradients, heal_state, optimizer_numbers
 from healcore.jax.compilation import in_one_call
 from healcore.jax.heal_state import HealState, ProtectState, ScaleByHealLrState, no_heal_state_error

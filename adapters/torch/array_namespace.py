@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from healcore.core.array_namespace import ArrayNamespace, register
-from healcore.core.numerics import FLUSH
+from healcore.core.array_namespace import FLUSH, ArrayNamespace, register
 
 
 class TorchNamespace(ArrayNamespace):

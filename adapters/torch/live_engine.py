@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 import healcore.torch.array_namespace  # noqa: F401  # registers the namespace of tensors
+from healcore.core.array_namespace import FLOAT32_MAX, SIGNAL_LIMIT, shortest_decimal
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.engine.state import record_numbers
 from healcore.core.errors import AttachError, ParametersChangedError
-from healcore.core.numerics import FLOAT32_MAX, SIGNAL_LIMIT, shortest_decimal
 from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_INTS, StepRecord, Why, host_record, unpack_record
 from healcore.core.tape import to_program

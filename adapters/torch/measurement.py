@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from healcore.core.numerics import FLOAT32_MAX
+from healcore.core.array_namespace import FLOAT32_MAX
 from healcore.core.signals import SignalError, Signals, check_scalar
 from healcore.torch import gradients
 from healcore.torch.live_engine import LiveEngine, to_host

@@ -8,9 +8,8 @@ decision         the engine's answer for one step, and the flags of causes and a
 step_record      the values of a step and its decision, as the host reads them
 baseline         averages that are robust to outliers
 ranges           which values a key of a policy may have
-numerics         float32 arithmetic
-trees            states as trees of arrays
-array_namespace  the array functions with which the core computes
+trees            states as trees of arrays, and their saved form
+array_namespace  the array functions with which the core computes, and its float32 arithmetic
 tape             the engine's step as one straight Python function, for NumPy scalars
 errors           errors that several adapters raise, and texts that are safe for a terminal
 """

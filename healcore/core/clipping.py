@@ -17,8 +17,8 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import baseline, numerics
-from healcore.core.array_namespace import Flag, Float, Int, Number, xp
+from healcore.core import baseline
+from healcore.core.array_namespace import Flag, Float, Int, Number, complement, xp, zero_like
 from healcore.core.ranges import (
     Fraction,
     Limit,
@@ -105,7 +105,7 @@ class FixedConfig(NamedTuple):
         del learn
         norm = seen.grad_norm
         over = norm > self.max_norm
-        zero = numerics.zero_like(norm)
+        zero = zero_like(norm)
         scale = scale_to(self.max_norm, norm, over)
         return state, Clip(scale, zero + self.max_norm, zero, over)
 
@@ -235,7 +235,7 @@ def _learn(
 
     new_count = xp.where(learn & warm, count + 1, count)
     divisor = xp.as_float(xp.where(new_count > 0, new_count, 1))
-    rate = numerics.complement(config.ema_decay, norm)
+    rate = complement(config.ema_decay, norm)
     gap = value - mean
     mean = mean + xp.where(learn, _step(gap, divisor, rate, warm), 0.0)
     new_gap = value - mean
@@ -345,7 +345,7 @@ class AutoClipConfig(NamedTuple):
             target = xp.minimum(target, self.max_norm)
             threshold = xp.where(known, target, self.max_norm)
         over = norm > target
-        zero = numerics.zero_like(norm)
+        zero = zero_like(norm)
         new_counts = xp.where(full[..., None], counts // 2, counts)
         return AutoClipState(xp.as_int(new_counts)), Clip(
             scale_to(target, norm, over), zero + threshold, zero, over
@@ -452,7 +452,7 @@ class AdaGCConfig(NamedTuple):
         accepted = xp.where(over, limit, norms)
         clipped = xp.flush(norms * global_scale_n)
         lowest = xp.where(unknown, clipped, xp.minimum(gamma, clipped))
-        rate = numerics.complement(self.ema_decay, norms)
+        rate = complement(self.ema_decay, norms)
         moved = xp.where(unknown, norms, xp.ema(gamma, accepted, rate, learn_n))
         gamma = xp.where(learn_n, xp.where(warm_n, lowest, moved), gamma)
         shift, escaped = baseline.watch_level(
@@ -461,7 +461,7 @@ class AdaGCConfig(NamedTuple):
         gamma = xp.where(escaped, shift.level, gamma)
         count = xp.where(learn & warm & (seen.grad_norm > 0), count + 1, count)
         threshold = xp.where(warm_n, self.max_norm, limit)
-        zero = numerics.zero_like(norms)
+        zero = zero_like(norms)
         return AdaGCState(count, gamma, shift), Clip(
             scale, zero + threshold, zero, (warm_n & over_global[..., None]) | over
         )

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.numerics import FLOAT32_MAX
+from healcore.core.array_namespace import FLOAT32_MAX
 
 NONE = "none"
 """Value of an absent limit in TOML, which has no null."""
@@ -161,7 +161,7 @@ Limit = Annotated[Any | None, number(above=0, none=True)]
 """An absolute limit, or None for no limit."""
 Level = Annotated[Any | None, number(none=True)]
 Norm = Annotated[Any, number(above=1e-12)]
-"""A gradient norm: the engine sets smaller norms to zero (numerics.TINY)."""
+"""A gradient norm: the engine sets smaller norms to zero (TINY)."""
 Steps = Annotated[Any, whole(1)]
 StepsOrZero = Annotated[Any, whole()]
 OnOff = Annotated[bool, ValueRule("true or false", _flag)]

@@ -8,10 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.core.array_namespace import Flag, Float, Norms, Number, xp
+from healcore.core.array_namespace import (
+    FLOAT32_MAX,
+    SIGNAL_LIMIT,
+    TINY,
+    Flag,
+    Float,
+    Norms,
+    Number,
+    xp,
+)
 from healcore.core.decision import Telemetry
 from healcore.core.errors import HealcoreError, exported_by
-from healcore.core.numerics import FLOAT32_MAX, SIGNAL_LIMIT, TINY
 
 # A norm is not negative, but subnormals count as 0, as in XLA.
 _LEAST_NORM = float(np.nextafter(np.float32(-TINY), np.float32(0)))

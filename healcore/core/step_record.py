@@ -11,8 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import numerics
-from healcore.core.array_namespace import Flag, Float, Int
+from healcore.core.array_namespace import (
+    SIGNAL_LIMIT,
+    Flag,
+    Float,
+    Int,
+)
 from healcore.core.decision import Action, Cause, Decision
 
 _MAX_EVIDENCE = 10  # tensors reported per step
@@ -303,7 +307,7 @@ def is_nan_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:
     if not cause & Cause.NONFINITE_GRAD or not norms.size:
         return False
     largest = norms.max()  # NaN if any norm is
-    return bool(0 < largest <= numerics.SIGNAL_LIMIT)
+    return bool(0 < largest <= SIGNAL_LIMIT)
 
 
 def suspect_gradients(
@@ -323,7 +327,7 @@ def suspect_gradients(
     usual = np.zeros_like(norms) if usual is None else usual
     with np.errstate(all="ignore"):
         ratios = np.where(usual > 0, norms / usual, 0.0)
-    ratios[~(norms <= numerics.SIGNAL_LIMIT)] = np.inf  # NaN and overflow need no usual norm
+    ratios[~(norms <= SIGNAL_LIMIT)] = np.inf  # NaN and overflow need no usual norm
     worst = np.argsort(-ratios, kind="stable")[:_MAX_EVIDENCE]
     suspects = []
     for i in worst:

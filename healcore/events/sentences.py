@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import counted, first_of
-from healcore.core.numerics import SIGNAL_LIMIT
+from healcore.core.array_namespace import SIGNAL_LIMIT
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses the sentences without pydantic
     from healcore.core.step_record import Readings

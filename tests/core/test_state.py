@@ -128,6 +128,15 @@ def test_damaged_data_is_refused(path, value):
     assert repr(data) == repr(before), "what is refused is left as it was"
 
 
+def test_the_error_names_what_differs_in_the_policy():
+    engine = Engine(policies.full("zclip"))
+    clip = engine.config.clip._replace(z_threshold=np.float32(3.1))
+    other = Engine(engine.config._replace(clip=clip))
+    saved = json.loads(json.dumps(engine.to_dict(engine.init())))
+    with pytest.raises(StateError, match=r"another policy \(clip.z_threshold: 2.5, now 3.1\)"):
+        other.from_dict(saved)
+
+
 def test_another_number_of_tensors_is_taken_from_the_data():
     engine = Engine(policies.full("adagc"))
     data = engine.to_dict(engine.init(groups=7))

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from healcore.core.array_namespace import shortest_decimal
 from healcore.core.engine import Engine
 from healcore.core.engine.state import UNKNOWN_RATE
-from healcore.core.numerics import shortest_decimal
 from healcore.jax import heal_state, optimizer_numbers
 from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
 from healcore.jax.driver.engines import (

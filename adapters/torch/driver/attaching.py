@@ -8,7 +8,7 @@ from typing import Any
 
 from healcore.console import first_of
 from healcore.core.engine import Engine
-from healcore.core.engine.config import config_differences
+from healcore.core.engine.config import table_differences, tables_of
 from healcore.core.errors import AttachError
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing, attach, healing_of
@@ -64,7 +64,7 @@ def _check_attached(name: str, healing: Healing, engine: Engine) -> None:
             f'"{name}" belongs to a Healer that is still open: leave its `with` block, or '
             "delete the object"
         )
-    differences = config_differences(healing.engine.config, engine.config)
+    differences = table_differences(tables_of(healing.engine.config), tables_of(engine.config))
     if differences:
         raise AttachError(
             f'"{name}" is healed already under another policy than the policy of the Healer '

@@ -22,8 +22,15 @@ from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
-from healcore.core import numerics
-from healcore.core.array_namespace import Flag, Float, Int, Number, xp
+from healcore.core.array_namespace import (
+    Flag,
+    Float,
+    Int,
+    Number,
+    complement,
+    one_like,
+    xp,
+)
 from healcore.core.decision import Cause, DetectorResult
 from healcore.core.ranges import Fraction, NotNegative, Ratio, Steps, number, whole
 from healcore.core.signals import CheckedSignals
@@ -143,7 +150,7 @@ class RecordsConfig(NamedTuple):
         count = xp.where(learn & (before < _MAX_COUNT), before + 1, before)
         t = xp.as_float(count)
         record_ratio = xp.product(self.record_rate, t)
-        numerator = xp.product(numerics.complement(self.record_rate, t), t)
+        numerator = xp.product(complement(self.record_rate, t), t)
         other_ratio = xp.quotient(numerator, xp.where(t > 1, t - 1, 1.0))
         pairs = xp.product(t, t + 1)
         first_steps = xp.as_float(count - count + self.warmup_steps)
@@ -230,7 +237,7 @@ class InstabilityConfig(NamedTuple):
 
         count = xp.where(learn & (before < _MAX_COUNT), before + 1, before)
         learnt = xp.where(usual > 0, xp.minimum(norm, large), norm)
-        one = numerics.one_like(norm)
+        one = one_like(norm)
         steps = xp.where(count > 0, xp.as_float(count), one)
         weight = xp.maximum(xp.quotient(one, steps), _MIN_NORM_WEIGHT)
         step = xp.product(weight, learnt - usual)

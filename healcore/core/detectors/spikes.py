@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
-from healcore.core import numerics
-from healcore.core.array_namespace import Flag, Float, Int, Number, xp
+from healcore.core.array_namespace import (
+    SIGNAL_LIMIT,
+    Flag,
+    Float,
+    Int,
+    Number,
+    one_like,
+    xp,
+)
 from healcore.core.decision import Cause, DetectorResult
 from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import CheckedSignals
@@ -89,7 +96,7 @@ def learn_noise(
     """
     value = xp.where(allowed, value, state.last)  # without a jump the noise stays
     count = xp.minimum(state.count + allowed, window)
-    weight = xp.quotient(numerics.one_like(value), xp.as_float(count))
+    weight = xp.quotient(one_like(value), xp.as_float(count))
     jump = abs(value - state.last)
     step = xp.product(weight, xp.minimum(jump, max_jump) - state.noise)
     noise = state.noise + xp.where(jump > 0, step, 0.0)
@@ -163,10 +170,10 @@ def _judge(
     z = xp.quotient(gap, xp.where(known & judged, unit, _INFINITE))
     vote = xp.clip(xp.quotient(z - threshold, threshold), 0.0, 1.0)
 
-    max_gap = xp.where(known, xp.product(threshold, unit), numerics.SIGNAL_LIMIT)
+    max_gap = xp.where(known, xp.product(threshold, unit), SIGNAL_LIMIT)
     new_values, weight = learn_noise(values, value, learn, max_gap, config.window)
     new_votes = votes - xp.product(weight, votes) + vote
-    new_votes = xp.minimum(new_votes, numerics.one_like(vote) + config.evidence)
+    new_votes = xp.minimum(new_votes, one_like(vote) + config.evidence)
     votes = xp.where(learn, new_votes, votes)
     sustained = votes > config.evidence
     lasting = xp.where(sustained, state.lasting + learn, 0)

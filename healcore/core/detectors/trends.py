@@ -21,8 +21,15 @@ from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
-from healcore.core import numerics
-from healcore.core.array_namespace import Flag, Float, Int, Number, xp
+from healcore.core.array_namespace import (
+    SIGNAL_LIMIT,
+    Flag,
+    Float,
+    Int,
+    Number,
+    complement,
+    xp,
+)
 from healcore.core.decision import Cause, DetectorResult
 from healcore.core.detectors.spikes import (
     NOISE_WINDOW,
@@ -99,7 +106,7 @@ class DivergenceConfig(NamedTuple):
         trend = xp.where(first, loss, state.trend)
         unit = noise_unit(values, trend, SMALL_NOISE)
         threshold = xp.product(self.rise, unit)
-        max_distance = xp.where(unit > 0, threshold, numerics.SIGNAL_LIMIT)
+        max_distance = xp.where(unit > 0, threshold, SIGNAL_LIMIT)
         learnt, weight = learn_noise(values, loss, learn, max_distance, self.window)
 
         distance = xp.maximum(xp.minimum(loss - trend, max_distance), -max_distance)
@@ -271,7 +278,7 @@ class OverfitConfig(NamedTuple):
             smaller gap. An alarm is sustained at once.
         """
         learn = seen.finite
-        rate = numerics.complement(self.ema_decay, seen.loss)
+        rate = complement(self.ema_decay, seen.loss)
         train = xp.ema(state.train, seen.loss, rate, learn)
         train = xp.where(learn & ~state.started, seen.loss, train)
         started = state.started | learn

@@ -14,8 +14,8 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from healcore.core import baseline, numerics
-from healcore.core.array_namespace import Flag, Float, Int, Number, xp
+from healcore.core import baseline
+from healcore.core.array_namespace import Flag, Float, Int, Number, complement, one_like, xp
 from healcore.core.decision import Cause, DetectorResult
 from healcore.core.ranges import Fraction, NotNegative, OnOff, Positive, Steps, number, whole
 from healcore.core.signals import CheckedSignals
@@ -382,10 +382,10 @@ class GradEmaConfig(NamedTuple):
         accepted = learn & ~alarm
         first = count == 0
         old_weight = xp.where(first, 0.0, state.weight)
-        complement = numerics.complement(self.ema_decay, norm)
-        weight = xp.ema(old_weight, numerics.one_like(norm), complement, accepted)
+        share = complement(self.ema_decay, norm)
+        weight = xp.ema(old_weight, one_like(norm), share, accepted)
         # Weight of the new value: 1 for the first value, 1 - decay in the long run.
-        rate = xp.quotient(complement, xp.where(weight > 0, weight, 1.0))
+        rate = xp.quotient(share, xp.where(weight > 0, weight, 1.0))
         mean = xp.ema(xp.where(first, 0.0, state.mean), norm, rate, accepted)
         sustained = alarm & (shift.rejections >= self.sustain * self.shift.gain)
         learnt = GradEmaState(

@@ -8,11 +8,11 @@ from healcore.core.engine.config import (
     IncidentConfig,
     LrConfig,
     RollbackConfig,
-    RuleConfig,
 )
 from healcore.core.engine.engine import Engine
-from healcore.core.engine.saved_state import StateError
+from healcore.core.engine.rule import RuleConfig
 from healcore.core.engine.state import EngineState, Tally, neutral
+from healcore.core.trees import StateError
 
 __all__ = [
     "BudgetConfig",

@@ -1,40 +1,20 @@
 """`EngineConfig`: the numbers of a policy in the form that the engine runs, and its tables.
 
 `healcore.policy` makes it from a TOML file. Fields that are marked static are Python values. All
-others may be arrays, so that one vmapped scan runs thousands of variants. `config_differences`
-names the keys in which two policies differ.
+others may be arrays, so that one vmapped scan runs thousands of variants. `table_differences` names
+the keys in which two policies differ.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from healcore.core.array_namespace import Number
-from healcore.core.engine.saved_state import to_json_data
+import numpy as np
+
+from healcore.core.array_namespace import Number, shortest_decimal
+from healcore.core.engine.rule import RuleConfig
 from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
-
-
-class RuleConfig(NamedTuple):
-    """One `[[respond]]` entry: the causes, the actions, and the condition.
-
-    A step with one of the causes is a hit. The condition says how many hits are needed until the
-    actions are ordered: one, several in a row, or several within a window.
-    """
-
-    causes: int
-    """`Cause` flags that are hits of the rule. Static."""
-    skip: bool = False
-    """Whether the rule skips the step. Static."""
-    action: int = 0
-    """`Action` flags that the rule orders. Static."""
-    sustained: bool = False
-    """Whether only sustained alarms are hits. Static."""
-    consecutive: Number = 1
-    """Hits in a row from which the rule fires."""
-    count: Number = 0
-    """Hits within the last `within` steps from which the rule fires; 0 = no such condition."""
-    within: int = 0
-    """Length of the window for `count`, in steps. Static."""
+from healcore.core.trees import to_json_data
 
 
 class IncidentConfig(NamedTuple):
@@ -147,21 +127,8 @@ def may_limit_rate(config: LrConfig) -> bool:
     return not (isinstance(config.ceiling, int | float) and config.ceiling <= 0)
 
 
-def config_differences(left: EngineConfig, right: EngineConfig) -> list[str]:
-    """Lists the numbers in which two policies differ, for a message.
-
-    Args:
-        left: a policy, for example the policy of a saved state.
-        right: another policy.
-
-    Returns:
-        Lines `name: left and right`, such as `lr.factor: 0.5 and 0.25`.
-    """
-    return _differences(_tables(left), _tables(right), "")
-
-
-def _tables(config: EngineConfig) -> dict[str, Any]:
-    """The numbers of a policy by the names of the tables of its file."""
+def tables_of(config: EngineConfig) -> dict[str, Any]:
+    """The numbers of a policy as JSON-safe data, by the names of the tables of its file."""
     tables = to_json_data(config._replace(detectors=()))
     tables["detect"] = {name: to_json_data(each) for name, each in config.detectors}
     if config.clip is not None:
@@ -169,11 +136,28 @@ def _tables(config: EngineConfig) -> dict[str, Any]:
     return tables
 
 
-def _differences(left: Any, right: Any, name: str) -> list[str]:
+def table_differences(left: Any, right: Any, name: str = "policy") -> list[str]:
+    """Lists the numbers in which two policies differ, for a message.
+
+    Args:
+        left: result of `tables_of`, perhaps read from a file.
+        right: result of `tables_of` for the present policy.
+        name: dotted name of the compared part.
+
+    Returns:
+        Lines such as `lr.factor: 0.5, now 0.25`.
+    """
     if not (isinstance(left, dict) and isinstance(right, dict)):
-        return [] if left == right else [f"{name}: {left} and {right}"]
+        return [] if left == right else [f"{name}: {_shown(left)}, now {_shown(right)}"]
     found = []
     for key in left | right:
-        place = f"{name}.{key}".strip(".")
-        found += _differences(left.get(key, "absent"), right.get(key, "absent"), place)
+        place = key if name == "policy" else f"{name}.{key}"
+        found += table_differences(left.get(key, "absent"), right.get(key, "absent"), place)
     return found
+
+
+def _shown(value: Any) -> str:
+    """The shortest decimal number of a float32, and other values as Python writes them."""
+    if isinstance(value, float):
+        value = shortest_decimal(np.float32(value))
+    return str(value)

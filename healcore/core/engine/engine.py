@@ -18,26 +18,35 @@ from typing import Any
 
 import numpy as np
 
-from healcore.core import numerics
 from healcore.core.array_namespace import (
+    FLOAT32_MAX,
+    FLUSH,
     Flag,
     Float,
     Int,
     Norms,
+    one_like,
     xp,
+    zero_like,
 )
-from healcore.core.clipping import EPSILON, Clip
+from healcore.core.clipping import Clip, scale_to
 from healcore.core.decision import NONFINITE, Action, Cause, Decision
 from healcore.core.engine import rate as rates
-from healcore.core.engine.config import EngineConfig, may_limit_rate
-from healcore.core.engine.incident import RecoveryOrders, update_incident
-from healcore.core.engine.rule import update_rule
-from healcore.core.engine.saved_state import SCHEMA, StateError, from_json_data, to_json_data
-from healcore.core.engine.state import FROZEN, EngineState, RuleState, init, record_numbers
+from healcore.core.engine.config import (
+    EngineConfig,
+    may_limit_rate,
+    table_differences,
+    tables_of,
+)
+from healcore.core.engine.incident import update_incident
+from healcore.core.engine.rule import RuleState, update_rule
+from healcore.core.engine.state import FROZEN, EngineState, init, record_numbers
 from healcore.core.signals import CheckedSignals, Signals, check_signals
 from healcore.core.step_record import RECORD_FIELDS, record_metrics
-from healcore.core.trees import map_leaves
+from healcore.core.trees import StateError, from_json_data, select, to_json_data
 
+SCHEMA = 12
+"""Version of the saved form of a state."""
 _MAX_GROUPS = 10_000_000
 _NONFINITE = int(NONFINITE)
 _ORDERED_ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
@@ -123,6 +132,10 @@ class Engine:
         return hashlib.sha256(json.dumps(to_json_data(self.config)).encode()).hexdigest()[:16]
 
     @cached_property
+    def _tables(self) -> dict[str, Any]:
+        return tables_of(self.config)
+
+    @cached_property
     def needs(self) -> frozenset[str]:
         """The `Signals` fields that the policy reads; a detector is inactive without its signal."""
         names: set[str] = set()
@@ -177,14 +190,13 @@ class Engine:
         # NumPy warns of invalid values that `where` discards later.
         with np.errstate(all="ignore"):
             new, decision = self._judge(state, signals)
-            neutral_where, lr_scale = signals.externally_skipped, state.lr.scale
-            if neutral_where is not None:
-                new = self._without_step(state, new, signals, neutral_where)
-                decision = decision._replace(cause=xp.where(neutral_where, 0, decision.cause))
+            skipped = signals.externally_skipped
+            if skipped is not None:
+                new = self._without_step(state, new, signals, skipped)
+                neutral = _neutral(decision, state.lr.scale, decision.cause & 0)
+                decision = select(skipped, neutral, decision)
             if self.mode == "observe":
-                neutral_where, lr_scale = decision.skip | True, 1.0
-            if neutral_where is not None:
-                decision = _neutral(decision, neutral_where, lr_scale)
+                decision = _neutral(decision, one_like(decision.lr_scale), decision.cause)
         return new, decision
 
     def _judge(self, state: EngineState, signals: Signals) -> tuple[EngineState, Decision]:
@@ -328,14 +340,9 @@ class Engine:
         host's limit. So the norm stays within the limit without a sum of the tensors' norms, which
         each backend would round differently. A skipped step is not clipped.
         """
-        per_tensor = self.per_tensor
-
-        def for_each(x: Any) -> Any:
-            return x[..., None] if per_tensor else x
-
-        scale, clipped = numerics.one_like(state.last.loss), skip & False
-        if per_tensor:
-            scale = numerics.one_like(state.last.decision.group_scale)
+        per_tensor, last = self.per_tensor, state.last.decision
+        skip_each = skip[..., None] if per_tensor else skip
+        scale, clipped = one_like(last.group_scale if per_tensor else last.grad_scale), skip & False
         if clip is not None:
             scale, clipped = clip.scale, clip.clipped
             if per_tensor:
@@ -344,12 +351,12 @@ class Engine:
         norm, limit = signals.grad_norm, state.norm_limit
         if self.limits_norm and norm is not None:
             over = (limit > 0) & (norm > limit)
-            factor = xp.flush(xp.where(over, xp.quotient(limit, norm + EPSILON), 1.0))
             clipped = clipped | over
-            scale = xp.minimum(scale, for_each(factor))
-        scale, clipped = xp.where(for_each(skip), 1.0, scale), clipped & ~skip
+            factor = scale_to(limit, norm, over)
+            scale = xp.minimum(scale, factor[..., None] if per_tensor else factor)
+        scale, clipped = xp.where(skip_each, 1.0, scale), clipped & ~skip
         if per_tensor:
-            return numerics.one_like(state.last.loss), scale, clipped
+            return one_like(last.grad_scale), scale, clipped
         return scale, None, clipped
 
     def _without_step(
@@ -360,13 +367,7 @@ class Engine:
         The loss and the norms of a skipped step are dropped, because the next step has its own. An
         announced change and an evaluation are reported for one step only, so they would be lost.
         """
-
-        def chosen(after: Any, before: Any) -> Any:
-            trailing = (None,) * (after.ndim - skipped.ndim)
-            condition = skipped[(..., *trailing)] if trailing else skipped
-            return xp.where(condition, before, after)
-
-        kept = map_leaves(chosen, new, old)
+        kept = select(skipped, old, new)
         expected = old.change_expected
         if signals.change_expected is not None:
             expected = expected | signals.change_expected
@@ -407,11 +408,11 @@ class Engine:
             incident=incident._replace(
                 open=incident.open & False,
                 only_skips=incident.only_skips & False,
-                quiet=numerics.zero_like(incident.quiet),
+                quiet=zero_like(incident.quiet),
             ),
             budget=budget._replace(
                 recoveries=xp.decremented(budget.recoveries),
-                healthy_steps=numerics.zero_like(budget.healthy_steps),
+                healthy_steps=zero_like(budget.healthy_steps),
             ),
             lr=live.lr._replace(
                 rate_at_cut=xp.where(raised, then.rate_at_cut, live.lr.rate_at_cut),
@@ -456,14 +457,11 @@ class Engine:
             rate: the schedule's current learning rate, float32 array, or None for a constant rate
                 of 1.
         """
-        config = self.config.lr
-        if not self.cuts_lr:  # the limit itself is in force, without a hold and a ramp
-            config = config._replace(hold_steps=0, ramp_steps=0)
-        limited = rates.limited_rate(config, state.lr, limit, rate)
+        limited = rates.limited_rate(self.config.lr, state.lr, limit, rate, cuts=self.cuts_lr)
         allowed = state.budget.lr_cuts > 0
         spent = xp.as_int(allowed)
         return state._replace(
-            lr=map_leaves(lambda new, old: xp.where(allowed, new, old), limited, state.lr),
+            lr=select(allowed, limited, state.lr),
             budget=state.budget._replace(lr_cuts=state.budget.lr_cuts - spent),
             tally=state.tally._replace(lr_cuts=state.tally.lr_cuts + spent),
         )
@@ -480,9 +478,9 @@ class Engine:
             limit: largest norm of the gradients, float32 array, 0-d or of the state's batch shape.
                 0, None or a number that cannot be a limit (negative, NaN, Inf) releases the limit.
         """
-        none = numerics.zero_like(state.norm_limit)
+        none = zero_like(state.norm_limit)
         given = none if limit is None else limit
-        is_limit = (given > numerics.FLUSH) & (given <= numerics.FLOAT32_MAX)
+        is_limit = (given > FLUSH) & (given <= FLOAT32_MAX)
         return state._replace(norm_limit=xp.where(is_limit, given, none))
 
     def freeze(self, state: EngineState) -> EngineState:
@@ -494,7 +492,7 @@ class Engine:
         Args:
             state: the state before the first frozen step.
         """
-        frozen = numerics.zero_like(state.norm_limit) + FROZEN
+        frozen = zero_like(state.norm_limit) + FROZEN
         return state._replace(norm_limit=frozen)
 
     def apply_rate(self, state: EngineState, rate: Float) -> EngineState:
@@ -507,12 +505,7 @@ class Engine:
             state: a state without an open incident.
             rate: the schedule's learning rate, float32 array.
         """
-        never, none = state.step < 0, state.step & 0
-        orders = RecoveryOrders(healthy=~never, refund=never, cut=never, depth=none, action=none)
-        rescaled = rates.update_rate(
-            self.config.lr, state.lr, orders, never, rate, cuts=self.cuts_lr
-        )
-        return state._replace(lr=state.lr._replace(scale=rescaled.scale))
+        return state._replace(lr=rates.rescaled(self.config.lr, state.lr, rate, cuts=self.cuts_lr))
 
     def metrics(self, state: EngineState) -> dict[str, Any]:
         """Names the numbers of the last step for a logger.
@@ -533,13 +526,13 @@ class Engine:
             state: a state without batch axes.
 
         Returns:
-            `{"schema": SCHEMA, "policy": fingerprint, "groups": n, "state": {...}}`, from which
+            `{"schema": SCHEMA, "policy": {...}, "groups": n, "state": {...}}`, from which
             `from_dict` restores the state on any machine.
         """
         scale = state.last.decision.group_scale
         return {
             "schema": SCHEMA,
-            "policy": self.fingerprint,
+            "policy": self._tables,
             "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
             "state": to_json_data(state),
         }
@@ -563,12 +556,12 @@ class Engine:
                 f"the saved state has schema {data.get('schema')!r}, but this version reads "
                 f"{SCHEMA}: start from a fresh state, or use the version that wrote it"
             )
-        saved = data.get("policy")
-        if saved != self.fingerprint:
+        differences = table_differences(data.get("policy"), self._tables)
+        if differences:
             raise StateError(
-                "the saved state belongs to another policy: its fingerprint is "
-                f"{saved!r:.40}, not {self.fingerprint!r}; load the state with its own policy, or "
-                "start from a fresh state, whose detectors warm up again"
+                f"the saved state belongs to another policy ({'; '.join(differences):.300}): load "
+                "the state with its own policy, or start from a fresh state, whose detectors warm "
+                "up again"
             )
         count = data.get("groups")
         if not isinstance(count, int) or not 0 <= count <= _MAX_GROUPS:
@@ -576,16 +569,17 @@ class Engine:
         return from_json_data(self.init(groups=count), data.get("state"), "state")
 
 
-def _neutral(decision: Decision, when: Flag, lr_scale: Float) -> Decision:
-    """Replaces the decision by a neutral one where `when` holds; the causes stay."""
+def _neutral(decision: Decision, lr_scale: Float, cause: Int) -> Decision:
+    """A decision in the same arrays that changes neither the gradients nor the weights."""
     group_scale = decision.group_scale
     if group_scale is not None:
-        group_scale = xp.where(when[..., None], 1.0, group_scale)
-    return decision._replace(
-        grad_scale=xp.where(when, 1.0, decision.grad_scale),
-        skip=decision.skip & ~when,
-        lr_scale=xp.where(when, lr_scale, decision.lr_scale),
-        action=xp.where(when, 0, decision.action),
-        rollback_depth=xp.where(when, 0, decision.rollback_depth),
+        group_scale = one_like(group_scale)
+    return Decision(
+        grad_scale=one_like(decision.grad_scale),
+        skip=decision.skip & False,
+        lr_scale=lr_scale,
+        action=decision.action & 0,
+        cause=cause,
+        rollback_depth=decision.rollback_depth & 0,
         group_scale=group_scale,
     )

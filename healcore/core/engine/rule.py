@@ -7,9 +7,54 @@ NaN never has ten hits in a row.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+
 from healcore.core.array_namespace import Flag, Int, Number, xp
-from healcore.core.engine.config import RuleConfig
-from healcore.core.engine.state import RuleState
+from healcore.core.trees import zeros
+
+_NEVER = 1 << 30
+
+
+class RuleConfig(NamedTuple):
+    """One `[[respond]]` entry: the causes, the actions, and the condition.
+
+    A step with one of the causes is a hit. The condition says how many hits are needed until the
+    actions are ordered: one, several in a row, or several within a window.
+    """
+
+    causes: int
+    """`Cause` flags that are hits of the rule. Static."""
+    skip: bool = False
+    """Whether the rule skips the step. Static."""
+    action: int = 0
+    """`Action` flags that the rule orders. Static."""
+    sustained: bool = False
+    """Whether only sustained alarms are hits. Static."""
+    consecutive: Number = 1
+    """Hits in a row from which the rule fires."""
+    count: Number = 0
+    """Hits within the last `within` steps from which the rule fires; 0 = no such condition."""
+    within: int = 0
+    """Length of the window for `count`, in steps. Static."""
+
+
+class RuleState(NamedTuple):
+    """Hits of one rule, and its last firing."""
+
+    streak: Int
+    """Hits in a row."""
+    window: Int
+    """(within,): ring of the last steps, 1 for a hit; (0,) without a window."""
+    age: Int
+    """Steps since the rule last fired."""
+
+
+def init_rule(config: RuleConfig) -> RuleState:
+    """The state of a rule without hits."""
+    window = np.zeros((config.within,), np.int32)
+    return zeros(RuleState)._replace(window=window, age=np.full((), _NEVER, np.int32))
 
 
 def update_rule(

@@ -1,6 +1,6 @@
 """`EngineState`: everything that the engine knows about a run.
 
-The state is a fixed-size pytree of NumPy, JAX or torch arrays. `saved_state` converts it.
+The state is a fixed-size pytree of NumPy, JAX or torch arrays. `trees` converts it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import numpy as np
 
 from healcore.core.array_namespace import Array, Flag, Float, Int
 from healcore.core.decision import Decision, Telemetry
-from healcore.core.engine.config import EngineConfig, RuleConfig
+from healcore.core.engine.config import EngineConfig
+from healcore.core.engine.rule import RuleState, init_rule
 from healcore.core.trees import map_leaves, zeros
-
-_NEVER = 1 << 30
 
 FROZEN = -1.0
 """The limit of the gradient norm while the host freezes all steps."""
@@ -40,17 +39,6 @@ class Tally(NamedTuple):
     """Rollbacks that the host performed."""
     lr_cuts: Int
     """Cuts of the learning rate."""
-
-
-class RuleState(NamedTuple):
-    """Hits of one rule, and its last firing."""
-
-    streak: Int
-    """Hits in a row."""
-    window: Int
-    """(within,): ring of the last steps, 1 for a hit; (0,) without a window."""
-    age: Int
-    """Steps since the rule last fired."""
 
 
 class IncidentState(NamedTuple):
@@ -136,7 +124,7 @@ class EngineState(NamedTuple):
         tally, last                           what reports say; decisions depend only on the last
                                               finite loss and norm in it, which replace bad ones
 
-    Every float is finite, and no float is subnormal (`numerics.FLUSH`), so that a saved state is
+    Every float is finite, and no float is subnormal (`FLUSH`), so that a saved state is
     equal in all frameworks. `Engine.to_dict` saves it.
     """
 
@@ -229,12 +217,6 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
         ),
     )
     return map_leaves(lambda leaf: np.broadcast_to(leaf, batch + leaf.shape).copy(), state)
-
-
-def init_rule(config: RuleConfig) -> RuleState:
-    """The state of a rule without hits."""
-    window = np.zeros((config.within,), np.int32)
-    return zeros(RuleState)._replace(window=window, age=np.full((), _NEVER, np.int32))
 
 
 def record_numbers(state: EngineState) -> tuple[Array, ...]:

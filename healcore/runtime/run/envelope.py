@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import ConfigDict
 
-from healcore.core.numerics import SIGNAL_LIMIT
+from healcore.core.array_namespace import SIGNAL_LIMIT
 from healcore.core.step_record import StepRecord
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import NumberRange

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.console import first_lines, first_of
+from healcore.core.array_namespace import shortest_decimal
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
-from healcore.core.numerics import shortest_decimal
 from healcore.events.sentences import flags_text
 from healcore.history import Curves, Incident, Mode
 from healcore.history.counts import count_incidents

@@ -179,7 +179,7 @@ class Multiplier:
     def limit(self, limit: float, schedule: float | None) -> None:
         """The host holds the rate at most at `limit`, as after a cut that has left this rate."""
         rate = _known_rate(schedule)
-        self.scale = min(self.scale, limit / rate) if rate else self.scale
+        self.scale = min(1.0, limit / rate) if rate else self.scale
         self.rate_after_cut = limit
         self.rate_at_cut = min(limit / (self.config.ceiling or 1.0), 1e12)
         self.peak = self.rate = rate

@@ -6,8 +6,7 @@ import numpy as np
 
 from healcore.core.decision import Action
 from healcore.core.engine import EngineConfig, RuleConfig
-from healcore.core.engine.rule import update_rule
-from healcore.core.engine.state import RuleState, init_rule
+from healcore.core.engine.rule import RuleState, init_rule, update_rule
 from healcore.core.step_record import StepRecord
 from healcore.runtime.run.run_record import RunRecord
 

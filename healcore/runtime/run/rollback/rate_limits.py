@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.core.array_namespace import FLOAT32_MAX
 from healcore.core.engine import Engine
-from healcore.core.numerics import FLOAT32_MAX
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.healthy_ranges import HealthyValues
 
