@@ -10,7 +10,7 @@ import importlib.util
 import pkgutil
 from typing import Any
 
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 
 PROVIDED = {
     "driver": {
@@ -42,9 +42,10 @@ def find(framework: str, capability: str) -> Any:
     return pkgutil.resolve_name(PROVIDED[capability][framework])
 
 
-@exported_by("healcore.errors")
 class MissingExtraError(HealcoreError, ImportError):
     """The framework that a part of healcore needs is not installed."""
+
+    __module__ = "healcore.errors"
 
 
 def require(extra: str, *modules: str) -> None:

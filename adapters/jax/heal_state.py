@@ -26,10 +26,11 @@ from jax.core import Tracer
 
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineConfig, EngineState, StateError, neutral
+from healcore.core.engine.state import metrics as engine_metrics
 from healcore.core.engine.state import record_numbers
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
-from healcore.core.step_record import RECORD_FIELDS, record_metrics
+from healcore.core.step_record import RECORD_FIELDS
 from healcore.core.trees import map_leaves
 from healcore.jax.array_namespace import JAX
 from healcore.jax.compilation import compiles_one_kernel, in_one_kernel
@@ -40,7 +41,6 @@ DEFAULT_RECORDS = 64
 """Default number of steps whose records a HealState has."""
 
 
-@exported_by("healcore.jax")
 class HealStateError(HealcoreError, ValueError):
     """An optimizer state has no healing state, several, or one of another policy.
 
@@ -48,6 +48,8 @@ class HealStateError(HealcoreError, ValueError):
     differs from the policy of `protect`, and a step that returned a part of its state. The message
     says which, and what to write instead.
     """
+
+    __module__ = "healcore.jax"
 
     differences: str = ""
     """What differs between a new state and the first state, for the run's line about a changed
@@ -453,7 +455,7 @@ def last_decision(state: HealState) -> Decision:
 
 @jax.jit
 def metrics(vector: jax.Array) -> dict[str, jax.Array]:
-    """The numbers of the newest step, named for a logger by `record_metrics`.
+    """The numbers of the newest step, named for a logger by `engine.state.metrics`.
 
     The loss is NaN until the first finite loss. (The engine's state has -0.0 there, because a
     checkpoint with a NaN would count as bad.) One dispatch outside of a compiled step.
@@ -465,12 +467,11 @@ def metrics(vector: jax.Array) -> dict[str, jax.Array]:
         `heal/...` -> array 0-d, or (runs,).
     """
     packed: _Packed = _unpack(_ANY_POLICY, vector)
-    values = dict(zip(RECORD_FIELDS, record_numbers(packed.engine), strict=True))
-    values |= packed.engine.tally._asdict()
-    loss = values["loss"]
+    numbers = engine_metrics(packed.engine)
+    loss = numbers["heal/loss"]
     unknown = (loss == 0) & jnp.signbit(loss)
-    values["loss"] = jnp.where(unknown, jnp.nan, loss)
-    return record_metrics(values)
+    numbers["heal/loss"] = jnp.where(unknown, jnp.nan, loss)
+    return numbers
 
 
 def _tensors(state: HealState) -> int | None:

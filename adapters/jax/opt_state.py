@@ -76,7 +76,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         opt_state: as in `last_decision`.
 
     Returns:
-        See `healcore.core.step_record.record_metrics`. `heal/loss` is NaN until the first finite
+        See `healcore.core.engine.state.metrics`. `heal/loss` is NaN until the first finite
         loss, and always if `value=` is not passed.
 
     Raises:

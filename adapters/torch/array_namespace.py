@@ -61,10 +61,8 @@ class TorchNamespace(ArrayNamespace):
         """A plain product: only a compiler fuses it with an addition."""
         return x * y
 
-    def quotient(self, x: Tensor, y: Any, /) -> Tensor:
+    def quotient(self, x: Tensor, y: Tensor, /) -> Tensor:
         """A plain division. torch divides exactly by a tensor, but not by a Python number."""
-        if not isinstance(y, Tensor):
-            y = torch.full_like(x, y)
         return x / y
 
 

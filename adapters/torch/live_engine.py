@@ -29,7 +29,7 @@ import healcore.torch.array_namespace  # noqa: F401  # registers the namespace o
 from healcore.core.array_namespace import FLOAT32_MAX, SIGNAL_LIMIT, shortest_decimal
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState, StateError
-from healcore.core.engine.state import record_numbers
+from healcore.core.engine.state import metrics, record_numbers
 from healcore.core.errors import AttachError, ParametersChangedError
 from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_INTS, StepRecord, Why, host_record, unpack_record
@@ -425,8 +425,8 @@ class LiveEngine:
         Returns:
             Name -> 0-d tensor. Copies.
         """
-        metrics = self.engine.metrics(self.state)
-        return {name: torch.as_tensor(value).clone() for name, value in metrics.items()}
+        numbers = metrics(self.state)
+        return {name: torch.as_tensor(value).clone() for name, value in numbers.items()}
 
     # -- changes of the state ---------------------------------------------------------------------
 

@@ -41,7 +41,6 @@ these rules:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -153,19 +152,12 @@ class ArrayNamespace:
         """
         return self.minimum(x * y, PRODUCT_LIMIT)
 
-    def quotient(self, x: Float, y: Float | Number, /) -> Float:
-        """Divides with correct rounding; `x` is a float32 array, `y` is not 0.
-
-        An infinite `x` needs an array as `y`: the default divides it by a Python number to NaN.
+    def quotient(self, x: Float, y: Float, /) -> Float:
+        """Divides with correct rounding; `y` is an array without 0.
 
         The divisor is brought to the dividend's shape, because XLA multiplies by the reciprocal of
         a broadcast divisor.
         """
-        if isinstance(y, int | float):
-            is_power_of_two = math.frexp(y)[0] == 0.5
-            if is_power_of_two:
-                return x * (1 / y)  # the reciprocal is exact
-            y = x - x + y
         return x / self.where(x == x, y, 1.0)
 
     def flag(self, condition: Flag, flags: int, /) -> Int:
@@ -237,10 +229,9 @@ NumPy warns of invalid values that a `where` discards later. `Engine.step` ignor
 callers of other functions need ``np.errstate(all="ignore")``.
 """
 
-_registered: dict[type, Callable[[Any], ArrayNamespace]] = {}
-_found: dict[type, Callable[[Any], ArrayNamespace]] = {}
-"""The registered function for each type of operand so far. A class of JAX says by the array alone
-whether it is one of its arrays."""
+_namespaces: dict[type, Callable[[Any], ArrayNamespace]] = {}
+"""The function that returns the namespace of an array, by the class of the array: the registered
+classes, and each class of an operand so far."""
 
 
 def register(kind: type, namespace_of: Callable[[Any], ArrayNamespace]) -> None:
@@ -250,8 +241,7 @@ def register(kind: type, namespace_of: Callable[[Any], ArrayNamespace]) -> None:
         kind: the class of the arrays.
         namespace_of: returns the namespace of an array.
     """
-    _registered[kind] = namespace_of
-    _found.clear()
+    _namespaces[kind] = namespace_of
 
 
 def _namespace(operands: tuple[Any, ...]) -> ArrayNamespace:
@@ -260,12 +250,10 @@ def _namespace(operands: tuple[Any, ...]) -> ArrayNamespace:
     Constants of NumPy may be mixed with the arrays of every library.
     """
     for each in operands:
-        if type(each) not in _found:
-            _found[type(each)] = lambda array: NUMPY
-            for kind, namespace_of in _registered.items():
-                if isinstance(each, kind):
-                    _found[type(each)] = namespace_of
-        namespace = _found[type(each)](each)
+        if type(each) not in _namespaces:
+            bases = [base for base in _namespaces if isinstance(each, base)]
+            _namespaces[type(each)] = _namespaces[bases[0]] if bases else lambda array: NUMPY
+        namespace = _namespaces[type(each)](each)
         if namespace is not NUMPY:
             return namespace
     return NUMPY

@@ -68,10 +68,6 @@ def scale_to(limit: Float, norm: Float, over: Flag) -> Float:
     return xp.flush(xp.where(over, scale, 1.0))
 
 
-class FixedState(NamedTuple):
-    """No state: the limit is fixed."""
-
-
 class FixedConfig(NamedTuple):
     """Parameter of fixed clipping, the usual rule of training loops (Pascanu et al., 2013).
 
@@ -87,11 +83,9 @@ class FixedConfig(NamedTuple):
 
     kind = "fixed"
     per_tensor, is_fixed, limits_every_step = False, True, True
-    init = zero_init(FixedState)
+    init = zero_init(tuple)
 
-    def update(
-        self, state: FixedState, seen: CheckedSignals, learn: Flag
-    ) -> tuple[FixedState, Clip]:
+    def update(self, state: Any, seen: CheckedSignals, learn: Flag) -> tuple[Any, Clip]:
         """Clips `seen.grad_norm` to `max_norm`.
 
         Args:
@@ -329,7 +323,7 @@ class AutoClipConfig(NamedTuple):
         edges = xp.table(EDGES, norm)
         above = norm[..., None] >= edges
         index = xp.sum(xp.as_int(above), -1) - 1
-        index = xp.where(index < 0, 0, xp.where(index > BINS - 1, BINS - 1, index))
+        index = xp.clip(index, 0, BINS - 1)
         hit = (xp.places(state.counts) == index[..., None]) & learn[..., None]
 
         counts = xp.where(seen.restart[..., None], 0, state.counts)

@@ -76,9 +76,9 @@ class DetectorResult(NamedTuple):
 
     alarm: Flag
     """bool: this step is an outlier."""
-    sustained: Flag
+    sustained: Flag | None = None
     """bool: the fault lasts, so a rollback may help. During a sustained spike a single step may be
-    normal; `alarm` is then false."""
+    normal; `alarm` is then false. None if every alarm is sustained."""
     cause: Int | None = None
     """int32 `Cause` flags from a detector with several causes, else None for its `CAUSE`."""
     z: Float | None = None

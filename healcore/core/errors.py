@@ -10,35 +10,18 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Callable
-from typing import TypeVar
-
-_Error = TypeVar("_Error", bound=BaseException)
 
 
-def exported_by(module: str) -> Callable[[type[_Error]], type[_Error]]:
-    """Makes a traceback name an exception by the module from which programs import it.
-
-    Without this, the traceback names a private module.
-
-    Args:
-        module: the public module that exports the exception, such as "healcore.errors".
-    """
-
-    def rename(error: type[_Error]) -> type[_Error]:
-        error.__module__ = module
-        return error
-
-    return rename
-
-
-@exported_by("healcore")
 class HealcoreError(BaseException):
     """Base class of all exceptions of healcore; each subclass also has a builtin base.
 
     Not an Exception: `RunStopped` and the other ends of a run are subclasses of SystemExit, so
     `except Exception` in a training loop does not catch them. All other errors are Exceptions. The
-    text of every error is escaped for a terminal.
+    text of every error is escaped for a terminal. Tracebacks name `__module__`, from which programs
+    import the error.
     """
+
+    __module__ = "healcore"
 
     def __str__(self) -> str:
         """The message, escaped for a terminal because it may quote untrusted files."""
@@ -48,7 +31,6 @@ class HealcoreError(BaseException):
         return super().__str__()
 
 
-@exported_by("healcore.errors")
 class AttachError(HealcoreError, TypeError):
     """`healcore.torch` cannot heal the optimizer it was given. Nothing was changed.
 
@@ -56,24 +38,29 @@ class AttachError(HealcoreError, TypeError):
     instead.
     """
 
+    __module__ = "healcore.errors"
 
-@exported_by("healcore.errors")
+
 class CommitError(HealcoreError, TypeError):
     """Two train states in JAX differ in structure, shapes or dtypes."""
 
+    __module__ = "healcore.errors"
 
-@exported_by("healcore.errors")
+
 class ParametersChangedError(HealcoreError, RuntimeError):
     """The optimizer has fewer parameters than before. The current step was not taken."""
 
+    __module__ = "healcore.errors"
 
-@exported_by("healcore.errors")
+
 class RanksDisagreeError(HealcoreError, RuntimeError):
     """The ranks of one run have decided differently. The current step was not taken.
 
     If one rank took the step and another skipped it, their weights would differ from then on, and
     no later error would say why.
     """
+
+    __module__ = "healcore.errors"
 
 
 # -- texts that are safe for a terminal --------------------------------------------------------

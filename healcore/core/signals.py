@@ -19,19 +19,20 @@ from healcore.core.array_namespace import (
     xp,
 )
 from healcore.core.decision import Telemetry
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 
 # A norm is not negative, but subnormals count as 0, as in XLA.
 _LEAST_NORM = float(np.nextafter(np.float32(-TINY), np.float32(0)))
 
 
-@exported_by("healcore.errors")
 class SignalError(HealcoreError, ValueError):
     """A signal of wrong type or shape; the message says what was received and what to pass.
 
     For example, a loss was passed as the tuple (loss, aux), or as one value for each sample of the
     batch. A loss that is NaN raises no error: NaN is what the engine judges.
     """
+
+    __module__ = "healcore.errors"
 
 
 class Signals(NamedTuple):
@@ -168,11 +169,8 @@ def check_scalar(name: str, value: Float) -> np.float32:
     """
     array = None
     if not isinstance(value, str | bytes | bool | np.bool_ | Mapping | None):
-        with np.errstate(over="ignore"), suppress(TypeError, ValueError):
-            try:
-                array = np.asarray(value, dtype=np.float64)
-            except OverflowError:  # an integer
-                array = np.float64(np.inf if value > 0 else -np.inf)
+        with np.errstate(over="ignore"), suppress(TypeError, ValueError, OverflowError):
+            array = np.asarray(value, dtype=np.float64)
     if array is None or array.size != 1:
         shown = repr(value) if array is None else f"{array.size} numbers of shape {array.shape}"
         raise SignalError(

@@ -6,7 +6,7 @@ The runtime reads this record of every step. Metrics, events and `replay` show i
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -262,38 +262,6 @@ def unpack_record(packed: np.ndarray, engine: str = "") -> StepRecord:
     """
     floats = packed[RECORD_INTS : len(RECORD_FIELDS)].view(np.float32).tolist()
     return host_record(packed[:RECORD_INTS].tolist() + floats, engine)
-
-
-_METRICS = (
-    "loss",
-    "grad_norm",
-    "threshold",
-    "z",
-    "z_loss",
-    "grad_scale",
-    "why",
-    "lr_scale",
-    "cause",
-    "action",
-    "step",
-    "clips",
-    "skips",
-    "alarms",
-    "rollbacks",
-    "lr_cuts",
-    "incident",
-)
-_NAMES = {"why": "skip", "step": "steps", "incident": "incidents"}
-
-
-def record_metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Names the numbers of `RECORD_FIELDS` and `Tally` for a logger, `heal/...`; copies nothing.
-
-    Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
-    finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
-    flags. In observe mode the numbers say what healing would have done.
-    """
-    return {f"heal/{_NAMES.get(name, name)}": numbers[name] for name in _METRICS}
 
 
 def is_nan_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:

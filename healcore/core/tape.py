@@ -34,6 +34,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from healcore.core.array_namespace import ArrayNamespace, register
 from healcore.core.trees import map_leaves
@@ -89,7 +90,28 @@ def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
     return tape.constants["program"]
 
 
-class RecordedValue:
+_EXPRESSIONS = {
+    "add": "{} + {}",
+    "subtract": "{} - {}",
+    "multiply": "{} * {}",
+    "divide": "{} / {}",
+    "floor_divide": "{} // {}",
+    "remainder": "{} % {}",
+    "less": "{} < {}",
+    "less_equal": "{} <= {}",
+    "greater": "{} > {}",
+    "greater_equal": "{} >= {}",
+    "equal": "{} == {}",
+    "not_equal": "{} != {}",
+    "bitwise_and": "{} & {}",
+    "bitwise_or": "{} | {}",
+    "absolute": "abs({})",
+    "negative": "-{}",
+}
+"""NumPy's name of each operator, and how Python writes it."""
+
+
+class RecordedValue(NDArrayOperatorsMixin):
     """Placeholder for a number or an array in the recorded function.
 
     It has the operators of a NumPy array, which record a line. It has no truth value, because the
@@ -102,7 +124,6 @@ class RecordedValue:
     """
 
     __slots__ = ("name", "sample", "tape")
-    __array_ufunc__ = None  # an array as the left operand defers to this class
 
     def __init__(self, tape: Tape, name: str, sample: Any) -> None:
         self.tape, self.name, self.sample = tape, name, sample
@@ -112,50 +133,21 @@ class RecordedValue:
         """Shape of the value, the same at later steps."""
         return self.sample.shape
 
-    @property
-    def ndim(self) -> int:
-        """Number of axes of the value, the same at later steps."""
-        return self.sample.ndim
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the value, the same at later steps."""
-        return self.sample.dtype
-
     def __bool__(self) -> bool:
         raise NotRecordable("the function branches on a value: use xp.where instead")
 
     def __getitem__(self, key: Any) -> RecordedValue:
         return self.tape.add("{}[{}]", self, key)
 
-    def __abs__(self) -> RecordedValue:
-        return self.tape.add("abs({})", self)
-
-    def __neg__(self) -> RecordedValue:
-        return self.tape.add("-{}", self)
-
     def __invert__(self) -> RecordedValue:
         return self.tape.where(self, np.False_, np.True_)
 
-
-def _add_operator(name: str, sign: str) -> None:
-    """Gives `RecordedValue` an operator, with the placeholder on its left and on its right."""
-
-    def forward(self: RecordedValue, other: Operand) -> RecordedValue:
-        return self.tape.add(f"{{}} {sign} {{}}", self, _cast_like(other, self))
-
-    def backward(self: RecordedValue, other: Operand) -> RecordedValue:
-        return self.tape.add(f"{{}} {sign} {{}}", _cast_like(other, self), self)
-
-    setattr(RecordedValue, f"__{name}__", forward)
-    if sign[0] not in "<>=!":
-        setattr(RecordedValue, f"__r{name}__", backward)
+    def __array_ufunc__(self, operator: np.ufunc, method: str, *operands: Operand) -> Any:
+        """Records an operator. The mixin and NumPy's arrays pass each operator to this method."""
+        cast = [_cast_like(each, self) for each in operands]
+        return self.tape.add(_EXPRESSIONS[operator.__name__], *cast)
 
 
-_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"}
-_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-for _name, _sign in (_ARITHMETIC | _COMPARISONS | {"and": "&", "or": "|"}).items():
-    _add_operator(_name, _sign)
 register(RecordedValue, lambda value: value.tape)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 import numpy as np
 
 from healcore.core.array_namespace import Flag, xp
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 
 State = TypeVar("State")
 
@@ -85,7 +85,7 @@ def select(condition: Flag, chosen: State, other: State) -> State:
     def leaf(a: Any, b: Any) -> Any:
         if a is b:
             return a
-        trailing = (None,) * (b.ndim - condition.ndim)
+        trailing = (None,) * (len(b.shape) - len(condition.shape))
         return xp.where(condition[(..., *trailing)] if trailing else condition, a, b)
 
     return map_leaves(leaf, chosen, other)
@@ -94,13 +94,14 @@ def select(condition: Flag, chosen: State, other: State) -> State:
 # -- the saved form -------------------------------------------------------------------------------
 
 
-@exported_by("healcore.errors")
 class StateError(HealcoreError, ValueError):
     """A saved state that does not fit the policy; the message says where, and what to do.
 
     For example, the window of a detector has another length than in the saved state. A state with
     wrong shapes would fail much later, inside a compiled step.
     """
+
+    __module__ = "healcore.errors"
 
 
 def to_json_data(tree: Any) -> Any:
@@ -142,7 +143,7 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
     """
     if template is None and data is None:
         return None
-    problem = f"must be finite, and have the form of {to_json_data(template)!r:.80}, got {data!r:.80}"
+    problem = ""
     if isinstance(template, np.ndarray):
         with suppress(TypeError, ValueError), np.errstate(all="ignore"):
             array = np.asarray(data, template.dtype if data == [] else None)
@@ -160,6 +161,8 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
             return tuple.__new__(type(template), parts)
         missing, unknown = set(names) - set(data), set(data) - set(names)
         problem = f"must have other keys: missing {sorted(missing)}, unknown {sorted(unknown)}"
+    if not problem:
+        problem = f"must be finite, of the form of {to_json_data(template)!r:.80}, got {data!r:.80}"
     raise StateError(
         f"{place} {problem}: the saved state is damaged, or belongs to another policy; load the "
         "state with its own policy, or start from a fresh state"

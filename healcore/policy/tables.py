@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 from healcore.core.ranges import NONE, RuleBroken, ValueRule, one_of, to_float32
 
 Conflict = tuple[tuple[str | int, ...], Any, str, str]
@@ -99,7 +99,6 @@ class Problem(NamedTuple):
         return "\n".join(lines)
 
 
-@exported_by("healcore")
 class PolicyError(HealcoreError, ValueError):
     """An invalid policy. Raised when the policy is loaded, never during a run.
 
@@ -110,6 +109,8 @@ class PolicyError(HealcoreError, ValueError):
         problems: in the order of the documented keys.
         unreadable: the file could not be read.
     """
+
+    __module__ = "healcore"
 
     def __init__(
         self, source: str, problems: tuple[Problem, ...], *, unreadable: bool = False

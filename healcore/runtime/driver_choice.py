@@ -8,14 +8,15 @@ from typing import Any
 
 from healcore import adapter_registry
 from healcore.core.engine import Engine
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 from healcore.runtime.driver import Driver, LiveState
 from healcore.runtime.store.values import attribute
 
 
-@exported_by("healcore.errors")
 class UnknownState(HealcoreError, TypeError):
     """A state that no driver supports; the message explains what to pass instead."""
+
+    __module__ = "healcore.errors"
 
 
 def trainer_limit(state: LiveState) -> float | None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 
 
-@exported_by("healcore.errors")
 class HealerError(HealcoreError, RuntimeError):
     """A method was called outside the Healer's block, or for the other framework.
 
     The message says what to call instead, such as `tx.update(..., value=loss)` in JAX.
     """
+
+    __module__ = "healcore.errors"
 
 
 def wrong_framework(method: str, wanted: str, framework: str, advice: str) -> HealerError:

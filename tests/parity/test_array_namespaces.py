@@ -43,8 +43,6 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "product": (lambda x, y: xp.product(x, y), (SMALL, SMALL[::-1])),
     "product, a number": (lambda x: xp.product(0.1, x), (SMALL,)),
     "quotient": (lambda x, y: xp.quotient(x, y), (X, NONZERO)),
-    "quotient, a number": (lambda x: xp.quotient(x, 3.0), (SMALL,)),
-    "quotient, a power of two": (lambda x: xp.quotient(x, 0.25), (X,)),
     "flag": (lambda c: xp.flag(c, 12), (WHEN,)),
     "flag of 1": (lambda c: xp.flag(c, 1), (WHEN,)),
     "with_slot": (

@@ -166,7 +166,7 @@ class RecordsConfig(NamedTuple):
             score=xp.flush(score),
             record=record,
         )
-        return new, DetectorResult(alarm, alarm)
+        return new, DetectorResult(alarm)
 
 
 class InstabilityState(NamedTuple):
@@ -248,4 +248,4 @@ class InstabilityConfig(NamedTuple):
             records=xp.where(alarm, 0, grown),
             since=xp.where(grows, 0, xp.where(learn & lasts, state.since + 1, state.since)),
         )
-        return new, DetectorResult(alarm, alarm)
+        return new, DetectorResult(alarm)

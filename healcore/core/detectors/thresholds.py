@@ -5,17 +5,13 @@ A limit is the user's choice, or follows from the first steps of the run. It has
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from healcore.core import ranges
 from healcore.core.array_namespace import Float, Int, xp
 from healcore.core.decision import NONFINITE, Cause, DetectorResult
 from healcore.core.signals import CheckedSignals
 from healcore.core.trees import zero_init
-
-
-class NonFiniteState(NamedTuple):
-    """No state: each step is judged by itself."""
 
 
 class NonFiniteConfig(NamedTuple):
@@ -28,11 +24,9 @@ class NonFiniteConfig(NamedTuple):
 
     CAUSE = NONFINITE
     NEEDS = ()
-    init = zero_init(NonFiniteState)
+    init = zero_init(tuple)
 
-    def update(
-        self, state: NonFiniteState, seen: CheckedSignals
-    ) -> tuple[NonFiniteState, DetectorResult]:
+    def update(self, state: Any, seen: CheckedSignals) -> tuple[Any, DetectorResult]:
         """Reads the flags of `seen`.
 
         Args:
@@ -45,14 +39,14 @@ class NonFiniteConfig(NamedTuple):
         """
         cause = xp.flag(seen.bad_grad, Cause.NONFINITE_GRAD)
         cause = cause | xp.flag(seen.bad_loss, Cause.NONFINITE_LOSS)
-        return state, DetectorResult(seen.bad, seen.bad, cause)
+        return state, DetectorResult(seen.bad, cause=cause)
 
 
-class VanishingState(NamedTuple):
-    """Count of consecutive small norms."""
+class StreakState(NamedTuple):
+    """Count of consecutive norms beyond a limit."""
 
     streak: Int
-    """Consecutive steps below the threshold, at most `patience`."""
+    """Consecutive steps, at most `patience` or `sustain`."""
 
 
 class VanishingConfig(NamedTuple):
@@ -70,11 +64,11 @@ class VanishingConfig(NamedTuple):
 
     CAUSE = Cause.GRAD_VANISHING
     NEEDS = ("grad_norm",)
-    init = zero_init(VanishingState)
+    init = zero_init(StreakState)
 
     def update(
-        self, state: VanishingState, seen: CheckedSignals
-    ) -> tuple[VanishingState, DetectorResult]:
+        self, state: StreakState, seen: CheckedSignals
+    ) -> tuple[StreakState, DetectorResult]:
         """Counts steps below the threshold. Non-finite steps change nothing.
 
         Args:
@@ -89,7 +83,7 @@ class VanishingConfig(NamedTuple):
         learn, hit = seen.finite | seen.restart, vanished & ~seen.restart
         streak = xp.streak(state.streak, hit, learn, seen.restart, self.patience)
         alarm = seen.finite & vanished & (streak >= self.patience)
-        return VanishingState(streak), DetectorResult(alarm, alarm)
+        return StreakState(streak), DetectorResult(alarm)
 
 
 class LossCeilingState(NamedTuple):
@@ -160,13 +154,6 @@ class LossCeilingConfig(NamedTuple):
         )
 
 
-class GradCeilingState(NamedTuple):
-    """Count of consecutive norms above the ceiling."""
-
-    streak: Int
-    """Consecutive alarms, at most `sustain`."""
-
-
 class GradCeilingConfig(NamedTuple):
     """Threshold of the norm ceiling: an absolute limit.
 
@@ -181,11 +168,11 @@ class GradCeilingConfig(NamedTuple):
 
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = ("grad_norm",)
-    init = zero_init(GradCeilingState)
+    init = zero_init(StreakState)
 
     def update(
-        self, state: GradCeilingState, seen: CheckedSignals
-    ) -> tuple[GradCeilingState, DetectorResult]:
+        self, state: StreakState, seen: CheckedSignals
+    ) -> tuple[StreakState, DetectorResult]:
         """Judges the norm. Non-finite steps change nothing.
 
         Args:
@@ -198,4 +185,4 @@ class GradCeilingConfig(NamedTuple):
         """
         alarm = seen.finite & (seen.grad_norm > self.ceiling)
         streak = xp.streak(state.streak, alarm, seen.finite, seen.restart, self.sustain)
-        return GradCeilingState(streak), DetectorResult(alarm, alarm & (streak >= self.sustain))
+        return StreakState(streak), DetectorResult(alarm, alarm & (streak >= self.sustain))

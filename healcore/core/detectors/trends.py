@@ -133,7 +133,7 @@ class DivergenceConfig(NamedTuple):
         )
         before = state._replace(values=learnt)
         new = map_leaves(lambda a, b: a if a is b else xp.where(learn, a, b), after, before)
-        return new, DetectorResult(alarm, alarm)
+        return new, DetectorResult(alarm)
 
 
 class PlateauState(NamedTuple):
@@ -228,7 +228,7 @@ class PlateauConfig(NamedTuple):
             change=change,
             chance=guessing & ~restart,
         )
-        return new, DetectorResult(alarm, alarm)
+        return new, DetectorResult(alarm)
 
 
 class OverfitState(NamedTuple):
@@ -286,4 +286,4 @@ class OverfitConfig(NamedTuple):
         judged, hit = (seen.has_eval & started) | seen.restart, too_wide & ~seen.restart
         streak = xp.streak(state.streak, hit, judged, seen.restart, self.patience)
         alarm = streak >= self.patience
-        return OverfitState(train, started, streak), DetectorResult(alarm, alarm)
+        return OverfitState(train, started, streak), DetectorResult(alarm)

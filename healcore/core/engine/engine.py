@@ -40,9 +40,8 @@ from healcore.core.engine.config import (
 )
 from healcore.core.engine.incident import update_incident
 from healcore.core.engine.rule import RuleState, update_rule
-from healcore.core.engine.state import FROZEN, EngineState, init, record_numbers
+from healcore.core.engine.state import FROZEN, EngineState, init
 from healcore.core.signals import CheckedSignals, Signals, check_signals
-from healcore.core.step_record import RECORD_FIELDS, record_metrics
 from healcore.core.trees import StateError, from_json_data, select, to_json_data
 
 SCHEMA = 12
@@ -129,7 +128,7 @@ class Engine:
 
         Saved states and reports name the policy by it, whatever its file is called.
         """
-        return hashlib.sha256(json.dumps(to_json_data(self.config)).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self._tables).encode()).hexdigest()[:16]
 
     @cached_property
     def _tables(self) -> dict[str, Any]:
@@ -138,15 +137,11 @@ class Engine:
     @cached_property
     def needs(self) -> frozenset[str]:
         """The `Signals` fields that the policy reads; a detector is inactive without its signal."""
-        names: set[str] = set()
-        if self.config.clip is not None:
-            names.add("grad_norm")
+        names = {"loss", "grad_norm"}  # each of them is tested for NaN and Inf
         if self.per_tensor:
             names.add("group_norms")
         for _, detector in self.config.detectors:
             names.update(detector.NEEDS)
-            if detector.CAUSE & NONFINITE:  # needs neither, and judges each of them
-                names |= {"loss", "grad_norm"}
         return frozenset(names)
 
     def init(self, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
@@ -201,64 +196,41 @@ class Engine:
 
     def _judge(self, state: EngineState, signals: Signals) -> tuple[EngineState, Decision]:
         """The new state, and the decision as the policy orders it, in any mode."""
-        config = self.config
+        config, last, clips = self.config, state.last, self.config.clip is not None
+        # What the step shows, and what the detectors find in it.
         change_expected = state.change_expected
         if signals.change_expected is not None:
             change_expected = change_expected | signals.change_expected
         grace = xp.where(change_expected, config.grace_steps, xp.decremented(state.grace))
-        clips = config.clip is not None
-        seen = check_signals(signals, change_expected, state.last, clips=clips)
+        seen = check_signals(signals, change_expected, last, clips=clips)
         detectors, alarms, lasting, z_loss = self._detect(state, seen, grace <= 0)
         cause: Int = alarms | lasting
 
-        # What the rules that fire ask for.
-        rules: list[RuleState] = []
-        never = seen.bad & False
-        wants_skip = wants_rollback = wants_cut = never
-        action = cause & 0
-        for rule, old in zip(config.rules, state.rules, strict=True):
-            hit = ((lasting if rule.sustained else alarms) & rule.causes) != 0
-            quiet_steps = config.incident.quiet_steps
-            counted, fired, newly_fired = update_rule(rule, old, hit, state.step, quiet_steps)
-            rules.append(counted)
-            if rule.skip:
-                wants_skip = wants_skip | fired
-            if rule.action & Action.ROLLBACK:
-                wants_rollback = wants_rollback | fired
-            if rule.action & Action.CUT_LR:
-                wants_cut = wants_cut | fired
-            if rule.action & _ORDERED_ONCE:
-                action = action | xp.flag(newly_fired, rule.action & _ORDERED_ONCE)
-
-        # Steps with non-finite gradients are always skipped, other steps at most `max_skips` times
-        # in a row. If all batches look bad, the batches are not the cause. The spike is then
-        # sustained and recovery is ordered, so more skips would not help.
-        streak = state.finite_skip_streak
-        if any(rule.skip and rule.causes & ~_NONFINITE for rule in config.rules):
-            granted = wants_skip & (seen.bad | (streak < config.max_skips))
-            streak = xp.where(seen.bad, streak, (streak + granted) * wants_skip)
-            wants_skip = granted
-        skip_by_rules = xp.shared(wants_skip | seen.bad_grad)
-        skip = skip_by_rules
+        # What the rules ask for, and whether the step is skipped.
+        rules, wants_skip, wants_rollback, wants_cut, action = self._ask(state, alarms, lasting)
+        wants_skip, streak = self._limit_skips(state.finite_skip_streak, wants_skip, seen.bad)
+        skip_by_rules = skip = xp.shared(wants_skip | seen.bad_grad)
         if self.limits_norm:
-            skip = skip | (state.norm_limit < 0)  # the host has frozen the step, see `FROZEN`
+            skip = skip | (state.norm_limit == FROZEN)
 
+        # The factors on the gradients. The clipping rule learns no norm of a skipped step.
         clip_state, clip = state.clip, None
         norms = seen.group_norms if self.per_tensor else seen.grad_norm
         if clips and norms is not None and seen.grad_norm is not None:
             clip_state, clip = config.clip.update(state.clip, seen, seen.finite & ~skip)
         grad_scale, group_scale, clipped = self._scales(state, signals, skip, clip)
 
+        # The recovery that the budget allows, and the learning rate.
         incident, budget, orders = update_incident(
             config, state, cause, skip_by_rules, wants_rollback, wants_cut
         )
         if self.mode == "observe":  # no host carries the rollback out, and subtracts it
-            left = budget.recoveries
-            left = xp.where(orders.depth > 0, left - 1, left)
+            left = budget.recoveries - xp.as_int(orders.depth > 0)
             budget = budget._replace(recoveries=left)
         lr = rates.update_rate(
             config.lr, state.lr, orders, incident.open, signals.learning_rate, cuts=self.cuts_lr
         )
+
         ordered = Decision(
             grad_scale=grad_scale,
             skip=skip,
@@ -274,7 +246,7 @@ class Engine:
             alarms=state.tally.alarms + (cause != 0),
             lr_cuts=state.tally.lr_cuts + orders.cut,
         )
-        last = state.last._replace(decision=ordered, z_loss=z_loss)
+        last = last._replace(decision=ordered, z_loss=z_loss)
         if seen.loss is not None:
             last = last._replace(loss=seen.loss)
         if seen.grad_norm is not None:
@@ -284,11 +256,11 @@ class Engine:
             last = last._replace(threshold=clip.threshold, z=xp.flush(clip.z))
         return EngineState(
             step=state.step + 1,
-            change_expected=never,
+            change_expected=change_expected & False,
             grace=grace,
             clip=clip_state,
             detectors=detectors,
-            rules=tuple(rules),
+            rules=rules,
             finite_skip_streak=streak,
             incident=incident,
             budget=budget,
@@ -321,15 +293,66 @@ class Engine:
                 continue
             new, result = detector.update(old, seen)
             states.append(new)
-            flags = sustained = result.cause
+            flags = result.cause
             if flags is None:
-                flags = sustained = xp.flag(result.alarm & may_alarm, detector.CAUSE)
-                if result.sustained is not result.alarm:
-                    sustained = xp.flag(result.sustained & may_alarm, detector.CAUSE)
+                flags = xp.flag(result.alarm & may_alarm, detector.CAUSE)
+            sustained = flags
+            if result.sustained is not None:
+                sustained = xp.flag(result.sustained & may_alarm, detector.CAUSE)
             alarms, lasting = alarms | flags, lasting | sustained
             if result.z is not None:
                 z_loss = xp.flush(result.z)
         return tuple(states), xp.shared(alarms), xp.shared(lasting), z_loss
+
+    def _ask(
+        self, state: EngineState, alarms: Int, lasting: Int
+    ) -> tuple[tuple[RuleState, ...], Flag, Flag, Flag, Int]:
+        """Counts the step for each rule.
+
+        Args:
+            state: the state before the step.
+            alarms: the `Cause` flags of the alarms.
+            lasting: the `Cause` flags of the sustained alarms.
+
+        Returns:
+            The new states; whether a rule that fires skips, rolls back, and cuts the rate; and the
+            `Action` flags that are ordered once.
+        """
+        states: list[RuleState] = []
+        action, quiet_steps = alarms & 0, self.config.incident.quiet_steps
+        skip = rollback = cut = action != 0
+        for rule, old in zip(self.config.rules, state.rules, strict=True):
+            hit = ((lasting if rule.sustained else alarms) & rule.causes) != 0
+            new, fired, newly_fired = update_rule(rule, old, hit, state.step, quiet_steps)
+            states.append(new)
+            if rule.skip:
+                skip = skip | fired
+            if rule.action & Action.ROLLBACK:
+                rollback = rollback | fired
+            if rule.action & Action.CUT_LR:
+                cut = cut | fired
+            if rule.action & _ORDERED_ONCE:
+                action = action | xp.flag(newly_fired, rule.action & _ORDERED_ONCE)
+        return tuple(states), skip, rollback, cut, action
+
+    def _limit_skips(self, streak: Int, wanted: Flag, bad: Flag) -> tuple[Flag, Int]:
+        """Skips a finite step at most `max_skips` times in a row.
+
+        If all batches look bad, the batches are not the cause. The spike is then sustained and
+        recovery is ordered, so more skips would not help.
+
+        Args:
+            streak: finite steps skipped in a row.
+            wanted: the rules skip the step.
+            bad: the step is not finite. Such a step is always skipped, and does not count.
+
+        Returns:
+            Whether the step is skipped, and the new streak.
+        """
+        if not any(rule.skip and rule.causes & ~_NONFINITE for rule in self.config.rules):
+            return wanted, streak
+        granted = wanted & (bad | (streak < self.config.max_skips))
+        return granted, xp.where(bad, streak, (streak + granted) * wanted)
 
     def _scales(
         self, state: EngineState, signals: Signals, skip: Flag, clip: Clip | None
@@ -401,18 +424,13 @@ class Engine:
             live: the state at the moment of the rollback.
             restored: the state in the checkpoint.
         """
-        incident, budget = live.incident, live.budget
-        then = restored.lr
+        incident, budget, then = live.incident, live.budget, restored.lr
+        closed = incident.open & False
         raised = (then.rate_at_cut > 0) & (then.rate_at_cut < live.lr.rate_at_cut)
         return restored._replace(
-            incident=incident._replace(
-                open=incident.open & False,
-                only_skips=incident.only_skips & False,
-                quiet=zero_like(incident.quiet),
-            ),
+            incident=incident._replace(open=closed, only_skips=closed, quiet=incident.quiet & 0),
             budget=budget._replace(
-                recoveries=xp.decremented(budget.recoveries),
-                healthy_steps=zero_like(budget.healthy_steps),
+                recoveries=xp.decremented(budget.recoveries), healthy_steps=budget.healthy_steps & 0
             ),
             lr=live.lr._replace(
                 rate_at_cut=xp.where(raised, then.rate_at_cut, live.lr.rate_at_cut),
@@ -506,18 +524,6 @@ class Engine:
             rate: the schedule's learning rate, float32 array.
         """
         return state._replace(lr=rates.rescaled(self.config.lr, state.lr, rate, cuts=self.cuts_lr))
-
-    def metrics(self, state: EngineState) -> dict[str, Any]:
-        """Names the numbers of the last step for a logger.
-
-        Args:
-            state: the state after the step.
-
-        Returns:
-            0-d arrays by name, see `record_metrics`. Nothing is copied from a device.
-        """
-        numbers = zip(RECORD_FIELDS, record_numbers(state), strict=True)
-        return record_metrics({**dict(numbers), **state.tally._asdict()})
 
     def to_dict(self, state: EngineState) -> dict[str, Any]:
         """Converts the state of any backend to JSON-safe Python data; this syncs the device.

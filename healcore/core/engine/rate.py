@@ -60,7 +60,7 @@ def update_rate(
         return before
     cut = orders.cut
     state = _at_rate(before, rate, cut)
-    raised = xp.quotient(state.rate_at_cut, config.factor)
+    raised = xp.quotient(state.rate_at_cut, zero_like(state.rate_at_cut) + config.factor)
     rate_at_cut = xp.minimum(xp.where(orders.refund, raised, state.rate_at_cut), _MAX_RATE)
     state = state._replace(rate_at_cut=rate_at_cut)
     if not cuts:
@@ -172,6 +172,7 @@ def _multiplier(config: LrConfig, state: LrState, is_open: Flag, *, cuts: bool) 
         part = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
         ramped = xp.as_float(config.ramp_steps - state.ramp) * part
         ramped = bottom + xp.product(top - bottom, ramped)
-        scale = xp.where(state.hold > 0, bottom, xp.where(state.ramp == 0, top, ramped))
+        # While the multiplier is held, the ramp is at its begin, `bottom`.
+        scale = xp.where(state.hold + state.ramp == 0, top, ramped)
         scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
     return xp.where(state.rate == 0, state.scale, scale)

@@ -13,6 +13,7 @@ from healcore.core.array_namespace import Array, Flag, Float, Int
 from healcore.core.decision import Decision, Telemetry
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.rule import RuleState, init_rule
+from healcore.core.step_record import RECORD_FIELDS
 from healcore.core.trees import map_leaves, zeros
 
 FROZEN = -1.0
@@ -248,3 +249,26 @@ def record_numbers(state: EngineState) -> tuple[Array, ...]:
         last.z_loss,
         state.lr.rate,
     )
+
+
+_METRIC_NAMES = {"why": "skip", "step": "steps", "incident": "incidents"}
+_NO_METRICS = ("onset", "incident_open", "rollback_depth", "lr")
+
+
+def metrics(state: EngineState) -> dict[str, Array]:
+    """Names the numbers of the last step for a logger, `heal/...`; copies nothing.
+
+    Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
+    finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
+    flags. In observe mode the numbers say what healing would have done.
+
+    Args:
+        state: the state after the step, of any array library. `clip`, `detectors` and `rules` are
+            not read.
+    """
+    numbers = dict(zip(RECORD_FIELDS, record_numbers(state), strict=True)) | state.tally._asdict()
+    return {
+        f"heal/{_METRIC_NAMES.get(name, name)}": number
+        for name, number in numbers.items()
+        if name not in _NO_METRICS
+    }

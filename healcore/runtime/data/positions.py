@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 from healcore.events.sentences import rows_text
 from healcore.runtime.data.loader_protocols import LoaderState
 from healcore.runtime.store import values
@@ -53,7 +53,6 @@ Division = list[Any]
 """What has to stay equal for another number of ranks, see `other_ranks.division`."""
 
 
-@exported_by("healcore")
 class DataError(HealcoreError, RuntimeError):
     """A position in the data, or a request to the cursor, is not valid.
 
@@ -61,13 +60,15 @@ class DataError(HealcoreError, RuntimeError):
     distinguish a bad batch from a wrong use of healcore. The message says what to write instead.
     """
 
+    __module__ = "healcore"
 
-@exported_by("healcore.errors")
+
 class UnusableLoader(DataError, TypeError):
     """The object is not a loader, or has fewer epochs than requested."""
 
+    __module__ = "healcore.errors"
 
-@exported_by("healcore.errors")
+
 @dataclass(eq=False, repr=False)
 class EmptyLoader(DataError):
     """The loader gave no batch in a whole epoch.
@@ -90,6 +91,9 @@ class EmptyLoader(DataError):
                 "with every iter()"
             )
         return f"{self.loader} gave no batch in epoch {self.epoch}: {hint}"
+
+
+EmptyLoader.__module__ = "healcore.errors"
 
 
 class _Place(NamedTuple):

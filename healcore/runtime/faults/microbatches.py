@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 from healcore.runtime.store.ranks import Ranks
 
 Batch = TypeVar("Batch")
@@ -37,13 +37,14 @@ class UnsplittableBatch(HealcoreError, ValueError):
     """A batch without a common number of samples."""
 
 
-@exported_by("healcore.errors")
 class MicrobatchError(HealcoreError, RuntimeError):
     """The loop over the parts of a batch does not have the required form.
 
     After memory ran out, healcore repeats the loop with smaller parts. That is only correct if each
     part is used in a `with` block, and if the optimizer steps after the last part.
     """
+
+    __module__ = "healcore.errors"
 
 
 @dataclass(eq=False, repr=False)

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Literal
 
-from healcore.core.errors import exported_by
 from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import CheckpointInfo, StoreError
 
 
-@exported_by("healcore.errors")
 class StoreNotEmpty(StoreError):
     """The store holds a run that this start must not continue or overwrite.
 
     Either `resume` is False, or the run has completed and is another run than this program's.
     Nothing was trained. The message says which of the two it is, and what to pass instead.
     """
+
+    __module__ = "healcore.errors"
 
 
 class StartPlan(Enum):

@@ -13,14 +13,13 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from healcore.console import first_of
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 
 if TYPE_CHECKING:
     from healcore.runtime.store.host_copy import HostCopy
     from healcore.runtime.store.manifest import Manifest
 
 
-@exported_by("healcore")
 class StoreError(HealcoreError, RuntimeError):
     """Base class of all errors of checkpoint stores.
 
@@ -28,8 +27,9 @@ class StoreError(HealcoreError, RuntimeError):
     use another checkpoint.
     """
 
+    __module__ = "healcore"
 
-@exported_by("healcore.errors")
+
 class NoGoodCheckpoint(StoreError, SystemExit):
     """There is no checkpoint to roll back to, or to resume from.
 
@@ -39,12 +39,13 @@ class NoGoodCheckpoint(StoreError, SystemExit):
     the program that a traceback could show.
     """
 
+    __module__ = "healcore.errors"
+
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.code = f"healcore: {self}"
 
 
-@exported_by("healcore.errors")
 class UnsavableState(StoreError, TypeError):
     """The state holds a value that a checkpoint cannot hold.
 
@@ -52,8 +53,9 @@ class UnsavableState(StoreError, TypeError):
     that a part of its state was missing.
     """
 
+    __module__ = "healcore.errors"
 
-@exported_by("healcore.errors")
+
 @dataclass(eq=False, repr=False)
 class CheckpointDamaged(StoreError):
     """The bytes of a checkpoint differ from the saved bytes. Use an older checkpoint.
@@ -79,7 +81,9 @@ class CheckpointDamaged(StoreError):
         )
 
 
-@exported_by("healcore.errors")
+CheckpointDamaged.__module__ = "healcore.errors"
+
+
 @dataclass(eq=False, repr=False)
 class CheckpointNotFound(StoreError):
     """The store has no complete checkpoint of the requested step.
@@ -102,7 +106,9 @@ class CheckpointNotFound(StoreError):
         return f"{self.location} has no checkpoint of step {self.step}; it has: {more}{newest}"
 
 
-@exported_by("healcore.errors")
+CheckpointNotFound.__module__ = "healcore.errors"
+
+
 @dataclass(eq=False, repr=False)
 class SaveFailed(StoreError):
     """A checkpoint could not be copied or written. Earlier checkpoints are unchanged.
@@ -134,7 +140,9 @@ class SaveFailed(StoreError):
         return message
 
 
-@exported_by("healcore.errors")
+SaveFailed.__module__ = "healcore.errors"
+
+
 @dataclass(eq=False, repr=False)
 class StateMismatch(StoreError):
     """The saved state does not fit the live state.
@@ -164,6 +172,9 @@ class StateMismatch(StoreError):
             which += f" in {self.where}"
             advice += ", or an empty directory to begin a new run"
         return f"{which} does not fit: {shown}. {advice}"
+
+
+StateMismatch.__module__ = "healcore.errors"
 
 
 # -- the list of checkpoints -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from healcore.core.errors import clean, exported_by
+from healcore.core.errors import clean
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.forks import watch_forks
 
@@ -30,7 +30,6 @@ _QUOTED_BYTES = 300
 """Bytes of the lock file that an error message quotes."""
 
 
-@exported_by("healcore.errors")
 @dataclass(eq=False, repr=False)
 class StoreInUse(StoreError):
     """Another run uses the directory.
@@ -54,6 +53,9 @@ class StoreInUse(StoreError):
             message += f". If that is another rank of this run (WORLD_SIZE={ranks}): call "
             message += "torch.distributed.init_process_group() before the Healer is entered"
         return message
+
+
+StoreInUse.__module__ = "healcore.errors"
 
 
 class Claim:

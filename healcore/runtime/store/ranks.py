@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 from healcore.runtime.store.checkpoints import CheckpointDamaged, SaveFailed, StoreError
 
 T = TypeVar("T")
@@ -51,9 +51,10 @@ class Alone:
         return [item]
 
 
-@exported_by("healcore.errors")
 class RankFailed(HealcoreError, OSError):
     """Another rank raised an error, which this message quotes, or does not answer."""
+
+    __module__ = "healcore.errors"
 
 
 def broadcast(ranks: Ranks, mine: T) -> T:

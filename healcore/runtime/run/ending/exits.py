@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import signal
 
-from healcore.core.errors import HealcoreError, exported_by
+from healcore.core.errors import HealcoreError
 
 
-@exported_by("healcore")
 class RunStopped(HealcoreError, SystemExit):
     """The policy ends the run.
 
@@ -22,6 +21,8 @@ class RunStopped(HealcoreError, SystemExit):
         why: the reason, in short.
         last_good: step of the newest known-good checkpoint, or None without one.
     """
+
+    __module__ = "healcore"
 
     def __init__(self, diagnosis: str, why: str, last_good: int | None) -> None:
         super().__init__(diagnosis)
@@ -44,7 +45,6 @@ class _EndsWithStatus0(HealcoreError, SystemExit):
         return self.why
 
 
-@exported_by("healcore.errors")
 class AlreadyCompleted(_EndsWithStatus0):
     """A loop trains on although its run had completed. Uncaught, the status is 0.
 
@@ -53,8 +53,9 @@ class AlreadyCompleted(_EndsWithStatus0):
     then ends with this error. Nothing is saved. `why` says how to continue training.
     """
 
+    __module__ = "healcore.errors"
 
-@exported_by("healcore.errors")
+
 class EndRequested(_EndsWithStatus0):
     """A stop file has ended the run, or exists when the program starts.
 
@@ -63,8 +64,9 @@ class EndRequested(_EndsWithStatus0):
     way as long as it exists. `why` is the source of the request.
     """
 
+    __module__ = "healcore.errors"
 
-@exported_by("healcore.errors")
+
 class LastStateNotSaved(HealcoreError, SystemExit):
     """The loop has ended, and no checkpoint holds its last state, for example on a full disk.
 
@@ -73,8 +75,9 @@ class LastStateNotSaved(HealcoreError, SystemExit):
     the program would end with status 0, as if its weights were on disk.
     """
 
+    __module__ = "healcore.errors"
 
-@exported_by("healcore.errors")
+
 class IncompleteRun(HealcoreError, SystemExit):
     """The loop took no step, took its steps without the Healer, or began at its own step.
 
@@ -86,12 +89,13 @@ class IncompleteRun(HealcoreError, SystemExit):
         why: the reason, in short, for the last line of the run; or an empty string.
     """
 
+    __module__ = "healcore.errors"
+
     def __init__(self, text: str, why: str = "") -> None:
         super().__init__(text)
         self.why = why
 
 
-@exported_by("healcore.errors")
 class Terminated(HealcoreError, SystemExit):
     """A signal has ended the run: SIGTERM or SIGUSR1.
 
@@ -100,19 +104,22 @@ class Terminated(HealcoreError, SystemExit):
     the signal, and `why` names it.
     """
 
+    __module__ = "healcore.errors"
+
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
         self.why = f"signal {number}"
 
 
-@exported_by("healcore.errors")
 class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
     """Ctrl-C, raised between two steps instead of within one.
 
     Uncaught, it ends the process with status 130 and no traceback, as SystemExit does. A subclass
     of KeyboardInterrupt alone would end it with status 1.
     """
+
+    __module__ = "healcore.errors"
 
     def __init__(self) -> None:
         super().__init__()
