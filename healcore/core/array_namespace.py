@@ -207,7 +207,7 @@ class ArrayNamespace:
         """Decrements an int32, but not below zero."""
         return self.maximum(count - 1, 0)
 
-    def streak(self, before: Int, hit: Flag, learn: Flag, restart: Flag, limit: Number, /) -> Int:
+    def streak(self, before: Int, hit: Flag, learn: Flag, restart: Flag, /) -> Int:
         """Counts hits in a row.
 
         Args:
@@ -215,11 +215,9 @@ class ArrayNamespace:
             hit: this step is a hit.
             learn: this step counts. Otherwise it changes nothing, except by `restart`.
             restart: forget the earlier hits first.
-            limit: the count does not grow above this number, so that it cannot overflow.
         """
         before = self.where(restart, 0, before)
-        longer = self.where(before < limit, before + 1, before)
-        return self.where(learn, self.where(hit, longer, 0), before)
+        return self.where(learn, self.where(hit, before + 1, 0), before)
 
 
 NUMPY = ArrayNamespace(np)

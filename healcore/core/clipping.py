@@ -294,16 +294,7 @@ class AutoClipConfig(NamedTuple):
 
     kind = "autoclip"
     per_tensor, is_fixed, limits_every_step = False, False, True
-
-    def init(self, *, groups: int = 0) -> AutoClipState:
-        """Makes an empty histogram.
-
-        Args:
-            groups: number of tensors of a per-tensor policy. This rule clips the global norm, so
-                its state is the same for any number.
-        """
-        del groups
-        return zeros(AutoClipState, (BINS,))
+    init = zero_init(AutoClipState, (BINS,))
 
     def update(
         self, state: AutoClipState, seen: CheckedSignals, learn: Flag

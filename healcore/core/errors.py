@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Callable
 
 
 class HealcoreError(BaseException):
@@ -66,7 +65,7 @@ class RanksDisagreeError(HealcoreError, RuntimeError):
 # -- texts that are safe for a terminal --------------------------------------------------------
 
 
-def clean(text: str, keep: str = "\n\t") -> str:
+def clean(text: str, keep: str = "\n\t", *, as_json: bool = False) -> str:
     r"""Escapes all characters except printable ones, spaces and those in `keep`.
 
     Control characters (ESC, C1), direction overrides and invisible characters become `\x1b` or
@@ -75,24 +74,18 @@ def clean(text: str, keep: str = "\n\t") -> str:
     Args:
         text: a text that may come from a file that somebody else wrote.
         keep: characters to leave as they are. Pass "" for names, which have one line.
+        as_json: whether the text is a JSON document, whose content stays the same.
     """
-    return _clean(text, keep, _escape)
-
-
-def clean_json(text: str) -> str:
-    """Escapes the same characters in a JSON document without changing its content."""
-    return _clean(text, "\n", lambda each: json.dumps(each)[1:-1])
-
-
-def _clean(text: str, keep: str, escape: Callable[[str], str]) -> str:
     if text.isascii() and text.isprintable():
         return text
     cleaned = []
     for char in text:
         if char.isprintable() or char in keep or unicodedata.category(char) == "Zs":
             cleaned.append(char)
+        elif as_json:
+            cleaned.append(json.dumps(char)[1:-1])
         else:
-            cleaned.append(escape(char))
+            cleaned.append(_escape(char))
     return "".join(cleaned)
 
 

@@ -21,9 +21,6 @@ from healcore.core.array_namespace import (
 from healcore.core.decision import Telemetry
 from healcore.core.errors import HealcoreError
 
-# A norm is not negative, but subnormals count as 0, as in XLA.
-_LEAST_NORM = float(np.nextafter(np.float32(-TINY), np.float32(0)))
-
 
 class SignalError(HealcoreError, ValueError):
     """A signal of wrong type or shape; the message says what was received and what to pass.
@@ -109,14 +106,15 @@ def check_signals(
     largest_norm, other_norm = FLOAT32_MAX, last.grad_norm
     if clips:
         largest_norm, other_norm = SIGNAL_LIMIT, 0.0
+    # A norm is not negative, except by rounding.
     loss = grad_norm = group_norms = eval_loss = None
     bad_loss = bad_grad = has_eval = restart & False
     if signals.loss is not None:
         loss, bad_loss = sanitized(signals.loss, -FLOAT32_MAX, FLOAT32_MAX, last.loss)
     if signals.grad_norm is not None:
-        grad_norm, bad_grad = sanitized(signals.grad_norm, _LEAST_NORM, largest_norm, other_norm)
+        grad_norm, bad_grad = sanitized(signals.grad_norm, -TINY, largest_norm, other_norm)
     if signals.group_norms is not None:
-        group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, largest_norm)
+        group_norms, bad = sanitized(signals.group_norms, -TINY, largest_norm)
         bad_grad = bad_grad | (xp.sum(xp.as_int(bad), -1) > 0)
     if signals.eval_loss is not None:
         eval_loss, bad = sanitized(signals.eval_loss, -FLOAT32_MAX, FLOAT32_MAX)

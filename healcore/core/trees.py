@@ -36,11 +36,12 @@ def zeros(kind: type[State], shape: tuple[int, ...] = ()) -> State:
     return kind(*fields)
 
 
-def zero_init(kind: type[State]) -> Callable[..., State]:
+def zero_init(kind: type[State], shape: tuple[int, ...] = ()) -> Callable[..., State]:
     """Makes a method `init` for a detector or a rule whose state begins with zeros.
 
     Args:
         kind: the NamedTuple of the state.
+        shape: of each array.
 
     Returns:
         The method. It accepts `groups` as the methods `init` of clipping rules do, and ignores it.
@@ -49,7 +50,7 @@ def zero_init(kind: type[State]) -> Callable[..., State]:
     def init(self: Any, *, groups: int = 0) -> State:
         """The state before the first step."""
         del self, groups
-        return zeros(kind)
+        return zeros(kind, shape)
 
     return init
 
@@ -162,7 +163,8 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
         missing, unknown = set(names) - set(data), set(data) - set(names)
         problem = f"must have other keys: missing {sorted(missing)}, unknown {sorted(unknown)}"
     if not problem:
-        problem = f"must be finite, of the form of {to_json_data(template)!r:.80}, got {data!r:.80}"
+        form = to_json_data(template)
+        problem = f"must be finite, with the type and shape of {form!r:.80}, got {data!r:.80}"
     raise StateError(
         f"{place} {problem}: the saved state is damaged, or belongs to another policy; load the "
         "state with its own policy, or start from a fresh state"

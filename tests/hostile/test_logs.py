@@ -12,7 +12,7 @@ import torch
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
-from healcore.core.errors import clean, clean_json
+from healcore.core.errors import clean
 from healcore.policy import PolicyError, load
 from tests.hostile import reader
 
@@ -79,8 +79,8 @@ def test_control_characters_are_escaped():
     assert clean("a\x1b[31m\x9b\u202e\U000e0041\r") == r"a\x1b[31m\u009b\u202e\U000e0041\r"
     assert clean("a\nb", keep="") == r"a\nb"
     text = json.dumps({NASTY + "\U000e0041": "ü\n"}, ensure_ascii=False, indent=2)
-    assert json.loads(clean_json(text)) == json.loads(text)
-    assert not set(clean_json(text)) & set(EXECUTED)
+    assert json.loads(clean(text, "\n", as_json=True)) == json.loads(text)
+    assert not set(clean(text, "\n", as_json=True)) & set(EXECUTED)
 
 
 def commands(folder: Path):

@@ -51,7 +51,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "ema": (lambda x, y, c: xp.ema(x, y, 0.25, c), (SMALL, SMALL[::-1], WHEN)),
     "decremented": (lambda n: xp.decremented(n - 3), (COUNTS,)),
-    "streak": (lambda n, a, b: xp.streak(n, a, b, a & b, 9), (COUNTS, WHEN, X > 0)),
+    "streak": (lambda n, a, b: xp.streak(n, a, b, a & b), (COUNTS, WHEN, X > 0)),
     "shared": (lambda c: xp.shared(c), (WHEN,)),
     "shared, a number": (lambda n: xp.shared(n - 1), (COUNTS,)),
 }

@@ -46,7 +46,7 @@ class StreakState(NamedTuple):
     """Count of consecutive norms beyond a limit."""
 
     streak: Int
-    """Consecutive steps, at most `patience` or `sustain`."""
+    """Consecutive steps."""
 
 
 class VanishingConfig(NamedTuple):
@@ -81,7 +81,7 @@ class VanishingConfig(NamedTuple):
         """
         vanished = seen.grad_norm < self.threshold
         learn, hit = seen.finite | seen.restart, vanished & ~seen.restart
-        streak = xp.streak(state.streak, hit, learn, seen.restart, self.patience)
+        streak = xp.streak(state.streak, hit, learn, seen.restart)
         alarm = seen.finite & vanished & (streak >= self.patience)
         return StreakState(streak), DetectorResult(alarm)
 
@@ -97,7 +97,7 @@ class LossCeilingState(NamedTuple):
     top: Float
     """The largest learnt loss."""
     streak: Int
-    """Consecutive alarms, at most `sustain`."""
+    """Consecutive alarms."""
 
 
 class LossCeilingConfig(NamedTuple):
@@ -147,7 +147,7 @@ class LossCeilingConfig(NamedTuple):
         if self.ceiling is not None:
             over = over | (loss > self.ceiling)
         alarm = learn & ~early & over
-        streak = xp.streak(state.streak, alarm, learn, seen.restart, self.sustain)
+        streak = xp.streak(state.streak, alarm, learn, seen.restart)
         count = xp.where(learn & early, count + 1, count)
         return LossCeilingState(count, top, streak), DetectorResult(
             alarm, alarm & (streak >= self.sustain)
@@ -184,5 +184,5 @@ class GradCeilingConfig(NamedTuple):
             is sustained after `sustain` of them in a row.
         """
         alarm = seen.finite & (seen.grad_norm > self.ceiling)
-        streak = xp.streak(state.streak, alarm, seen.finite, seen.restart, self.sustain)
+        streak = xp.streak(state.streak, alarm, seen.finite, seen.restart)
         return StreakState(streak), DetectorResult(alarm, alarm & (streak >= self.sustain))

@@ -41,7 +41,7 @@ from healcore.core.detectors.spikes import (
 )
 from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
 from healcore.core.signals import CheckedSignals
-from healcore.core.trees import map_leaves, zero_init
+from healcore.core.trees import select, zero_init
 
 ELEVATED_SHARE = 0.5
 """Share of the highest excess from which the trend counts as elevated."""
@@ -132,8 +132,7 @@ class DivergenceConfig(NamedTuple):
             xp.where(expired, 0, elevated_steps),
         )
         before = state._replace(values=learnt)
-        new = map_leaves(lambda a, b: a if a is b else xp.where(learn, a, b), after, before)
-        return new, DetectorResult(alarm)
+        return select(learn, after, before), DetectorResult(alarm)
 
 
 class PlateauState(NamedTuple):
@@ -152,7 +151,7 @@ class PlateauState(NamedTuple):
     windows: Int
     """Finished windows, at most 1."""
     stale: Int
-    """Consecutive windows without improvement, at most `patience`."""
+    """Consecutive windows without improvement."""
     last: Float
     """Previous loss."""
     change: Float
@@ -211,7 +210,7 @@ class PlateauConfig(NamedTuple):
         first = done & (state.windows == 0)
         needed = xp.where(done, self.min_improvement * change, 0.0)
         better = first | (done & (state.best - mean > needed))
-        stale = xp.streak(state.stale, ~better, done, better & False, self.patience)
+        stale = xp.streak(state.stale, ~better, done, better & False)
         guessing = state.chance
         if self.chance_level is not None:
             near = abs(mean - self.chance_level) <= self.chance_margin
@@ -242,7 +241,7 @@ class OverfitState(NamedTuple):
     started: Flag
     """`train` has learnt a loss."""
     streak: Int
-    """Consecutive evaluations with too wide a gap, at most `patience`."""
+    """Consecutive evaluations with too wide a gap."""
 
 
 class OverfitConfig(NamedTuple):
@@ -284,6 +283,6 @@ class OverfitConfig(NamedTuple):
         started = state.started | learn
         too_wide = seen.eval_loss - train > self.max_gap
         judged, hit = (seen.has_eval & started) | seen.restart, too_wide & ~seen.restart
-        streak = xp.streak(state.streak, hit, judged, seen.restart, self.patience)
+        streak = xp.streak(state.streak, hit, judged, seen.restart)
         alarm = streak >= self.patience
         return OverfitState(train, started, streak), DetectorResult(alarm)

@@ -143,7 +143,7 @@ class LossRatioState(NamedTuple):
     last: Float
     """Last accepted loss."""
     streak: Int
-    """Consecutive outliers, at most `escape`."""
+    """Consecutive outliers."""
 
 
 class LossRatioConfig(NamedTuple):
@@ -207,7 +207,7 @@ class LossRatioConfig(NamedTuple):
         outlier = xp.where(plain, loss, loss - usual) >= needed
         alarm = learn & known & outlier & (loss > state.last)
 
-        streak = xp.streak(state.streak, alarm, learn, seen.restart, self.escape)
+        streak = xp.streak(state.streak, alarm, learn, seen.restart)
         sustained = alarm & (streak >= self.sustain)
         escaped = alarm & (streak >= self.escape)
         accepted = learn & (~alarm | escaped)
@@ -228,7 +228,7 @@ class WindowState(NamedTuple):
     window: Window
     """The recent values, outliers as their limit."""
     streak: Int
-    """Consecutive outliers, at most `sustain`."""
+    """Consecutive outliers."""
 
 
 class LossWindowConfig(NamedTuple):
@@ -299,7 +299,7 @@ class LossWindowConfig(NamedTuple):
         limit = usual + xp.where(alarm, xp.product(k, sigma), 0.0)
         limited = xp.flush(xp.where(alarm, limit, value))
         window = push(window, self.window, limited, learn)
-        streak = xp.streak(state.streak, alarm, learn, seen.restart, self.sustain)
+        streak = xp.streak(state.streak, alarm, learn, seen.restart)
         return WindowState(window, streak), DetectorResult(alarm, alarm & (streak >= self.sustain))
 
 

@@ -16,7 +16,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from healcore import regular_file
-from healcore.core.errors import clean, clean_json
+from healcore.core.errors import clean
 from healcore.tools.cli.groups import SubcommandGroup
 from healcore.tools.cli.options import ColumnOption, JoinOption
 from healcore.tools.output import echo, fail
@@ -68,7 +68,7 @@ def _add_command(model: type[BaseModel]) -> Callable[[Callable[..., list[ProbeRe
             inputs = _validate(model, values, arguments.pop("spec", None))
             results = command(inputs=inputs, **arguments)
             if json:
-                typer.echo(clean_json(dumps(results, inputs)))
+                typer.echo(clean(dumps(results, inputs), "\n", as_json=True))
             else:
                 for result in results:
                     _show(result)

@@ -401,7 +401,7 @@ def _is_finite(x: Any) -> bool:
 
 def _is_norm(x: Any, most: float = 3.4028234663852886e38) -> bool:
     """Whether it is not negative (except by rounding) and at most `most`."""
-    return x is None or -1e-12 < x <= most
+    return x is None or -1e-12 <= x <= most
 
 
 def _bounded(x: Any) -> Any:
