@@ -44,12 +44,12 @@ class Clip(NamedTuple):
 
     scale: Float
     """From 0 to 1: factor on the gradient; 1 = unchanged."""
-    threshold: Float
-    """Norm above which the gradient is clipped; 0 = no limit (warm-up)."""
-    z: Float
-    """z-score of the norm; 0 in warm-up and in rules without a variance."""
     clipped: Flag
     """Whether the norm is above the threshold."""
+    threshold: Float | None = None
+    """Norm above which the gradient is clipped; 0 = no limit (warm-up). None for AdaGC."""
+    z: Float | None = None
+    """z-score of the norm; 0 in warm-up. None for rules without a variance."""
 
 
 def scale_to(limit: Float, norm: Float, over: Flag) -> Float:
@@ -99,9 +99,8 @@ class FixedConfig(NamedTuple):
         del learn
         norm = seen.grad_norm
         over = norm > self.max_norm
-        zero = zero_like(norm)
         scale = scale_to(self.max_norm, norm, over)
-        return state, Clip(scale, zero + self.max_norm, zero, over)
+        return state, Clip(scale, over, zero_like(norm) + self.max_norm)
 
 
 class ZClipState(NamedTuple):
@@ -213,7 +212,7 @@ class ZClipConfig(NamedTuple):
             mean=xp.where(escaped, shift.level, learnt.mean),
             var=xp.where(escaped, shift.spread, learnt.var),
             shift=shift,
-        ), Clip(scale, threshold, z, over)
+        ), Clip(scale, over, threshold, z)
 
 
 def _learn(
@@ -330,10 +329,9 @@ class AutoClipConfig(NamedTuple):
             target = xp.minimum(target, self.max_norm)
             threshold = xp.where(known, target, self.max_norm)
         over = norm > target
-        zero = zero_like(norm)
         new_counts = xp.where(full[..., None], counts // 2, counts)
         return AutoClipState(xp.as_int(new_counts)), Clip(
-            scale_to(target, norm, over), zero + threshold, zero, over
+            scale_to(target, norm, over), over, zero_like(norm) + threshold
         )
 
 
@@ -445,10 +443,8 @@ class AdaGCConfig(NamedTuple):
         )
         gamma = xp.where(escaped, shift.level, gamma)
         count = xp.where(learn & warm & (seen.grad_norm > 0), count + 1, count)
-        threshold = xp.where(warm_n, self.max_norm, limit)
-        zero = zero_like(norms)
         return AdaGCState(count, gamma, shift), Clip(
-            scale, zero + threshold, zero, (warm_n & over_global[..., None]) | over
+            scale, (warm_n & over_global[..., None]) | over
         )
 
 

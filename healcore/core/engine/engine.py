@@ -253,7 +253,9 @@ class Engine:
             norm = xp.where(seen.bad_grad, last.grad_norm, seen.grad_norm)
             last = last._replace(grad_norm=norm)
         if clip is not None and not self.per_tensor:
-            last = last._replace(threshold=clip.threshold, z=xp.flush(clip.z))
+            last = last._replace(threshold=clip.threshold)
+            if clip.z is not None:
+                last = last._replace(z=xp.flush(clip.z))
         return EngineState(
             step=state.step + 1,
             change_expected=change_expected & False,
