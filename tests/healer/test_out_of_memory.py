@@ -10,7 +10,7 @@ from torch import nn
 
 import healcore
 from healcore.core.decision import Cause
-from healcore.runtime.run.batch_parts import FIRST_WAIT
+from healcore.runtime.run.batch_parts import GOOD_STEPS
 from tests.healer.limited_memory import Memory
 from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
@@ -35,7 +35,7 @@ def train(
     data = [torch.randn(8, 2, generator=random) for _ in range(batches)]
     with healcore.Healer(policy, state=state, **grouped(options)) as healer:
         if part_limit is not None:
-            run_of(healer).record.part_limit = part_limit
+            run_of(healer).record.part_size.limit = part_limit
         for batch in healer.batches(data):
             memory.step = healer.step
             for part in healer.microbatches(batch):
@@ -192,27 +192,25 @@ def sizes_by_step(memory: Memory) -> list[int]:
 
 
 def test_larger_parts_are_tried_again_after_one_step_that_did_not_fit(capsys):
-    """Twice the size after `FIRST_WAIT` steps, and twice that after as many more."""
+    """Twice the size after `GOOD_STEPS` steps, and twice that after as many more."""
     memory = Sometimes(5)
     train(260, memory)
     sizes = sizes_by_step(memory)
-    assert sizes == [8] * 5 + [2] * FIRST_WAIT + [4] * FIRST_WAIT + [8] * (255 - 2 * FIRST_WAIT)
+    assert sizes == [8] * 5 + [2] * GOOD_STEPS + [4] * GOOD_STEPS + [8] * (255 - 2 * GOOD_STEPS)
     assert memory.failures == 2
     printed = capsys.readouterr().err
-    assert printed.count("fit into memory again") == 2
-    grown = 5 + 2 * FIRST_WAIT
-    assert f"step {grown}: up to 8 samples at a time fit into memory again" in printed
+    assert printed.count("samples at a time again") == 2
+    grown = 5 + 2 * GOOD_STEPS
+    assert f"step {grown}: tries up to 8 samples at a time again" in printed
 
 
-def test_a_size_that_never_fits_is_tried_at_doubling_waits(tmp_path: Path, capsys):
-    """Failed trials spend no budget, and no batch is lost or trained twice."""
-    steps = 4 * FIRST_WAIT
+def test_a_size_that_never_fits_is_tried_once(tmp_path: Path):
+    """Its trial spends no budget, and no batch is lost or trained twice."""
+    steps = 4 * GOOD_STEPS
     memory = Memory(fits=4)
     weight = train(steps, memory, budget={"shrinks": 1}, store=tmp_path)
     assert sizes_by_step(memory) == [4] * steps
-    trials = [FIRST_WAIT, 3 * FIRST_WAIT]
-    assert [each["step"] for each in events(tmp_path, "fault")] == [0, *trials]
-    assert "fit into memory again" not in capsys.readouterr().err
+    assert [each["step"] for each in events(tmp_path, "fault")] == [0, GOOD_STEPS]
     split = Memory(fits=4)
     assert torch.equal(weight, train(steps, split, part_limit=4))
 
@@ -232,7 +230,7 @@ def test_steps_that_fail_now_and_then_spend_the_budget_once(tmp_path: Path):
     "killed", [152, *(pytest.param(k, marks=pytest.mark.slow) for k in (60, 151, 251, 260))]
 )
 def test_a_restart_tries_the_sizes_of_the_run_that_was_not_killed(tmp_path: Path, killed: int):
-    """Steps 50 and 51 fail, so that trials are due in steps 151 and 251; that of 251 fails."""
+    """Steps 50 and 51 fail, so that trials are due in steps 150 and 250; step 251 fails."""
     failing = 50, 51, 251, 252
 
     def end(healer: healcore.Healer[Any]) -> None:
@@ -255,7 +253,7 @@ def test_no_trial_where_a_window_cannot_be_repeated():
     memory = Memory(fits=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
-        for batch in healer.batches([torch.ones(8, 2)] * (2 * FIRST_WAIT)):
+        for batch in healer.batches([torch.ones(8, 2)] * (2 * GOOD_STEPS)):
             if healer.step:
                 model.weight.square().sum().backward()
             for part in healer.microbatches(batch):
@@ -267,7 +265,7 @@ def test_no_trial_where_a_window_cannot_be_repeated():
     assert memory.failures == 1
 
 
-def test_a_rollback_begins_the_wait_again():
+def test_a_rollback_keeps_the_size():
     """Memory runs out in step 125. Then the run goes back to step 120, and repeats it."""
     memory = Sometimes(125)
     sizes: dict[int, int] = {}
@@ -285,6 +283,6 @@ def test_a_rollback_begins_the_wait_again():
     train(250, memory, each_step=end_step, save_every=20)
     assert rollbacks[-1] == 1
     assert len(rollbacks) > len(sizes)
-    expected = [8] * 120 + [2] * FIRST_WAIT + [4] * (len(sizes) - 120 - FIRST_WAIT)
+    expected = [8] * 120 + [2] * (5 + GOOD_STEPS) + [4] * (len(sizes) - 125 - GOOD_STEPS)
     assert [sizes[step] for step in range(len(sizes))] == expected
     assert expected[-1] == 4

@@ -226,7 +226,7 @@ NOT_WRITTEN: dict[str, tuple[str, Change]] = {
     "world": (RECORD, with_entry("world", "x")),
     "step": (RECORD, with_entry("step", 1)),
     "settings": (RECORD, with_entry("settings", [])),
-    "part_limit": (RECORD, with_entry("part_limit", "")),
+    "part_size": (RECORD, with_entry("part_size", "")),
     "forward": (RECORD, with_entry("forward", {"0": {"a": 1}})),
     "skipped": (RECORD, with_entry("skipped", {"x": []})),
     "attempts": (RECORD, with_entry("attempts", [""])),

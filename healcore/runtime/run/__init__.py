@@ -18,7 +18,6 @@ The docstring of `Loop._between_steps` has the order of the work between two ste
     call_retries     repeats a call after a failure in the network
     out_of_memory    repeats a step in smaller parts
     memory_profile   what holds the memory after an out-of-memory error
-    missing_rate     notices that no learning rate reaches healcore
 
     batches/         from a loader to the step that trains on a batch
     incidents/       records of steps: events, metrics and orders

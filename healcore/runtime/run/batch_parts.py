@@ -1,7 +1,4 @@
-"""`BatchParts`: the size of the parts in which steps and comparisons use a batch.
-
-`PartGrowth`: when larger parts are tried again after memory ran out.
-"""
+"""`BatchParts`: the parts in which steps and comparisons use a batch; `PartSize`: their size."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ WeightedParts: TypeAlias = list[tuple[Any, float]]
 class BatchParts:
     """How the batches of a run are split since memory ran out.
 
-    The parts of a batch are halved, and grow again as `PartGrowth` says. Their number is a power of
+    The parts of a batch are halved, and grow again as `PartSize` says. Their number is a power of
     two, so that a compiled step sees few shapes. A comparison evaluates the parts that a step
     trains on: a whole batch would run out of memory again.
 
@@ -68,7 +65,7 @@ class BatchParts:
         Returns:
             The number of parts, >= 1.
         """
-        return self._number(batch, self._record.part_limit)
+        return self._number(batch, self._record.part_size.limit)
 
     def gains_from(self, batch: Any, limit: int) -> bool:
         """Whether a batch would have fewer parts if a part could have `limit` samples.
@@ -139,11 +136,11 @@ class BatchParts:
     @property
     def _evaluation_limit(self) -> int | None:
         """Largest number of samples in a part that the `loss_fn` evaluates, or None without one."""
-        return self._limit_with(self._record.evaluation_limit)
+        return self._limit_with(self._record.evaluation_size.limit)
 
     def _limit_with(self, of_evaluations: int | None) -> int | None:
         """The smaller of the limit of the steps and a limit of evaluations, or None without one."""
-        of_steps = self._record.part_limit
+        of_steps = self._record.part_size.limit
         if of_steps is None:
             return of_evaluations
         if of_evaluations is None:
@@ -169,152 +166,62 @@ def largest_part(samples: int, parts: int) -> int:
     return -(-samples // parts)
 
 
-FIRST_WAIT = 100
-"""Steps after memory ran out until larger parts are tried again."""
+GOOD_STEPS = 100
+"""Steps after a change of the size until parts twice as large are tried."""
 _Size = Annotated[int, Field(ge=1)]
 
 
 @dataclass
-class PartGrowth:
-    """When larger parts are tried, and what happens if they do not fit.
-
-    The parts of steps and the parts of comparisons each have a `PartGrowth`. The text describes
-    steps. A comparison that does not fit is evaluated again, and costs no step.
+class PartSize:
+    """Largest number of samples of a part. It is halved when memory runs out.
 
     Memory may run out in one step of thousands, because of one long sequence or of another program
     on the device. Parts that stay small after such a step cost time until the end of the run. So
-    `wait` steps after memory ran out, a step begins with parts of twice the size. If they fit, the
-    run keeps this size, and tries twice that after as many steps. If they do not, the step is
-    repeated with the size that fits. If the larger size has lasted for fewer steps than the wait
-    before it, the next wait is twice as long, so that a size that never fits costs few repeats.
+    after `GOOD_STEPS` steps, parts twice as large are tried, once: a size that was tried and that
+    has not fitted is not tried again.
 
-    Every value depends on the number of the step, never on the clock. The values are part of the
-    run's record, so a restart tries the same sizes in the same steps as a run that was not killed.
+    The steps and the comparisons of a run each have a size. Its values are a part of the run's
+    record and depend on the number of the step, never on the clock.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
+    limit: _Size | None = None
+    """Samples of a part, or None while all batches have fitted."""
     since: NonNegativeInt = 0
-    """Step at which the size has last changed or was last tried."""
-    wait: NonNegativeInt = FIRST_WAIT
-    """Steps from `since` to the next try of larger parts."""
-    smaller: _Size | None = None
-    """Size before the last try, which fits; or None if memory ran out since the last try."""
-    trying: bool = False
-    """Whether `since` is the first step with larger parts, whose end is not known yet."""
+    """Step at which the size has last changed."""
+    is_tried: bool = False
+    """Whether the size is the result of a try."""
+    too_large: _Size | None = None
+    """Smallest size that was tried and has not fitted."""
     smallest: _Size | None = None
-    """Smallest size of the run, or None if memory never ran out."""
+    """Smallest size of the run. A return to a larger one costs no budget."""
 
-    def is_due(self, step: int) -> bool:
-        """Whether larger parts may be tried at a step.
-
-        They may if `wait` steps have passed since the size last changed or was last tried, unless
-        a trial is still running.
-
-        Args:
-            step: number of the step that is about to begin.
-        """
-        return not self.trying and step - self.since >= self.wait
-
-    def postpone(self, step: int) -> None:
-        """Postpones a try from which nothing can be learnt at this step.
-
-        Larger parts then become due `wait` steps later. The batch of the step may be too small to
-        have fewer parts, or the step could not be repeated if the larger parts do not fit.
-
-        Args:
-            step: number of the step at which the try was due.
-        """
-        self.since = step
-
-    def begin_larger(self, step: int, size: int) -> int:
-        """Begins to try parts of twice the size.
-
-        The current size is kept in `smaller`, to which `go_back` returns if the larger parts do not
-        fit.
-
-        Args:
-            step: number of the step that tries the larger parts.
-            size: samples in a part so far.
-
-        Returns:
-            The size to try, in samples.
-        """
-        self.since = step
-        self.smaller = size
-        self.trying = True
-        return 2 * size
-
-    def accept_larger(self, step: int) -> bool:
-        """Keeps the larger size if the step that tried it has fitted.
-
-        Args:
-            step: the step that begins.
-
-        Returns:
-            Whether the size is accepted by this call, once for each try.
-        """
-        if not self.trying or step == self.since:
-            return False
-        self.trying = False
-        return True
-
-    def go_back(self, step: int) -> int:
-        """Returns to the size before the last try, because a larger part has not fitted.
-
-        Args:
-            step: the step at which memory ran out. If the larger size has lasted for less than the
-                wait, the next wait is twice as long.
-
-        Returns:
-            The size, in samples.
-        """
-        assert self.smaller is not None
-        has_lasted = step - self.since >= self.wait
-        if has_lasted:
-            self.wait = FIRST_WAIT
-        else:
-            self.wait *= 2
-        size = self.smaller
-        self.since = step
-        self.smaller = None
-        self.trying = False
+    def larger(self, step: int) -> int | None:
+        """The size to try at a step, or None if none is due."""
+        if self.limit is None or step < self.since + GOOD_STEPS:
+            return None
+        size = 2 * self.limit
+        if self.too_large is not None and size >= self.too_large:
+            return None
         return size
 
-    def shrink(self, step: int, size: int) -> None:
-        """Notes that memory ran out, and that the run continues with smaller parts.
+    def grow(self, step: int, size: int) -> None:
+        """Tries a larger size from a step on."""
+        self.limit, self.since, self.is_tried = size, step, True
 
-        The wait for the next trial begins again with `FIRST_WAIT` steps. The size before is
-        forgotten, because it does not fit any more.
+    def shrink(self, step: int, before: int, after: int) -> None:
+        """Takes a smaller size, because a part has not fitted.
 
         Args:
-            step: number of the step at which memory ran out.
-            size: samples in a part from now on.
+            step: step at which memory ran out.
+            before: samples of the part.
+            after: samples of a part from now on.
         """
-        self.since = step
-        self.wait = FIRST_WAIT
-        self.smaller = None
-        self.trying = False
-        if self.smallest is None or size < self.smallest:
-            self.smallest = size
+        if self.is_tried:
+            self.too_large = before
+        self.limit, self.since, self.is_tried = after, step, False
+        self.smallest = min(after, self.smallest or after)
 
     def is_new(self, size: int) -> bool:
-        """Whether a size is smaller than all sizes of the run so far.
-
-        Only such a size counts in the policy's budget of halvings. A return to a size that the run
-        has had before costs one repeated step, and must not use up the budget.
-
-        Args:
-            size: samples in a part.
-        """
+        """Whether a size is smaller than all sizes of the run so far."""
         return self.smallest is None or size < self.smallest
-
-    def on_rollback(self, step: int) -> None:
-        """Counts the wait from the step to which the run was rolled back.
-
-        Without this, `since` would lie in the future of the repeated steps, and the next trial
-        would be late by the number of undone steps.
-
-        Args:
-            step: the step at which the run continues.
-        """
-        self.since = min(self.since, step)

@@ -191,31 +191,26 @@ class OutOfMemory:
         return True
 
     def _try_larger(self, batch: Any) -> None:
-        """Begins the window with larger parts, if it is time to try them, see `PartGrowth`.
+        """Begins the window with larger parts, if it is time to try them, see `PartSize`.
 
         A try needs a window that can be repeated on every rank, and a first batch that is split
         into fewer parts than before on some rank. The ranks decide together, because all of them
         have the same size. They ask each other only when a try is due, which is the same step on
         all ranks.
         """
-        step, record, ranks = self.run.progress.step, self.run.record, self.run.ranks
-        size, growth = record.part_limit, record.part_growth
-        if size is None:
+        step, size = self.run.progress.step, self.run.record.part_size
+        larger = size.larger(step)
+        if larger is None:
             return
-        if growth.accept_larger(step):
-            self.run.log.info(
-                f"step {growth.since}: up to {size} samples at a time fit into memory again"
-            )
-        if not growth.is_due(step):
-            return
-        vote = not self._window.repeat_obstacle, self.run.batch_parts.gains_from(batch, 2 * size)
+        vote = not self._window.repeat_obstacle, self.run.batch_parts.gains_from(batch, larger)
         votes = [vote]
         if self._joint:
-            votes = ranks.gather(vote)
+            votes = self.run.ranks.gather(vote)
         if all(can for can, _ in votes) and any(gains for _, gains in votes):
-            record.part_limit = growth.begin_larger(step, size)
+            size.grow(step, larger)
+            self.run.log.info(f"step {step}: tries up to {larger} samples at a time again")
         else:
-            growth.postpone(step)
+            size.since = step  # a smaller batch, or one that cannot be repeated, teaches nothing
 
     def _find_obstacle(self) -> str:
         """Reason why this window cannot be repeated in smaller parts, or an empty string."""
@@ -330,7 +325,7 @@ class OutOfMemory:
             except UnsplittableBatch as reason:
                 obstacle = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        if not obstacle and not self.run.record.part_growth.trying:
+        if not obstacle and not self.run.record.part_size.is_tried:
             # A failed try keeps the profile of the failure before.
             line += f". {memory_text(self.run.driver, self.run.log)}"
         return _Overrun(samples, parts, fault, line, obstacle)
@@ -338,50 +333,41 @@ class OutOfMemory:
     def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:
         """Makes the parts smaller, and reports it. Raises RunStopped if there is no smaller part.
 
-        Parts that were tried larger than before return to the size that fits, which costs no
-        budget. So does a size that an earlier part of the run has had.
+        A size that an earlier part of the run has had costs no budget.
         """
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
-        step, record, growth = self.run.progress.step, self.run.record, self.run.record.part_growth
+        step, size = self.run.progress.step, self.run.record.part_size
         before = largest_part(samples, parts)
         after = largest_part(samples, min(2 * parts, samples))
-        goes_back = growth.smaller is not None and growth.smaller < before
-        obstacle = self._obstacle_to_smaller(before, after, goes_back=goes_back)
+        obstacle = self._obstacle_to_smaller(before, after)
         if obstacle:
             changed = self._last_resort()
             if not changed:
                 self.run.stopping.stop(prefix + obstacle, error=error, fault=Cause.OOM)
             self.run.log.fault(step, fault, f"{prefix}{obstacle}: {changed}", answer="clear_cache")
             return
-        then = ""
-        if goes_back:
-            after = growth.go_back(step)
-            then = f", and larger parts are tried again after {growth.wait} steps"
-        else:
-            if growth.is_new(after):
-                record.shrinks += 1
-            growth.shrink(step, after)
-        record.part_limit = after
+        self.run.record.shrinks += size.is_new(after)
+        size.shrink(step, before, after)
         self.run.log.fault(
             step,
             fault,
             f"{prefix}a part of {before} samples (of {samples}) does not fit into memory, the step "
-            f"is repeated with {after} at a time{then}: {overrun.line}",
+            f"is repeated with {after} at a time: {overrun.line}",
             answer="shrink_microbatch",
             samples=samples,
             size_before=before,
             size=after,
         )
 
-    def _obstacle_to_smaller(self, before: int, after: int, *, goes_back: bool) -> str:
+    def _obstacle_to_smaller(self, before: int, after: int) -> str:
         """Reason why the parts may not become smaller, as a clause, or an empty string.
 
         `before` and `after` are samples of a part.
         """
-        growth, limit = self.run.record.part_growth, self.run.policy.budget.shrinks
+        record, limit = self.run.record, self.run.policy.budget.shrinks
         if before == 1:
             return "a single sample does not fit into memory"
-        if goes_back or not growth.is_new(after) or self.run.record.shrinks < limit:
+        if not record.part_size.is_new(after) or record.shrinks < limit:
             return ""
         return (
             f"{before} samples do not fit into memory, and the batch is not halved again: the "

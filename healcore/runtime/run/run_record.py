@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
-from healcore.runtime.run.batch_parts import PartGrowth
+from healcore.runtime.run.batch_parts import PartSize
 from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
@@ -82,17 +82,13 @@ class RunRecord:
     """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
     nonfinite_ok: list[str] = field(default_factory=list)
     """Names of arrays that were not finite in the first snapshot."""
-    part_limit: Annotated[int, Field(ge=1)] | None = None
-    """Largest number of samples of a micro-batch, or None while all batches have fitted."""
+    part_size: PartSize = field(default_factory=PartSize)
+    """Size of the parts of a step."""
     shrinks: NonNegativeInt = 0
     """Number of times that memory ran out with parts smaller than all parts before."""
-    part_growth: PartGrowth = field(default_factory=PartGrowth)
-    """When larger parts are tried again."""
-    evaluation_limit: Annotated[int, Field(ge=1)] | None = None
-    """Largest number of samples that the `loss_fn` evaluates at a time in a comparison of weights,
-    or None for no limit besides `part_limit`."""
-    evaluation_growth: PartGrowth = field(default_factory=PartGrowth)
-    """When the `loss_fn` tries larger parts again."""
+    evaluation_size: PartSize = field(default_factory=PartSize)
+    """Size of the parts that the `loss_fn` evaluates in a comparison of weights, where it is
+    smaller than `part_size`."""
     passes: NonNegativeInt = 0
     """Largest number of calls of `batches` in a process of the run."""
     changes: list[StructureChange] = field(default_factory=list)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore import Logging
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.batch_parts import FIRST_WAIT
+from healcore.runtime.run import batch_parts
 from tests.open_run import run_of
 
 STEPS, ACCUMULATED, BATCH = 3, 2, 8
@@ -74,7 +75,7 @@ def train(
     reduce: Callable[[nn.Module], object] = lambda net: None,
     fits: int | None = None,
     most: Callable[[int], int | None] = lambda step: None,
-    wait: int = FIRST_WAIT,
+    wait: int = batch_parts.GOOD_STEPS,
 ) -> dict[str, Any]:
     """Trains for `STEPS` steps of `ACCUMULATED` batches; what this process has then.
 
@@ -98,13 +99,15 @@ def train(
     sizes: list[list[int]] = [[] for _ in range(STEPS)]
     found: dict[str, Any] = {"sizes": sizes, "raised": {}}
     try:
-        with Healer(state=state, logging=Logging(metrics=metrics, events=events)) as healer:
-            run_of(healer).record.part_growth.wait = wait
+        with (
+            patch.object(batch_parts, "GOOD_STEPS", wait),
+            Healer(state=state, logging=Logging(metrics=metrics, events=events)) as healer,
+        ):
             for number, batch in enumerate(healer.batches(data(seed, samples))):
                 done = sizes[number // ACCUMULATED]
                 last = number % ACCUMULATED == ACCUMULATED - 1
                 if (limit := most(healer.step)) is not None:
-                    run_of(healer).record.part_limit = limit
+                    run_of(healer).record.part_size.limit = limit
                 for part in healer.microbatches(batch):
                     waits = no_sync and not (last and part.last)
                     with part, fail or nullcontext(), model.no_sync() if waits else nullcontext():

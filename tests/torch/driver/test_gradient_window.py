@@ -80,7 +80,7 @@ def test_parts_of_a_batch_have_its_gradient_and_its_mean_loss(run, loss_fn, opti
     loss = loss_fn(model, batch)
     loss.backward()
     expected = gradients(model)
-    run_of(healer).record.part_limit = most
+    run_of(healer).record.part_size.limit = most
     for part in healer.microbatches(batch, **options):
         with part:
             loss_of_part = loss_fn(model, part.batch)
@@ -98,7 +98,7 @@ def test_a_part_without_a_token_that_counts_is_left_out(run):
     batch = tokens(0, 4, 3, 0.0)
     parts: list[Any] = []
     batch["labels"][2:] = IGNORED
-    run_of(healer).record.part_limit = 2
+    run_of(healer).record.part_size.limit = 2
     for part in healer.microbatches(batch, count="labels"):
         with part:
             parts.append((part.weight, part.first, part.last))

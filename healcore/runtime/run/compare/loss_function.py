@@ -276,24 +276,20 @@ class LossFunction:
         return _EvaluationOverrun(size)
 
     def _try_larger_parts(self, steps: Sequence[TrainedStep]) -> None:
-        """Evaluates larger parts from now on, if it is time to try them, see `PartGrowth`.
+        """Evaluates larger parts from now on, if it is time to try them, see `PartSize`.
 
-        All ranks have the same size, so a try is due in the same step on all ranks.
+        Collective if a try is due, which is so at the same comparison on all ranks.
         """
-        step, record = self.run.progress.step, self.run.record
-        size, growth = record.evaluation_limit, record.evaluation_growth
-        if size is None:
-            return
-        if growth.accept_larger(step):
-            self.run.log.info(f"step {step}: loss_fn evaluates up to {size} samples at a time")
-        if not growth.is_due(step):
+        step, size = self.run.progress.step, self.run.record.evaluation_size
+        larger = size.larger(step)
+        if larger is None:
             return
         parts = self.run.batch_parts
-        gains = any(parts.evaluation_gains_from(batch, 2 * size) for batch in _batches_of(steps))
+        gains = any(parts.evaluation_gains_from(batch, larger) for batch in _batches_of(steps))
         if any(self.run.ranks.gather(gains)):
-            record.evaluation_limit = growth.begin_larger(step, size)
+            size.grow(step, larger)
         else:
-            growth.postpone(step)
+            size.since = step
 
     def _shrink(self, everyone: Sequence[Any]) -> bool:
         """Halves the parts if memory ran out on some rank, and no rank has another problem.
@@ -304,20 +300,12 @@ class LossFunction:
         sizes = [item.samples for item in everyone if isinstance(item, _EvaluationOverrun)]
         if not sizes or any(isinstance(item, str) for item in everyone):
             return False
-        step, record = self.run.progress.step, self.run.record
-        growth = record.evaluation_growth
         before = min(sizes)
-        then = ""
-        if growth.smaller is not None and growth.smaller < before:
-            after = growth.go_back(step)
-            then = f", and larger parts are tried again after {growth.wait} steps"
-        else:
-            after = largest_part(before, 2)
-            growth.shrink(step, after)
-        record.evaluation_limit = after
+        after = largest_part(before, 2)
+        self.run.record.evaluation_size.shrink(self.run.progress.step, before, after)
         self.run.log.info(
             f"a comparison of weights does not fit into memory with {before} samples: it evaluates "
-            f"{after} at a time{then}"
+            f"{after} at a time"
         )
         return True
 

@@ -82,8 +82,6 @@ class WayBack:
         """
         run = self.run
         run.record.go_back_to(own)
-        run.record.part_growth.on_rollback(saved.step)
-        run.record.evaluation_growth.on_rollback(saved.step)
         run.comparisons.continue_from(own.comparisons, saved.step, weights)
         run.holding.hold(envelope, saved.step)
         run.saver.begin_attempt(saved.step)

@@ -28,7 +28,6 @@ from healcore.events.sentences import flags_text
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.missing_rate import MissingRate
 from healcore.runtime.run.rollback import report
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
@@ -64,7 +63,6 @@ class Recovery:
         self._host_rules = HostRules(policy.host_rules, policy.engine.config, run.record)
         self.counts_steps = False
         self.ends_by_steps = ends_by_steps
-        self._missing_rate = MissingRate(run)
         self._declined: Counter[str] = Counter()
         """Reason -> troubles without a rollback, to log lasting trouble only now and then."""
 
@@ -100,8 +98,6 @@ class Recovery:
             several=run.monitor.metrics.has_several_engines,
             steps_at_once=result.steps_at_once,
         )
-        if not self._missing_rate.is_done:
-            self._missing_rate.note_step(result.records)
         order = run.monitor.note_step(result)
         highest = run.journal.rates
         for record in result.records:
