@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.console import Console, checked_console
-from healcore.core.decision import Action, Cause, Decision
+from healcore.core.decision import Decision
 from healcore.core.engine import Engine
+from healcore.core.engine.state import metrics as metrics_of
 from healcore.core.errors import AttachError
 from healcore.core.signals import SignalError
 from healcore.policy import Overrides, PolicyLike, engine_of
@@ -87,7 +88,9 @@ def attach(
     """
     check_spelling(overrides, attach)
     checked = checked_console(console)
-    wrapper_scaler = scaler_of(optimizer)
+    wrapper_scaler = getattr(optimizer, "scaler", None)  # accelerate calls it by itself
+    if not isinstance(wrapper_scaler, torch.amp.GradScaler):
+        wrapper_scaler = None
     if scaler is None:
         scaler = wrapper_scaler
     healing = heal_optimizer(
@@ -203,26 +206,6 @@ def unwrapped(optimizer: Any) -> Optimizer:
         f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}: pass the optimizer "
         "whose step() updates the weights, or for DeepSpeed use healcore.torch.heal_engine(engine)"
     )
-
-
-def scaler_of(optimizer: Any) -> torch.amp.GradScaler | None:
-    """The GradScaler of accelerate's optimizer wrapper.
-
-    accelerate calls the scaler inside the wrapper, so the program has no scaler to pass to
-    `attach`.
-
-    Args:
-        optimizer: what the user has passed, a wrapper or a plain optimizer.
-
-    Returns:
-        The scaler, or None for a plain optimizer and for a wrapper without a scaler.
-    """
-    if not isinstance(optimizer, Optimizer):
-        return None
-    scaler = vars(optimizer).get("scaler")
-    if isinstance(scaler, torch.amp.GradScaler):
-        return scaler
-    return None
 
 
 def healing_of(optimizer: Optimizer) -> Healing | None:
@@ -362,15 +345,7 @@ class Healing:
         group_scale = decision.group_scale
         if group_scale is not None:
             group_scale = group_scale.tolist()
-        return Decision(
-            grad_scale=float(decision.grad_scale),
-            skip=bool(decision.skip),
-            lr_scale=float(decision.lr_scale),
-            action=Action(int(decision.action)),
-            cause=Cause(int(decision.cause)),
-            rollback_depth=int(decision.rollback_depth),
-            group_scale=group_scale,
-        )
+        return self.live_engine.pending_record()().decision._replace(group_scale=group_scale)
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...). Copies.
@@ -380,7 +355,8 @@ class Healing:
 
         `heal/loss` is NaN until a step with a loss is judged.
         """
-        metrics = self.live_engine.metrics()
+        numbers = metrics_of(self.live_engine.state)
+        metrics = {name: torch.as_tensor(value).clone() for name, value in numbers.items()}
         if not self._measurer.has_seen_loss:
             loss = metrics["heal/loss"]  # 0 at the start, unlike in a loaded state
             metrics["heal/loss"] = loss.masked_fill(loss == 0, math.nan)

@@ -76,10 +76,11 @@ class HealedStep:
     `step` of the optimizer is replaced. A call of `optimizer.step()` then runs:
 
         _begin    evaluates a closure, if the program passes one
-          _judge    measure   Measurer.measure, SignalAllReduce.reduce with several ranks
-                    guard     LiveEngine.step decides; _apply clips, scales the rate
-        original  `step` as it was before `attach`, unless the host skips
-        _end      restore   what was replaced for the step; then the listener
+          _judge    measures: Measurer.measure, SignalAllReduce.reduce with several ranks
+                    guards: LiveEngine.step decides; _apply clips, scales the rate
+        original  steps: `step` as it was before `attach`, unless the host skips
+        _restore  restores what was replaced for the step
+        _end      reports the step to the listener
 
     The host skips a step by not calling the original `step`. A fused kernel skips by itself.
     A closure is evaluated before the original `step`, which receives the result.
@@ -172,20 +173,20 @@ class HealedStep:
         disable: Any = torch.compiler.disable
         self.pre_hook = disable(self._check_running)
         begin = disable(self._begin)
+        restore = disable(self._restore)
         end = disable(self._end)
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # A scheduler that was made after the replacement keeps this function after `detach`.
             if not self.attached:
                 return original(*args, **kwargs)
-            finished = False
             try:
                 result, args, kwargs = begin(args, kwargs)
                 if self._enforced.skip is not True:
                     result = original(*args, **kwargs)
-                finished = True
             finally:
-                end(finished)
+                restore()
+            end()
             return result
 
         functools.update_wrapper(step, getattr(original, "__func__", original), updated=())
@@ -197,14 +198,14 @@ class HealedStep:
         optimizer.step = replacement
         handle = optimizer.register_step_pre_hook(self.pre_hook)
 
-        def restore() -> None:
+        def restore_step() -> None:
             handle.remove()
             if vars(optimizer).get("step") is replacement:
                 del optimizer.step
                 if own_step is not None:
                     optimizer.step = own_step
 
-        self._restore_step = restore
+        self._restore_step = restore_step
 
     def _begin(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         """Evaluates the closure, judges the step, and enforces the decision.
@@ -243,6 +244,31 @@ class HealedStep:
             return False
         rates = [float(group.get("lr", 1.0)) for group in self.optimizer.param_groups]
         return not any(rates)
+
+    def _reused(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
+        """A closure whose first call returns `loss`, if weights and gradients are still the same.
+
+        Sharpness-aware and schedule-free optimizers move the weights before they evaluate, and
+        L-BFGS evaluates again. Further evaluations are clipped by the factor of the step.
+        """
+        params = gradients.parameters(self.optimizer)
+        marks: list[tuple[int, int, int]] | None = _marks(params)
+
+        def evaluate() -> Any:
+            nonlocal marks
+            is_same = marks == _marks(params)
+            marks = None  # only the first call may reuse the loss
+            if is_same:
+                return loss
+            other_loss = closure()
+            if not isinstance(self._enforced.skip, Tensor):
+                with torch.no_grad():
+                    self._clip(params, self._enforced)
+            return other_loss
+
+        return evaluate
+
+    # -- measure and guard ----------------------------------------------------------------------
 
     @torch.no_grad()
     def _judge(self) -> None:
@@ -315,27 +341,6 @@ class HealedStep:
             enforced = enforced._replace(clip_factor=factor)
         self._apply(parameters, enforced, measured.divisor)
 
-    def _uses_kernel(self) -> bool:
-        return self.has_kernel and _all_fused(self.optimizer)
-
-    def _needs_host(self, params: Sequence[Tensor]) -> bool:
-        """Whether enforcing this step needs the decision on the host.
-
-        A fused SGD that skips leaves new momentum buffers uninitialised, so the host decides the
-        step that creates the buffers.
-
-        Args:
-            params: the parameters with gradients.
-        """
-        if not self._uses_kernel():
-            return True
-        optimizer = self.optimizer
-        if not isinstance(optimizer, SGD):
-            return False
-        if all(group["momentum"] == 0 for group in optimizer.param_groups):
-            return False
-        return any(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in params)
-
     def _apply(
         self, parameters: Sequence[Tensor], enforced: EnforcedDecision, divisor: Tensor | None
     ) -> None:
@@ -406,6 +411,29 @@ class HealedStep:
             divisor = torch.ones_like(scale)
         self._replace(vars(self.optimizer), "grad_scale", divisor / scale)
 
+    def _uses_kernel(self) -> bool:
+        return self.has_kernel and _all_fused(self.optimizer)
+
+    def _needs_host(self, params: Sequence[Tensor]) -> bool:
+        """Whether enforcing this step needs the decision on the host.
+
+        A fused SGD that skips leaves new momentum buffers uninitialised, so the host decides the
+        step that creates the buffers.
+
+        Args:
+            params: the parameters with gradients.
+        """
+        if not self._uses_kernel():
+            return True
+        optimizer = self.optimizer
+        if not isinstance(optimizer, SGD):
+            return False
+        if all(group["momentum"] == 0 for group in optimizer.param_groups):
+            return False
+        return any(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in params)
+
+    # -- restore --------------------------------------------------------------------------------
+
     def _replace(self, values: dict[str, Any], name: str, value: Any) -> None:
         """Replaces an entry of a group, or an attribute of the optimizer, for the step."""
         self._replaced.append((values, name, value, values.get(name, _ABSENT)))
@@ -429,34 +457,8 @@ class HealedStep:
                 values[name] = before
         self._replaced.clear()
 
-    def _reused(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
-        """A closure whose first call returns `loss`, if weights and gradients are still the same.
-
-        Sharpness-aware and schedule-free optimizers move the weights before they evaluate, and
-        L-BFGS evaluates again. Further evaluations are clipped by the factor of the step.
-        """
-        params = gradients.parameters(self.optimizer)
-        marks: list[tuple[int, int, int]] | None = _marks(params)
-
-        def evaluate() -> Any:
-            nonlocal marks
-            is_same = marks == _marks(params)
-            marks = None  # only the first call may reuse the loss
-            if is_same:
-                return loss
-            other_loss = closure()
-            if not isinstance(self._enforced.skip, Tensor):
-                with torch.no_grad():
-                    self._clip(params, self._enforced)
-            return other_loss
-
-        return evaluate
-
-    def _end(self, finished: bool) -> None:
-        """Restores what was changed for the step. Reports the step, unless it raised."""
-        self._restore()
-        if not finished:
-            return
+    def _end(self) -> None:
+        """Ends a step that did not raise, and reports it."""
         self.in_update = False
         # Also the losses of a closure's later evaluations. An evaluation of a step that was not
         # judged, for example one without gradients, waits for the next step.
@@ -474,6 +476,8 @@ class HealedStep:
             if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._report_end(self._enforced.skip)
+
+    # -- steps that are not called, or not judged ---------------------------------------------
 
     def _check_running(self, *_: Any) -> None:
         """The pre-hook of the optimizer. A step that bypasses the replacement runs unjudged."""

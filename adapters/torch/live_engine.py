@@ -29,7 +29,7 @@ import healcore.torch.array_namespace  # noqa: F401  # registers the namespace o
 from healcore.core.array_namespace import FLOAT32_MAX, SIGNAL_LIMIT, shortest_decimal
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineState, StateError
-from healcore.core.engine.state import metrics, record_numbers
+from healcore.core.engine.state import record_numbers
 from healcore.core.errors import AttachError, ParametersChangedError
 from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_INTS, StepRecord, Why, host_record, unpack_record
@@ -418,15 +418,6 @@ class LiveEngine:
         if len(self._recent) < (self._recent.maxlen or 1):
             return None
         return self._recent[0].decision
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Numbers of the last step for a logger, see `Healing.metrics`. Waits as `state` does.
-
-        Returns:
-            Name -> 0-d tensor. Copies.
-        """
-        numbers = metrics(self.state)
-        return {name: torch.as_tensor(value).clone() for name, value in numbers.items()}
 
     # -- changes of the state ---------------------------------------------------------------------
 

@@ -13,8 +13,6 @@ WEIGHTS = "initial weights"
 """Name of the digest of the weights in `Driver.settings`."""
 STEPPED = ", stepped"
 """End of the digest of a program that has loaded a snapshot: its optimizers have stepped before."""
-DIGESTED = 64
-"""Values of each parameter in the digest of the initial weights."""
 
 
 def json_setting(value: Any) -> Any:

@@ -211,12 +211,10 @@ class FollowedOptimizer:
         if not measured.params:
             return (), False  # only other ranks have gradients
         values = measured.to_host()
-        usual: np.ndarray | None = None
+        known: dict[int, float] = {}
         if self._baseline is not None:
-            known: dict[int, float] = {}
-            for p, norm in zip(self._baseline.params, self._baseline.to_host(), strict=True):
-                known[id(p)] = norm
-            usual = np.array([known.get(id(p), 0.0) for p in measured.params], np.float32)
+            known.update(zip(map(id, self._baseline.params), self._baseline.to_host(), strict=True))
+        usual = np.array([known.get(id(p), 0.0) for p in measured.params], np.float32)
         names = live_state.parameter_names(self._state, measured.params)
         nan_by_optimizer = is_nan_by_optimizer(record.cause, values)
         return suspect_gradients(values, usual, names), nan_by_optimizer

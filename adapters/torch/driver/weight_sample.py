@@ -60,7 +60,7 @@ class WeightSample:
         return [name for (name, _, _), kept, now in pairs if kept.tolist() != now.tolist()]
 
     def _samples(self) -> list[Tensor]:
-        return [_sample(table.get(key)) for _, table, key in self._places]
+        return [sample(table.get(key)) for _, table, key in self._places]
 
 
 _Place: TypeAlias = tuple[str, Mapping[str, Any], str]
@@ -85,8 +85,15 @@ def _places(state: State, healings: Mapping[str, Healing]) -> list[_Place]:
     return [*places[max(0, at[0] - 2) : at[0] + 1], places[at[-1]]]
 
 
-def _sample(p: Any) -> Tensor:
-    """A copy of some bytes of a parameter; of none if it is sharded, sparse, or without data."""
+def sample(p: Any) -> Tensor:
+    """A copy of some bytes of a parameter; of none if it is sharded, sparse, or without data.
+
+    Args:
+        p: a parameter, or another value.
+
+    Returns:
+        At most `SAMPLE_BYTES`, from the middle, on the parameter's device.
+    """
     if type(p) in (Tensor, Parameter) and p.layout is torch.strided and not p.is_meta:
         count = min(p.numel(), SAMPLE_BYTES // p.element_size())
         first = p.storage_offset() + (p.numel() - count) // 2

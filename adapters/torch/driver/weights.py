@@ -17,10 +17,10 @@ from torch.nn.parameter import is_lazy
 from healcore.core.signals import SignalError
 from healcore.runtime.data.random_states import isolated
 from healcore.runtime.driver import WeightsChanged
-from healcore.runtime.program_settings import DIGESTED
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.followed_optimizer import FollowedOptimizer
+from healcore.torch.driver.weight_sample import sample
 from healcore.torch.live_state import State
 
 Key: TypeAlias = int | tuple[int, str]
@@ -100,14 +100,11 @@ class TorchWeights:
         """A digest of the weights, equal in processes with equal weights. See `Driver.settings`.
 
         Returns:
-            16 hexadecimal digits, of `DIGESTED` values of each parameter.
+            16 hexadecimal digits, of some bytes of each parameter.
         """
         digest = hashlib.blake2b(digest_size=8)
         for part in self._weights().values():
-            flat = part.detach().reshape(-1)
-            stride = max(1, flat.numel() // DIGESTED)
-            sample = flat[::stride][:DIGESTED].to("cpu", copy=True)
-            digest.update(bytes(sample.view(torch.uint8).numpy()))
+            digest.update(bytes(sample(part).cpu().numpy()))
         return digest.hexdigest()
 
     def losses_of(
