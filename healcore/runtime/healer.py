@@ -13,7 +13,7 @@ from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.overrides import check_spelling
 from healcore.runtime.batch_iterator import Batch, Batches
-from healcore.runtime.data.loader_protocols import Loader
+from healcore.runtime.data.loader_parts import Loader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
@@ -281,6 +281,7 @@ class Healer(Generic[State]):
         *,
         epochs: int | None = 1,
         epoch: int | None = None,
+        name: str = "",
     ) -> Batches[Batch]:
         """An iterator over the loader's batches that does the work between two steps.
 
@@ -297,6 +298,8 @@ class Healer(Generic[State]):
             epochs: passes over the loader, or None for no end.
             epoch: number of the epoch in the program's own loop, or None if the loop begins at
                 epoch 0 again after a restart. One epoch is read.
+            name: name of the loader's position in the data. Two loaders that are in use at the same
+                time need two names; loaders that are read one after another need none.
 
         Returns:
             An iterator. Its `len` counts the batches of all passes, also after a restart. Its
@@ -305,7 +308,8 @@ class Healer(Generic[State]):
         Raises:
             ValueError: `epochs` is not a whole number >= 1.
             DataError: from the first `next`; the loader cannot be iterated over, `epoch` cannot be
-                its next epoch, or an iterator is asked for several epochs.
+                its next epoch, an iterator is asked for several epochs, or another loader of the
+                same name is in use.
             RunStopped: the policy ends the run.
             Terminated: SIGTERM was received; the current step is finished and the run saved.
             EndRequested: the stop file exists; the current step is finished and the run saved.
@@ -330,7 +334,7 @@ class Healer(Generic[State]):
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise ValueError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
-        batches = BatchLoop(self._live, loader, epochs, epoch).batches()
+        batches = BatchLoop(self._live, loader, epochs, epoch, name=name).batches()
         return Batches(self, batches, loader, epochs)
 
     def epochs(self, total: int) -> Iterator[int]:

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, TypeVar, Unpack
 from healcore.core.errors import HealcoreError
 from healcore.policy import PolicyLike
 from healcore.runtime.batch_iterator import Batch, Batches
-from healcore.runtime.data.loader_protocols import Loader
+from healcore.runtime.data.loader_parts import Loader
 from healcore.runtime.healer import Healer, State
 from healcore.runtime.healer_options import HealerOptions
 from healcore.runtime.run.ending.exits import EndRequested, exit_for
@@ -128,9 +128,10 @@ class ScriptHealer(Healer[State]):
         *,
         epochs: int | None = 1,
         epoch: int | None = None,
+        name: str = "",
     ) -> Batches[Batch]:
         """See `Healer.batches`."""
-        batches = super().batches(loader, epochs=epochs, epoch=epoch)
+        batches = super().batches(loader, epochs=epochs, epoch=epoch, name=name)
         return Batches(self, self._until_end(batches), loader, epochs)
 
     def epochs(self, total: int) -> Iterator[int]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.data.run_loader import RunLoader
+from healcore.runtime.data.source import SourceCursor
+from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
 from healcore.runtime.program_settings import WEIGHTS
@@ -35,7 +35,7 @@ class ReadPosition:
     """
 
     pending: tuple[BatchId, ...]
-    _loader: RunLoader | None
+    _loader: SourceCursor | None
 
     @property
     def ends_epoch(self) -> bool:
@@ -106,7 +106,7 @@ class TrainerAccess:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.driver: Driver = run.driver
-        self.loaders: LoaderRegistry = run.loaders
+        self.loaders: Sources = run.loaders
 
     # -- the start ------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class TrainerAccess:
         Does nothing for a new run.
         """
         run = self._run
-        if run.progress.resumed_here and not run.pass_states.passes:
+        if run.progress.resumed_here and not run.loaders.passes:
             run.stored_checkpoints.load_step(run.progress.step)
 
     @property
@@ -182,22 +182,29 @@ class TrainerAccess:
 
     # -- batches and steps ----------------------------------------------------------------------
 
-    def batches(self, loader: Any, epoch_length: Callable[[int], int] | None) -> Iterator[Any]:
-        """Yields the batches of all epochs of a loader, until the trainer asks for no more.
+    def batches(
+        self,
+        loader: Any,
+        epoch_length: Callable[[int], int] | None = None,
+        *,
+        epochs: int | None = None,
+    ) -> Iterator[Any]:
+        """Yields the batches of a loader, from the place at which the run stands.
 
-        Call this once for a loader. Between two batches the Healer saves, rolls back, or raises to
-        end the run. `Healer.batches` instead ends after a number of epochs that the caller knows.
+        Between two batches the Healer saves, rolls back, or raises to end the run. A loop over
+        `Healer.batches` instead repeats the passes of earlier processes, which yield nothing.
 
         Args:
             loader: the loader, as for `Healer.batches`.
             epoch_length: takes the number of an epoch, from 0, and returns how many batches the
                 epoch has; or None if the loader itself ends the epoch.
+            epochs: number of epochs, or None until the trainer asks for no more.
 
         Returns:
             An iterator over the batches, as the loader yields them. After a rollback it continues
             with the batches of the restored position.
         """
-        return BatchLoop(self._run, loader, None, limit=epoch_length).batches()
+        return BatchLoop(self._run, loader, epochs, limit=epoch_length, by_trainer=True).batches()
 
     @property
     def read_position(self) -> ReadPosition:

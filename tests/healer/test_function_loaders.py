@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from healcore import Checkpoints, Healer
-from healcore.runtime.data import DataError, batch_stream
+from healcore.runtime.data import DataError, cursor
 from tests.healer.run_directory import events
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
@@ -107,7 +107,7 @@ def test_a_function_with_arguments_is_refused():
 
 
 def test_a_long_read_says_how_far_it_is(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(batch_stream, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(cursor, "_SILENT_SECONDS", 0.0)
     caplog.set_level("INFO", "healcore")
     loop = loop_of("torch", Faults(always=[BAD]))
     train(loop, POLICY, MAKERS["generator"], store=tmp_path)

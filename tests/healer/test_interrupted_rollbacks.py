@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from healcore import CheckpointStore
-from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.sources import Sources
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.restore.stored import StoredCheckpoints
@@ -22,7 +22,7 @@ POINTS = [
     (Saver, "begin_attempt"),
     (Saver, "report_failures"),
     (StoredCheckpoints, "load_program"),
-    (LoaderRegistry, "rewind"),
+    (Sources, "seek"),
     (files, "replace"),
 ]
 """Functions that change the run or its directory within a rollback."""

@@ -149,7 +149,7 @@ def train_and_evaluate(store: Path, kind: str, step: int) -> torch.nn.Module:
             if passed % 5:
                 continue
             validation.signal_at_read = kind == "signal at read" and passed == step
-            for number, inputs in enumerate(healer.batches(evaluated)):
+            for number, inputs in enumerate(healer.batches(evaluated, name="evaluation")):
                 with torch.no_grad():
                     model(inputs)
                 if passed == step and number == 1:

@@ -143,9 +143,6 @@ LOADERS: dict[str, Callable[[Network], Any]] = {
     "fabric": lambda net: Fabric(accelerator="cpu", devices=1).setup_dataloaders(
         DataLoader(Rows(net, draws=True), SIZE, shuffle=True)
     ),
-    "reconnects": lambda net: DataLoader(Reconnects(net), SIZE),
-    "reconnects, single rows": lambda net: DataLoader(Reconnects(net), None),
-    "own iterator": Reconnects,
     "sequence": Batches,
     "connecting": Connecting,
     "function": lambda net: lambda: generated(net),
@@ -274,6 +271,8 @@ class Prefetching:
 CANNOT: dict[str, Callable[[Network], Any]] = {
     "generator": generated,
     "stream of a generator": dying_stream,
+    "stream": lambda net: DataLoader(Reconnects(net), SIZE),
+    "own iterator": Reconnects,
     "stream in workers": lambda net: DataLoader(Reconnects(net), SIZE, num_workers=1),
     "two streams": lambda net: map(torch.add, iter([torch.ones(2)] * ROWS), Reconnects(net)),
     "map": lambda net: map(Batches(net).__getitem__, range(6)),
@@ -292,7 +291,7 @@ def test_what_cannot_go_back_raises_the_error_as_before(name, tmp_path):
     assert (fault["cause"], fault["answer"]) == (["NETWORK"], "save")
 
 
-@pytest.mark.parametrize("name", ["map-style", "function", "reconnects", "sequence"])
+@pytest.mark.parametrize("name", ["map-style", "function", "sequence"])
 def test_after_all_attempts_the_error_is_raised_and_the_restart_loses_no_batch(name, tmp_path):
     make = LOADERS[name]
     expected = train(make, Network(tmp_path / "whole", error=lost))

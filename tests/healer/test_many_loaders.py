@@ -222,7 +222,8 @@ def test_many_loaders_that_are_read_together_resume_at_the_same_batch(tmp_path):
     def run(end: int | None) -> list[tuple[Any, ...]]:
         loop, used, every_2 = loop_of("torch"), [], Checkpoints(every=2)
         with Healer(POLICY, state=loop.state, store=tmp_path, checkpoints=every_2) as healer:
-            for batch in zip(*map(healer.batches, loaders()), strict=True):
+            read = [healer.batches(each, name=str(n)) for n, each in enumerate(loaders())]
+            for batch in zip(*read, strict=True):
                 used.append(batch)
                 loop.step(healer, batch[0])
                 if len(used) == end:

@@ -288,7 +288,7 @@ def test_loaders_that_a_step_reads_together_are_rewound_together(tmp_path):
     loop = loop_of("torch", Faults(once=[23]))
     pairs = []
     with Healer(rules(), state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
-        inputs, targets = (healer.batches(range(at, at + 40)) for at in (0, 100))
+        inputs, targets = (healer.batches(range(at, at + 40), name=str(at)) for at in (0, 100))
         for pair in zip(inputs, targets, strict=True):
             pairs.append(pair)
             loop.step(healer, pair[0])

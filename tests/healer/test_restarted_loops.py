@@ -379,8 +379,8 @@ def evaluate_other_weights(healer: Healer, bias: torch.Tensor) -> None:
     validation = [100, 101, 102]
     trained = bias.clone()
     bias.zero_()
-    assert len(list(healer.batches(validation))) == 3
-    next(healer.batches(validation))  # a `break` ends it
+    assert len(list(healer.batches(validation, name="validation"))) == 3
+    next(healer.batches(validation, name="validation"))  # a `break` ends it
     bias.copy_(trained)
 
 

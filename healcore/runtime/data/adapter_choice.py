@@ -7,19 +7,20 @@
     `state_dict` and `load_state_dict`               `StatefulLoaderAdapter`
     an iterator with `get_state` or `state_dict`     `StatefulIteratorAdapter`
     a sequence, or `__getitem__` without `__iter__`  `IndexedAdapter`
-    a DataLoader of a stream                         `TorchStream`, cannot be rewound
     anything else to iterate over                    `LoaderAdapter`, cannot be rewound
 
-`LoaderEpoch.adapter` finds the first two kinds, and `adapter_for` all others. The attributes of a
-loader that are looked at are in `loader_protocols`.
+The attributes of a loader that are looked at are in `loader_parts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from healcore.runtime.data.loader_adapter import LoaderAdapter
+from healcore.runtime.data.loader_adapter import LoaderAdapter, RewindObstacle
 from healcore.runtime.data.loader_parts import (
+    GET_STATE,
+    STATE_DICT,
+    AnyLoader,
     class_name,
     has_methods,
     has_shuffle_buffer,
@@ -27,14 +28,12 @@ from healcore.runtime.data.loader_parts import (
     random_generators_of,
     samplers_of,
 )
-from healcore.runtime.data.loader_protocols import GET_STATE, STATE_DICT, AnyLoader
-from healcore.runtime.data.rewind_obstacle import RewindObstacle
 from healcore.runtime.data.stateful_loaders import (
     IndexedAdapter,
     StatefulIteratorAdapter,
     StatefulLoaderAdapter,
 )
-from healcore.runtime.data.torch_stream import TorchStream
+from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
 _UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
 """Samplers that draw a new order in every epoch and do not record it. A restored torchdata loader
@@ -42,9 +41,9 @@ then skips forward through a different order, without a warning."""
 
 
 def adapter_for(loader: AnyLoader) -> LoaderAdapter:
-    """Chooses the adapter for a loader that is not a DataLoader of a map-style dataset.
+    """Chooses the adapter for a loader that is no function.
 
-    A loader can have an attribute `why_not`, see `ExplainsWhyNot`. A loader of healcore's own, such
+    A loader can have an attribute `why_not`, see `loader_parts`. A loader of healcore's own, such
     as `ScanBlocks`, is its own adapter.
 
     Args:
@@ -53,6 +52,8 @@ def adapter_for(loader: AnyLoader) -> LoaderAdapter:
     """
     if isinstance(loader, LoaderAdapter):
         return loader
+    if is_replayable(loader):
+        return TorchLoader(loader)
     explains = hasattr(loader, "why_not")
     obstacle = None
     if not explains:
@@ -69,8 +70,6 @@ def adapter_for(loader: AnyLoader) -> LoaderAdapter:
     for names in (GET_STATE, STATE_DICT):
         if has_methods(first, names):
             return StatefulIteratorAdapter(loader, first, names)
-    if is_type(first, "torch.utils.data", "_BaseDataLoaderIter"):
-        return TorchStream(loader, obstacle=obstacle, first=first)
     return LoaderAdapter(loader, obstacle=obstacle, first=first)
 
 

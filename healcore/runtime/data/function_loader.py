@@ -13,10 +13,16 @@ from collections.abc import Callable, Iterator
 
 from healcore.runtime.data.adapter_choice import adapter_for
 from healcore.runtime.data.loader_adapter import BatchIterator, LoaderAdapter
-from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader, LoaderState
+from healcore.runtime.data.loader_parts import AnyBatch, AnyLoader, LoaderState
 from healcore.runtime.data.positions import DataError, UnusableLoader
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
-from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
+
+
+def reader_for(loader: AnyLoader) -> LoaderAdapter:
+    """Chooses what reads a loader, by the kind of the loader; see `adapter_choice`."""
+    if is_function(loader):
+        return FunctionLoader(loader)
+    return adapter_for(loader)
 
 
 def is_function(loader: AnyLoader) -> bool:
@@ -171,8 +177,5 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
         """Calls the function, and chooses the adapter of what it returns."""
         made = self._loader()
         self._made = made
-        if is_replayable(made):
-            self._inner = TorchLoader(made)
-        else:
-            self._inner = adapter_for(made)
+        self._inner = adapter_for(made)
         self.draws = self._inner.draws

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
-from healcore.runtime.data.loader_parts import connects_again
-from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader, LoaderState
-from healcore.runtime.data.rewind_obstacle import RewindObstacle
+from healcore.runtime.data.loader_parts import AnyBatch, AnyLoader, LoaderState
 
 BatchIterator = Iterator[AnyBatch]
 """The rest of an epoch."""
+
+
+@dataclass(frozen=True)
+class RewindObstacle:
+    """Why a loader, or the loop over the epochs, cannot be rewound.
+
+    `str(obstacle)` is the whole text, for notices and for the event about the data. Where a
+    sentence names the reason of lost steps, the reason alone is enough.
+    """
+
+    reason: str
+    """The reason, as a clause."""
+    detail: str = ""
+    """What to write instead, or the error of the loader; or an empty string."""
+
+    def __str__(self) -> str:
+        if not self.detail:
+            return self.reason
+        return f"{self.reason}: {self.detail}"
 
 
 class LoaderAdapter:
@@ -125,15 +144,55 @@ class LoaderAdapter:
         """
         return True
 
-    def retry_in_place(self, batches: BatchIterator) -> bool:
-        """Prepares to read the batch again that has just raised, from the same iterator.
 
-        Used only for loaders that cannot be rewound. Most iterators have passed that batch, or have
-        ended, and a wrapper may have lost what the inner iterator has read. But a stream that
-        connects again continues where it was. So only an iterator of the program's own class that
-        holds no other iterator is read again.
+class ReadRetries(Protocol):
+    """The attempts to read a batch after failures in the network.
+
+    `healcore.runtime.faults.retry.Retries` implements it with the policy's `[retry]`. The data
+    layer knows only these two methods.
+    """
+
+    def wait_after(self, error: BaseException) -> bool:
+        """Waits after a failed attempt.
 
         Args:
-            batches: the rest of the epoch.
+            error: the exception of the attempt.
+
+        Returns:
+            Whether to read again. False for an exception that is not a failure in the network, and
+            after the last attempt.
         """
-        return connects_again(batches)
+        ...
+
+    def report_success(self) -> None:
+        """Reports a success. After failures, the run's log gets a line."""
+        ...
+
+
+@dataclass
+class UnreadableBatch:
+    """Takes the place of a batch whose reading raised, until the `Cursor` raises the error.
+
+    Trainers read in generators, and a generator that raises is finished. This object passes through
+    the generator as a batch, so the next batches can still be read. The user's loop never receives
+    it.
+    """
+
+    error: Exception
+    """The exception of the loader."""
+
+
+def catch_unreadable(batches: BatchIterator) -> BatchIterator:
+    """Yields batches, and an `UnreadableBatch` where reading raises.
+
+    Args:
+        batches: the batches of an epoch, which can continue after an exception.
+    """
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            batch = UnreadableBatch(error)
+        yield batch

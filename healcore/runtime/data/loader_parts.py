@@ -1,26 +1,96 @@
-"""Finds what a user's loader consists of: its class, methods, samplers and random generators.
+"""What healcore looks for in a user's loader: its class, methods, samplers and random generators.
 
-No function here imports a library of loaders: a class of torch or of Hugging Face is recognized by
-its name and its module. The attributes that the functions look for are in `loader_protocols`.
+No loader has to inherit from a class of healcore. healcore looks for each attribute with `getattr`
+and `hasattr`, and uses what it finds:
+
+    what the loader offers                         what healcore can do
+    ---------------------------------------------  -----------------------------------------------
+    `__iter__` or `__getitem__`                    read it, number and skip its batches
+    `__len__`                                      know the last batch of an epoch in advance
+    `state_dict` and `load_state_dict`             rewind it after a rollback, resume it exactly
+    an iterator with `get_state` and `set_state`   the same
+    a DataLoader of a map-style dataset            the same, from the random states of its samplers
+    a sequence                                     the same, by index
+    a function that makes a loader                 the same, by calling the function again
+    none of the last five                          continue forward after a rollback
+    `set_epoch`                                    give each epoch its order again
+    `why_not`                                      say why the loader cannot be rewound
+
+A state (`state_dict`, `get_state`) is taken between two batches, at each checkpoint. It counts the
+batches that were yielded, not the batches that workers have read ahead. It consists of numbers,
+texts, bytes, containers and arrays, and may be a live object: it is copied. After
+`load_state_dict`, the next `iter` begins at the next batch. healcore keeps an iterator with a state
+and sets the state on it, because a new iterator may shuffle in another way.
+
+`set_epoch` of the loader, its samplers and its dataset is called at the start of each epoch with
+the next number, and with the earlier number after a rollback. In an epoch that the program's loop
+has begun, the program has called `set_epoch` already: healcore reads the number from `epoch`, or
+from `iteration` of a loader of Accelerate.
+
+Samplers are followed inwards by `sampler` and `batch_sampler`. The random generators that are
+attributes of the loader, its samplers or its dataset are part of a position: `torch.Generator`,
+NumPy's `Generator` and `RandomState`, and `random.Random`. A sampler that draws from elsewhere
+gives another order after a rewind. healcore notices this by a digest of the indices, and then does
+not rewind the loader. `batch_size` and `num_replicas` say how many rows a global batch has: a
+restart with another number of ranks continues only if this number stays equal.
+
+`why_not` is the reason why a loader cannot be rewound, as a sentence without a full stop. With None
+the loader has an exact `state_dict`, and healcore examines it no further.
+
+Classes of torch, Accelerate, Fabric, torchdata and datasets are recognized by name and module,
+because the runtime imports none of these libraries.
 """
 
 from __future__ import annotations
 
-import inspect
-import io
 import random
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from healcore.runtime.data.loader_protocols import (
-    AnyBatch,
-    AnyLoader,
-    SamplesInOrder,
-)
 from healcore.runtime.store import values
 
+AnyBatch = Any
+"""A batch, as the loader yields it: healcore looks at none of its attributes to read the data.
+
+A batch may be of any type, and healcore passes it to the loop unchanged. A run that compares
+weights keeps references to some batches of recent steps, and passes them to the user's `loss_fn`
+again. So a program should not change a batch in place after its step.
+"""
+LoaderState = Any
+"""The state of a loader or an iterator, which only its adapter understands.
+
+A checkpoint holds it as text of `runtime.store.values`. So it consists of numbers, texts, bytes,
+containers, and arrays of NumPy, torch or JAX. Any other object makes the loader one that cannot be
+rewound.
+"""
+AnyLoader = Any
+"""A user's loader, whose attributes are looked up as this file describes."""
+
+BatchT = TypeVar("BatchT", covariant=True)
+
+
+class Indexed(Protocol[BatchT]):
+    """Batches by index, as in a torch Dataset. A rewind sets the index.
+
+    An object with `__len__` ends there. An object without `__len__` ends with the first
+    `IndexError`. Such data can be rewound at no cost, because no batch before the position is read.
+    """
+
+    def __getitem__(self, index: int, /) -> BatchT:
+        """The batch at an index; IndexError after the last one."""
+        ...
+
+
+Loader = Iterable[BatchT] | Indexed[BatchT]
+"""What `Healer.batches` takes. It also takes a function without arguments that makes such a
+loader."""
+
+STATE_DICT = ("state_dict", "load_state_dict")
+"""The methods of a loader with a state, such as torchdata's `StatefulDataLoader`."""
+GET_STATE = ("get_state", "set_state")
+"""The methods of an iterator with a state, such as Grain's."""
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 """Types of random generators, without subclasses, which may have a state of their own."""
 
@@ -49,7 +119,7 @@ def has_methods(thing: object, names: Iterable[str]) -> bool:
     return all(callable(getattr(thing, name, None)) for name in names)
 
 
-def samplers_of(loader: AnyLoader) -> list[SamplesInOrder]:
+def samplers_of(loader: AnyLoader) -> list[Any]:
     """The samplers and batch samplers of a torch loader, including samplers inside samplers.
 
     `set_epoch` and the random generators of a loader are found in these parts.
@@ -105,23 +175,3 @@ def has_shuffle_buffer(loader: AnyLoader) -> bool:
         inner += getattr(part, "ex_iterables", ())
         parts += [each for each in inner if each is not None]
     return False
-
-
-def connects_again(batches: Iterator[AnyBatch]) -> bool:
-    """Whether an iterator can probably continue after an exception, where it was.
-
-        a generator                                  no: it has ended with its exception
-        a wrapper around another iterator            no: it may have lost what it had read from it
-        a Python class that holds no other iterator  yes: a stream that connects again to its server
-                                                     decides itself what its next `next` reads
-
-    Open files and responses of a server are iterators too. They count as parts of the connection.
-    """
-    if not inspect.isfunction(getattr(type(batches), "__next__", None)):
-        return False  # the loader is a generator, a `zip` or a `map`
-    for each in getattr(batches, "__dict__", {}).values():
-        if not isinstance(each, Iterator) or isinstance(each, io.IOBase):
-            continue
-        if each is not batches:
-            return False
-    return True

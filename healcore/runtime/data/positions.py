@@ -16,41 +16,50 @@ save torch tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, Field
 
 from healcore.core.errors import HealcoreError
 from healcore.events.sentences import rows_text
-from healcore.runtime.data.loader_protocols import LoaderState
+from healcore.runtime.data.loader_parts import AnyLoader, LoaderState, is_type, samplers_of
 from healcore.runtime.store import values
 
-POSITION_VERSION = 2
+_Number = Annotated[int, Field(strict=True, ge=0)]
+_Place = Annotated[list[_Number], Field(min_length=3, max_length=3)]
+POSITION_VERSION = 3
 """Version of the format of positions. A position of another version is not read."""
 _STATE_PATH = ("the loader's state",)
 
 SavedPosition = dict[str, Any]
 """A position as JSON-safe values, see `encode_position`."""
+Place = list[int]
+"""Where in the program a pass begins: [loop, epoch, index].
+
+    loop    number of loops over numbered epochs that have ended before
+    epoch   the epoch of such a loop plus 1, or 0 outside of one
+    index   number of passes of the source that have begun before in this epoch, or since the loop
+
+The order of lists is the order in which the passes begin."""
 Positions = dict[str, Any]
-"""The positions of all loaders of a run, as a checkpoint has them:
+"""The positions of all sources of a run, as a checkpoint has them:
 
-    {"0": position, "1": position, "count": 2, "epoch": 1, "begun": [1], "trained": 1}
+    {"epoch": 1, "trained": "", "sources": {"": position, "b": position}}
 
-The keys of the positions are the numbers of the loaders, see `LoaderNumbers`."""
-EPOCH = "epoch"
-"""Key next to the positions of loaders: the epoch of the program's loop."""
-COUNT = "count"
-"""Key next to the positions of loaders: the number of loaders so far."""
-BEGUN = "begun"
-"""Key next to the positions of loaders: the numbers of the loaders that the loop has begun in this
-epoch, in order."""
-LEFT = "left"
-"""Key next to the positions of loaders: the numbers of the loaders whose epoch a `break` has left,
-while the body of `Healer.epochs` runs on. A restart reads no further batch of this epoch."""
-TRAINED = "trained"
-"""Key next to the positions of loaders: the number of the loader of the last step."""
+"epoch" is the epoch of the program's loop, and "trained" the source of the last step or None. The
+position of a source has these keys besides those of `encode_position`:
+
+    place        where in the program its pass begins
+    first        number of the first pass that the loop there has read
+    since        number of the pass since which the program has read the source with one loader
+    evaluations  places of passes that no step has used, which a restart reads again
+    begun        whether another pass had begun, which no step had used
+    left         whether a `break` has dropped the rest of the pass
+"""
 Division = list[Any]
-"""What has to stay equal for another number of ranks, see `other_ranks.division`."""
+"""What has to stay equal for another number of ranks, see `division`."""
 
 
 class DataError(HealcoreError, RuntimeError):
@@ -96,13 +105,13 @@ class EmptyLoader(DataError):
 EmptyLoader.__module__ = "healcore.errors"
 
 
-class _Place(NamedTuple):
+class _Numbers(NamedTuple):
     epoch: int
     index: int
     """Number of the batch in its epoch; skipped batches count too."""
 
 
-class BatchId(_Place):
+class BatchId(_Numbers):
     """Identifies a batch of the whole run by the numbers of its epoch and of its place there.
 
     Both numbers begin at 0. A rewind does not change the id of a batch: the third batch of the
@@ -123,7 +132,7 @@ class BatchId(_Place):
         from pydantic_core.core_schema import no_info_after_validator_function
 
         del source
-        return no_info_after_validator_function(lambda place: cls(*place), handler(_Place))
+        return no_info_after_validator_function(lambda place: cls(*place), handler(_Numbers))
 
     def __str__(self) -> str:
         rows = ""
@@ -132,19 +141,36 @@ class BatchId(_Place):
         return f"batch {self.index} of epoch {self.epoch}{rows}"
 
 
-class Position(NamedTuple):
-    """A decoded position."""
+def _decoded_state(text: str | None) -> LoaderState:
+    """The state of a saved position, or None."""
+    if text is None:
+        return None
+    return values.loads(text, _STATE_PATH)
 
+
+class Position(BaseModel, frozen=True):
+    """A decoded position. The keys of a saved position have the names of the fields."""
+
+    version: Literal[3]
     kind: str
     """`LoaderAdapter.kind` of the adapter that took the state."""
-    batch: BatchId
-    """The next batch."""
-    state: LoaderState
+    epoch: _Number
+    index: _Number
+    state: Annotated[LoaderState, BeforeValidator(_decoded_state)]
     """The adapter's state, or None if the epoch has not begun or the adapter has no state."""
-    sampler_epoch: int | None
+    told_epoch: int | None
     """Argument of `set_epoch` for this epoch, or None if unknown."""
-    behind: int
+    behind: _Number
     """Number of batches between the state and the next batch, which a rewind passes again."""
+    division: Division | None
+    """Result of `division` for the loader."""
+    ranks: int | None = None
+    """Number of ranks that have saved the position, if it is another one than now."""
+
+    @property
+    def batch(self) -> BatchId:
+        """The next batch."""
+        return BatchId(self.epoch, self.index)
 
 
 def encode_position(
@@ -191,42 +217,24 @@ def decode_position(value: Any) -> Position:
     """Decodes a position of a checkpoint or of a user, and checks every part of it.
 
     Args:
-        value: result of `encode_position` or of `position_of_other_ranks`, or anything else.
+        value: result of `encode_position` or of `positions_of_other_ranks`, or anything else.
 
     Raises:
         DataError: the value is not a position of this version, or is damaged.
     """
-    if not isinstance(value, Mapping) or value.get("version") != POSITION_VERSION:
+    try:
+        position = Position.model_validate(value)
+    except Exception as error:  # the value may be crafted or damaged
         raise DataError(
             f"a position is a result of Cursor.position() of version {POSITION_VERSION}, "
-            f"not {value!r:.80}"
-        )
-    try:
-        return _decoded(value)
-    except DataError:
-        raise
-    except Exception as error:  # the value may be crafted or damaged
-        raise DataError(f"the position cannot be read: {type(error).__name__}: {error}") from error
+            f"not {value!r:.80}: {error}"
+        ) from error
+    if position.behind > position.index:
+        raise DataError(f"{position.batch} has no {position.behind} batches before it in its epoch")
+    return position
 
 
-def _decoded(value: Mapping[str, Any]) -> Position:
-    """The position in a mapping. Raises any exception for a mapping of another form."""
-    behind = int(value["behind"])
-    batch = BatchId(value["epoch"], value["index"])
-    if not all(type(part) is int and part >= 0 for part in batch):
-        raise DataError(f"epoch and index of a batch are whole numbers >= 0, not {(*batch,)}")
-    if not 0 <= behind <= batch.index:
-        raise DataError(f"batch {batch.index} has no {behind} batches before it in its epoch")
-    number = value["told_epoch"]
-    if number is not None:
-        number = int(number)
-    state = value["state"]
-    if state is not None:
-        state = values.loads(state, _STATE_PATH)
-    return Position(str(value["kind"]), batch, state, number, behind)
-
-
-# -- all loaders of a run ------------------------------------------------------------------------
+# -- all sources of a run ------------------------------------------------------------------------
 
 
 def place_of(position: Mapping[str, Any]) -> BatchId:
@@ -241,9 +249,23 @@ def place_of(position: Mapping[str, Any]) -> BatchId:
     return BatchId(position["epoch"], position["index"])
 
 
-def has_begun(position: Mapping[str, Any]) -> bool:
-    """Whether a batch was read before a position."""
-    return place_of(position) > BatchId(0, 0)
+class _SourcePosition(Position, frozen=True):
+    """The keys of a source's position besides those of `encode_position`."""
+
+    place: _Place
+    first: _Number
+    since: _Number
+    evaluations: list[_Place]
+    begun: bool
+    left: bool
+
+
+class _Positions(BaseModel, extra="forbid"):
+    """The positions of a checkpoint."""
+
+    epoch: _Number
+    trained: str | None
+    sources: dict[str, _SourcePosition]
 
 
 def check_positions(position: Mapping[str, Any]) -> None:
@@ -252,19 +274,97 @@ def check_positions(position: Mapping[str, Any]) -> None:
     Raises:
         DataError: a part of them cannot be read.
     """
-    for key, value in position.items():
-        if key in (BEGUN, LEFT):
-            if not isinstance(value, list):
-                raise DataError(f"the numbers of loaders are a list, not {value!r:.80}")
-            for number in value:
-                _check_number("number of a loader", number)
-        elif key in (COUNT, EPOCH, TRAINED):
-            _check_number(f"{key} of loaders", value)
-        else:
-            decode_position(value)
+    try:
+        _Positions.model_validate(position)
+    except Exception as error:  # the value may be crafted or damaged
+        raise DataError(f"the positions of the loaders cannot be read: {error}") from None
 
 
-def _check_number(name: str, value: object) -> None:
-    """Raises DataError for a value that is no whole number >= 0."""
-    if type(value) is not int or value < 0:
-        raise DataError(f"the {name} is a whole number >= 0, not {value!r:.80}")
+# -- another number of ranks ---------------------------------------------------------------------
+
+GLOBAL_ROWS = "rows of a global batch"
+"""Kind of the division of a loader whose sampler divides the data among the ranks."""
+
+
+def division(loader: AnyLoader) -> Division | None:
+    """What has to stay equal when a run continues with another number of ranks.
+
+    If it is equal, batch i of every epoch has the same rows as before, over all ranks together. The
+    unit is batches if every rank reads the same ones (a list, a loader in order), else rows of a
+    global batch.
+
+    Args:
+        loader: the user's loader.
+
+    Returns:
+        [unit, number], or None if it is unknown.
+    """
+    if isinstance(loader, Sequence):
+        return ["batches", len(loader)]
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    rows = getattr(batch_sampler, "batch_size", None)
+    for sampler in samplers_of(loader):
+        replicas = getattr(sampler, "num_replicas", None)
+        distributed = sampler is not batch_sampler and hasattr(sampler, "set_epoch")
+        if distributed and type(rows) is int and type(replicas) is int:
+            return [GLOBAL_ROWS, rows * replicas]
+        if is_type(sampler, "torch.utils.data", "SequentialSampler") and hasattr(loader, "__len__"):
+            return ["batches", len(loader)]
+    return None
+
+
+def positions_of_other_ranks(
+    sources: Mapping[str, SavedPosition], ranks: int
+) -> dict[str, SavedPosition]:
+    """Converts the positions of sources for a run with another number of ranks.
+
+    The loader's state belongs to one rank's part of the data and is not used. The epoch begins
+    again, and the batches before the position are read and dropped:
+
+        saved by 4 ranks, 8 rows each:  batch 7 = rows 224 to 255 of the epoch's order
+        2 ranks, 16 rows each:          batch 7 = rows 224 to 255: the run continues there
+        2 ranks, 8 rows each:           batch 7 = rows 112 to 127: DataError
+
+    Args:
+        sources: name of a source -> its position on rank 0.
+        ranks: number of ranks of the run that has saved the positions.
+
+    Returns:
+        Positions with the key `ranks`, which `check_division` reads.
+    """
+    moved: dict[str, SavedPosition] = {}
+    for name, each in sources.items():
+        moved[name] = {**each, "state": None, "behind": each["index"], "ranks": ranks}
+    return moved
+
+
+def check_division(position: Position, division: Division | None, loader: str) -> None:
+    """Checks that a position of another number of ranks selects the same data.
+
+    Without this check, a run that continues on fewer ranks would repeat some rows of the epoch and
+    never read others, without a sign of it.
+
+    Args:
+        position: a position.
+        division: result of `division` for the live loader.
+        loader: name of the live loader, for the message.
+
+    Raises:
+        DataError: the batch of the position has other rows now.
+    """
+    ranks, before = position.ranks, position.division
+    if ranks is None or (before is not None and before == division):
+        return
+    problem, advice = "how the loader divided the data among the ranks is unknown", ""
+    if before is not None:
+        now = "an unknown number"
+        if division is not None:
+            now = f"{division[1]} {division[0]}"
+        problem = f"the loader had {before[1]} {before[0]}, and {loader} has {now}"
+        if before[0] == GLOBAL_ROWS:
+            advice = "keep (batch size) x (number of ranks), or "
+    raise DataError(
+        f"the position in the data was saved by {ranks} ranks, and with this number of ranks batch "
+        f"{position.index} has other rows: {problem}. Start the run with {ranks} ranks, or {advice}"
+        "pass a list of global batches and let every rank take its rows"
+    )

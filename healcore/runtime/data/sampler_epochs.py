@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from healcore.runtime.data.loader_parts import samplers_of
-from healcore.runtime.data.loader_protocols import AnyLoader, SetsEpoch
+from healcore.runtime.data.loader_parts import AnyLoader, samplers_of
 from healcore.runtime.data.torch_loader import base_of, is_replayable, without_fabric
 
 
@@ -22,7 +21,7 @@ class SamplerEpochs:
     """
 
     def __init__(self, loader: AnyLoader) -> None:
-        self._owners: list[SetsEpoch] = []
+        self._owners: list[Any] = []
         """The objects with `set_epoch`."""
         parts: list[Any] = [loader, *samplers_of(loader), getattr(loader, "dataset", None)]
         for each in parts:

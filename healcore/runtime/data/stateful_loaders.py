@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 from healcore.runtime.data.loader_adapter import BatchIterator, LoaderAdapter
-from healcore.runtime.data.loader_parts import random_generators_of, samplers_of
-from healcore.runtime.data.loader_protocols import (
+from healcore.runtime.data.loader_parts import (
     AnyBatch,
     AnyLoader,
     Indexed,
     LoaderState,
-    StatefulLoader,
+    random_generators_of,
+    samplers_of,
 )
 from healcore.runtime.data.random_states import generator_state, set_generator_state
 
@@ -30,7 +30,6 @@ class StatefulLoaderAdapter(LoaderAdapter):
 
     kind = "loader"
     begins_again = True
-    _loader: StatefulLoader
 
     def __init__(self, loader: AnyLoader) -> None:
         super().__init__(loader)

@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 
 from healcore.events.sentences import MAX_ROWS
-from healcore.runtime.data.loader_adapter import BatchIterator, LoaderAdapter
-from healcore.runtime.data.loader_parts import is_type, random_generators_of, samplers_of
-from healcore.runtime.data.loader_protocols import (
+from healcore.runtime.data.loader_adapter import BatchIterator, LoaderAdapter, catch_unreadable
+from healcore.runtime.data.loader_parts import (
     AnyBatch,
     AnyLoader,
     LoaderState,
-    LoadsWithWorkers,
+    is_type,
+    random_generators_of,
+    samplers_of,
 )
 from healcore.runtime.data.positions import DataError
 from healcore.runtime.data.random_states import generator_state, set_generator_state
-from healcore.runtime.data.unreadable_batch import catch_unreadable
 
 EPOCH_BEGUN = "_healcore_begun"
 """Attribute of a loader whose next epoch other code has begun: `iter` has drawn a seed."""
@@ -94,7 +94,7 @@ def _recorded(loader: AnyLoader) -> AnyLoader:
     Only the copy is read. The user's loader keeps its own sampler, and can be read at the same
     time, for example by an evaluation.
     """
-    base: LoadsWithWorkers = base_of(loader)
+    base = base_of(loader)
     name = _order_name(base)
     # Accelerate reads one batch ahead.
     ahead = base.num_workers * (base.prefetch_factor or 0) + 1

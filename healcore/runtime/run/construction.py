@@ -20,7 +20,7 @@ from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.events.file_names import metrics_path
 from healcore.events.metrics import MetricsLog
-from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import Driver, LossFn
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.healer_options import Options
@@ -29,8 +29,6 @@ from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches.batch_reader import BatchReader
-from healcore.runtime.run.batches.pass_states import PassStates
-from healcore.runtime.run.batches.run_batches import RunBatches
 from healcore.runtime.run.batches.step_batches import StepBatches
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
@@ -140,30 +138,18 @@ def _add_data_parts(run: Run, *, keeps_contents: bool) -> None:
     retries = None
     if "retry" in run.policy.answers(Cause.NETWORK):
         retries = retries_of(run, "reading a batch")
-    run.loaders = LoaderRegistry(inform=run.log.info, retries=retries)
-    run.data_state = DataState(run.loaders.position)
-    run.pass_states = PassStates(data_state=run.data_state, loaders=run.loaders, record=run.record)
+    run.loaders = Sources(inform=run.log.info, retries=retries)
+    run.data_state = DataState(run.loaders)
     run.step_batches = StepBatches(
         loaders=run.loaders,
         progress=run.progress,
-        pass_states=run.pass_states,
         keeps_contents=keeps_contents,
     )
-    reader = BatchReader(
+    run.batch_reader = BatchReader(
         policy=run.policy,
         ranks=run.ranks,
         log=run.log,
         stop_signals=run.end_requests.stop_signals,
-    )
-    run.batches = RunBatches(
-        reader,
-        loaders=run.loaders,
-        step_batches=run.step_batches,
-        pass_states=run.pass_states,
-        data_state=run.data_state,
-        progress=run.progress,
-        record=run.record,
-        log=run.log,
     )
 
 

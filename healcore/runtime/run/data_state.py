@@ -5,11 +5,12 @@ Its values are plain, so that reading them runs no code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from healcore.runtime.data.random_states import random_states, set_random_states
+from healcore.runtime.data.sources import Sources
 from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StoreError
 
@@ -58,7 +59,7 @@ class SavedDataState(NamedTuple):
 
 
 class DataState:
-    """Random states and loader positions, saved like any object with `state_dict`.
+    """Random states and positions of the sources, saved like any object with `state_dict`.
 
     A step can raise after it has read batches and drawn random numbers. To save the state after the
     previous step, `after_step` keeps the random states, and `before_batches` makes `state_dict`
@@ -67,6 +68,17 @@ class DataState:
         after_step()          batches are read, numbers are drawn       exception
         ---- kept --------------------------------------------------    with before_batches(...):
                                                                             state_dict(): the kept
+
+    A loader that shuffles draws its order when a pass over the data begins. A restart within the
+    pass needs the states from before this draw for the order (`begin_pass`), and the states of the
+    checkpoint for all later numbers, such as dropout:
+
+        start                     states of the checkpoint are kept (`resume`)
+        begin of a loader         they are set, because the seek of a loader draws numbers
+        first batch, first step   they are dropped (`forget`), and numbers continue from here
+
+    Args:
+        sources: the sources of the run, whose positions may draw random numbers.
     """
 
     per_rank = True
@@ -74,23 +86,23 @@ class DataState:
     optional = True
     """A checkpoint without this item can be restored."""
 
-    def __init__(self, position: Callable[[], dict[str, Any]]) -> None:
-        """Keeps the random states of this moment as the states before the first pass.
-
-        Args:
-            position: returns the positions of the loaders, which may draw random numbers.
-        """
-        self._position = position
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
         self._after_step: dict[str, Any] | None = None
         """Random states after the last step, or None if no step was taken."""
         self._earlier: dict[str, Any] | None = None
         """What `state_dict` returns within `before_batches`, or None outside."""
+        self._of_checkpoint: SavedDataState | None = None
+        """The content of the checkpoint until the first batch or step, or None."""
         self._texts: dict[str, tuple[Any, str]] = {}
         """Name of a random state -> the state that was saved last, and its text."""
-        self.begin_pass()
+        self._at_pass = random_states()
+        """Random states from before the newest pass."""
+
+    # -- saves ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the random states of Python, NumPy and torch, and the positions of the loaders.
+        """Returns the random states of Python, NumPy and torch, and the positions of the sources.
 
         Returns:
             Name of a field of `SavedDataState` -> its value; random states as text.
@@ -98,16 +110,8 @@ class DataState:
         if self._earlier is not None:
             return self._earlier
         # Positions first, because a loader may draw random numbers to give its position.
-        data = self._position()
+        data = self._sources.position()
         return self._as_text(random_states(), data)
-
-    def begin_pass(self) -> None:
-        """Keeps the random states from which the program may draw the order of its next pass.
-
-        Called before each pass over the data. A restart within the pass sets them, so that the
-        program draws the same order again and the position within the pass is right.
-        """
-        self._at_pass = random_states()
 
     def after_step(self) -> None:
         """Keeps the random states after a step, for a save at a later exception.
@@ -117,27 +121,12 @@ class DataState:
         """
         self._after_step = random_states()
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether the random states after the last step are kept."""
-        return self._after_step is not None
-
-    def put_back_after_step(self) -> None:
-        """Sets the random states after the last step, from which a loader reads its next batch.
-
-        Called before the loader reads the next batch again, after a failed read. The failed read
-        may have drawn numbers, and the order or the augmentation would differ. States are kept, see
-        `keeps_states`.
-        """
-        assert self._after_step is not None
-        set_random_states(self._after_step)
-
     @contextmanager
     def before_batches(self, data: dict[str, Any]) -> Iterator[None]:
         """Within the block `state_dict` returns the state of the last `after_step`.
 
         Args:
-            data: positions of the loaders after that step.
+            data: positions of the sources after that step.
 
         Raises:
             StoreError: no step was taken since the start or the last rollback.
@@ -151,21 +140,17 @@ class DataState:
             self._earlier = None
 
     def _as_text(self, states: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-        """The content of a checkpoint's item, from random states and positions of the loaders."""
-        states = {**states, "at_pass": self._at_pass}
-        content: dict[str, Any] = {}
-        for name, state in states.items():
-            content[name] = self._text_of(name, state)
-        content["data"] = data
+        """The content of a checkpoint's item, from random states and positions of the sources."""
+        content: dict[str, Any] = {"data": data}
+        for name, state in {**states, "at_pass": self._at_pass}.items():
+            # `random_states` returns the same object until a draw.
+            last = self._texts.get(name)
+            if last is None or last[0] is not state:
+                last = self._texts[name] = state, values.dumps(state, (DATA_STATE_ITEM, name))
+            content[name] = last[1]
         return content
 
-    def _text_of(self, name: str, state: Any) -> str:
-        """The text of a random state. `random_states` returns the same object until a draw."""
-        last = self._texts.get(name)
-        if last is None or last[0] is not state:
-            last = state, values.dumps(state, (DATA_STATE_ITEM, name))
-            self._texts[name] = last
-        return last[1]
+    # -- restores -------------------------------------------------------------------------------
 
     def set_random_states(self, parts: SavedDataState) -> None:
         """Sets the random states that are not None.
@@ -178,3 +163,43 @@ class DataState:
         self._after_step = None
         self._at_pass = parts.at_pass or self._at_pass
         set_random_states(parts._asdict())
+
+    def resume(self, states: SavedDataState | None) -> None:
+        """Keeps the random states of the checkpoint from which the loop continues.
+
+        Args:
+            states: the content of the checkpoint, or None to leave the program's states as they
+                are.
+        """
+        self._of_checkpoint = states
+
+    def restore(self) -> None:
+        """Sets the random states of `resume`, because the seek of a loader has drawn from them.
+
+        Called for each loader until the first batch, and when a loop with its own data begins.
+        Without the call, dropout would use other random numbers than in a run that was not
+        interrupted.
+        """
+        if self._of_checkpoint is not None:
+            self.set_random_states(self._of_checkpoint)
+
+    def begin_pass(self, *, ended: bool = False) -> None:
+        """Keeps the random states before a pass over the data, or restores them after a restart.
+
+        Args:
+            ended: whether the previous pass has ended. The checkpoint may be from after that end:
+                then its own random states are restored. Otherwise the states at the start of its
+                pass are restored, from which the program draws the same order of the data again.
+        """
+        saved = self._of_checkpoint
+        if saved is not None:
+            if ended and self._sources.has_repeated_all:
+                self.set_random_states(saved)
+                self._of_checkpoint = None
+            else:
+                self.set_random_states(saved._replace(**saved.at_pass))
+        self._at_pass = random_states()
+
+    def forget(self) -> None:
+        """Drops the states of `resume`. Called at each batch and step, which continue to draw."""
+        self._of_checkpoint = None

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 from healcore import console
 from healcore.core.decision import Action, names_of
 from healcore.core.errors import HealcoreError
-from healcore.runtime.data.run_loader import RunLoader
+from healcore.runtime.data.source import SourceCursor
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
@@ -101,15 +101,15 @@ class Loop:
     def _restore_random_states(self) -> None:
         """Restores the random states of the checkpoint, once for a loop with data of its own.
 
-        For a loop over a loader, `RunBatches.begin` restores them. A loop with data of its own
+        For a loop over a loader, `BatchLoop` restores them. A loop with data of its own
         calls nothing of the Healer before it draws its first batch: it only reads the number of the
         step. If the states were restored at the start of the run, the set-up of the program would
         draw from them. If they were restored at the first step, the first batch would be another
-        one. After the first step, `PassStates.restore` changes nothing.
+        one. After the first step, `DataState.restore` changes nothing.
         """
         if not self.state.has_random_states:
             self.state.mark_random_states_restored()
-            self.run.pass_states.restore()
+            self.run.data_state.restore()
 
     def check_own_count(self) -> None:
         """Ends a program whose loop counts its steps itself, if the count is wrong since the start.
@@ -125,7 +125,7 @@ class Loop:
         """Whether the rest of this epoch is dropped, because the run was rolled back before it."""
         return self.run.loaders.epoch_loop.returns_to is not None
 
-    def is_evaluation(self, loader: RunLoader) -> bool:
+    def is_evaluation(self, loader: SourceCursor) -> bool:
         """Whether an evaluation in the body of a training loop reads this loader."""
         if loader.trains:
             return False
@@ -134,7 +134,7 @@ class Loop:
                 return True
         return self.state.has_taken_yielded_step
 
-    def work_waits(self, loader: RunLoader) -> bool:
+    def work_waits(self, loader: SourceCursor) -> bool:
         """Whether the work between two steps waits while the program reads this loader.
 
         It waits for the end of an evaluation in the body of a training loop, because a restart does
@@ -278,6 +278,7 @@ class Loop:
         loaders = run.loaders
         loader = loaders.last_trained
         first = run.step_batches.count_dispatch(pending)
+        run.data_state.forget()  # random numbers continue from this step
         if self.state.step_is_epoch:
             loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
@@ -371,7 +372,7 @@ class Loop:
         if in_outer_loop or state.at_rest or not has_trained or not run.store.durable:
             return
         if not left:
-            is_one_of_several = run.pass_states.passes > 1 and not state.reached_end
+            is_one_of_several = run.loaders.passes > 1 and not state.reached_end
             if not (state.in_body or (is_one_of_several and run.schedule.saves_are_slow)):
                 run.saver.save_last(completed=True)
                 state.rest()
@@ -404,7 +405,7 @@ class Loop:
 
     # -- the end of the data --------------------------------------------------------------------
 
-    def roll_back_at_end(self, loader: RunLoader | None = None) -> RollbackRecord | None:
+    def roll_back_at_end(self, loader: SourceCursor | None = None) -> RollbackRecord | None:
         """Rolls back at the end of the data if the last steps require it.
 
         Without this, the final weights would keep the damage of the last steps, because no later
@@ -517,7 +518,7 @@ class Loop:
     def _explain_epochs(self) -> None:
         """Says that the program's own number of the epoch is wrong after a rollback, if it is."""
         loaders = self.run.loaders
-        one_pass = self.run.pass_states.passes == 1 and not loaders.epoch_loop.names_epochs
+        one_pass = self.run.loaders.passes == 1 and not loaders.epoch_loop.names_epochs
         if loaders.epoch_loop.crossed is None or one_pass or self.has_trainer:
             return
         self.warn(

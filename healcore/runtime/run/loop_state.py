@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.sources import Sources
 from healcore.runtime.run.progress import RunProgress
 
 
@@ -110,9 +110,7 @@ class LoopState:
             a checkpoint has replaced its snapshot, or an empty string.
     """
 
-    def __init__(
-        self, loaders: LoaderRegistry, progress: RunProgress, *, has_trainer: bool
-    ) -> None:
+    def __init__(self, loaders: Sources, progress: RunProgress, *, has_trainer: bool) -> None:
         self._loaders = loaders
         self._progress = progress
         self._has_trainer = has_trainer

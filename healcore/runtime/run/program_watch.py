@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from healcore.console import first_of, passes_power_of_ten
-from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import Driver
 from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.reporting.run_log import RunLog
@@ -169,7 +169,7 @@ class StructureChanges:
         log: RunLog,
         record: RunRecord,
         progress: RunProgress,
-        loaders: LoaderRegistry,
+        loaders: Sources,
         schedule: SaveSchedule,
         comparisons: Comparisons,
     ) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import Driver
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.batch_parts import BatchParts
-from healcore.runtime.run.batches.pass_states import PassStates
-from healcore.runtime.run.batches.run_batches import RunBatches
+from healcore.runtime.run.batches.batch_reader import BatchReader
 from healcore.runtime.run.batches.step_batches import StepBatches
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
@@ -48,8 +47,8 @@ class Run:
         Healer --- Run -+- policy, driver, store, ranks, log, record    what is given
                         +- loop, progress, dispatch_queue,              steps
                         |  hang_guard, end_requests
-                        +- batches, loaders, step_batches,              batches and
-                        |  pass_states, data_state                      random states
+                        +- loaders, data_state, step_batches,           batches and
+                        |  batch_reader                                 random states
                         +- rate_log, monitor, holding, comparisons      what is seen
                         +- recovery, nonfinite_recovery,                what is decided
                         |  out_of_memory, stopping
@@ -92,15 +91,13 @@ class Run:
 
     progress: RunProgress = field(default_factory=RunProgress, init=False)
     """Steps done, in the run and in this process."""
-    loaders: LoaderRegistry = field(init=False)
+    loaders: Sources = field(init=False)
     """The loaders of the program, with their positions."""
     data_state: DataState = field(init=False)
     """Random states and loader positions, as an item of a checkpoint."""
-    pass_states: PassStates = field(init=False)
-    """The random states from which the program draws the order of its data."""
     step_batches: StepBatches = field(init=False)
     """The batches that were read since the last step."""
-    batches: RunBatches = field(init=False)
+    batch_reader: BatchReader = field(init=False)
     """Reads the batches of the program's loaders."""
     schedule: SaveSchedule = field(init=False)
     """When a regular save is due."""

@@ -54,7 +54,6 @@ class StructureChange(NamedTuple):
 
 
 SCHEMA = 9
-_Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 _BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
@@ -89,8 +88,6 @@ class RunRecord:
     evaluation_size: PartSize = field(default_factory=PartSize)
     """Size of the parts that the `loss_fn` evaluates in a comparison of weights, where it is
     smaller than `part_size`."""
-    passes: NonNegativeInt = 0
-    """Largest number of calls of `batches` in a process of the run."""
     changes: list[StructureChange] = field(default_factory=list)
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
     next_start: NextStart | None = None
@@ -111,10 +108,10 @@ class RunRecord:
     """The ranges in which the run was healthy, up to the newest healthy checkpoint."""
     envelope: Envelope = field(default_factory=Envelope)
     """What is held in these ranges now."""
-    skipped: dict[_Loader, list[_BatchId]] = field(default_factory=dict)
-    """Number of a loader -> ids of the batches that the loader skips."""
-    forward: dict[_Loader, dict[str, Any]] = field(default_factory=dict)
-    """Number of a loader that cannot be rewound -> its position, which a rollback keeps."""
+    skipped: dict[str, list[_BatchId]] = field(default_factory=dict)
+    """Name of a source -> ids of the batches that it skips."""
+    forward: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name of a source that cannot be rewound -> its position, which a rollback keeps."""
     comparisons: ComparisonState | None = None
     """Evidence of the comparisons of weights, or None without a `loss_fn`."""
     is_in_body: bool = False

@@ -382,7 +382,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         raise _no_usable_checkpoint(run, wrong) from error
     completed = newest is not None and newest.completed and newest.step == step
     run.progress.resume(step, completed=completed)
-    run.pass_states.resume(random_states)
+    run.data_state.resume(random_states)
     if run.record.is_in_body and not (completed or run.loop.has_trainer):
         run.loop.state.resume_in_body()  # before a record is written, which has to say so too
     start = None if newest is None else newest.next_start

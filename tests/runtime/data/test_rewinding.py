@@ -13,8 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from healcore.runtime.data import BatchId, Cursor, EmptyLoader, UnusableLoader
-from healcore.runtime.data.other_ranks import position_of_other_ranks
-from healcore.runtime.data.positions import DataError
+from healcore.runtime.data.positions import DataError, positions_of_other_ranks
 from tests.runtime.data.loaders import (
     BATCHES,
     EXAMPLES,
@@ -219,19 +218,10 @@ def test_an_iterator_has_one_epoch():
 def test_an_exhausted_iterator_has_no_batch_in_later_epochs_of_the_program():
     """As in the program without healcore, which continues after its loop."""
     cursor = Cursor(number for number in range(3))
-    cursor.read_only(0)
     assert (len(take(cursor)), cursor.is_used_up) == (3, True)
-    for epoch in (1, 2):
-        cursor.read_only(epoch)
+    for _ in range(2):
+        cursor.extend()
         assert take(cursor) == []
-
-
-def test_an_iterator_that_a_break_has_left_continues_in_the_next_epoch_of_the_program():
-    cursor = Cursor(number for number in range(3))
-    cursor.read_only(0)
-    cursor.next()
-    cursor.read_only(1)
-    assert len(take(cursor)) == 2
 
 
 # -- a position of another number of ranks: the same global batch, or an error --------------------
@@ -270,7 +260,7 @@ def test_another_number_of_ranks_reads_the_same_global_batches(kind, before, now
     cursors = [Cursor(each, epochs=2) for each in loaders(kind, *before)]
     for _ in range(read):
         _ = [cursor.next() for cursor in cursors]
-    position = position_of_other_ranks(cursors[0].position(), before[0])
+    position = positions_of_other_ranks({"": cursors[0].position()}, before[0])[""]
     expected = global_batches(cursors)
     assert len(expected) == 24 - read
     others = [Cursor(each, epochs=2) for each in loaders(kind, *now)]
@@ -312,7 +302,7 @@ def test_another_number_of_ranks_reads_the_same_global_batches(kind, before, now
 def test_another_division_is_refused(before, now, why):
     cursor = Cursor(before)
     cursor.next()
-    position = position_of_other_ranks(cursor.position(), 2)
+    position = positions_of_other_ranks({"": cursor.position()}, 2)[""]
     other = Cursor(now)
     assert not other.rewind(position)
     with pytest.raises(DataError, match=why) as error:

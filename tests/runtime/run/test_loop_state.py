@@ -8,7 +8,7 @@ import torch
 
 import healcore
 from healcore.errors import AlreadyCompleted
-from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.sources import Sources
 from healcore.runtime.run.loop_state import LoopPhase, LoopState
 from healcore.runtime.run.progress import RunProgress
 from healcore.runtime.trainer_access import trainer_access_of
@@ -19,7 +19,7 @@ RUNTIME = Path(healcore.__file__).parent / "runtime"
 
 
 def loop_state(*, has_trainer=False, step=0):
-    return LoopState(LoaderRegistry(), RunProgress(step=step), has_trainer=has_trainer)
+    return LoopState(Sources(), RunProgress(step=step), has_trainer=has_trainer)
 
 
 def facts(state):

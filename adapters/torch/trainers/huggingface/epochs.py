@@ -238,7 +238,8 @@ class EpochFeed:
             for owner in owners:
                 if hasattr(owner, "set_epoch"):
                     owner.set_epoch(max(self.epoch, epoch))
-            self._batches = batches = healer.batches(self._loader, epochs=epochs)
+            access = trainer_access_of(healer)
+            self._batches = batches = access.batches(self._loader, epochs=epochs)
         rollbacks = healer.rollbacks
         try:
             self._pending = [next(batches)]
@@ -255,7 +256,4 @@ class EpochFeed:
 
     def _next_id(self) -> BatchId:
         """The id of the next batch that the Healer reads."""
-        known = trainer_access_of(self.healer).loaders.find(self._loader)
-        if known is None:
-            return BatchId(0, 0)
-        return known.next_id
+        return trainer_access_of(self.healer).loaders.next_id

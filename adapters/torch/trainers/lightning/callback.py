@@ -259,7 +259,6 @@ class LightningHealingCallback(Callback):
             count.completed -= epoch % every  # `train_dataloader` may read `current_epoch`
             loop.setup_data()
             count.completed = epoch
-            access.loaders.count_from(epoch // every)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the run, which saves the last state.

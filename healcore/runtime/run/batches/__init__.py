@@ -2,10 +2,8 @@
 
 One file for each part, in the order of a batch:
 
-    run_batches   the loaders of the run: a loop begins a loader, reads it and ends it
     batch_reader  reads a batch, or skips it if it cannot be read
     step_batches  the batches of the next step
     batch_loop    a loop over the batches of a loader, from its begin to its end
     number_loops  loops over the numbers of epochs and of steps
-    pass_states   random states, so that a repeated pass over the data has the same order
 """

@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from healcore.console import counted
 from healcore.runtime.data.positions import BatchId
-from healcore.runtime.data.run_loader import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
+from healcore.runtime.data.source import SourceCursor
 from healcore.runtime.reporting.nonfinite_steps import FROM_START
+from healcore.runtime.run.run_settings import change_of_batch_size
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -38,6 +40,8 @@ class BatchLoop:
         epochs: passes over the loader, or None for no end.
         epoch: number of the epoch in the program's own loop, or None.
         limit: number of an epoch -> max batches of it, or None for no limit. Trainers have one.
+        name: name of the source that the loader belongs to.
+        by_trainer: whether a trainer reads, see `Sources.begin`.
     """
 
     def __init__(
@@ -47,6 +51,9 @@ class BatchLoop:
         epochs: int | None,
         epoch: int | None = None,
         limit: Callable[[int], int] | None = None,
+        *,
+        name: str = "",
+        by_trainer: bool = False,
     ) -> None:
         self._run = run
         self._loop = run.loop
@@ -55,13 +62,12 @@ class BatchLoop:
         self._epochs = epochs
         self._epoch = epoch
         self._limit = limit
-        self._loader: RunLoader
+        self._name = name
+        self._by_trainer = by_trainer
+        self._loader: SourceCursor
         """The loader with its position, set by `_begin`."""
         self._batch: Any = None
         """The batch that `_read` has read last."""
-        self._has_stepped = False
-        """Whether a step was counted after the body of the last batch, and the next batch follows
-        directly."""
         self._is_exhausted = False
         """Whether the loader has no further batch, and no rollback has brought one back."""
         self._in_outer_body = False
@@ -101,18 +107,18 @@ class BatchLoop:
 
         Returns:
             False if the loop yields nothing: a loop over `epochs` is about to return to an earlier
-            epoch, or an earlier process has completed the run.
+            epoch, or an earlier process has completed the pass.
         """
         loop, loaders = self._loop, self._run.loaders
         loop.queue_dispatch()
         known = loaders.find(self._given)
         if loop.returns_to_epoch and (known is None or known.trains):
             return False
-        if self._state.is_complete and loaders.is_of_completed_run(self._given, self._epoch):
-            self._run.pass_states.restore()  # the program draws on as after the end of the run
-            return False
         broken_off = loaders.place_of_break
-        self._loader = self._run.batches.begin(self._given, self._epochs, self._epoch, self._limit)
+        begun = self._begin_pass()
+        if begun is None:
+            return False
+        self._loader = begun
         work_waits = loop.work_waits(self._loader)
         if work_waits:
             self._state.begin_evaluation()
@@ -126,6 +132,68 @@ class BatchLoop:
                 loop.save_after_break()
         return True
 
+    def _begin_pass(self) -> SourceCursor | None:
+        """Begins a pass of the loader, at its saved position; see `Sources.begin`.
+
+        Restores the random states of a checkpoint where the loader continues within an epoch, and
+        reports a batch size that has changed since the run began.
+
+        Returns:
+            The loader with its position, or None if an earlier process has completed the pass.
+        """
+        run, states = self._run, self._run.data_state
+        states.restore()  # for an epoch that begins, and draws, after the checkpoint
+        begun = run.loaders.begin(
+            self._given,
+            self._epochs,
+            self._epoch,
+            self._limit,
+            name=self._name,
+            by_trainer=self._by_trainer,
+            completed=self._state.is_complete,
+        )
+        if begun is not None:
+            if begun.has_begun_before:
+                states.restore()  # a rewind has drawn; an epoch that begins keeps its draws
+            self._log_settings(begun)
+        elif self._state.is_complete:
+            states.restore()  # the program draws on as after the end of the run
+        elif not any(each.in_use for each in run.loaders):
+            states.begin_pass(ended=True)
+        for line in run.loaders.take_notices():
+            run.log.event("data", step=run.progress.step, outcome=line)
+            run.log.info(f"data: {line}")
+        return begun
+
+    def _log_settings(self, begun: SourceCursor) -> None:
+        """Logs what a loader adds to the settings of the run, and what is wrong with the loader.
+
+        Without healcore the program would continue after a pass of an exhausted iterator, which has
+        no batch, so this is no error.
+        """
+        run, step = self._run, self._run.progress.step
+        settings = run.record.settings
+        before = {*settings}
+        change = change_of_batch_size(settings, begun.number, begun.loader)
+        new = {name: value for name, value in settings.items() if name not in before}
+        if new:
+            run.log.event("data", step=step, outcome="a loader is read", settings=new)
+        if change:
+            run.log.problem(
+                step,
+                f"{change} (saved -> given): the loader continues at the same number of batches, "
+                "which is another position in the data; to start from the first batch, pass an "
+                "empty directory",
+            )
+        if self._epoch is not None and begun.is_used_up and run.loaders.is_new("used up"):
+            run.log.problem(
+                step,
+                f"epoch {self._epoch} has no batch: the loader is an iterator, which can be read "
+                "only once, and it is exhausted. To read batches in each epoch, pass a function "
+                "that makes the iterator: healer.batches(lambda: stream(seed=healer.epoch), "
+                "epoch=epoch)",
+            )
+
     def _has_left_epoch(self, place: BatchId) -> bool:
         """Whether this loop begins a later epoch than the epoch that a `break` has left.
 
@@ -133,7 +201,7 @@ class BatchLoop:
         epoch.
 
         Args:
-            place: the next batch of the broken-off epoch, see `LoaderRegistry.place_of_break`.
+            place: the next batch of the broken-off epoch, see `Sources.place_of_break`.
         """
         if self._epoch is not None and self._epoch > place.epoch:
             return True  # possibly with a new loader
@@ -147,28 +215,43 @@ class BatchLoop:
             False if no batch follows: the loader is exhausted, or the rest of the epoch is dropped,
             because a rollback returns to an earlier epoch of a loop over `epochs`.
         """
-        loop, loader, batches = self._loop, self._loader, self._run.batches
+        loop, loader = self._loop, self._loader
         hang_guard = self._run.hang_guard
         while not (loop.returns_to_epoch and loader.trains):
             try:
                 hang_guard.watch()
-                self._batch = batches.next(
-                    loader,
-                    directly_after_step=self._has_stepped,
-                    in_evaluation=self._state.in_evaluation,
-                )
+                self._batch = self._next()
                 return True
             except StopIteration:
                 hang_guard.pause()
                 if loop.roll_back_at_end(loader) is None:
                     self._is_exhausted = True
                     return False
-                self._has_stepped = False
             finally:
-                batches.log_skipped(loader)
+                self._log_skipped()
         hang_guard.pause()
         loader.leave_loop()
         return False
+
+    def _next(self) -> Any:
+        """Reads the next batch of the loader. Raises StopIteration after the last epoch."""
+        run, loader = self._run, self._loader
+        # A signal ends a run of one process while it waits, but not within a step or an evaluation.
+        may_end = run.step_batches.between_steps and not self._state.in_evaluation
+        batch, batch_id = run.batch_reader.read(loader, run.progress.step, between_steps=may_end)
+        if run.loaders.is_caught_up:
+            run.data_state.forget()
+        run.step_batches.add(loader, batch, batch_id)
+        loader.use_batch()
+        return batch
+
+    def _log_skipped(self) -> None:
+        """Logs the batches that the loader has skipped since the last call, if there are any."""
+        batches = [list(each) for each in self._loader.take_skipped()]
+        if batches:
+            log, step = self._run.log, self._run.progress.step
+            log.event("skipped_batches", step=step, batches=batches)
+            log.info(f"step {step}: {counted(len(batches), 'batch', 'batches')} skipped")
 
     def _enter_body(self) -> None:
         """Notes that the body of the program's loop runs, whose time counts as a step."""
@@ -187,10 +270,8 @@ class BatchLoop:
 
     def _end_body(self) -> None:
         """Counts the step of the body, and does the work between two steps."""
-        loop, progress = self._loop, self._run.progress
-        step_before = progress.step
+        loop = self._loop
         loop.queue_dispatch()
-        self._has_stepped = progress.step > step_before
         if not loop.work_waits(self._loader):
             loop.after_step()
 
@@ -199,7 +280,16 @@ class BatchLoop:
         loop, loader = self._loop, self._loader
         self._state.end_evaluation()
         trains = not loop.work_waits(loader)
-        self._run.batches.end(loader, trains=trains, ends_pass=not loop.is_evaluation(loader))
+        loaders, step_batches = self._run.loaders, self._run.step_batches
+        if not trains and loader is loaders.last_trained:
+            # After a restart, until the training data have their place again; or a loop over
+            # `steps`, which has no loader.
+            loaders.last_trained = step_batches.last_read = None
+        if loader is not loaders.last_trained:
+            step_batches.end_evaluation(loader)
+        if not loop.is_evaluation(loader):  # a pass of the program's loop has ended
+            self._run.data_state.begin_pass(ended=True)
+        loader.leave_loop()
         if not trains or not loader.trains:
             return
         # A pass with a number is one of several, and so is perhaps a pass of few steps.

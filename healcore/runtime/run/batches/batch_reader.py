@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from healcore import console
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.run_loader import RunLoader
+from healcore.runtime.data.source import SourceCursor
 from healcore.runtime.faults.classification import Fault, classify
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run_options import HostPolicy
@@ -60,7 +60,7 @@ class BatchReader:
         self._failed_reads: deque[int] = deque()
         """Numbers of the reads that have failed, among the last `[skip_batch] within`."""
 
-    def read(self, loader: RunLoader, step: int, *, between_steps: bool) -> tuple[Any, BatchId]:
+    def read(self, loader: SourceCursor, step: int, *, between_steps: bool) -> tuple[Any, BatchId]:
         """Reads the next readable batch.
 
         With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
@@ -86,7 +86,7 @@ class BatchReader:
         with waits:
             return self._read(loader, step)
 
-    def _read(self, loader: RunLoader, step: int) -> tuple[Any, BatchId]:
+    def _read(self, loader: SourceCursor, step: int) -> tuple[Any, BatchId]:
         """Reads the next readable batch, see `read`."""
         # The skip is logged once the loader has yielded the next batch, or has raised again.
         skip: _Unreadable | None = None
@@ -112,7 +112,7 @@ class BatchReader:
                     loader.substitute = _copied(result[0])
                 return result
 
-    def _skip_for(self, loader: RunLoader, error: Exception) -> _Unreadable | None:
+    def _skip_for(self, loader: SourceCursor, error: Exception) -> _Unreadable | None:
         """The batch to skip, whose read has raised, or None if the error propagates."""
         batch = loader.unreadable
         if batch is None or self._stop_signals.signal_number is not None:
@@ -142,7 +142,7 @@ class BatchReader:
         # An unknown error of a batch is one of its data.
         return _Unreadable(batch, fault._replace(cause=Cause.DATA), error)
 
-    def _skip(self, loader: RunLoader, skip: _Unreadable, step: int) -> None:
+    def _skip(self, loader: SourceCursor, skip: _Unreadable, step: int) -> None:
         """Skips the batch, unless another batch has replaced it, and logs the fault."""
         batch, fault, error = skip
         # torch puts the traceback of a loader's worker into its message.

@@ -34,14 +34,14 @@ def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
     loaders.epoch_loop.total_epochs = total
     state.follow_given_numbers()
     if state.is_complete:
-        run.pass_states.restore()  # the program draws on as after the end of the run
-        loaders.pass_over_completed()
+        run.data_state.restore()  # the program draws on as after the end of the run
+        loaders.end_epochs()
         state.reach_end()
         return
     epoch = loaders.epoch_loop.next_epoch
     try:
         while epoch < total:
-            run.pass_states.begin_pass()
+            run.data_state.begin_pass()
             if _steps_are_epochs(run, epoch):
                 state.count_steps_as_epochs()
                 for number in loop_over_steps(run, total):
@@ -62,7 +62,7 @@ def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
         run.loop.judge_at_end()
         state.reach_end()
     finally:
-        loaders.epoch_loop.can_return = False
+        loaders.end_epochs()
 
 
 def _steps_are_epochs(run: Run, epoch: int) -> bool:
@@ -87,7 +87,7 @@ def _return_to_epoch(run: Run) -> int:
     scheduler), so the state is restored once more.
     """
     run.way_back.restore_again(run.progress.step)
-    return run.loaders.return_to_epoch()
+    return run.loaders.epoch_loop.end_return()
 
 
 def loop_over_steps(run: Run, total: int, warmup: int | None = None) -> Iterator[int]:
@@ -108,7 +108,7 @@ def loop_over_steps(run: Run, total: int, warmup: int | None = None) -> Iterator
     state.await_random_states()
     run.recovery.counts_steps = True
     if state.is_complete:
-        run.pass_states.restore()
+        run.data_state.restore()
         run.loaders.pass_over_completed()
         state.reach_end()
         return

@@ -13,14 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.data.run_loader import RunLoader
+from healcore.runtime.data.source import SourceCursor
+from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.run.compare.trained_step import ObservedBatch
 from healcore.runtime.run.dispatch_queue import DispatchStart
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.batches.pass_states import PassStates
     from healcore.runtime.run.progress import RunProgress
 
 
@@ -28,13 +27,12 @@ class StepBatches:
     """The batches since the last step, by their ids, and by their contents where they are compared.
 
     The ids and contents of a batch that a loader has yielded are kept with the loader
-    (`RunLoader.pending_ids`, `RunLoader.contents`), because an evaluation may read another loader
-    before the step.
+    (`SourceCursor.pending_ids`, `contents`), because an evaluation may read another loader before
+    the step.
 
     Args:
         loaders: the loaders of the program.
         progress: counts the steps of a dispatch.
-        pass_states: the random states of a checkpoint, which a step ends.
         keeps_contents: whether weights are compared on the batches, so that their contents are kept
             until the step is judged.
 
@@ -46,16 +44,14 @@ class StepBatches:
     def __init__(
         self,
         *,
-        loaders: LoaderRegistry,
+        loaders: Sources,
         progress: RunProgress,
-        pass_states: PassStates,
         keeps_contents: bool,
     ) -> None:
         self._loaders = loaders
         self._progress = progress
-        self._pass_states = pass_states
         self.last_ids: list[BatchId] = []
-        self.last_read: RunLoader | None = None
+        self.last_read: SourceCursor | None = None
         self._keeps_contents = keeps_contents
         self._loop_names_batches = False
         """Whether the loop calls `loss`, or `observe` with a batch."""
@@ -69,7 +65,7 @@ class StepBatches:
         self._own_batches: list[ObservedBatch] = []
         """The batches that a loop without a loader has passed."""
 
-    def add(self, loader: RunLoader, batch: Any, batch_id: BatchId) -> None:
+    def add(self, loader: SourceCursor, batch: Any, batch_id: BatchId) -> None:
         """Adds a batch that a loader has yielded.
 
         Args:
@@ -132,12 +128,7 @@ class StepBatches:
                 self.last_ids = loader.pending_ids
                 self._usual_updates, self._updates = self._updates, 0
             self._updates += 1  # more than 1: another update on the same batch
-            self._loaders.last_trained = loader
-        for each in self._loaders:
-            # A loader that a `break` has left was an evaluation, unless it was read last.
-            if each.pending_ids and (each is loader or not each.left_by_break):
-                each.trains = True
-        self._pass_states.forget()  # random numbers continue from this step
+            self._loaders.train(loader)
         if len(self.last_ids) > self._max_per_step:
             self._max_per_step = len(self.last_ids)
         # The update of a scan reads no data that a rollback could skip.
@@ -155,7 +146,7 @@ class StepBatches:
         self.last_ids = []
         self._forget_pending()
 
-    def end_evaluation(self, loader: RunLoader) -> None:
+    def end_evaluation(self, loader: SourceCursor) -> None:
         """Forgets the batches that an evaluation has read, which belong to no step.
 
         Args:
@@ -224,7 +215,7 @@ class StepBatches:
         on most of its data. The number is exact as long as each step takes as many batches as the
         last step.
         """
-        return self.steps_of(sum(map(len, self._loaders.skipped_by_loader().values())))
+        return self.steps_of(sum(map(len, self._loaders.skipped_by_source().values())))
 
     def steps_of(self, batches: int) -> int:
         """The number of steps that take so many batches, rounded down.

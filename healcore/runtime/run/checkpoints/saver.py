@@ -128,7 +128,7 @@ class Saver:
             step=step,
             world=self.run.ranks.world,
             engines=self.run.driver.engines(),
-            skipped=self.run.loaders.skipped_by_loader(),
+            skipped=self.run.loaders.skipped_by_source(),
             forward=self.run.loaders.forward_positions(),
             comparisons=comparisons.to_save() if comparisons.is_enabled else None,
             is_in_body=self.run.loop.state.is_after_step,

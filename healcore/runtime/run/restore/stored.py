@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from healcore.core.decision import Cause
-from healcore.runtime.data.other_ranks import position_of_other_ranks
+from healcore.runtime.data.positions import check_positions, positions_of_other_ranks
 from healcore.runtime.driver import Engines
 from healcore.runtime.faults.classification import classify
 from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
@@ -276,10 +276,11 @@ class StoredCheckpoints:
                 raise StoreError(f"its record is of step {record.step}")
             if data_state is None and record.world == self.run.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
-            self.run.loaders.check(record.forward)
+            check_positions({"epoch": 0, "trained": None, "sources": record.forward})
         engines, problem = compatible_states(self.run.policy.engine, stored)
         saved = SavedCheckpoint(step, restored.state, record, engines, problem, data_state)
-        self.run.loaders.check(saved.position or {})
+        if saved.position is not None:
+            check_positions(saved.position)
         return saved
 
     def _adapted_to_world(self, saved: SavedCheckpoint) -> SavedCheckpoint:
@@ -312,10 +313,9 @@ class StoredCheckpoints:
         )
         if parts[0] is None:
             return saved._replace(data_state=None)
-        moved = dict(parts[0])
-        for name, position in loader_positions(parts[0]).items():
-            moved[name] = position_of_other_ranks(position, saved_by)
-        return saved._replace(data_state=SavedDataState(None, None, None, {}, moved))
+        moved = positions_of_other_ranks(parts[0]["sources"], saved_by)
+        positions = {**parts[0], "sources": moved}
+        return saved._replace(data_state=SavedDataState(None, None, None, {}, positions))
 
 
 def _age(record: RunRecord) -> tuple[int, int]:
@@ -324,22 +324,10 @@ def _age(record: RunRecord) -> tuple[int, int]:
 
 
 def _places(position: Positions | None) -> dict[str, tuple[Any, ...]]:
-    """Number of a loader -> its kind, epoch and batch, to compare the places of several ranks."""
-    places = {}
-    for name, each in loader_positions(position).items():
+    """Name of a source -> its kind, epoch and batch, to compare the places of several ranks."""
+    places: dict[str, tuple[Any, ...]] = {}
+    if position is None:
+        return places
+    for name, each in position["sources"].items():
         places[name] = each["kind"], each["epoch"], each["index"]
     return places
-
-
-def loader_positions(position: Positions | None) -> dict[str, Mapping[str, Any]]:
-    """The position of each loader, without the counts of all loaders.
-
-    Args:
-        position: positions in a checkpoint, or None for no loader.
-
-    Returns:
-        Number of a loader, as text -> its position.
-    """
-    if position is None:
-        return {}
-    return {name: each for name, each in position.items() if isinstance(each, Mapping)}

@@ -18,9 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.data.loader_registry import EPOCH_LOST
-from healcore.runtime.data.other_ranks import position_of_other_ranks
-from healcore.runtime.data.rewind_obstacle import RewindObstacle
+from healcore.runtime.data.loader_adapter import RewindObstacle
+from healcore.runtime.data.positions import positions_of_other_ranks
+from healcore.runtime.data.source import EPOCH_LOST
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.data_state import SavedDataState
@@ -32,7 +32,7 @@ from healcore.runtime.run.engine_states import (
 )
 from healcore.runtime.run.envelope import Envelope, SavedRate
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.restore.stored import SavedCheckpoint, loader_positions
+from healcore.runtime.run.restore.stored import SavedCheckpoint
 from healcore.runtime.run.rollback.rate_limits import limit_rates
 from healcore.runtime.run.rollback.remedy import Outcome, Remedy
 from healcore.runtime.run.run_record import RunRecord
@@ -179,12 +179,9 @@ class WayBack:
 
         # Rewind.
         new = envelope.beyond(before).left_out
-        obstacle = run.loaders.rewind(
-            saved.position,
-            new,
-            0 if trouble.exact else run.policy.rollback.skip_batches,
-            before.beyond(envelope).left_out,
-        )
+        more = 0 if trouble.exact else run.policy.rollback.skip_batches
+        run.loaders.skip(new, more, before.beyond(envelope).left_out)
+        obstacle = run.loaders.seek(saved.position)
         lost = self._lost_steps(saved.step, obstacle)
         why_lost = obstacle.reason if obstacle is not None and lost else ""
         skipped_steps = run.step_batches.steps_of(len({*new}))
@@ -313,10 +310,9 @@ class WayBack:
                 f"that a rollback has ended early, and the change stays: {error}",
             )
             return
-        if saved.position is not None:
-            self.run.loaders.rewind(saved.position, (), 0)
         if saved.data_state is not None:
-            self.run.pass_states.repeat_pass(saved.data_state)
+            self.run.data_state.set_random_states(saved.data_state)
+            self.run.data_state.resume(saved.data_state)
 
     # -- a start --------------------------------------------------------------------------------
 
@@ -332,7 +328,7 @@ class WayBack:
 
         Returns:
             The step of the checkpoint; and its random states and positions, for
-            `PassStates.resume`, or None if the program's own random states stay.
+            `DataState.resume`, or None if the program's own random states stay.
 
         Raises:
             NoGoodCheckpoint: no checkpoint is intact.
@@ -352,10 +348,12 @@ class WayBack:
         self.run.record.continue_run(newest or own)
         if start is not None and start.tries:
             self.run.ledger.stop(saved.step)
-        positions = {**(saved.position or {})}
-        if own.repeats_undone_steps(saved.step):
-            positions |= _kept_positions(own, saved)
-        self.run.loaders.resume(positions, own.skipped)
+        self.run.loaders.resume_skipped(own.skipped)
+        positions = saved.position
+        if positions is not None and own.repeats_undone_steps(saved.step):
+            kept = _kept_positions(own, positions["sources"])
+            positions = {**positions, "sources": {**positions["sources"], **kept}}
+        self.run.loaders.seek(positions)
         self.continue_from(saved, own, own.envelope, weights)
         epochs = [each.epoch for each in self.run.record.changes]
         self.run.loaders.epoch_loop.changed_in = max(epochs, default=None)
@@ -433,23 +431,16 @@ def _content_at_start(
     return own, engines_of_new_start(run.policy.engine, saved.engines)
 
 
-def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:
-    """Number of a loader that the last rollback did not rewind -> its position, which it keeps.
+def _kept_positions(own: RunRecord, sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Name of a source that the last rollback did not rewind -> its position, which it keeps.
 
     If the number of ranks has changed since, its epoch begins again, as the epochs of the other
-    loaders do.
+    sources do.
     """
-    saved_by = None
-    for each in loader_positions(saved.position).values():
+    for each in sources.values():
         if "ranks" in each:
-            saved_by = each["ranks"]
-            break
-    if not saved_by:
-        return dict(own.forward)
-    moved = {}
-    for name, position in own.forward.items():
-        moved[name] = position_of_other_ranks(position, saved_by)
-    return moved
+            return positions_of_other_ranks(own.forward, each["ranks"])
+    return dict(own.forward)
 
 
 def _advice_for(newest: RunRecord | None) -> str:

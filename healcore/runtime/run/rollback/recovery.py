@@ -475,7 +475,8 @@ class Recovery:
             run.dispatch_queue.make_due_again(unread)  # their own troubles are answered next
             return None
         report.report_rollback(run, done, index)
-        run.batches.on_rollback(done.checkpoint)
+        run.progress.step = done.checkpoint
+        run.step_batches.on_rollback()
         run.dispatch_queue.forget_accumulation()
         return done
 

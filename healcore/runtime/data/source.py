@@ -1,0 +1,525 @@
+"""`Source`: a named stream of batches, read in passes by one loader or by one after another.
+
+    place     where in the program a pass begins, see `Place`. A restart finds a pass by its place,
+              whatever loader object the program reads it with.
+    number    the passes that take steps are counted: `BatchId.epoch`.
+
+A pass that no step has used was an evaluation. It has no number of its own, and a restart reads it
+again from its first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from healcore.runtime.data.cursor import Cursor, Inform, Limit
+from healcore.runtime.data.function_loader import FunctionLoader
+from healcore.runtime.data.loader_adapter import ReadRetries, RewindObstacle
+from healcore.runtime.data.loader_parts import AnyBatch, AnyLoader
+from healcore.runtime.data.positions import (
+    BatchId,
+    DataError,
+    Place,
+    SavedPosition,
+    decode_position,
+    place_of,
+)
+from healcore.runtime.data.scan_blocks import ScanBlocks
+
+EPOCH_LOST = RewindObstacle(
+    "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
+)
+"""Reason of a rollback after which only the steps of the current loader are repeated."""
+_MAX_CURSORS = 8
+"""Number of loaders of a source whose cursors are kept. A loop may make a new loader for every
+epoch, without an end."""
+
+
+class BatchUse(Enum):
+    """What the loop does with the loader's last batch.
+
+    event                                from            to
+    -----------------------------------  --------------  --------------
+    `SourceCursor.next`                  LEFT_BY_BREAK   WAITING
+    `use_batch`: the loop receives it    any             IN_BODY
+    `end_use`: the loop asks for more    IN_BODY         WAITING
+    `leave_by_break`                     IN_BODY         LEFT_BY_BREAK
+    """
+
+    WAITING = "waiting"
+    """The loop body has ended, or no batch was read yet. The next batch may be read."""
+    IN_BODY = "in body"
+    """The loop body runs with the batch. A save now would lose what the body does after it."""
+    LEFT_BY_BREAK = "left by break"
+    """A `break` has ended the loop body. Further updates on the batch may follow the loop."""
+
+
+class SourceCursor(Cursor):
+    """The cursor of one loader of a source, and what the program's loop does with its batches.
+
+    Whether a loop reads the loader (`in_loop`) is independent of `use`: a rollback within the loop
+    body rewinds the loader, and the rest of the body still uses the old batch.
+
+        event                                        `in_loop` is then
+        -------------------------------------------  -----------------
+        a loop begins, or `next` reads a batch       True
+        the loop has no further batch                False
+        `break`                                      True: the next loop drops the rest of the epoch
+        `leave_loop`, such as by a rollback          False: the next loop begins where the loader is
+
+    Attributes:
+        source: the source that the loader belongs to.
+        number: number of the loader in the order of first use in this process.
+        place: where in the program the newest pass has begun.
+        first: number of the first pass of the newest loop.
+        since: number of the pass since which the source was read with this loader alone.
+        start: the position before that pass.
+        named: the epoch that the program has named for the newest pass, or None.
+        in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
+        use: what the loop does with the last batch.
+        trains: whether a step has used its batches.
+        has_begun_before: whether the random states of the checkpoint are from after the begin of
+            its newest pass, so that numbers which the begin draws now are not counted.
+        pending_ids: ids of the batches since the last step.
+        contents: the batches since the last step, if weights are compared.
+        substitute: the batch that replaces an unreadable batch, with several ranks.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        number: int,
+        loader: AnyLoader,
+        limit: Limit,
+        *,
+        retries: ReadRetries | None,
+        inform: Inform,
+    ) -> None:
+        super().__init__(loader, retries=retries)
+        self.source = source
+        self.number = number
+        self.limit = limit
+        self.inform = inform
+        self.skipped_batch_ids = source.skipped
+        self.place: Place = []
+        self.first = self.since = 0
+        self.start: SavedPosition = {}
+        self.named: int | None = None
+        self.in_loop = False
+        self.use = BatchUse.WAITING
+        self.trains = self.has_begun_before = False
+        self.pending_ids: list[BatchId] = []
+        self.contents: list[Any] = []
+        self.substitute: AnyBatch = None
+
+    @property
+    def is_scan(self) -> bool:
+        """Whether the batches are blocks of `Healer.scan`, which a rollback never skips."""
+        return isinstance(self.loader, ScanBlocks)
+
+    @property
+    def first_pending(self) -> BatchId | None:
+        """The first batch that was read since the last step, also if reading it has raised."""
+        if self.pending_ids:
+            return self.pending_ids[0]
+        return self.unreadable
+
+    @property
+    def next_pass(self) -> int:
+        """Number of the pass that the next loop begins, or continues after a rollback."""
+        epoch, index = self.next_id
+        is_over = self.is_used_up or (index > 0 and self.in_loop)
+        return epoch + is_over
+
+    def begin_pass(self, number: int, epochs: int | None) -> None:
+        """Begins a loop over the loader. Drops the rest of a pass that a `break` has left.
+
+        Args:
+            number: number of the first pass of the loop.
+            epochs: number of passes, or None for no end.
+        """
+        if self.next_id.epoch != number and not (isinstance(self.loader, Iterator) and self.trains):
+            if self.next_id.index > 0:
+                self.abandon()
+            self.next_id = BatchId(number, 0)
+        self.read_epochs(number, epochs)
+        self.first, self.in_loop, self.has_begun_before = number, True, False
+
+    def has_passed(self, batch: BatchId) -> bool:
+        """Whether the loader was read when the source was at a batch."""
+        return batch.epoch >= self.since and batch != place_of(self.start)
+
+    def restart(self) -> bool:
+        """Moves to the start of the pass `since`. Returns False if the loader cannot be rewound.
+
+        A function is called again with the next batch: variables that it reads, such as the
+        program's `epoch`, are right only in the pass that follows.
+        """
+        if not self.rewind(self.start):
+            return False
+        if isinstance(self._reader, FunctionLoader):
+            self._move_to(decode_position({**self.start, "state": None}))
+        return True
+
+    def close(self) -> None:
+        """Releases the loader's iterator with its workers. Nothing can be read afterwards."""
+        super().close()
+        self.leave_loop()
+
+    # -- the loop over the batches --------------------------------------------------------------
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the loop is still using the last batch."""
+        return self.use is BatchUse.IN_BODY
+
+    @property
+    def left_by_break(self) -> bool:
+        """Whether a `break` has followed the last batch."""
+        return self.use is BatchUse.LEFT_BY_BREAK
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a loop over the loader has neither ended nor been left."""
+        return self.in_loop and not self.left_by_break
+
+    def next(self) -> tuple[AnyBatch, BatchId]:
+        """Reads the next batch, see `Cursor.next`.
+
+        After its last block a scan does not begin another epoch, so that a restart with more
+        updates continues there.
+
+        Raises:
+            StopIteration: the last batch was read, in this or in an earlier process.
+        """
+        if self.is_scan and self.loader.is_finished:
+            raise StopIteration
+        self.in_loop = True
+        if self.left_by_break:
+            self.use = BatchUse.WAITING
+        return super().next()
+
+    def use_batch(self) -> None:
+        """Notes that the loop receives the batch of the last `next`."""
+        self.use = BatchUse.IN_BODY
+
+    def end_use(self) -> None:
+        """Notes that the loop body has ended."""
+        if self.in_use:
+            self.use = BatchUse.WAITING
+
+    def leave_by_break(self) -> None:
+        """Notes that a `break` has ended the loop body.
+
+        What the program does after the loop may still belong to the batch. But if the loop was an
+        evaluation, its batches belong to no step.
+        """
+        self.use = BatchUse.LEFT_BY_BREAK
+
+    def leave_loop(self) -> None:
+        """Notes that no loop reads the loader, so that the next loop continues where the loader is.
+
+        Called after the last batch and after a rollback. Without this call, a `break` that came
+        before the rollback would make the next loop drop the rest of the epoch.
+        """
+        self.in_loop = False
+
+
+class Source:
+    """A named stream of batches with a position: what `healer.batches(loader, name=)` reads.
+
+    A seek is the only way back, at a start and at a rollback. It moves the loader that reads the
+    pass of the position (`rewind`), or waits until the program begins this pass again (`await_at`):
+
+        places      0         1            2         3
+        saved       training  evaluation   training, at batch 7
+        restart     complete  read again   seek to batch 7
+
+    Args:
+        name: the name that the program has given, or an empty string.
+        notices: a list that gets sentences for the log.
+        retries: the attempts to read a batch after failures in the network, or None for one.
+        inform: called with lines about the progress of a long read.
+
+    Attributes:
+        skipped: ids of the batches to skip.
+        current: the cursor of the newest loop, or None.
+        trained: the cursor of the newest step, or None.
+        awaited: the position that no loop has begun again yet, or None.
+    """
+
+    def __init__(
+        self, name: str, notices: list[str], *, retries: ReadRetries | None, inform: Inform
+    ) -> None:
+        self.name = name
+        self.skipped: set[BatchId] = set()
+        self.current: SourceCursor | None = None
+        self.trained: SourceCursor | None = None
+        self.awaited: SavedPosition | None = None
+        self.passes = 0
+        """Number of passes that have begun in this epoch of the program, see `Place`."""
+        self._evaluations: list[Place] = []
+        """Places of the evaluations so far, without earlier epochs of a loop over epochs."""
+        self._owed: list[Place] = []
+        """Places of the evaluations before the awaited position that a restart reads again."""
+        self._is_short = False
+        """Whether the loader ends before the position that it has continued at."""
+        self._least_pass = 0
+        """Number of the next pass while no loader of this process has trained."""
+        self._cursors: list[SourceCursor] = []
+        self._retries = retries
+        self._inform = inform
+        self._notices = notices
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether the program has begun all passes again that came before the awaited position."""
+        return self.awaited is None and not self._owed and not self._is_short
+
+    @property
+    def next_pass(self) -> int:
+        """Number of the next pass that takes steps."""
+        if self.awaited is not None:
+            place = place_of(self.awaited)
+            return place.epoch + (self.awaited["left"] and place.index > 0)
+        if self.trained is None:
+            return self._least_pass
+        return self.trained.next_pass
+
+    def find(self, loader: AnyLoader) -> SourceCursor | None:
+        """The cursor of a loader, which is compared by identity, or None for a new loader."""
+        for cursor in self._cursors:
+            if cursor.loader is loader:
+                return cursor
+        return None
+
+    # -- a pass begins --------------------------------------------------------------------------
+
+    def is_complete(self, place: Place, *, completed: bool) -> bool:
+        """Whether an earlier process has read all batches of the pass at a place.
+
+        Args:
+            place: where in the program a loop begins.
+            completed: whether the run is complete, so that its last pass is complete too.
+        """
+        if self.awaited is None or place in self._owed:
+            return False
+        saved = self.awaited["place"]
+        return place < saved or (completed and place == saved)
+
+    def begin(
+        self,
+        loader: AnyLoader,
+        place: Place,
+        epochs: int | None,
+        limit: Limit,
+        *,
+        number: int,
+        epoch: int | None,
+        evaluates: bool,
+    ) -> SourceCursor:
+        """Begins a loop over a loader, which continues at the awaited position at its place.
+
+        Args:
+            loader: the user's loader.
+            place: where in the program the loop begins. It is not complete, see `is_complete`.
+            epochs: number of passes, or None for no end.
+            limit: see `Limit`.
+            number: number for a new loader.
+            epoch: the epoch that the program has named, or None.
+            evaluates: whether the loop surely takes no step.
+
+        Raises:
+            DataError: another loop reads the source, or the epoch cannot be the loader's next one.
+        """
+        cursor, now = self.find(loader), self.current
+        if now is not None and now is not cursor and now.is_open:
+            raise DataError(
+                f"a loop over {now.name} has not ended, and another loop begins: write "
+                'healer.batches(loader, name="b") for one of the two loaders. Each name has its '
+                "own position in the data"
+            )
+        self.end_pass()
+        if cursor is None:
+            cursor = SourceCursor(
+                self, number, loader, limit, retries=self._retries, inform=self._inform
+            )
+            self._keep(cursor)
+        elif epoch is not None and cursor.named is not None and epoch <= cursor.named:
+            raise DataError(
+                f"epoch {epoch} cannot be the next epoch of {cursor.name}, which is at batch "
+                f"{cursor.next_id.index} of epoch {cursor.next_id.epoch}: write `for epoch in "
+                "healer.epochs(n)`, and healer.batches(loader, epoch=epoch) once in each epoch"
+            )
+        saved = None
+        if not evaluates and place not in self._owed:
+            saved = self._position_for(place)
+        first = self.next_pass
+        if saved is not None and place == saved["place"]:
+            first = saved["first"]
+        elif self.awaited is None and self.trained is None and epoch is not None:
+            first = max(first, epoch)
+        is_new = cursor is not self.trained
+        cursor.begin_pass(first, epochs)
+        cursor.place, cursor.named, self.current = place, epoch, cursor
+        if is_new:
+            cursor.since = first
+            if cursor.trains or not cursor.start:
+                cursor.start = cursor.position()
+        if place in self._owed:
+            self._owed.remove(place)
+            cursor.skipped_batch_ids = set()
+        if saved is not None:
+            self._take_over(cursor, saved)
+        return cursor
+
+    def _position_for(self, place: Place) -> SavedPosition | None:
+        """The awaited position, if the loop that begins at a place continues there, else None.
+
+        It does at the place of the position, and at the same place in a later epoch of the
+        program's loop: perhaps it reads the same loader, which has a state. A later pass of another
+        place needs the position no more.
+        """
+        saved = self.awaited
+        if saved is None or place == saved["place"]:
+            return saved
+        loop, epoch, index = saved["place"]
+        if epoch == 0 or place != [loop, place[1], index]:
+            self._least_pass, self.awaited, saved = self.next_pass, None, None
+        return saved
+
+    def _take_over(self, cursor: SourceCursor, saved: SavedPosition) -> None:
+        """Moves the loader that begins the awaited pass to its position."""
+        self.awaited = None
+        self._owed = [each for each in self._owed if each > cursor.place]
+        if cursor.place == saved["place"]:
+            cursor.since = saved["since"]
+        place = place_of(saved)
+        if cursor.rewind(saved):
+            if saved["left"]:
+                cursor.abandon()
+        elif place > cursor.next_id:
+            notice = cursor.fast_forward(saved)
+            if notice:
+                self._notices.append(notice)
+        cursor.has_begun_before = cursor.can_rewind or cursor.next_id.index > 0 or saved["begun"]
+        length = cursor.length
+        self._is_short = length is not None and place.index > length > 0
+        if place > (0, 0):
+            self.train(cursor)
+
+    def train(self, cursor: SourceCursor) -> None:
+        """Notes that a step has used batches of a cursor, so that its pass has its number."""
+        self.trained = cursor
+        cursor.trains = True
+        cursor.skipped_batch_ids = self.skipped
+
+    def end_pass(self) -> None:
+        """Notes that no step belongs to the newest pass any more, as the program goes on."""
+        now = self.current
+        if now is not None and now is not self.trained and now.place not in self._evaluations:
+            self._evaluations.append(now.place)
+            now.skipped_batch_ids = set()  # an evaluation has no numbers of its own to be skipped
+
+    def begin_epoch(self, *, keeps: Callable[[Place], bool]) -> None:
+        """Begins an epoch of the program's loop: forgets the evaluations of earlier epochs."""
+        self.end_pass()
+        self.current = None
+        self.passes = 0
+        self._evaluations = [each for each in self._evaluations if keeps(each)]
+
+    def _keep(self, cursor: SourceCursor) -> None:
+        """Keeps a new cursor, and forgets the oldest one beyond the maximum."""
+        self._cursors.append(cursor)
+        while len(self._cursors) > _MAX_CURSORS:
+            oldest = next(each for each in self._cursors if each is not self.trained)
+            self._cursors.remove(oldest)
+
+    # -- positions ------------------------------------------------------------------------------
+
+    def position(self, *, leaves: bool) -> SavedPosition | None:
+        """The position after the batch that was read last, or None if no step has used a batch.
+
+        Args:
+            leaves: whether a `break` drops the rest of its pass, also after a restart.
+        """
+        cursor = self.trained
+        if self.awaited is not None or cursor is None:
+            return self.awaited
+        return self._saved(cursor, cursor.position(), leaves=leaves)
+
+    def position_before_step(self) -> SavedPosition | None:
+        """The position after the last step, or None if it cannot be reached.
+
+        Batches that were read since then belong to the next step. Only for a source whose newest
+        loader trains.
+        """
+        cursor = self.trained
+        assert cursor is not None
+        assert cursor.first_pending is not None
+        before = cursor.position_before(cursor.first_pending)
+        if before is None:
+            return None
+        return self._saved(cursor, before, leaves=False)
+
+    def _saved(
+        self, cursor: SourceCursor, position: Mapping[str, Any], *, leaves: bool
+    ) -> SavedPosition:
+        """A position of a cursor with what a restart needs to find its pass."""
+        evaluations, now = [*self._evaluations], self.current
+        if now is not None and now is not cursor and not now.is_open:
+            evaluations = [*self._evaluations, now.place]
+        return {
+            **position,
+            "place": cursor.place,
+            "first": cursor.first,
+            "since": cursor.since,
+            "evaluations": evaluations,
+            "begun": now is not None and now is not cursor,
+            "left": leaves and cursor.in_loop and cursor.left_by_break,
+        }
+
+    def await_at(self, saved: SavedPosition | None) -> None:
+        """Waits until the program begins the pass of a position again, after a restart or a return.
+
+        Args:
+            saved: the position, or None if the source has trained nothing by then.
+        """
+        self.awaited, self.trained, self.current = saved, None, None
+        self.passes = self._least_pass = 0
+        self._evaluations, self._owed = [], []
+        if saved is not None:
+            self._owed = [*saved["evaluations"]]
+        for cursor in self._cursors:
+            cursor.named = None
+
+    def rewind(self, cursor: SourceCursor, saved: SavedPosition | None) -> RewindObstacle | None:
+        """Moves the loader of the newest steps to a position.
+
+        Args:
+            cursor: the cursor of the loader.
+            saved: the position of the source, or None if it has trained nothing by then.
+
+        Returns:
+            Why the steps since the position are not repeated, or None.
+        """
+        lost = None
+        if saved is not None and cursor.has_passed(place_of(saved)):
+            moved = cursor.rewind(saved)
+        else:
+            moved = cursor.restart()
+            if saved is not None and place_of(saved).epoch < cursor.since:
+                lost = EPOCH_LOST
+        if not moved:
+            return cursor.rewind_obstacle or RewindObstacle("it could not be rewound")
+        cursor.leave_loop()  # a `break` came after this position, so it is undone too
+        return lost
+
+    def restart_later(self, saved: SavedPosition | None) -> None:
+        """Moves the loaders to their starts that the program has begun to read after a position."""
+        for cursor in self._cursors:
+            is_later = saved is None or not cursor.has_passed(place_of(saved))
+            if cursor.trains and cursor is not self.trained and is_later:
+                cursor.restart()
