@@ -4,19 +4,18 @@
         driver, ranks          attach to the optimizers; the ranks compare their arguments
         claims                 lock the directories, remove files of killed processes
         construct              the parts, in the order of the fields of `Run`
-        _start                 what is in the store
+        _start                 what is in the store, and the first lines of the log
             decide_start       may this start resume?
-            _carry_out         the first lines of the log
-                _begin         resume, or the first snapshot
+            _resume, _begin    resume, or the first snapshot
 
-What fails before `_begin` leaves nothing behind: the claims are released and the driver is closed.
+What fails before that leaves nothing behind: the claims are released and the driver is closed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from healcore.console import counted, first_of
 from healcore.history import RunHistory
@@ -37,7 +36,7 @@ from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.start_plan import StartPlan, decide_start
 from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, StoreError
+from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.files import make_directory
 from healcore.runtime.store.manifest import sweep
@@ -144,30 +143,6 @@ def _claim(given: StorePlace | None, ranks: Ranks, claims: list[Claim]) -> str |
         return None  # the store raises a better message
 
 
-class _PreviousProcess(NamedTuple):
-    """What is in the log of the previous process."""
-
-    history: RunHistory | None
-    """The history of the run until then, or None without events."""
-    kill_text: str
-    """A line about the kill of the previous process, if its postmortem was written now."""
-
-
-class _StoredRun(NamedTuple):
-    """The run in the store, and how the settings of the program differ from its settings."""
-
-    saves: Sequence[CheckpointInfo]
-    """The checkpoints in the store, oldest first."""
-    newest: RunRecord | None
-    """The newest record in the store, or None if no record can be read."""
-    settings: dict[str, Any]
-    """The settings of the program."""
-    saved_settings: Mapping[str, Any]
-    """The settings of the run in the store; empty without a record."""
-    changes: Mapping[str, str]
-    """The settings that differ: name -> saved and given value."""
-
-
 def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     """Finds the run in the store, decides what to do with it, and does so.
 
@@ -181,123 +156,81 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         StoreNotEmpty: the store holds a run that this start must not continue.
         NoGoodCheckpoint: the store holds a run, and none of its checkpoints can be used.
     """
-    previous = _read_previous_process(run.log)
+    root, has_trainer = run.store.root, run.loop.has_trainer
+    history, kill_text = _read_previous_process(run.log)
     _check_stop_file(run)
-    found = _read_stored_run(run, options)
-    root = run.store.root
+    saves, newest = run.stored_checkpoints.listed(), run.stored_checkpoints.newest_record()
+    saved = RunRecord() if newest is None else newest
+    settings = run_settings.settings_of(run.driver, run.policy, options.state, run.ranks.world)
+    changes = broadcast(run.ranks, run_settings.changes_since(saved.settings, settings))
     plan = decide_start(
         options.resume,
         place=run.store.place or "the store",
-        saves=found.saves,
-        newest=found.newest,
-        changes=found.changes,
-        has_trainer=run.loop.has_trainer,
+        saves=saves,
+        newest=newest,
+        changes=changes,
+        has_trainer=has_trainer,
         completed_here=root is not None and has_completed_run(root),
     )
-    _carry_out(plan, run, found, previous, warnings, has_loss_fn=bool(options.loss_fn))
-
-
-def _carry_out(
-    plan: StartPlan,
-    run: Run,
-    found: _StoredRun,
-    previous: _PreviousProcess,
-    warnings: Sequence[str],
-    *,
-    has_loss_fn: bool,
-) -> None:
-    """Carries out the plan of a start: logs the start, resumes or takes the first snapshot.
-
-    Args:
-        plan: the plan.
-        run: the parts of the run.
-        found: the run in the store.
-        previous: the previous process.
-        warnings: problems of the claims of directories, for the log.
-        has_loss_fn: whether the program has passed a `loss_fn`.
-    """
-    newest, last_saved = found.newest, _last_saved(run, previous.history)
     if plan is StartPlan.NEW_FROM_LOADED_WEIGHTS:
-        run.store.delete(found.saves[0].step)  # the only checkpoint
-        newest = None
-    history = None
-    if plan.resumes:
-        history = previous.history
+        run.store.delete(saves[0].step)  # the only checkpoint
+    if not plan.resumes:
+        history = None
     if history is not None:
         run.log.history = history
-    start_log.log_start(run, found.settings, resumes=plan.resumes)
+    start_log.log_start(run, settings, resumes=plan.resumes)
     for warning in warnings:
         run.log.problem(None, warning)
-    start_log.log_previous_end(run.log, history, kill_text=previous.kill_text)
-    if has_loss_fn:
+    start_log.log_previous_end(run.log, history, kill_text=kill_text)
+    if options.loss_fn is not None:
         start_log.warn_of_unused_loss_fn(run)
     try:
-        _begin(run, newest, found.settings, resume=plan.resumes)
+        run.stored_checkpoints.find_damage()
+        if plan.resumes:
+            _resume(run, newest)
+        else:
+            _begin(run, settings)
     except BaseException as error:
         start_log.log_failed_start(run, error)
         raise
-    known = {each.step for each in (*found.saves, *run.known_checkpoints.damage)}
-    if last_saved > run.progress.step and last_saved not in known:
-        steps = counted(last_saved - run.progress.step, "step is", "steps are")
+    if run.progress.had_completed and plan is StartPlan.COMPLETED:
+        run.loop.state.find_completed()
+    run.record.settings = run.record.settings or settings
+    start_log.log_first_lines(run, settings, changes, resumed=plan.resumes)
+    if plan.resumes and not has_trainer:
+        start_log.warn_of_snapshot(run, settings, saved.settings)
+    if not run.end_requests.stop_signals.start():
         run.loop.warn(
-            f"checkpoint {last_saved}, the newest of the run, is missing: it was deleted, or the "
-            f"run was killed before it was complete. This start begins at step "
-            f"{run.progress.step}: {steps} lost and trained again"
+            "the run was opened in a side thread, where Python delivers no signals: SIGTERM and "
+            "Ctrl-C end the process without a save, and the next start resumes from the newest "
+            "checkpoint. Open the Healer in the main thread to save at a signal"
         )
-    _set_loop_state(run, plan)
-    start_log.log_first_lines(run, found.settings, found.changes, resumed=plan.resumes)
-    if plan.resumes and not run.loop.has_trainer:
-        start_log.warn_of_snapshot(run, found.settings, found.saved_settings)
     run.log.trackers.start(run.record.run or run.log.events.process_id)
     run.hang_guard.start()
     run.driver.on_step = run.loop.on_step
-    if run.store.root is not None:
-        remember_run(run.store.root, run.record)
+    if root is not None:
+        remember_run(root, run.record)
 
 
-def _last_saved(run: Run, history: RunHistory | None) -> int:
-    """Step of the newest checkpoint that the last run has saved into this store, by its events.
-
-    Args:
-        run: the parts of the run.
-        history: the last run in the events file, or None. It may have had another store.
+def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, str]:
+    """Reads what the previous process has logged, and writes its postmortem if it was killed.
 
     Returns:
-        The step, or 0 if no such checkpoint is known.
+        The history of the run until then, or None without events; and a line about the kill of the
+        previous process, or an empty string.
     """
-    root, events = run.store.root, run.log.events.path
-    if history is None or history.start is None or root is None or events is None:
-        return 0
-    if root not in (events.parent, Path(history.start.store or "")):
-        return 0
-    return history.last_saved or 0
-
-
-def _set_loop_state(run: Run, plan: StartPlan) -> None:
-    """Sets that nothing is trained in the loop, if an earlier process has completed the run.
-
-    Args:
-        run: the parts of the run, which has resumed or taken its first snapshot.
-        plan: the plan of the start.
-    """
-    if run.progress.had_completed and plan is StartPlan.COMPLETED:
-        run.loop.state.find_completed()
-
-
-def _read_previous_process(log: RunLog) -> _PreviousProcess:
-    """Reads what the previous process has logged, and writes its postmortem if it was killed."""
     events = log.events.path
     if events is None:
-        return _PreviousProcess(None, kill_text="")
+        return None, ""
     history = postmortem.read_last_run(events)
     if not history:
-        return _PreviousProcess(history, kill_text="")
+        return history, ""
     outcome = postmortem.write_for_killed(events, history, log.metrics.path)
     if outcome is None:
-        return _PreviousProcess(history, kill_text="")
+        return history, ""
     path = postmortem.path_for(events, history.processes[-1].id)
     how = f"killed after step {outcome.step} or later; postmortem: {path}"
-    return _PreviousProcess(history, kill_text=f"the previous run was {how}")
+    return history, f"the previous run was {how}"
 
 
 def _check_stop_file(run: Run) -> None:
@@ -306,18 +239,6 @@ def _check_stop_file(run: Run) -> None:
     if any(run.ranks.gather(stop_file.found)):
         run.log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
         raise EndRequested(stop_file.why)
-
-
-def _read_stored_run(run: Run, options: Options) -> _StoredRun:
-    """Reads the list and the newest record of the store, and compares the settings. Collective."""
-    saves = run.stored_checkpoints.listed()
-    newest = run.stored_checkpoints.newest_record()
-    settings = run_settings.settings_of(run.driver, run.policy, options.state, run.ranks.world)
-    saved_settings: Mapping[str, Any] = {}
-    if newest is not None:
-        saved_settings = newest.settings
-    changes = broadcast(run.ranks, run_settings.changes_since(saved_settings, settings))
-    return _StoredRun(saves, newest, settings, saved_settings, changes)
 
 
 def _spent_before(run: Run) -> int:
@@ -330,71 +251,57 @@ def _spent_before(run: Run) -> int:
     return max(int(budget.recoveries) - int(left), 0)
 
 
-def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], *, resume: bool) -> None:
-    """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
-    saver, progress, record = run.saver, run.progress, run.record
-    run.stored_checkpoints.find_damage()
-    if resume:
-        _resume(run, newest)
-    else:
-        if run.known_checkpoints.damage:
-            raise _no_usable_checkpoint(run, {})
-        record.run = broadcast(run.ranks, run.log.events.process_id)
-        record.first_step = progress.step
-        run.ledger.spent = _spent_before(run)
-        saver.begin_attempt(progress.step)
-    record.settings = record.settings or settings
+def _begin(run: Run, settings: dict[str, Any]) -> None:
+    """Begins a new run with its first snapshot."""
+    if run.known_checkpoints.damage:
+        raise _no_usable_checkpoint(run, {})
+    record, step = run.record, run.progress.step
+    record.run = broadcast(run.ranks, run.log.events.process_id)
+    record.first_step = step
+    record.settings = settings
+    record.ledger.spent = _spent_before(run)
+    run.saver.begin_attempt(step)
     run.monitor.read_engines()
-    comparisons = run.comparisons.state
-    if resume:  # a new run does it in its first save
-        if not comparisons.anchors:
-            saver.add_anchor()
-        run.store.protect(run.comparisons.steps_needed)
-    else:
-        record.nonfinite_ok = saver.nonfinite_in_state()
-        run.store.allow_nonfinite(record.nonfinite_ok)
-        if record.nonfinite_ok:
-            shown = first_of(record.nonfinite_ok, 5)
-            run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
-        saver.save(SaveReason.FIRST)
-    if not run.end_requests.stop_signals.start():
-        run.loop.warn(
-            "the run was opened in a side thread, where Python delivers no signals: SIGTERM and "
-            "Ctrl-C end the process without a save, and the next start resumes from the newest "
-            "checkpoint. Open the Healer in the main thread to save at a signal"
-        )
+    record.nonfinite_ok = run.saver.nonfinite_in_state()
+    run.store.allow_nonfinite(record.nonfinite_ok)
+    if record.nonfinite_ok:
+        shown = first_of(record.nonfinite_ok, 5)
+        run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
+    run.saver.save(SaveReason.FIRST)
 
 
 def _resume(run: Run, newest: RunRecord | None) -> None:
     """Resumes from the newest usable checkpoint; `newest` is the newest record in the store."""
-    if newest is not None:
-        run.store.allow_nonfinite(newest.nonfinite_ok)
-    saves = (newest or RunRecord()).attempt_history.with_status(run.stored_checkpoints.listed())
-    usable = []
-    wrong: dict[int, str] = {}  # step -> status, or what is wrong
-    for saved in saves:
-        wrong[saved.step] = saved.status if saved.finite else "not finite"
-        if saved.is_usable:
-            usable.append(saved.step)
+    record = RunRecord() if newest is None else newest
+    run.store.allow_nonfinite(record.nonfinite_ok)
+    saves = record.attempt_history.with_status(run.stored_checkpoints.listed())
+    wrong = {each.step: each.status if each.finite else "not finite" for each in saves}
+    usable = [each.step for each in saves if each.is_usable]
     try:
         step, random_states = run.way_back.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
         raise _no_usable_checkpoint(run, wrong) from error
-    completed = newest is not None and newest.completed and newest.step == step
+    completed = record.completed and record.step == step
     run.progress.resume(step, completed=completed)
     run.data_state.resume(random_states)
     if run.record.is_in_body and not (completed or run.loop.has_trainer):
         run.loop.state.resume_in_body()  # before a record is written, which has to say so too
-    start = None if newest is None else newest.next_start
+    start = record.next_start
     if start is None:
         run.log.event("resume", step=step, checkpoint=step)
     else:
         _report_undone(run, start.tries, step)
     report_before_kill(run, step)
-    for saved in saves:
-        if saved.is_abandoned or start is not None:
-            wrong.pop(saved.step, None)
-    wrong |= _damage(run)
+    lost = [each for each in saves if not each.is_abandoned and start is None]
+    _warn_of_lost_steps(run, {each.step: wrong[each.step] for each in lost} | _damage(run))
+    if not run.comparisons.anchors:
+        run.saver.add_anchor()
+    run.store.protect(run.comparisons.steps_needed)
+
+
+def _warn_of_lost_steps(run: Run, wrong: Mapping[int, str]) -> None:
+    """Warns if checkpoints after the present step cannot be used; `wrong` says why."""
+    step = run.progress.step
     lost = {at: wrong[at] for at in sorted(wrong) if at > step}
     if lost:
         which = "; ".join(f"{at} ({why})" for at, why in lost.items())
