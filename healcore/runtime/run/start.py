@@ -158,6 +158,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     """
     root, has_trainer = run.store.root, run.loop.has_trainer
     history, kill_text = _read_previous_process(run.log)
+    last_saved = _last_saved(run, history)
     _check_stop_file(run)
     saves, newest = run.stored_checkpoints.listed(), run.stored_checkpoints.newest_record()
     saved = RunRecord() if newest is None else newest
@@ -193,6 +194,14 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     except BaseException as error:
         start_log.log_failed_start(run, error)
         raise
+    known = {each.step for each in (*saves, *run.known_checkpoints.damage)}
+    if last_saved > run.progress.step and last_saved not in known:
+        steps = counted(last_saved - run.progress.step, "step is", "steps are")
+        run.loop.warn(
+            f"checkpoint {last_saved}, the newest of the run, is missing: it was deleted, or the "
+            f"run was killed before it was complete. This start begins at step "
+            f"{run.progress.step}: {steps} lost and trained again"
+        )
     if run.progress.had_completed and plan is StartPlan.COMPLETED:
         run.loop.state.find_completed()
     run.record.settings = run.record.settings or settings
@@ -231,6 +240,21 @@ def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, str]:
     path = postmortem.path_for(events, history.processes[-1].id)
     how = f"killed after step {outcome.step} or later; postmortem: {path}"
     return history, f"the previous run was {how}"
+
+
+def _last_saved(run: Run, history: RunHistory | None) -> int:
+    """Step of the newest checkpoint that the last run has saved into this store, by its events.
+
+    Returns:
+        The step, or 0 if no such checkpoint is known. The last run in the events file may have had
+        another store.
+    """
+    root, events = run.store.root, run.log.events.path
+    if history is None or history.start is None or root is None or events is None:
+        return 0
+    if root not in (events.parent, Path(history.start.store or "")):
+        return 0
+    return history.last_saved or 0
 
 
 def _check_stop_file(run: Run) -> None:
