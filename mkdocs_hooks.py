@@ -51,7 +51,7 @@ TYPES = {
     "healcore.runtime.faults.microbatches": ["Microbatch"],
     "healcore.runtime.healing_report": ["HealingReport"],
     "healcore.console": ["Console"],
-    "healcore.jax.signals": ["AxisName"],
+    "healcore.jax.gradients": ["AxisName"],
     "healcore.jax.trees": ["PyTree"],
     "healcore.core.array_namespace": [
         "ArrayNamespace", "Float", "Int", "Flag", "Number", "Norms",

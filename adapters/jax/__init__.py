@@ -10,20 +10,16 @@ program without Flax does not load it.
 
 The files, for readers of the code, in the order of a step:
 
-    transform            `protect`, `heal`, `heal_zclip`: the optax transformations
-    compilation          one compiled call of an eager step, one kernel of the engine on a CPU
-    protection           what `protect` does in each step, from top to bottom
-    optimizer_step       the optimizer's step, traced, whose old state a skip keeps
-    optimizer_numbers    numbers with which an optimizer works, in its state or closed over
-    signals              the signals of a step, reduced over the devices
+    transform            `protect`, `heal`, `heal_zclip`: the optax transformations, and what
+                         `protect` does in each step, from top to bottom
+    optimizer_step       the optimizer's step, traced, whose old state a skip keeps; `commit`
+    optax_states         moments, numbers and second iterates in the states of optax
+    gradients            measures, scales and replaces gradients; the signals of a step
     heal_state           `HealState`, and the engine's step on it
-    array_namespace      the array functions of the core in JAX
-    gradients            measures, scales and replaces gradients or updates
-    commit               selects the old or the new value of each leaf
+    compilation          one compiled call of an eager step, one kernel of the engine on a CPU
 
     opt_state            finds, reads, saves and replaces the healing state in an optimizer state
-    trees                nodes of a tree by kind or path, and its leaves that are arrays
-    optax_states         moments, second iterates and placement of the states of optax
+    trees                nodes of a tree by kind or path, its leaves that are arrays, their forms
     flax_nnx             helpers for Flax nnx
     flax_linen           helpers for Flax linen
 
@@ -41,7 +37,6 @@ from healcore.adapter_registry import require
 
 require("jax", "jax", "optax")
 
-from healcore.jax.commit import commit  # noqa: E402
 from healcore.jax.heal_state import HealState, HealStateError  # noqa: E402
 from healcore.jax.opt_state import (  # noqa: E402
     expect_change,
@@ -53,6 +48,7 @@ from healcore.jax.opt_state import (  # noqa: E402
     with_heal_state,
     without_heal_state,
 )
+from healcore.jax.optimizer_step import commit  # noqa: E402
 from healcore.jax.transform import heal, heal_zclip, protect, scale_by_heal_lr  # noqa: E402
 
 if TYPE_CHECKING:

@@ -1,4 +1,8 @@
-"""Calls functions of pytrees as one compiled call, or on a CPU as one kernel.
+"""How healcore's operations reach XLA: in one compiled call, as one kernel, and few of them.
+
+`JAX` is the array namespace of the core for JAX arrays. A step of the core is traced into the
+user's compiled step, so the functions that differ from `jax.numpy` are written for the program that
+XLA receives.
 
 The arrays among the arguments are traced. Every other leaf is a constant of the compiled function:
 a number of the policy, a function, a text.
@@ -11,9 +15,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from healcore.core.array_namespace import Array, ArrayNamespace, register
 from healcore.jax.trees import PyTree, is_array
 
 Result = TypeVar("Result")
@@ -32,13 +39,15 @@ def in_one_call(function: Callable[..., Result], *args: PyTree) -> Result:
         args: its arguments.
     """
     with jax.numpy_dtype_promotion("standard"):
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
+        leaves, structure = jax.tree.flatten(args)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
             return function(*args)
-        return _call(function, *_split(args))
+        constants = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
+        return _call(function, structure, constants, list(filter(is_array, leaves)))
 
 
 def in_one_kernel(function: Callable[..., Result], *args: PyTree) -> Result:
-    """Calls a function of numbers and short vectors as one kernel, where the device is a CPU.
+    """Calls a function of short arrays as one kernel, where the device is a CPU.
 
     XLA makes a kernel of every few operations, and compiles each for about 10 ms. The engine of
     `default` adds 0.4 s to the compilation of a step then, and 0.2 s as one kernel; `pretraining`
@@ -53,29 +62,57 @@ def in_one_kernel(function: Callable[..., Result], *args: PyTree) -> Result:
         function: a pure function, within `jit`.
         args: its arguments.
     """
-    if not compiles_one_kernel():
+    if jax.default_backend() != "cpu" or jax.device_count() > 1:
         return function(*args)
+
+    def with_inlined_calls(*args: PyTree) -> Result:  # of `jnp.where`
+        with set_xla_metadata(inlineable="true", xla_cpu_small_call="false"):
+            return function(*args)
+
     with set_xla_metadata(inlineable="false", xla_cpu_small_call="true"):
-        return _call(function, *_split(args))
-
-
-def compiles_one_kernel() -> bool:
-    """Whether `in_one_kernel` makes one kernel."""
-    return jax.default_backend() == "cpu" and jax.device_count() == 1
-
-
-def _split(args: PyTree) -> tuple[Any, tuple[Any, ...], list[Any]]:
-    """The arguments of `_call` after the function: structure, constants and arrays."""
-    leaves, structure = jax.tree.flatten(args)
-    constants = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
-    return structure, constants, [leaf for leaf in leaves if is_array(leaf)]
+        return jax.jit(with_inlined_calls)(*args)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _call(
     function: Callable[..., Result], structure: Any, constants: tuple[Any, ...], arrays: list[Any]
 ) -> Result:
-    """Calls the function with the arguments that `_split` has taken apart."""
+    """Calls the function with its arguments, which `in_one_call` has taken apart."""
     remaining = iter(arrays)
     leaves = [next(remaining) if each is _ARRAY else each for each in constants]
     return function(*structure.unflatten(leaves))
+
+
+# -- the array namespace of the core ---------------------------------------------------------------
+
+
+class JaxNamespace(ArrayNamespace):
+    """The functions of the core for JAX. `JAX` is the instance."""
+
+    def shared(self, x: Array, /) -> Array:
+        """Makes XLA compute `x` only once: a bool, or an int32 or finite float32 of at least +0.
+
+        XLA duplicates cheap operations into every consumer. For a few flags of a whole policy,
+        1,700 operations became 18,000, and the compilation time grows in proportion. XLA does not
+        duplicate a remainder, which counts as expensive. The remainder by a larger number is `x`,
+        and no power of two, which would be a cheap mask.
+
+        Alternatives fail: on a CPU XLA removes an optimization_barrier before fusion. A call that
+        is not inlined, a `while` or a `cond` blocks the host or does not batch on other platforms.
+        """
+        if x.dtype == jnp.float32:
+            bits = lax.bitcast_convert_type(x, jnp.int32)
+        else:
+            bits = lax.convert_element_type(x, jnp.int32)
+        kept = lax.rem(bits, lax.full_like(bits, jnp.iinfo(jnp.int32).max))
+        if x.dtype == jnp.float32:
+            return lax.bitcast_convert_type(kept, jnp.float32)
+        if x.dtype == jnp.bool_:
+            return lax.ne(kept, lax.full_like(kept, 0))
+        return kept
+
+
+JAX = JaxNamespace(jnp)
+"""The namespace of JAX arrays."""
+
+register(jax.Array, lambda array: JAX)

@@ -11,9 +11,9 @@ import optax
 from flax.training import train_state
 
 from healcore.core.decision import Decision
-from healcore.jax.commit import commit
+from healcore.jax.gradients import split_keywords
 from healcore.jax.opt_state import last_decision
-from healcore.jax.signals import split_keywords
+from healcore.jax.optimizer_step import commit
 
 _RAW_KEYS = ((2,), (4,))
 """Last axis of a raw key: of threefry, and of rbg or unsafe_rbg."""

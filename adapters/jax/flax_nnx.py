@@ -9,7 +9,7 @@ from flax import nnx
 
 from healcore.core.decision import Decision
 from healcore.jax import opt_state
-from healcore.jax.commit import commit
+from healcore.jax.optimizer_step import commit
 from healcore.jax.trees import map_nodes
 
 

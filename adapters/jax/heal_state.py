@@ -11,7 +11,8 @@ stand in one array, in the order in which JAX flattens the tree, floats by their
 All of this is traced into the user's step (`step`). Outside of it, the Healer and the public
 functions of `healcore.jax` read and replace the state. A HealState carries no policy, only the
 policy's fingerprint. So a function that needs the whole `EngineState` takes the engine, and checks
-that the state belongs to it. What every policy has comes first in the array, and is read without.
+that the state belongs to it. `last_decision` and `metrics` read the newest record, which has the
+same numbers for each policy.
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ from jax.core import Tracer
 
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine, EngineConfig, EngineState, StateError, neutral
+from healcore.core.engine.state import Tally, record_numbers
 from healcore.core.engine.state import metrics as engine_metrics
-from healcore.core.engine.state import record_numbers
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.step_record import RECORD_FIELDS
 from healcore.core.trees import map_leaves
-from healcore.jax.array_namespace import JAX
-from healcore.jax.compilation import compiles_one_kernel, in_one_kernel
+from healcore.jax.compilation import JAX, in_one_kernel
 from healcore.jax.trees import PyTree, is_array
 from healcore.policy.loader import name_of
 
@@ -71,19 +71,23 @@ class HealState(NamedTuple):
     """
 
     heal_engine: jax.Array
-    """int32 (n,): `_Packed`, floats by their bits."""
+    """int32 (n,): the `EngineState`, floats by their bits."""
     heal_records: jax.Array
-    """int32 (records, 16): `RECORD_FIELDS` of the last steps, for the Healer. Step i is in row
+    """int32 (records, 27): the `_Row` of each of the last steps, for the Healer. Step i is in row
     ``(i - 1) % records``. A dispatch (`lax.scan` over steps) has at most `records` steps."""
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
     caller passes `grad_norm`. It is only for reports: decisions do not depend on it."""
+    heal_host: jax.Array
+    """int32 (4,): the host's numbers, `Engine.fingerprint` in two integers (zeros for a policy
+    whose numbers are arrays), the number of the Healer's last edit, and the number of the step at
+    which a change is expected, or 0. No step writes them: that would cost a tiny step a quarter."""
     heal_group_scale: Any = None
     """float32 (n,): the last factor of each tensor, of a policy that clips per tensor, else
     None."""
     heal_numbers: Any = None
     """float32 (6, n): ranges of the `optax.inject_hyperparams` numbers in the optimizer of
-    `protect`, and the ranges in which the Healer holds them; see `optimizer_numbers`. None if the
+    `protect`, and the ranges in which the Healer holds them; see `optax_states`. None if the
     optimizer has no such number."""
 
 
@@ -113,80 +117,52 @@ class ScaleByHealLrState(NamedTuple):
     """The learning-rate multiplier, float32 0-d in (0, 1]."""
 
 
-# -- the engine's state as one array ------------------------------------------------------------
+# -- numbers in one array -----------------------------------------------------------------------
 
-
-class _Packed(NamedTuple):
-    """What `HealState.heal_engine` holds.
-
-    All fields except the last have the same numbers for each policy.
-    """
-
-    fingerprint: Any
-    """`Engine.fingerprint` as two integers, or zeros for a policy whose numbers are arrays."""
-    edit: Any
-    """Number of the Healer's last edit."""
-    decision: Decision
-    """The decision of the last step as it was to be enforced, without `group_scale`."""
-    engine: EngineState
-    """The state without the fields in `learnt`."""
-    learnt: tuple[Any, ...] = ()
-    """The fields `clip`, `detectors` and `rules` of the state, which follow from the policy."""
-
-
-def _packed(engine: EngineState, decision: Decision, **others: Any) -> _Packed:
-    """The form of a state in which its parts that depend on the policy come last."""
-    return _Packed(
-        decision=decision._replace(group_scale=None),
-        engine=engine._replace(clip=None, detectors=(), rules=()),
-        learnt=(engine.clip, engine.detectors, engine.rules),
-        **others,
-    )
-
-
-def _first(engine: Engine, tensors: int | None) -> _Packed:
-    """The numbers and arrays before the first step, in NumPy."""
-    digits = _fingerprint(engine)
-    return _packed(
-        engine.init(groups=tensors or 0),
-        neutral(),
-        fingerprint=tuple(np.frombuffer(bytes.fromhex(digits), ">i4").astype(np.int32)),
-        edit=np.zeros((), np.int32),
-    )
-
-
-def _fingerprint(engine: Engine) -> str:
-    """`Engine.fingerprint`, or `_NO_FINGERPRINT`."""
-    if any(map(is_array, jax.tree.leaves(engine.config))):
-        return _NO_FINGERPRINT
-    return engine.fingerprint
-
-
+_FINGERPRINT, _EDIT, _CHANGE_EXPECTED = slice(2), 2, 3
+"""Places in `HealState.heal_host`."""
 _NO_FINGERPRINT = "0" * 16
 """Fingerprint in the state of a policy whose numbers are arrays."""
-_ANY_POLICY = _first(Engine(EngineConfig()), None)._replace(learnt=())
-"""The numbers that come first in the array, whatever the policy is."""
-_PLACES: _Packed = jax.tree.unflatten(
-    jax.tree.structure(_ANY_POLICY), range(len(jax.tree.leaves(_ANY_POLICY)))
-)
-"""The index of each of these numbers in the array."""
+
+
+class _Row(NamedTuple):
+    """What a row of `HealState.heal_records` holds."""
+
+    record: tuple[Any, ...]
+    """The numbers in the order of `RECORD_FIELDS`."""
+    tally: Tally
+    """The counts since the run began."""
+    decision: Decision
+    """The decision of the step as it was to be enforced, without `group_scale`."""
+
+
+def _row(state: EngineState, decision: Decision) -> _Row:
+    """The row of the last step of a state."""
+    return _Row(record_numbers(state), state.tally, decision._replace(group_scale=None))
+
+
+_FIRST_ROW = _row(Engine(EngineConfig()).init(), neutral())
+"""The row of a state before its first step, with the dtypes of each row."""
+
+
+def _template(engine: Engine, state: HealState) -> EngineState:
+    """The first EngineState, with the structure, dtypes and shapes of each later one."""
+    return engine.init(groups=_tensors(state) or 0)
 
 
 def _pack(tree: PyTree) -> Any:
     """Packs a tree of int32, float32 and bool arrays: int32 (n,), its numbers first.
 
-    Outside of `in_one_kernel`, traced numbers become a chain of selections, which XLA compiles as
-    one kernel. It makes a kernel of each number of a concatenation there.
+    Traced numbers become a chain of selections, which XLA compiles as one kernel. It makes a kernel
+    of each number of a concatenation.
     """
     bits = []
-    for leaf in sorted(jax.tree.leaves(tree), key=_is_no_number):
+    for leaf in jax.tree.leaves(tree):
         bits.append(leaf.view(np.int32) if leaf.dtype == np.float32 else leaf.astype(np.int32))
     numbers = [each for each in bits if not each.ndim]
-    arrays = [each.ravel() for each in bits[len(numbers) :]]
+    arrays = [each.ravel() for each in bits if each.ndim]
     if not any(isinstance(each, Tracer) for each in bits):
         return np.concatenate([np.array(numbers, np.int32), *arrays])
-    if compiles_one_kernel():
-        return jnp.concatenate([jnp.stack(numbers), *arrays])
     vector = jnp.zeros(len(numbers), jnp.int32)
     index = lax.iota(np.int32, len(numbers))
     for i, number in enumerate(numbers):
@@ -198,25 +174,20 @@ def _unpack(template: PyTree, vector: Any) -> Any:
     """Makes the tree of a vector that begins with its numbers; the reverse of `_pack`.
 
     Args:
-        template: a tree with the structure, dtypes and shapes of the result, in NumPy. Of the
-            numbers of a longer vector it may have the first ones only, as `_ANY_POLICY` has.
+        template: a tree with the structure, dtypes and shapes of the result, in NumPy.
         vector: int32 (..., n) of NumPy or JAX.
     """
     leaves, structure = jax.tree.flatten(template)
-    split = np.split if isinstance(vector, np.ndarray) else jnp.split
-    order = sorted(range(len(leaves)), key=lambda i: _is_no_number(leaves[i]))
-    bounds = np.cumsum([leaves[i].size for i in order])
-    for i, part in zip(order, split(vector, bounds, axis=-1), strict=False):
+    order = sorted(range(len(leaves)), key=lambda i: leaves[i].ndim > 0)
+    start = 0
+    for i in order:
         leaf = leaves[i]
+        part = vector[..., start : start + leaf.size]
+        start += leaf.size
         is_float = leaf.dtype == np.float32
         values = part.view(np.float32) if is_float else part.astype(leaf.dtype)
         leaves[i] = values.reshape(part.shape[:-1] + leaf.shape)
     return structure.unflatten(leaves)
-
-
-def _is_no_number(leaf: Any) -> bool:
-    """The key by which numbers come first, and all other arrays after them."""
-    return leaf.ndim > 0
 
 
 # -- in the step --------------------------------------------------------------------------------
@@ -234,18 +205,20 @@ def init(engine: Engine, leaves: int, records: int) -> HealState:
         The HealState, with a neutral decision and the engine's initial numbers.
     """
     tensors = leaves if engine.per_tensor else None
-    first = _first(engine, tensors)
+    first = engine.init(groups=tensors or 0)
+    fingerprint = np.frombuffer(bytes.fromhex(_fingerprint(engine)), ">i4")
     return HealState(
         jnp.asarray(_pack(first)),
-        jnp.asarray(_same_records(first.engine, records)),
+        jnp.asarray(_same_rows(first, records)),
         jnp.zeros((leaves,), jnp.float32),
+        jnp.asarray([*fingerprint, 0, 0], jnp.int32),
         None if tensors is None else jnp.ones((tensors,), jnp.float32),
     )
 
 
 def step(
     engine: Engine, state: HealState, signals: Signals, leaf_norms: jax.Array | None
-) -> tuple[HealState, Decision]:
+) -> tuple[HealState, Decision, Any]:
     """Judges one step, and keeps the dtypes of the state, because weak types would recompile.
 
     The numbers of the policy may be traced arrays, as in a sweep by `vmap`.
@@ -258,17 +231,24 @@ def step(
             norms.
 
     Returns:
-        The new state, and the decision to enforce. It also skips an externally skipped step, in
-        observe mode too.
-
+        The new state; the decision to enforce, which also skips an externally skipped step, in
+        observe mode too; and whether a rollback has limited the norm below the policy's own clip,
+        bool 0-d. A fixed clip is computed by optax's own operations only without such a limit.
     """
-    vector, record, step, decision = in_one_kernel(
-        _judge,
-        engine.config,
-        engine.limits_norm,
-        _tensors(state),
-        state.heal_engine,
-        signals,
+    template = _template(engine, state)
+
+    def judge(vector: Any, host: Any, signals: Signals) -> tuple[Any, ...]:
+        old = _expecting(_unpack(template, vector), host)
+        new, decision = engine.step(old, signals)
+        if signals.externally_skipped is not None:
+            # The engine does not include an external skip in its decision.
+            decision = decision._replace(skip=decision.skip | signals.externally_skipped)
+        like = neutral(groups=None if decision.group_scale is None else 1)
+        decision = map_leaves(lambda like, leaf: jnp.asarray(leaf, like.dtype), like, decision)
+        return _pack(new), _pack(_row(new, decision)), new.step, new.norm_limit != 0, decision
+
+    vector, row, number, limits_norm, decision = in_one_kernel(
+        judge, state.heal_engine, state.heal_host, signals
     )
     # XLA would compute them, and with them the engine, again in the kernel of each tensor.
     decision = decision._replace(
@@ -276,56 +256,22 @@ def step(
         grad_scale=JAX.shared(decision.grad_scale),
         lr_scale=JAX.shared(decision.lr_scale),
     )
-    records = state.heal_records
-    count = np.int32(len(records))
+    count = np.int32(len(state.heal_records))
     # A Python number would be an int64 where the program has enabled x64.
-    place = (lax.rem(step + (count - 1), count), np.int32(0))
-    records = lax.dynamic_update_slice(records, record[None], place, allow_negative_indices=False)
+    place = (lax.rem(number + (count - 1), count), np.int32(0))
+    records = lax.dynamic_update_slice(
+        state.heal_records, row[None], place, allow_negative_indices=False
+    )
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == norms.shape:
         norms = leaf_norms
-    return HealState(vector, records, norms, decision.group_scale), decision
-
-
-def _judge(
-    config: EngineConfig,
-    limits_norm: bool,
-    tensors: int | None,
-    vector: Any,
-    signals: Signals,
-) -> tuple[Any, ...]:
-    """The new arrays of the state, the record and number of the step, the decision to enforce."""
-    engine = Engine(config, limits_norm=limits_norm)
-    packed: _Packed = _unpack(_first(engine, tensors), vector)
-    new, decision = engine.step(_engine_state(packed), signals)
-    if signals.externally_skipped is not None:
-        # The engine does not include an external skip in its decision.
-        decision = decision._replace(skip=decision.skip | signals.externally_skipped)
-    template = neutral(groups=None if decision.group_scale is None else 1)
-    decision = map_leaves(lambda like, leaf: jnp.asarray(leaf, like.dtype), template, decision)
-    vector = _pack(_packed(new, decision, fingerprint=packed.fingerprint, edit=packed.edit))
-    return vector, _pack(record_numbers(new)), new.step, decision
-
-
-def _engine_state(packed: _Packed) -> EngineState:
-    """The whole EngineState, the reverse of `_packed`."""
-    clip, detectors, rules = packed.learnt
-    return packed.engine._replace(clip=clip, detectors=detectors, rules=rules)
-
-
-def has_norm_limit(state: HealState) -> Any:
-    """Whether a rollback has limited the gradient norm below the policy's own clip.
-
-    The value is not known while the step is traced, so the step asks on the device. A fixed clip is
-    computed by optax's own operations only while no such limit is in force.
-
-    Args:
-        state: the state, traced or not.
-
-    Returns:
-        bool 0-d, traced if the state is.
-    """
-    return state.heal_engine[_PLACES.engine.norm_limit].view(jnp.float32) != 0
+    new = state._replace(
+        heal_engine=vector,
+        heal_records=records,
+        heal_leaf_norms=norms,
+        heal_group_scale=decision.group_scale,
+    )
+    return new, decision, limits_norm
 
 
 # -- between two steps --------------------------------------------------------------------------
@@ -345,10 +291,16 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
         HealStateError: the state is of another policy or another type.
     """
     check(engine, state)
-    vector = state.heal_engine
+    vector, host = state.heal_engine, state.heal_host
     if not isinstance(vector, Tracer):
-        vector = jax.device_get(vector)
-    return _engine_state(_unpack(_first(engine, _tensors(state)), vector))
+        vector, host = jax.device_get((vector, host))
+    return _expecting(_unpack(_template(engine, state), vector), host)
+
+
+def _expecting(state: EngineState, host: Any) -> EngineState:
+    """The state with the flag of a change that the host expects at its next step."""
+    expected = state.change_expected | (state.step + 1 == host[_CHANGE_EXPECTED])
+    return state._replace(change_expected=expected)
 
 
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
@@ -375,26 +327,17 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
             f"the saved state is of {len(saved)} tensors, and this optimizer's state is of "
             f"{tensors}: it belongs to a model with other tensors; start from a fresh state"
         )
-    head = _first(engine, tensors)
-    packed = _packed(
-        new,
-        neutral(),
-        fingerprint=head.fingerprint,
-        edit=head.edit,
-    )
-    vector = _pack(packed)
-    # An indexed update fails outside of jit on a mesh of several processes.
-    is_kept = np.arange(len(vector)) == _PLACES.edit
+    state = _with_number(state, _CHANGE_EXPECTED, 0)
     return state._replace(
-        heal_engine=jnp.where(is_kept, state.heal_engine, vector),
-        heal_records=jnp.asarray(_same_records(new, len(state.heal_records))),
+        heal_engine=jnp.asarray(_pack(new)),
+        heal_records=jnp.asarray(_same_rows(new, len(state.heal_records))),
         heal_group_scale=None if tensors is None else jnp.ones((tensors,), jnp.float32),
     )
 
 
-def _same_records(state: EngineState, count: int) -> np.ndarray:
-    """The record of a state's last step as each of its records, int32 (count, 16)."""
-    return np.tile(_pack(record_numbers(state)), (count, 1))
+def _same_rows(state: EngineState, count: int) -> np.ndarray:
+    """The row of a state's last step, with a neutral decision, as each of its records."""
+    return np.tile(_pack(_row(state, neutral())), (count, 1))
 
 
 def steps_judged(records: Any) -> Any:
@@ -409,9 +352,9 @@ def with_change_expected(state: HealState) -> HealState:
         state: the state, outside of a compiled step or traced.
 
     Returns:
-        The state with one flag set, which the next step reads and clears.
+        The state with the number of the next step in `heal_host`.
     """
-    return _with_number(state, _PLACES.engine.change_expected, 1)
+    return _with_number(state, _CHANGE_EXPECTED, steps_judged(state.heal_records) + 1)
 
 
 def with_edit(state: HealState, number: int) -> HealState:
@@ -424,19 +367,26 @@ def with_edit(state: HealState, number: int) -> HealState:
         state: the state to mark.
         number: int32, higher than the number of any earlier edit of this run.
     """
-    return _with_number(state, _PLACES.edit, number)
+    return _with_number(state, _EDIT, number)
 
 
-def edit_of(vector: np.ndarray) -> int:
-    """The number of the Healer's last edit, in a `HealState.heal_engine` in host memory."""
-    return int(vector[_PLACES.edit])
+def edit_of(state: HealState) -> int:
+    """The number of the Healer's last edit. Waits for the device."""
+    return int(np.asarray(state.heal_host)[_EDIT])
 
 
-def _with_number(state: HealState, place: Any, number: int) -> HealState:
-    """Replaces one number. The selection also works on a mesh of several processes."""
-    vector = state.heal_engine
-    is_here = np.arange(vector.shape[-1]) == place
-    return state._replace(heal_engine=jnp.where(is_here, np.int32(number), vector))
+def _with_number(state: HealState, place: int, number: Any) -> HealState:
+    """Replaces one of the host's numbers. A selection also works on a mesh of several processes."""
+    is_here = np.arange(4) == place
+    number = jnp.asarray(number, jnp.int32)[..., None]
+    return state._replace(heal_host=jnp.where(is_here, number, state.heal_host))
+
+
+def _newest(records: Any) -> _Row:
+    """The row of the last step, in arrays with the leading axes of a `HealState.heal_records`."""
+    place = (steps_judged(records) - 1) % records.shape[-2]
+    row = jnp.take_along_axis(records, place[..., None, None], axis=-2)
+    return _unpack(_FIRST_ROW, row.squeeze(-2))
 
 
 def last_decision(state: HealState) -> Decision:
@@ -449,25 +399,24 @@ def last_decision(state: HealState) -> Decision:
         The decision in 0-d arrays, `group_scale` in (n,). Neutral before the first step and after
         `with_engine_state`.
     """
-    decision = _unpack(_ANY_POLICY, state.heal_engine).decision
-    return decision._replace(group_scale=state.heal_group_scale)
+    return _newest(state.heal_records).decision._replace(group_scale=state.heal_group_scale)
 
 
 @jax.jit
-def metrics(vector: jax.Array) -> dict[str, jax.Array]:
+def metrics(records: jax.Array) -> dict[str, jax.Array]:
     """The numbers of the newest step, named for a logger by `engine.state.metrics`.
 
     The loss is NaN until the first finite loss. (The engine's state has -0.0 there, because a
     checkpoint with a NaN would count as bad.) One dispatch outside of a compiled step.
 
     Args:
-        vector: `HealState.heal_engine`, or with a leading axis over the runs of a `vmap`.
+        records: `HealState.heal_records`, or with a leading axis over the runs of a `vmap`.
 
     Returns:
         `heal/...` -> array 0-d, or (runs,).
     """
-    packed: _Packed = _unpack(_ANY_POLICY, vector)
-    numbers = engine_metrics(packed.engine)
+    newest = _newest(records)
+    numbers = engine_metrics(newest.record, newest.tally)
     loss = numbers["heal/loss"]
     unknown = (loss == 0) & jnp.signbit(loss)
     numbers["heal/loss"] = jnp.where(unknown, jnp.nan, loss)
@@ -485,6 +434,13 @@ def _tensors(state: HealState) -> int | None:
 # -- the policy of a state ----------------------------------------------------------------------
 
 
+def _fingerprint(engine: Engine) -> str:
+    """`Engine.fingerprint`, or `_NO_FINGERPRINT`."""
+    if any(map(is_array, jax.tree.leaves(engine.config))):
+        return _NO_FINGERPRINT
+    return engine.fingerprint
+
+
 def check(engine: Engine, state: Any) -> None:
     """Raises HealStateError unless the state is a HealState of this policy.
 
@@ -496,16 +452,16 @@ def check(engine: Engine, state: Any) -> None:
     """
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
-    size = _pack(_first(engine, _tensors(state))).size
-    made_with = None  # unknown within `jit`
-    if not isinstance(state.heal_engine, Tracer):
-        numbers = np.asarray(state.heal_engine)[..., :2].ravel()[:2]
+    size = sum(leaf.size for leaf in jax.tree.leaves(_template(engine, state)))
+    found = (state.heal_engine, state.heal_records, state.heal_host)
+    sizes = [getattr(array, "shape", ())[-1:] for array in found]
+    is_other = sizes != [(size,), (_pack(_FIRST_ROW).size,), (4,)]
+    made_with = None  # unknown within `jit`, and in a state of another release
+    if sizes[-1] == (4,) and not isinstance(state.heal_host, Tracer):
+        numbers = np.asarray(state.heal_host).reshape(-1, 4)[0, _FINGERPRINT]
         made_with = numbers.astype(">i4").tobytes().hex()
     passed = _fingerprint(engine)
-    is_other = made_with != passed and not {made_with, passed} & {None, _NO_FINGERPRINT}
-    # A state of 0.4.0 has the records in its first array.
-    is_other |= getattr(state.heal_records, "ndim", 0) != state.heal_engine.ndim + 1
-    if is_other or jnp.shape(state.heal_engine)[-1] != size:
+    if is_other or (made_with != passed and not {made_with, passed} & {None, _NO_FINGERPRINT}):
         raise HealStateError(
             "this healing state belongs to another policy or release: the policy that made it is "
             f"{_policy_text(made_with)}, the policy passed here is "

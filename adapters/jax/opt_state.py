@@ -82,7 +82,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     Raises:
         HealStateError: as in `last_decision`.
     """
-    return heal_state.metrics(find(opt_state).heal_engine)
+    return heal_state.metrics(find(opt_state).heal_records)
 
 
 def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, jax.Array]:

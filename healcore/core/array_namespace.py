@@ -13,7 +13,7 @@ form, and `register` says for which arrays it computes:
     ====================================  ================================  ======================
     `NUMPY`                               NumPy arrays                      nothing
     `healcore.core.tape.Tape`             placeholders, which are recorded  selections, conversions
-    `healcore.jax.array_namespace.JAX`    JAX arrays, traced or not         `where`, `shared`, ...
+    `healcore.jax.compilation.JAX`        JAX arrays, traced or not         `where`, `shared`, ...
     `healcore.torch.array_namespace`      tensors                           what torch lacks, or
     (`TORCH`)                                                               rounds otherwise
     ====================================  ================================  ======================
@@ -187,7 +187,7 @@ class ArrayNamespace:
         """Marks a value on which many results depend: a bool, or an int32 from 0 to a million.
 
         The value stays as it is. Some compilers would otherwise compute it once for each result
-        (`healcore.jax.array_namespace`).
+        (`healcore.jax.compilation`).
         """
         return x
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import healcore.jax.array_namespace  # noqa: F401  # registers the namespace of JAX arrays
+import healcore.jax.compilation  # noqa: F401  # registers the namespace of JAX arrays
 from healcore.core.engine import Engine, StateError
 from healcore.core.engine.state import record_numbers
 from healcore.core.signals import Signals

@@ -13,8 +13,8 @@ from healcore.core.detectors import NonFiniteConfig, OverfitConfig
 from healcore.core.engine import Engine, EngineConfig
 from healcore.errors import SignalError
 from healcore.jax import gradients, heal, heal_zclip, last_decision, metrics, protect
+from healcore.jax.gradients import checked
 from healcore.jax.opt_state import find
-from healcore.jax.signals import checked
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 from tests.jax.processes import Program

@@ -10,8 +10,7 @@ import optax
 import pytest
 
 from healcore.jax import commit, heal_zclip, last_decision, protect
-from healcore.jax.commit import CommitError
-from healcore.jax.optimizer_step import OptimizerStep
+from healcore.jax.optimizer_step import CommitError, OptimizerStep
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
 

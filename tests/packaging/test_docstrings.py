@@ -39,7 +39,7 @@ WITH_EXAMPLES = [
 @pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_the_examples_run(module: str):
     importlib.import_module(module)
-    loaded = sys.modules[module]  # `healcore.jax.commit` is also a function, which hides its module
+    loaded = sys.modules[module]
     done = doctest.testmod(loaded)
     assert done.attempted > 0
     assert done.failed == 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-import healcore.jax.array_namespace  # registers the namespace of its arrays
+import healcore.jax.compilation  # registers the namespace of its arrays
 import healcore.torch.array_namespace  # noqa: F401
 from healcore.core.array_namespace import ArrayNamespace, xp
 from healcore.core.clipping import EDGES

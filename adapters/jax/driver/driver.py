@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,15 @@ import optax
 from healcore.core.array_namespace import shortest_decimal
 from healcore.core.engine import Engine
 from healcore.core.engine.state import UNKNOWN_RATE
-from healcore.jax import heal_state, optimizer_numbers
-from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
+from healcore.jax import heal_state, optax_states
 from healcore.jax.driver.engines import (
+    JaxWeights,
     edit_numbers,
     find_engines,
     fits_moments,
     map_states,
     number_names,
+    transferring,
     with_engines,
 )
 from healcore.jax.driver.program_state import (
@@ -32,20 +34,20 @@ from healcore.jax.driver.step_reader import (
     LOOP_LINE,
     BlockRecords,
     Dispatch,
+    Scan,
     StepReader,
+    Update,
+    compiled_block,
     counters_of,
 )
-from healcore.jax.driver.summed_gradients import SummedGradients
-from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import (
     HealState,
     HealStateError,
     with_change_expected,
     with_edit,
 )
-from healcore.jax.optax_states import moments_obstacle
+from healcore.jax.optax_states import injected_rates, moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
-from healcore.jax.optimizer_numbers import injected_rates
 from healcore.jax.trees import PyTree, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import Engines, NumberRange
@@ -56,6 +58,10 @@ from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from healcore.jax.store.vote_marks import VoteMarks
+import gc
+
+from healcore.jax.driver.step_reader import any_replaced
+from healcore.runtime.faults.microbatches import Gradients
 
 
 class JaxDriver(JaxWeights):
@@ -97,8 +103,8 @@ class JaxDriver(JaxWeights):
         self._votes: VoteMarks | None = None
         """The votes of several processes, from the call of `ranks` on."""
         self._given = state
-        self._programs: dict[Any, CompiledBlocks] = {}
-        """Identity of an update of `Healer.scan`, structure of the state, `donate` -> blocks."""
+        self._programs: dict[Any, Any] = {}
+        """Identity of an update of `Healer.scan`, structure of the state, `donate` -> its block."""
         self.window = SummedGradients(lambda: counters_of(self._states()))
         states = self._states()
         self._reader.restart(states)
@@ -216,9 +222,9 @@ class JaxDriver(JaxWeights):
             self._reader.skip_to(self._states())  # the program has taken no step
         live = self._live.state
         key = id(update), jax.tree.structure(live), donate
-        if key not in self._programs:  # the blocks keep `update`, and so its id
+        if key not in self._programs:  # the block keeps `update`, and so its id
             paths = [entry.path for entry in self._engines]
-            self._programs[key] = CompiledBlocks(update, live, paths, donate=donate)
+            self._programs[key] = compiled_block(update, live, paths, donate=donate)
         return Scan(lambda: self.live, self.take_block, self._programs[key])
 
     def take_block(self, state: PyTree, records: BlockRecords) -> None:
@@ -326,7 +332,7 @@ class JaxDriver(JaxWeights):
         optimizers, and a digest of the weights.
         """
         tree = self._live.read()
-        injected = optimizer_numbers.injected_leaves(tree)
+        injected = optax_states.injected_leaves(tree)
         found: dict[str, Any] = {}
         values = jax.device_get([*injected.values()])
         for name, value in zip(short_names(injected), values, strict=True):
@@ -335,7 +341,7 @@ class JaxDriver(JaxWeights):
         for entry in self._engines:
             owner = entry.protected(tree)
             if owner is not None:
-                constants = optimizer_numbers.constants_of(owner.inner_state)
+                constants = optax_states.constants_of(owner.inner_state)
                 # Another version may compute the same update with other constants.
                 if constants:
                     found[f"constants of {entry.name} (optax {optax.__version__})"] = constants
@@ -377,30 +383,26 @@ class JaxDriver(JaxWeights):
         `optax.inject_hyperparams` schedules are left out, because they cannot be held.
         """
         tree = self._live.read()
-        names_of = number_names(self._engines, tree)
-        ranges = {}
+        seen = []
         for entry in self._engines:
-            if names_of[entry.name]:
-                numbers = jax.device_get(entry.state_in(tree).heal_numbers)
-                seen = optimizer_numbers.read_ranges(numbers)
-                for name, each in zip(names_of[entry.name], seen, strict=True):
-                    if each is not None:
-                        ranges[name] = NumberRange(*each)
-        return ranges
+            numbers = jax.device_get(entry.state_in(tree).heal_numbers)
+            if numbers is not None:
+                seen += optax_states.read_ranges(numbers)
+        found = zip(number_names(self._engines, tree), seen, strict=True)
+        return {name: NumberRange(*each) for name, each in found if each is not None}
 
     @transferring
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
         """See `Driver.hold_numbers`. The next step has to start from `live`. One sync."""
         tree = self._live.read()
-        names_of = number_names(self._engines, tree)
-        entries = iter(self._engines)  # in the order of the tree
+        names = iter(number_names(self._engines, tree))
 
-        def held(state: HealState) -> HealState:
-            names = names_of[next(entries).name]
-            if not names:
+        def held(state: HealState) -> HealState:  # in the order of the engines
+            if state.heal_numbers is None:
                 return state
-            numbers = optimizer_numbers.make_numbers([ranges.get(name) for name in names])
-            return state._replace(heal_numbers=numbers)
+            count = state.heal_numbers.shape[1]
+            limits = [ranges.get(name) for name in itertools.islice(names, count)]
+            return state._replace(heal_numbers=optax_states.make_numbers(limits))
 
         self._edit_state(map_states(held, tree))
 
@@ -468,3 +470,59 @@ _NO_PARAMETERS = (
     "restart or a rollback would combine old moments with new weights. Add the parameters, as in "
     'state=(params, opt_state), with nnx state={"model": model, "optimizer": optimizer}'
 )
+
+
+# -- gradients that a program sums itself ----------------------------------------------------------
+
+
+class SummedGradients(Gradients):
+    """Implements `healcore.runtime.faults.microbatches.Gradients`: the loop sums the gradients.
+
+    If a batch does not fit the memory, the Healer's loop repeats it in smaller parts. In JAX the
+    program sums their gradients itself, so this class only knows whether a step has been taken.
+
+    Args:
+        counters: returns arrays that every optimizer step replaces by other objects.
+    """
+
+    def __init__(self, counters: Callable[[], list[Any]]) -> None:
+        self._counters = counters
+        self._begin: list[Any] | None = None
+
+    def is_accumulating(self) -> bool:
+        """Whether a window has begun without a step since.
+
+        A part of a batch is then pending, and the loop may not repeat the batch as a whole.
+        """
+        return self._begin is not None and not self.has_stepped()
+
+    def begin_window(self) -> None:
+        """Records the counters of the current state, before the first part of a batch."""
+        self._begin = self._counters()
+
+    def has_stepped(self) -> bool:
+        """Whether the state has been replaced since `begin_window`."""
+        return self._begin is not None and any_replaced(self._counters(), self._begin)
+
+    def redo_window(self, kept_alive: list[Any], *, clear_cache: bool) -> None:
+        """Frees unreferenced arrays before a batch is repeated in smaller parts.
+
+        Args:
+            kept_alive: objects that the loop has kept, such as the batch. Emptied.
+            clear_cache: ignored, because XLA caches no memory of the device.
+        """
+        del clear_cache
+        kept_alive.clear()
+        gc.collect()  # an exception and its frames refer to each other
+
+    def join_ranks(self, ranks: Ranks) -> str:
+        """Reason why several processes cannot repeat a step together.
+
+        Args:
+            ranks: the exchange between the processes. Not used.
+        """
+        del ranks
+        return (
+            "the other processes wait in collectives of the compiled step, which this process has "
+            "left"
+        )

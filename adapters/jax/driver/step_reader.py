@@ -1,4 +1,4 @@
-"""Finds out on the host which steps a run has taken, and makes their records.
+"""Finds out on the host which steps a run has taken, and makes their records; compiled blocks.
 
 A compiled step leaves its records on the device. Reading them at once would make the host wait for
 each step. So each dispatch begins a copy and returns, and the Healer reads the copy some dispatches
@@ -17,8 +17,25 @@ ring of the state holds the rows of the last 64 steps:
                                                         --------
                                                         3 steps, so 3 records
 
-A block of `Healer.scan` has many updates, and the compiled block returns the ring after each of
-them. Any other dispatch is one update.
+**A block** of `Healer.scan` is one `lax.scan` over the program's update:
+
+    state, outputs = lax.scan(update, state, steps)            # the program's own loop
+    state, (outputs, records) = lax.scan(body, state, steps)   # one block
+
+The host does not see the updates within a block, so the block has to return what the Healer reads
+of each of them. The ring of records in a state has room for the steps of one update only, and the
+next update overwrites it. So the body returns the ring after each update, and `lax.scan` stacks it:
+
+    healer.scan(update, state, 120, every=50)
+
+    updates     0 ... 49        50 ... 99        100 ... 119
+    device      [ block 0 ]     [ block 1 ]      [ block 2 ]
+                  |    |          |     |          |     |
+    host      records  state  records   state  records   state
+              of 50    50     of 50     100    of 20     120
+
+Between two blocks the Healer reads the records, and may save, compare and roll back. Any other
+dispatch is one update.
 """
 
 from __future__ import annotations
@@ -45,6 +62,10 @@ from healcore.jax.heal_state import HealState, HealStateError, steps_judged
 
 if TYPE_CHECKING:
     from healcore.jax.store.vote_marks import VoteMarks
+import jax.numpy as jnp
+from jax import lax
+
+from healcore.jax.trees import Path, PyTree, arrays_of, node_at, with_arrays
 
 LOOP_LINE = "state = healer.update(step(healer.state, batch))"
 """The line of a training loop that starts each step from the current state, for messages."""
@@ -408,3 +429,103 @@ def counters_of(states: Iterable[HealState]) -> list[Any]:
         states: the HealState of each engine.
     """
     return [state.heal_engine for state in states]
+
+
+# -- compiled blocks of Healer.scan ----------------------------------------------------------------
+
+Update = Callable[[Any, Any], tuple[Any, Any]]
+"""(state, number of the update) -> (state, outputs), as for `lax.scan`."""
+
+
+def compiled_block(
+    update: Update, like: PyTree, paths: Sequence[Path], *, donate: bool
+) -> Callable[[PyTree, np.ndarray], tuple[Any, Any, BlockRecords]]:
+    """Makes the compiled block of an update, which is compiled once for each number of updates.
+
+    Functions and texts in the state are constants of the compiled program, see `trees.arrays_of`.
+
+    Args:
+        update: the program's function.
+        like: a state of the program, to which all later states have to fit.
+        paths: path of each HealState in the state.
+        donate: whether a block reuses the memory of the state that it begins with.
+
+    Returns:
+        A function of the arrays of a state and the numbers of the updates. It returns the arrays
+        after the last update, the outputs of the updates, stacked, and what the host reads of each
+        update.
+    """
+
+    def body(arrays: PyTree, step: Any) -> tuple[Any, Any]:
+        state, outputs = _checked(update(with_arrays(like, arrays), step), like)
+        records = block_records(node_at(state, path) for path in paths)
+        return arrays_of(state), (outputs, records)
+
+    def block(arrays: PyTree, steps: Any) -> tuple[Any, Any, Any]:
+        arrays, (outputs, records) = lax.scan(body, arrays, steps)
+        return arrays, outputs, records
+
+    return jax.jit(block, donate_argnums=(0,) if donate else ())
+
+
+def _checked(result: Any, like: PyTree) -> tuple[Any, Any]:
+    """The new state and the outputs, as `update` has returned them.
+
+    Raises:
+        HealStateError: `result` is not a pair, or its state has another structure than `like`.
+    """
+    if isinstance(result, tuple | list) and len(result) == 2:
+        state, outputs = result
+        if jax.tree.structure(state) == jax.tree.structure(like):
+            return state, outputs
+    raise HealStateError(
+        "`update` of healer.scan gets a state and the number of the update, and returns the "
+        "new state, of the same structure, and its outputs, as a function for lax.scan does. "
+        "Write `return state, outputs`, or `return state, None` for no outputs"
+    )
+
+
+class Scan:
+    """One call of `Healer.scan`.
+
+    Args:
+        live: returns the live state.
+        take_block: makes the state after a block the live state, with the records of its updates.
+        block: the result of `compiled_block`.
+    """
+
+    def __init__(
+        self,
+        live: Callable[[], PyTree],
+        take_block: Callable[[PyTree, BlockRecords], None],
+        block: Callable[[PyTree, np.ndarray], tuple[Any, Any, BlockRecords]],
+    ) -> None:
+        self._live, self._take_block, self._block = live, take_block, block
+        self._outputs: dict[int, Any] = {}
+        """Number of each block's first update -> its outputs."""
+
+    def run(self, first: int, count: int) -> None:
+        """Dispatches a block, and returns without waiting for the device.
+
+        After a rollback, `first` is lower than before. The outputs of the undone updates are then
+        replaced.
+
+        Args:
+            first: number of the block's first update, from 0.
+            count: number of its updates.
+        """
+        live = self._live()
+        steps = np.arange(first, first + count, dtype=np.int32)
+        arrays, outputs, records = self._block(arrays_of(live), steps)
+        for number in [*self._outputs]:
+            if number >= first:
+                del self._outputs[number]
+        self._outputs[first] = outputs
+        self._take_block(with_arrays(live, arrays), records)
+
+    def outputs(self) -> Any:
+        """The outputs of all blocks, stacked, as from the program's own `lax.scan`."""
+        if self._outputs:
+            return jax.tree.map(lambda *parts: jnp.concatenate(parts), *self._outputs.values())
+        one = jax.eval_shape(self._block, arrays_of(self._live()), np.zeros(1, np.int32))[1]
+        return jax.tree.map(lambda each: jnp.zeros((0, *each.shape[1:]), each.dtype), one)

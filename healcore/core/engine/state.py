@@ -5,6 +5,7 @@ The state is a fixed-size pytree of NumPy, JAX or torch arrays. `trees` converts
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -255,7 +256,7 @@ _METRIC_NAMES = {"why": "skip", "step": "steps", "incident": "incidents"}
 _NO_METRICS = ("onset", "incident_open", "rollback_depth", "lr")
 
 
-def metrics(state: EngineState) -> dict[str, Array]:
+def metrics(record: Sequence[Array], tally: Tally) -> dict[str, Array]:
     """Names the numbers of the last step for a logger, `heal/...`; copies nothing.
 
     Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
@@ -263,10 +264,10 @@ def metrics(state: EngineState) -> dict[str, Array]:
     flags. In observe mode the numbers say what healing would have done.
 
     Args:
-        state: the state after the step, of any array library. `clip`, `detectors` and `rules` are
-            not read.
+        record: the numbers of the step, as `record_numbers` collects them.
+        tally: the counts after the step.
     """
-    numbers = dict(zip(RECORD_FIELDS, record_numbers(state), strict=True)) | state.tally._asdict()
+    numbers = dict(zip(RECORD_FIELDS, record, strict=True)) | tally._asdict()
     return {
         f"heal/{_METRIC_NAMES.get(name, name)}": number
         for name, number in numbers.items()
