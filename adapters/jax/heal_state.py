@@ -251,11 +251,7 @@ def step(
         judge, state.heal_engine, state.heal_host, signals
     )
     # XLA would compute them, and with them the engine, again in the kernel of each tensor.
-    decision = decision._replace(
-        skip=JAX.shared(decision.skip),
-        grad_scale=JAX.shared(decision.grad_scale),
-        lr_scale=JAX.shared(decision.lr_scale),
-    )
+    decision = map_leaves(JAX.shared, decision)
     count = np.int32(len(state.heal_records))
     # A Python number would be an int64 where the program has enabled x64.
     place = (lax.rem(number + (count - 1), count), np.int32(0))

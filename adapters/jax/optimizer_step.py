@@ -143,9 +143,8 @@ class OptimizerStep:
     def may_divide_by_zero(self) -> bool:
         """Whether one element of an update may be NaN or Inf though its gradient is finite."""
         for eqn in _equations(self._closed.jaxpr):
-            if eqn.primitive.name in _UNDEFINED_AT_ZERO and getattr(
-                eqn.outvars[0].aval, "shape", ()
-            ):
+            shape = getattr(eqn.outvars[0].aval, "shape", ())
+            if shape and eqn.primitive.name in _UNDEFINED_AT_ZERO:
                 return True
         return False
 

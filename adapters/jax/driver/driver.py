@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from healcore.jax.driver.step_reader import (
     Scan,
     StepReader,
     Update,
+    any_replaced,
     compiled_block,
     counters_of,
 )
@@ -51,6 +53,7 @@ from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.trees import PyTree, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import Engines, NumberRange
+from healcore.runtime.faults.microbatches import Gradients
 from healcore.runtime.program_settings import STEPPED, WEIGHTS, json_setting
 from healcore.runtime.store.checkpoints import IN_MEMORY, StateMismatch
 from healcore.runtime.store.ranks import Alone, Ranks
@@ -58,10 +61,6 @@ from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from healcore.jax.store.vote_marks import VoteMarks
-import gc
-
-from healcore.jax.driver.step_reader import any_replaced
-from healcore.runtime.faults.microbatches import Gradients
 
 
 class JaxDriver(JaxWeights):

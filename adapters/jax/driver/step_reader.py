@@ -46,7 +46,9 @@ from operator import is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from healcore.core.decision import NONFINITE
 from healcore.core.step_record import (
@@ -59,13 +61,10 @@ from healcore.core.step_record import (
 )
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.heal_state import HealState, HealStateError, steps_judged
+from healcore.jax.trees import Path, PyTree, arrays_of, node_at, with_arrays
 
 if TYPE_CHECKING:
     from healcore.jax.store.vote_marks import VoteMarks
-import jax.numpy as jnp
-from jax import lax
-
-from healcore.jax.trees import Path, PyTree, arrays_of, node_at, with_arrays
 
 LOOP_LINE = "state = healer.update(step(healer.state, batch))"
 """The line of a training loop that starts each step from the current state, for messages."""
