@@ -15,6 +15,7 @@ from healcore.console import Console, checked_console
 from healcore.core.decision import Decision
 from healcore.core.engine import Engine
 from healcore.core.engine.state import metrics as metrics_of
+from healcore.core.engine.state import record_numbers
 from healcore.core.errors import AttachError
 from healcore.core.signals import SignalError
 from healcore.policy import Overrides, PolicyLike, engine_of
@@ -355,7 +356,8 @@ class Healing:
 
         `heal/loss` is NaN until a step with a loss is judged.
         """
-        numbers = metrics_of(self.live_engine.state)
+        state = self.live_engine.state
+        numbers = metrics_of(record_numbers(state), state.tally)
         metrics = {name: torch.as_tensor(value).clone() for name, value in numbers.items()}
         if not self._measurer.has_seen_loss:
             loss = metrics["heal/loss"]  # 0 at the start, unlike in a loaded state
