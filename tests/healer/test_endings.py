@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from healcore import Healer, Keep
 from healcore.errors import IncompleteRun
 from healcore.policy import load
-from healcore.runtime.run.ending import signal_watch, stop_file
-from healcore.runtime.run.ending.exits import EndRequested, RunStopped, Terminated
+from healcore.runtime.run.ending import signal_watch
+from healcore.runtime.run.ending.exits import RunStopped, Terminated
 from tests import forked_programs
 from tests.healer.run_directory import events, new_process, postmortems
 from tests.healer.training_loops import (
@@ -68,56 +67,6 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     (found,) = postmortems(tmp_path)
     assert (found["ending"], found["diagnosis"]) == ("stopped", text)
     assert events(tmp_path, "stop")[0]["diagnosis"] == text
-
-
-@BOTH_FRAMEWORKS
-def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_there(
-    framework, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(stop_file, "POLL_INTERVAL_S", 0.01)
-    store, path = tmp_path / "store", tmp_path / "STOP"
-
-    def ask(healer):
-        path.touch()
-        while not run_of(healer).end_requests.stop_file.found:
-            time.sleep(0.01)
-
-    def run(**options: Any) -> None:
-        loop = loop_of(framework, policy=rules())
-        train(loop, rules(), range(12), store=store, stop_file=path, **options)
-
-    with pytest.raises(EndRequested) as stopped:
-        run(before=at(7, ask))
-    assert stopped.value.code == 0
-    (found,) = postmortems(store)
-    assert (found["ending"], found["step"], found["exception"]) == ("requested", 8, None)
-    assert str(path) in found["diagnosis"]
-    assert events(store, "save")[-1]["step"] == 8
-    with pytest.raises(EndRequested), caplog.at_level("INFO", "healcore"):
-        run()
-    assert f"the stop file {path} exists" in caplog.text
-    path.unlink()
-    run()
-    assert ended(store)[-1] == "completed"
-
-
-STOPPED = """
-from tests.healer.training_loops import Faults, loop_of, rules, train
-try:
-    train(loop_of("torch", Faults(always=range(8, 40))), rules(recoveries=1), range(40))
-except Exception:
-    print("swallowed")
-print("went on")
-"""
-
-
-@pytest.mark.slow
-def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen():
-    done = forked_programs.run("-c", STOPPED)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "healcore stopped the run at step" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "Slurm"])
@@ -309,26 +258,6 @@ def test_an_evaluation_and_a_first_epoch_are_not_the_end_of_the_data(tmp_path):
             for _ in healer.batches(range(3)):
                 pass
     assert healer.step == 30
-
-
-def test_a_break_before_the_end_of_the_data_is_resumed(tmp_path, caplog):
-    def run(limit: int) -> tuple[list[int], str]:
-        loop = loop_of("torch")
-        with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
-            for number in healer.batches(range(12)):
-                loop.step(healer, number)
-                if number == limit:
-                    break
-        return loop.faults.order, healer.report().ending
-
-    with caplog.at_level("INFO", "healcore"):
-        assert run(7)[1] == "requested"
-    assert "ended by a `break` in epoch 0, before batch 8 of 12, after step 8" in caplog.text
-    (found,) = postmortems(tmp_path)
-    assert (found["ending"], found["step"]) == ("requested", 8)
-    assert events(tmp_path, "save")[-1]["step"] == 8
-    assert run(11) == ([8, 9, 10, 11], "completed")  # at the last batch: that is no early end
-    assert ended(tmp_path) == ["requested", "completed"]
 
 
 PROGRAM = "tests.healer.test_endings"

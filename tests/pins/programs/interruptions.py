@@ -2,7 +2,7 @@
 
 Each program of this folder is `train(run)`, and a command too:
 
-    python -m tests.pins.programs.loader FOLDER [KIND:STEP:PLACE]
+    python -m tests.pins.programs.loader FOLDER [KIND:STEP:PLACE ...]
 
 It trains in FOLDER, is interrupted there, and writes `trace.jsonl` (a line for each step) and, if
 it comes to its end, `end.json`.
@@ -60,42 +60,41 @@ class Run:
 
     Args:
         folder: the folder of all starts of the run.
-        interruption: what interrupts this start, or None.
+        *interruptions: what interrupts this start. All but the last one are damage.
     """
 
-    def __init__(self, folder: Path, interruption: Interruption | None = None) -> None:
+    def __init__(self, folder: Path, *interruptions: Interruption) -> None:
         self.folder = folder
         self.store = folder / "store"
-        self.interruption = interruption
+        self.left: dict[tuple[Place, int], Kind]
+        self.left = {(each.place, each.step): each.kind for each in interruptions}
         folder.mkdir(parents=True, exist_ok=True)
-        if interruption is not None and interruption.kind == "disk":
-            kill_at_disk_call(interruption.step)
+        for each in interruptions:
+            if each.kind == "disk":
+                kill_at_disk_call(each.step)
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002 - the global generator is meant
 
     def interrupt(self, place: Place, step: int) -> Kind | None:
-        """Interrupts this start once, if this is the step and the place.
+        """Interrupts this start, if an interruption is due at this step and place.
 
         Returns:
             "break" or "damage" if the program has to do it by itself, otherwise None.
         """
-        due = self.interruption
-        if due is None or (due.place, due.step) != (place, step):
-            return None
-        self.interruption = None
-        if due.kind == "kill":
+        kind = self.left.pop((place, step), None)
+        if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif due.kind == "sigterm":
+        elif kind == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
-        elif due.kind == "ctrl-c":
+        elif kind == "ctrl-c":
             os.kill(os.getpid(), signal.SIGINT)
-        elif due.kind == "exit":
+        elif kind == "exit":
             sys.exit(3)
-        elif due.kind == "exception":
+        elif kind == "exception":
             raise Power
-        elif due.kind == "oom":
+        elif kind == "oom":
             raise out_of_memory()
-        return due.kind
+        return kind
 
     def trained(self, step: int, batches: Any, loss: float) -> None:
         """Writes down that a step has been taken."""
@@ -140,5 +139,5 @@ def out_of_memory() -> BaseException:
 
 
 def main(train: Callable[[Run], None]) -> None:
-    interruption = Interruption.parse(sys.argv[2]) if len(sys.argv) > 2 else None
-    train(Run(Path(sys.argv[1]), interruption))
+    folder, *interruptions = sys.argv[1:]
+    train(Run(Path(folder), *map(Interruption.parse, interruptions)))
