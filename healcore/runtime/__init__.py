@@ -13,7 +13,6 @@ What a program uses:
 What a framework or a trainer is to the runtime:
 
     driver            `Driver`, the interface between the Healer and a framework
-    optional_driver   methods that only some drivers have, and the errors without them
     driver_choice     chooses the driver for a state
     engine_names      checks the names of engines that a driver is to load
     program_settings  the settings of the program that a driver reads

@@ -46,9 +46,8 @@ of a step is its `StepRecord`. The driver copies it to the host in the backgroun
 4. `tests/runtime/run/compare/toy_driver.py` is a driver of a model of one number, for comparisons.
    `adapters/jax/driver/driver.py` is the shorter of the two drivers in this repository.
 
-A driver may have further methods, of the protocols `ObservesLosses` (torch), `TakesStates`
-and `CompilesLoops` (JAX), all in `healcore.runtime.optional_driver`. Without them the corresponding
-method of the Healer raises an error.
+How a loss and a state reach healcore differs: a torch step does not see the loss, so the program
+reports it (`observe`); a step of JAX returns a new state, which the program passes on (`update`).
 """
 
 from __future__ import annotations
@@ -104,6 +103,23 @@ class PendingDispatch(Protocol):
             A list for each step, oldest first. It has one record per engine, or more if an engine
             judged several times in the step.
         """
+        ...
+
+
+class CompiledLoop(Protocol):
+    """One call of `Healer.scan`: a loop that the framework compiles in blocks of updates."""
+
+    def run(self, first: int, count: int) -> None:
+        """Dispatches a block. Its records are a dispatch, which `take_dispatch` returns.
+
+        Args:
+            first: number of the block's first update.
+            count: number of its updates.
+        """
+        ...
+
+    def outputs(self) -> Any:
+        """The outputs of all updates, stacked along a new first axis."""
         ...
 
 
@@ -175,6 +191,42 @@ class Driver(abc.ABC):
         where the program passes its state.
         """
         return True
+
+    # -- losses (torch) and states (JAX) --------------------------------------------------------
+
+    def observe(self, loss: Any, optimizer: str | None = None, *, weight: float = 1.0) -> None:
+        """torch: takes the loss of one (micro-)batch, before the optimizer's step.
+
+        Args:
+            loss: a number, or a tensor with one element, which may be on the device.
+            optimizer: name of the optimizer that this loss trains, or None for all optimizers.
+            weight: weight of this loss in the mean of the step.
+        """
+        raise NotImplementedError
+
+    def observe_eval(self, eval_loss: Any, optimizer: str | None = None) -> None:
+        """Takes the loss of an evaluation, as `observe`. In JAX the program passes it itself."""
+        return
+
+    def update(self, state: LiveState | None = None) -> None:
+        """JAX: makes the result of a step the live state. See `Healer.update`.
+
+        Args:
+            state: the new state, or None for a state that was changed in place.
+        """
+        raise NotImplementedError
+
+    def begin_scan(
+        self, update: Callable[..., Any], state: LiveState, *, donate: bool
+    ) -> CompiledLoop:
+        """JAX: begins a loop that is compiled as a whole. See `Healer.scan`.
+
+        Args:
+            update: the program's function: state and number of the update -> state and outputs.
+            state: the state to begin with.
+            donate: whether a block reuses the memory of the state that it begins with.
+        """
+        raise NotImplementedError
 
     # -- steps ----------------------------------------------------------------------------------
 

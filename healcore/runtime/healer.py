@@ -18,10 +18,9 @@ from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
-from healcore.runtime.healer_error import HealerError
+from healcore.runtime.healer_error import HealerError, check_framework
 from healcore.runtime.healer_options import AttachOptions, Options
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.optional_driver import OptionalMethods
 from healcore.runtime.reporting.trackers import TrackersLike, select
 from healcore.runtime.run.batches.batch_loop import BatchLoop, loop_over_blocks
 from healcore.runtime.run.batches.number_loops import loop_over_epochs, loop_over_steps
@@ -164,7 +163,6 @@ class Healer(Generic[State]):
             stop_file=stop_file,
         )
         self._begun_run: Run | None = None
-        self._optional = OptionalMethods()
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._pid = 0
@@ -247,7 +245,6 @@ class Healer(Generic[State]):
             self._begun_run = open_run(self._options)
         except HealcoreError as error:  # the message says what to do, without frames of healcore
             raise error.with_traceback(None)  # noqa: B904 -- the same error
-        self._optional = OptionalMethods.of(self._begun_run.driver)
         self._pid = os.getpid()
 
     def _end(self, error: BaseException | None, by: EndedBy = "block") -> None:
@@ -498,8 +495,7 @@ class Healer(Generic[State]):
             HealerError: the Healer has no `loss_fn`, or its state is of JAX; or as `observe`.
             IncompleteRun: as `observe`.
         """
-        _ = self._live  # outside of the block no framework is known
-        self._optional.for_losses("healer.loss(batch)")
+        check_framework("torch", "healer.loss(batch)", self._live.driver.framework)
         loss_fn = self._options.loss_fn
         if loss_fn is None:
             raise HealerError(
@@ -537,12 +533,11 @@ class Healer(Generic[State]):
         """
         run = self._live
         if eval_loss is not None:
-            if self._optional.losses is not None:
-                self._optional.losses.observe_eval(eval_loss, optimizer)
+            run.driver.observe_eval(eval_loss, optimizer)
             run.monitor.metrics.eval_loss = float(eval_loss)
         if loss is None:
             return
-        losses = self._optional.for_losses("healer.observe(loss)")
+        check_framework("torch", "healer.observe(loss)", run.driver.framework)
         run.loop.check_own_count()
         weight = 1.0
         if run.out_of_memory.part is not None:
@@ -550,7 +545,7 @@ class Healer(Generic[State]):
         if batch is not None and run.step_batches.add_observed(batch, weight):
             run.comparisons.loss_function.gives_loss = True
         run.hang_guard.resume()  # a hang between the loss and the optimizer's step counts
-        losses.observe(loss, optimizer, weight=weight)
+        run.driver.observe(loss, optimizer, weight=weight)
 
     # -- the loop, in JAX only ------------------------------------------------------------------
 
@@ -575,10 +570,10 @@ class Healer(Generic[State]):
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
         run = self._live
-        states = self._optional.for_states()
+        check_framework("JAX", "healer.update(state)", run.driver.framework)
         if batch is not None:
             run.step_batches.add_observed(batch, 1.0)
-        run.loop.update(partial(states.update, state))
+        run.loop.update(partial(run.driver.update, state))
         return self.state
 
     def scan(
@@ -633,14 +628,14 @@ class Healer(Generic[State]):
         """
         blocks = ScanBlocks(steps, every)
         run = self._live
-        loops = self._optional.for_loops()
+        check_framework("JAX", "healer.scan(...)", run.driver.framework)
         if run.driver.state_is_in_place:
             raise HealerError(
                 "healer.scan takes a pytree as state, and this Healer's state is of nnx objects, "
                 "which change in place: split them, graphdef, state = nnx.split((model, "
                 "optimizer)), and merge them in `update`"
             )
-        scan = loops.begin_scan(update, state, donate=donate)
+        scan = run.driver.begin_scan(update, state, donate=donate)
         loop_over_blocks(run, blocks, scan.run)
         return self.state, scan.outputs()
 
