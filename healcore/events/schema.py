@@ -137,7 +137,7 @@ KINDS: dict[str, EventKind] = {
         "The run skips exactly these batches.", ("batches",), skipped_batches_sentence
     ),
     "data": EventKind(
-        "The data was positioned after a restart or a rollback, or a loader is read first.",
+        "The data was positioned after a restart or a rollback.",
         ("outcome",),
         data_sentence,
     ),

@@ -175,3 +175,15 @@ def has_shuffle_buffer(loader: AnyLoader) -> bool:
         inner += getattr(part, "ex_iterables", ())
         parts += [each for each in inner if each is not None]
     return False
+
+
+def batch_size(loader: AnyLoader) -> int | None:
+    """Rows in a batch of a torch loader, or None if it is unknown.
+
+    Positions are counted in batches, so another batch size moves them.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+    if type(size) is not int:
+        return None
+    return size

@@ -54,6 +54,7 @@ position of a source has these keys besides those of `encode_position`:
     place        where in the program its pass begins
     first        number of the first pass that the loop there has read
     since        number of the pass since which the program has read the source with one loader
+    batch_size   rows in a batch, or None if it is unknown
     evaluations  places of passes that no step has used, which a restart reads again
     begun        whether another pass had begun, which no step had used
     left         whether a `break` has dropped the rest of the pass
@@ -255,6 +256,7 @@ class _SourcePosition(Position, frozen=True):
     place: _Place
     first: _Number
     since: _Number
+    batch_size: int | None
     evaluations: list[_Place]
     begun: bool
     left: bool

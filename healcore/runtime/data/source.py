@@ -10,14 +10,14 @@ again from its first batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
 from healcore.runtime.data.cursor import Cursor, Inform, Limit
 from healcore.runtime.data.function_loader import FunctionLoader
 from healcore.runtime.data.loader_adapter import ReadRetries, RewindObstacle
-from healcore.runtime.data.loader_parts import AnyBatch, AnyLoader
+from healcore.runtime.data.loader_parts import AnyBatch, AnyLoader, batch_size
 from healcore.runtime.data.positions import (
     BatchId,
     DataError,
@@ -71,7 +71,7 @@ class SourceCursor(Cursor):
 
     Attributes:
         source: the source that the loader belongs to.
-        number: number of the loader in the order of first use in this process.
+        problem: a sentence about what is wrong with its saved position, or an empty string.
         place: where in the program the newest pass has begun.
         first: number of the first pass of the newest loop.
         since: number of the pass since which the source was read with this loader alone.
@@ -90,7 +90,6 @@ class SourceCursor(Cursor):
     def __init__(
         self,
         source: Source,
-        number: int,
         loader: AnyLoader,
         limit: Limit,
         *,
@@ -99,10 +98,10 @@ class SourceCursor(Cursor):
     ) -> None:
         super().__init__(loader, retries=retries)
         self.source = source
-        self.number = number
         self.limit = limit
         self.inform = inform
         self.skipped_batch_ids = source.skipped
+        self.problem = ""
         self.place: Place = []
         self.first = self.since = 0
         self.start: SavedPosition = {}
@@ -297,18 +296,6 @@ class Source:
 
     # -- a pass begins --------------------------------------------------------------------------
 
-    def is_complete(self, place: Place, *, completed: bool) -> bool:
-        """Whether an earlier process has read all batches of the pass at a place.
-
-        Args:
-            place: where in the program a loop begins.
-            completed: whether the run is complete, so that its last pass is complete too.
-        """
-        if self.awaited is None or place in self._owed:
-            return False
-        saved = self.awaited["place"]
-        return place < saved or (completed and place == saved)
-
     def begin(
         self,
         loader: AnyLoader,
@@ -316,25 +303,34 @@ class Source:
         epochs: int | None,
         limit: Limit,
         *,
-        number: int,
         epoch: int | None,
         evaluates: bool,
-    ) -> SourceCursor:
+        completed: bool,
+    ) -> SourceCursor | None:
         """Begins a loop over a loader, which continues at the awaited position at its place.
 
         Args:
             loader: the user's loader.
-            place: where in the program the loop begins. It is not complete, see `is_complete`.
+            place: where in the program the loop begins.
             epochs: number of passes, or None for no end.
             limit: see `Limit`.
-            number: number for a new loader.
             epoch: the epoch that the program has named, or None.
             evaluates: whether the loop surely takes no step.
+            completed: whether the run is complete, so that its last pass is complete too.
+
+        Returns:
+            The cursor of the loader, or None if an earlier process has read the pass to its end.
 
         Raises:
             DataError: another loop reads the source, or the epoch cannot be the loader's next one.
         """
-        cursor, now = self.find(loader), self.current
+        cursor, now, saved = self.find(loader), self.current, None
+        if place in self._owed:
+            evaluates = True
+        if not evaluates:
+            saved = self._position_for(place)
+            if saved is not None and (place < saved["place"] or completed):
+                return None
         if now is not None and now is not cursor and now.is_open:
             raise DataError(
                 f"a loop over {now.name} has not ended, and another loop begins: write "
@@ -343,9 +339,7 @@ class Source:
             )
         self.end_pass()
         if cursor is None:
-            cursor = SourceCursor(
-                self, number, loader, limit, retries=self._retries, inform=self._inform
-            )
+            cursor = SourceCursor(self, loader, limit, retries=self._retries, inform=self._inform)
             self._keep(cursor)
         elif epoch is not None and cursor.named is not None and epoch <= cursor.named:
             raise DataError(
@@ -353,9 +347,6 @@ class Source:
                 f"{cursor.next_id.index} of epoch {cursor.next_id.epoch}: write `for epoch in "
                 "healer.epochs(n)`, and healer.batches(loader, epoch=epoch) once in each epoch"
             )
-        saved = None
-        if not evaluates and place not in self._owed:
-            saved = self._position_for(place)
         first = self.next_pass
         if saved is not None and place == saved["place"]:
             first = saved["first"]
@@ -368,22 +359,21 @@ class Source:
             cursor.since = first
             if cursor.trains or not cursor.start:
                 cursor.start = cursor.position()
-        if place in self._owed:
-            self._owed.remove(place)
+        if evaluates:
+            self._owed = [each for each in self._owed if each != place]
             cursor.skipped_batch_ids = set()
         if saved is not None:
             self._take_over(cursor, saved)
         return cursor
 
     def _position_for(self, place: Place) -> SavedPosition | None:
-        """The awaited position, if the loop that begins at a place continues there, else None.
+        """The awaited position, unless the pass at a place needs it no more.
 
-        It does at the place of the position, and at the same place in a later epoch of the
-        program's loop: perhaps it reads the same loader, which has a state. A later pass of another
-        place needs the position no more.
+        After the place of the position only the pass at the same place in a later epoch of the
+        program's loop needs it: perhaps it reads the same loader, which has a state.
         """
         saved = self.awaited
-        if saved is None or place == saved["place"]:
+        if saved is None or place <= saved["place"]:
             return saved
         loop, epoch, index = saved["place"]
         if epoch == 0 or place != [loop, place[1], index]:
@@ -397,6 +387,13 @@ class Source:
         if cursor.place == saved["place"]:
             cursor.since = saved["since"]
         place = place_of(saved)
+        before, size = saved["batch_size"], batch_size(cursor.loader)
+        if before != size and None not in (before, size):
+            cursor.problem = (
+                f"batch size: {before} -> {size} (saved -> given): the loader continues at the "
+                "same number of batches, which is another position in the data; to start from the "
+                "first batch, pass an empty directory"
+            )
         if cursor.rewind(saved):
             if saved["left"]:
                 cursor.abandon()
@@ -439,45 +436,38 @@ class Source:
 
     # -- positions ------------------------------------------------------------------------------
 
-    def position(self, *, leaves: bool) -> SavedPosition | None:
+    def position(self, *, leaves: bool, after_step: bool = False) -> SavedPosition | None:
         """The position after the batch that was read last, or None if no step has used a batch.
 
         Args:
             leaves: whether a `break` drops the rest of its pass, also after a restart.
+            after_step: whether the position is the one after the last step. Batches that were read
+                since then belong to the next step.
+
+        Raises:
+            DataError: the position after the last step cannot be reached.
         """
-        cursor = self.trained
+        cursor, now = self.trained, self.current
         if self.awaited is not None or cursor is None:
             return self.awaited
-        return self._saved(cursor, cursor.position(), leaves=leaves)
-
-    def position_before_step(self) -> SavedPosition | None:
-        """The position after the last step, or None if it cannot be reached.
-
-        Batches that were read since then belong to the next step. Only for a source whose newest
-        loader trains.
-        """
-        cursor = self.trained
-        assert cursor is not None
-        assert cursor.first_pending is not None
-        before = cursor.position_before(cursor.first_pending)
-        if before is None:
-            return None
-        return self._saved(cursor, before, leaves=False)
-
-    def _saved(
-        self, cursor: SourceCursor, position: Mapping[str, Any], *, leaves: bool
-    ) -> SavedPosition:
-        """A position of a cursor with what a restart needs to find its pass."""
-        evaluations, now = [*self._evaluations], self.current
-        if now is not None and now is not cursor and not now.is_open:
-            evaluations = [*self._evaluations, now.place]
+        if after_step and cursor.first_pending is not None:
+            position, leaves = cursor.position_before(cursor.first_pending), False
+            if position is None:
+                raise DataError("the loader cannot be rewound to the first batch of the step")
+        else:
+            position = cursor.position()
+        begun = now is not None and now is not cursor
+        evaluations = self._evaluations
+        if now is not None and begun and not now.is_open and now.place not in evaluations:
+            evaluations = [*evaluations, now.place]
         return {
             **position,
             "place": cursor.place,
             "first": cursor.first,
             "since": cursor.since,
-            "evaluations": evaluations,
-            "begun": now is not None and now is not cursor,
+            "batch_size": batch_size(cursor.loader),
+            "evaluations": [*evaluations],
+            "begun": begun,
             "left": leaves and cursor.in_loop and cursor.left_by_break,
         }
 

@@ -22,8 +22,6 @@ MODEL_CHANGED = RewindObstacle(
     "the program would change the structure of its model again at the beginning of that epoch"
 )
 """Reason of a rollback after which a loop over `Healer.epochs` does not return."""
-_MAX_NUMBERED = 8
-"""Number of loaders that are numbered. A loop may make a new loader for every epoch."""
 
 
 class EpochLoop:
@@ -80,15 +78,6 @@ class EpochLoop:
         self.total_epochs = 0
         self.changed_in: int | None = None
 
-    def begin(self, epoch: int) -> None:
-        """Begins an epoch of a loop over `Healer.epochs`.
-
-        Args:
-            epoch: number of the epoch. After a return it is an earlier one.
-        """
-        self.next_epoch = epoch
-        self.can_return = True
-
     @property
     def has_more_epochs(self) -> bool:
         """Whether another epoch follows the current epoch of a loop over `Healer.epochs`.
@@ -98,18 +87,6 @@ class EpochLoop:
         be the end of the run.
         """
         return self.can_return and self.next_epoch + 1 < self.total_epochs
-
-    # -- returns --------------------------------------------------------------------------------
-
-    def return_obstacle(self, position: Mapping[str, Any]) -> RewindObstacle | None:
-        """Why the loop must not return to the epoch of a position, or None."""
-        if self.changed_in is not None and position["epoch"] <= self.changed_in:
-            return MODEL_CHANGED
-        return None
-
-    def begin_return(self, position: Mapping[str, Any]) -> None:
-        """Makes the loop return to the epoch of a position, whose loaders were rewound to it."""
-        self.returns_to = int(position["epoch"])
 
     def end_return(self) -> int:
         """Ends a return after the body of the current epoch.
@@ -151,7 +128,6 @@ class Sources:
         """Number of loops over numbered epochs that have ended, see `Place`."""
         self._epoch = 0
         """The epoch of such a loop plus 1, or 0 outside of one, see `Place`."""
-        self._numbered: list[AnyLoader] = []
         self._noticed: set[str] = set()
         """The notices so far: each is written once."""
         self._inform: Inform = inform or (lambda line: None)
@@ -275,15 +251,19 @@ class Sources:
             source.awaited = {**source.awaited, "first": source.next_pass}
         source.passes = place[2] + 1
         self.passes += 1
-        number = self._number_of(loader)
-        evaluates = self.epoch_loop.returns_to is not None
-        if not evaluates and source.is_complete(place, completed=completed):
+        begun = source.begin(
+            loader,
+            place,
+            epochs,
+            limit,
+            epoch=epoch,
+            evaluates=self.epoch_loop.returns_to is not None,
+            completed=completed,
+        )
+        if begun is None:
             if epoch is None and not completed:
                 self._notice_completed_pass()
             return None
-        begun = source.begin(
-            loader, place, epochs, limit, number=number, epoch=epoch, evaluates=evaluates
-        )
         self.last_trained = self.last_trained or begun
         if begun.trains and self.epoch_loop.can_return:
             self.last_trained = begun  # `place` is of the loader that continues
@@ -298,16 +278,6 @@ class Sources:
                 name, self._notices, retries=self._retries, inform=self._inform
             )
         return self._sources[name]
-
-    def _number_of(self, loader: AnyLoader) -> int:
-        """Number of a loader in the order of first use in this process."""
-        for number, each in enumerate(self._numbered):
-            if each is loader:
-                return number
-        if len(self._numbered) < _MAX_NUMBERED:
-            self._numbered.append(loader)
-            return len(self._numbered) - 1
-        return _MAX_NUMBERED
 
     def _begin_named_epoch(self, epoch: int) -> None:
         """Begins the epoch that the program has named for a loader, unless it has begun."""
@@ -328,7 +298,8 @@ class Sources:
         Args:
             epoch: number of the epoch. After a return it is an earlier one.
         """
-        self.epoch_loop.begin(epoch)
+        self.epoch_loop.next_epoch = epoch
+        self.epoch_loop.can_return = True
         self._epoch = 1 + epoch
         for source in self._sources.values():
             source.begin_epoch(keeps=lambda place: place[:1] != [self._loop] or not place[1])
@@ -413,38 +384,25 @@ class Sources:
         loaders = self._of_steps()
         return bool(loaders) and all(loader.can_rewind for loader in loaders)
 
-    def position(self) -> Positions:
-        """The positions of all sources that train, for a checkpoint: see `Positions`."""
+    def position(self, *, after_step: bool = False) -> Positions:
+        """The positions of all sources that train, for a checkpoint: see `Positions`.
+
+        Args:
+            after_step: whether the positions are those after the last step, for a save at an
+                exception in the middle of a step. A restart reads the batches since then again.
+
+        Raises:
+            DataError: a loader cannot be rewound to the step.
+        """
         sources: dict[str, SavedPosition] = {}
         for name, source in self._sources.items():
-            saved = source.position(leaves=self.epoch_loop.can_return)
+            saved = source.position(leaves=self.epoch_loop.can_return, after_step=after_step)
             if saved is not None:
                 sources[name] = saved
         trained = self._trained
         if self.last_trained is not None and self.last_trained.trains:
             trained = self.last_trained.source.name
         return {"epoch": self.epoch_loop.next_epoch, "trained": trained, "sources": sources}
-
-    def position_after_step(self) -> Positions | None:
-        """The positions after the last step.
-
-        Batches that were read since that step belong to the next step, and a restart has to read
-        them again. For a save at an exception in the middle of a step.
-
-        Returns:
-            As `position`, or None if a loader cannot be rewound to the step.
-        """
-        before: dict[str, SavedPosition] = {}
-        for name, source in self._sources.items():
-            if source.trained is None or source.trained.first_pending is None:
-                continue
-            saved = source.position_before_step()
-            if saved is None:
-                return None
-            before[name] = saved
-        positions = self.position()
-        positions["sources"].update(before)
-        return positions
 
     def forward_positions(self) -> dict[str, SavedPosition]:
         """The positions of sources that cannot be rewound, JSON-safe.
@@ -454,9 +412,10 @@ class Sources:
         """
         forward: dict[str, SavedPosition] = {}
         for name, source in self._sources.items():
+            saved = None
             if source.trained is not None and not source.trained.can_rewind:
                 saved = source.position(leaves=self.epoch_loop.can_return)
-                assert saved is not None
+            if saved is not None:
                 forward[name] = saved
         return forward
 
@@ -547,9 +506,8 @@ class Sources:
         before, epoch_loop.crossed = trained.last_id, None
         returns = self._returns_to(position, trained)
         if returns:
-            obstacle = epoch_loop.return_obstacle(position)
-            if obstacle is not None:
-                return obstacle
+            if epoch_loop.changed_in is not None and position["epoch"] <= epoch_loop.changed_in:
+                return MODEL_CHANGED
             # Also the sources of earlier passes, which the loop will read again.
             others = [source.trained for source in self._sources.values()]
             loaders += [each for each in others if each is not None and each not in loaders]
@@ -567,7 +525,7 @@ class Sources:
                 source.restart_later(saved.get(source.name))
             self._trained = position["trained"]
             self._await_at(saved)
-            epoch_loop.begin_return(position)
+            epoch_loop.returns_to = position["epoch"]
             return None
         if before is not None and trained.next_id.epoch < before.epoch:
             epoch_loop.crossed = before.epoch

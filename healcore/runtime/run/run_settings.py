@@ -17,8 +17,6 @@ from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.values import attribute
 
-_MAX_LOADERS = 8
-"""Max loaders with a recorded batch size: a loop may create a new loader for every epoch."""
 _POLICY, _WORLD = "policy", "number of ranks"
 _HARMLESS = {_POLICY, _WORLD, "max_steps", "max_epochs", "num_train_epochs"}
 """Settings that do not change the model of a completed run."""
@@ -163,29 +161,6 @@ def settings_for_events(settings: Mapping[str, Any], rate: float | None) -> dict
         if value is not None:
             shown[name] = value
     return shown
-
-
-def change_of_batch_size(settings: dict[str, Any], number: int, loader: Any) -> str:
-    """Notices that a loader has another batch size than before the restart, and records the size.
-
-    Positions in the data are counted in batches, so another batch size moves them.
-
-    Args:
-        settings: the settings of the run. The size of a new loader is added.
-        number: number of the loader. Only the first few loaders are compared.
-        loader: the loader of the program.
-
-    Returns:
-        `batch size: saved -> given`, or an empty string if nothing has changed or no size is known.
-    """
-    sampler = getattr(loader, "batch_sampler", None)
-    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-    if type(size) is not int or number >= _MAX_LOADERS:
-        return ""
-    before = settings.setdefault(f"batch size of loader {number}", size)
-    if before == size:
-        return ""
-    return f"batch size: {before} -> {size}"
 
 
 def trainer_settings(state: Any) -> list[Any]:

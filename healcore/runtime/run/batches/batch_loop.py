@@ -20,7 +20,6 @@ from healcore.runtime.data.positions import BatchId
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.data.source import SourceCursor
 from healcore.runtime.reporting.nonfinite_steps import FROM_START
-from healcore.runtime.run.run_settings import change_of_batch_size
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -135,8 +134,7 @@ class BatchLoop:
     def _begin_pass(self) -> SourceCursor | None:
         """Begins a pass of the loader, at its saved position; see `Sources.begin`.
 
-        Restores the random states of a checkpoint where the loader continues within an epoch, and
-        reports a batch size that has changed since the run began.
+        Restores the random states of a checkpoint where the loader continues within an epoch.
 
         Returns:
             The loader with its position, or None if an earlier process has completed the pass.
@@ -155,7 +153,7 @@ class BatchLoop:
         if begun is not None:
             if begun.has_begun_before:
                 states.restore()  # a rewind has drawn; an epoch that begins keeps its draws
-            self._log_settings(begun)
+            self._warn_about(begun)
         elif self._state.is_complete:
             states.restore()  # the program draws on as after the end of the run
         elif not any(each.in_use for each in run.loaders):
@@ -165,29 +163,18 @@ class BatchLoop:
             run.log.info(f"data: {line}")
         return begun
 
-    def _log_settings(self, begun: SourceCursor) -> None:
-        """Logs what a loader adds to the settings of the run, and what is wrong with the loader.
+    def _warn_about(self, begun: SourceCursor) -> None:
+        """Warns of a batch size that has changed, and of an iterator without another batch.
 
-        Without healcore the program would continue after a pass of an exhausted iterator, which has
-        no batch, so this is no error.
+        Without healcore the program would continue after a pass without a batch, so this is no
+        error.
         """
-        run, step = self._run, self._run.progress.step
-        settings = run.record.settings
-        before = {*settings}
-        change = change_of_batch_size(settings, begun.number, begun.loader)
-        new = {name: value for name, value in settings.items() if name not in before}
-        if new:
-            run.log.event("data", step=step, outcome="a loader is read", settings=new)
-        if change:
-            run.log.problem(
-                step,
-                f"{change} (saved -> given): the loader continues at the same number of batches, "
-                "which is another position in the data; to start from the first batch, pass an "
-                "empty directory",
-            )
+        run = self._run
+        if begun.problem:
+            run.log.problem(run.progress.step, begun.problem)
         if self._epoch is not None and begun.is_used_up and run.loaders.is_new("used up"):
             run.log.problem(
-                step,
+                run.progress.step,
                 f"epoch {self._epoch} has no batch: the loader is an iterator, which can be read "
                 "only once, and it is exhausted. To read batches in each epoch, pass a function "
                 "that makes the iterator: healer.batches(lambda: stream(seed=healer.epoch), "

@@ -17,6 +17,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from healcore.runtime.data import DataError
 from healcore.runtime.run.checkpoints.deleter import Deleter, default_keep
 from healcore.runtime.run.checkpoints.storage_need import (
     StorageNeed,
@@ -405,9 +406,10 @@ class Saver:
         obstacle = self.run.driver.undo_window()
         if obstacle:
             raise StoreError(obstacle)
-        position = loaders.position_after_step()
-        if position is None:
-            raise StoreError("the loader cannot be rewound to the first batch of the step")
+        try:
+            position = loaders.position(after_step=True)
+        except DataError as error:
+            raise StoreError(str(error)) from None
         with self.run.data_state.before_batches(position):
             yield
         if pending:
