@@ -45,7 +45,6 @@ from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.program_watch import StructureChanges
-from healcore.runtime.run.restore.next_start import NextStarts
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.restore.way_back import WayBack
 from healcore.runtime.run.rollback.holding import Holding
@@ -197,7 +196,6 @@ def _add_checkpoint_parts(run: Run, options: Options) -> None:
     run.saver = Saver(run, options.checkpoints.keep)
     run.stored_checkpoints = StoredCheckpoints(run)
     run.way_back = WayBack(run)
-    run.next_starts = NextStarts(run)
 
 
 def _add_deciding_parts(run: Run, options: Options) -> None:

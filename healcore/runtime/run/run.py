@@ -27,7 +27,6 @@ from healcore.runtime.run.ledger import Ledger
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.progress import RunProgress
-from healcore.runtime.run.restore.next_start import NextStarts
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.restore.way_back import WayBack
 from healcore.runtime.run.rollback.holding import Holding
@@ -54,8 +53,7 @@ class Run:
                         |  out_of_memory, stopping
                         +- schedule, known_checkpoints, saver,          checkpoints
                         |  stored_checkpoints
-                        +- way_back,                                    restores
-                        |  next_starts
+                        +- way_back                                     restores
 
     `construct` makes the parts in the order of the fields. No part replaces another one. A part
     gets the other parts in one of two ways:
@@ -119,8 +117,6 @@ class Run:
     """Reads the checkpoints that all ranks can load."""
     way_back: WayBack = field(init=False)
     """Continues the run from a checkpoint, at a start and at a rollback."""
-    next_starts: NextStarts = field(init=False)
-    """Makes the next start resume from an earlier checkpoint than the newest one."""
     nonfinite_recovery: NonfiniteRecovery = field(init=False)
     """Notices NaN and Inf in weights, in a save, and in every step."""
     stopping: Stopping = field(init=False)

@@ -9,9 +9,10 @@ Steps are indexed from 0. A checkpoint of step n holds the state that step n sta
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
@@ -28,18 +29,6 @@ MAX_CHANGES = 100
 """Changes of the structure of the model to remember: a cloud of Gaussians changes it often."""
 
 
-class NextStart(NamedTuple):
-    """Where the next start resumes, if not from the newest checkpoint."""
-
-    step: int
-    """Step of the checkpoint."""
-    envelope: Envelope
-    """What is held from there on: what was held before the tries that have not kept the run from a
-    stop. A mended program must not keep their limited rate and their skipped batches."""
-    tries: NonNegativeInt = 0
-    """Number of these tries; 0 if only steps are repeated."""
-
-
 class StructureChange(NamedTuple):
     """A change of the structure of the model or of its optimizers, by the program.
 
@@ -53,7 +42,7 @@ class StructureChange(NamedTuple):
     """Epoch of this step."""
 
 
-SCHEMA = 9
+SCHEMA = 10
 _BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
@@ -90,8 +79,6 @@ class RunRecord:
     smaller than `part_size`."""
     changes: list[StructureChange] = field(default_factory=list)
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
-    next_start: NextStart | None = None
-    """Set if the next start resumes from an earlier checkpoint than the newest one."""
     ledger: Ledger = field(default_factory=Ledger)
     """Incidents, rollbacks and skips, also of undone steps."""
 
@@ -162,7 +149,6 @@ class RunRecord:
         for each in fields(self):
             setattr(self, each.name, getattr(newest, each.name))
         self.completed = False
-        self.next_start = None
 
     def go_back_to(self, saved: RunRecord) -> None:
         """Takes the facts of a step, at a start and at a rollback. Those of the run stay.
@@ -177,6 +163,19 @@ class RunRecord:
         self.ledger.end_incident()
         # The program will make a change in undone steps once more.
         self.changes = [each for each in self.changes if each.step < saved.step]
+
+    def at(self, saved: RunRecord) -> RunRecord:
+        """A copy with the facts of the run, and those of another step.
+
+        Args:
+            saved: the record of the checkpoint of that step.
+        """
+        other = replace(saved)
+        other.continue_run(replace(self, ledger=copy.deepcopy(self.ledger)))
+        for name in _AT_STEP:
+            setattr(other, name, getattr(saved, name))
+        other.go_back_to(saved)
+        return other
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-safe values, with the version `SCHEMA` of its format.
@@ -203,4 +202,6 @@ class RunRecord:
         return _RECORD.validate_json(json.dumps(content), strict=True)
 
 
+_AT_STEP = ("step", "world", "engines", "skipped", "forward", "comparisons", "last_regular")
+"""Fields about a step that the live record of a run leaves empty, see `Saver.record_of`."""
 _RECORD = TypeAdapter(RunRecord)

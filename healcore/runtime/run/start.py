@@ -36,7 +36,7 @@ from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.start_plan import StartPlan, decide_start
 from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
+from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.files import make_directory
 from healcore.runtime.store.manifest import sweep
@@ -310,13 +310,9 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     run.data_state.resume(random_states)
     if run.record.is_in_body and not (completed or run.loop.has_trainer):
         run.loop.state.resume_in_body()  # before a record is written, which has to say so too
-    start = record.next_start
-    if start is None:
-        run.log.event("resume", step=step, checkpoint=step)
-    else:
-        _report_undone(run, start.tries, step)
+    run.log.event("resume", step=step, checkpoint=step)
     report_before_kill(run, step)
-    lost = [each for each in saves if not each.is_abandoned and start is None]
+    lost = [each for each in saves if not each.is_abandoned]
     _warn_of_lost_steps(run, {each.step: wrong[each.step] for each in lost} | _damage(run))
     if not run.comparisons.anchors:
         run.saver.add_anchor()
@@ -334,32 +330,6 @@ def _warn_of_lost_steps(run: Run, wrong: Mapping[int, str]) -> None:
             f"the run resumes at step {step}: {steps} lost up to checkpoint {max(lost)}, and "
             f"trained again, because checkpoints newer than {step} cannot be used: {which}"
         )
-
-
-def _report_undone(run: Run, count: int, step: int) -> None:
-    """Reports a start after a stop, which has undone the tries for its trouble.
-
-    Writes the record of the checkpoint without them, so that no later start undoes them again.
-
-    Args:
-        run: the run.
-        count: number of rollbacks that are undone.
-        step: step of the checkpoint from which the run resumes.
-    """
-    if count:
-        rollbacks = counted(count, "rollback")
-        why = f"the run had stopped after {rollbacks} for the same trouble, so what they had "
-        why += "changed (learning rate, skipped batches, held values) is undone"
-    else:
-        why = "the steps since then were skipped or taken without the Healer, so they are trained "
-        why += "again"
-    run.log.event("resume", step=step, checkpoint=step, why=why)
-    run.log.info(f"step {step}: {why}")
-    try:
-        run.saver.replace_record(step)
-    except (StoreError, OSError) as error:
-        problem = f"the record without them could not be written: {error}; a restart before the "
-        run.log.problem(step, f"{problem}next save undoes them again")
 
 
 def _damage(run: Run) -> dict[int, str]:

@@ -84,7 +84,7 @@ def _next_start_of_unseen(run: Run) -> str:
     The position in the data after these steps is unknown, so a start from the last state would
     train the same batches again.
     """
-    step = run.next_starts.repeat_from(before=run.progress.step)
+    step = run.way_back.repeat_from(before=run.progress.step)
     if step is None:
         return f"The next start resumes from checkpoint {run.progress.step}"
     return f"The next start resumes from checkpoint {step}, before these steps"

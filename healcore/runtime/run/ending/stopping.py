@@ -64,7 +64,7 @@ class Stopping:
         if error is None:
             if onset is None:
                 onset = self.run.journal.first_consecutive(self.run.journal.next_step - 1)
-            self.run.next_starts.after_stop(onset, repeats_skips=repeats_skips)
+            self.run.way_back.after_stop(onset, repeats_skips=repeats_skips)
         self.count_last_steps()
         outcome = outcome_of(self.run, Ending.STOPPED, why, fault=fault)
         text = explain(outcome)

@@ -2,5 +2,4 @@
 
 stored       lists the checkpoints, and loads the first one that is intact on every rank
 way_back     `WayBack.continue_from`: the one way back, for a start and for a rollback
-next_start   makes a start resume from an earlier checkpoint than the newest one
 """

@@ -90,8 +90,25 @@ class StoredCheckpoints:
         common = set.intersection(*({saved.step for saved in saves} for saves in of_ranks))
         return [saved for saved in of_ranks[0] if saved.step in common]
 
+    def records(self) -> dict[int, RunRecord]:
+        """The records of the checkpoints on disk and in memory. Reads no arrays. Collective.
+
+        Returns:
+            Step -> its record. One that cannot be read is left to the restore, which reports it.
+        """
+        stored: Mapping[int, Mapping[str, Any]] = {}
+        if self.run.ranks.rank == 0:
+            stored = self.run.store.ring.records()
+            with suppress(StoreError):
+                stored = self.run.store.records()
+        found: dict[int, RunRecord] = {}
+        for step, each in broadcast(self.run.ranks, stored).items():
+            with suppress(Exception):
+                found[step] = RunRecord.of(each)
+        return found
+
     def healthy_values(self, steps: Sequence[int]) -> dict[int, HealthyValues]:
-        """What was known as healthy at some checkpoints. Collective.
+        """What was healthy up to some checkpoints. Collective.
 
         Names that were unknown there are taken from later knowledge.
 
@@ -101,32 +118,13 @@ class StoredCheckpoints:
         Returns:
             Step -> healthy values, without checkpoints that have no readable record.
         """
-        stored: Mapping[int, Mapping[str, Any]] = {}
-        if self.run.ranks.rank == 0:
-            stored = self.run.store.ring.records()
-            with suppress(StoreError):  # a restore reports it
-                stored = self.run.store.records()
-        found: dict[int, HealthyValues] = {}
-        for step, each in broadcast(self.run.ranks, stored).items():
-            if step in steps:
-                with suppress(Exception):  # the same
-                    found[step] = self.run.record.healthy.with_better(RunRecord.of(each).healthy)
-        return found
+        now = self.run.record.healthy
+        records = self.records()
+        return {at: now.with_better(records[at].healthy) for at in steps if at in records}
 
     def newest_record(self) -> RunRecord | None:
-        """The newest record in the store, or None. Reads no arrays. Collective.
-
-        The newest record is of the latest attempt, and in it of the latest step. A record that
-        cannot be read is left to the resume, which reports it.
-        """
-        stored = self.run.store.records() if self.run.ranks.rank == 0 else {}
-        newest: RunRecord | None = None
-        for each in broadcast(self.run.ranks, stored).values():
-            with suppress(Exception):
-                record = RunRecord.of(each)
-                if newest is None or _age(record) > _age(newest):
-                    newest = record
-        return newest
+        """The record of the newest step of the latest attempt, or None. Collective."""
+        return max(self.records().values(), key=_age, default=None)
 
     def find_damage(self) -> None:
         """Reports checkpoints that are too damaged for a listing. Collective.

@@ -335,19 +335,15 @@ class WayBack:
             StateMismatch: the newest intact one is of another state. An older checkpoint that fits
                 would lose the steps since then.
         """
-        start = None if newest is None else newest.next_start
-        if start is not None and start.step in steps:
-            steps = [each for each in steps if each <= start.step]
-        load = partial(self._load_resumed, newest=newest)
         try:
-            weights, saved = self.run.stored_checkpoints.load_first_intact(steps, load)
+            weights, saved = self.run.stored_checkpoints.load_first_intact(
+                steps, self._load_resumed
+            )
         except StateMismatch as error:
             where = self.run.store.place
             raise replace(error, where=where, advice=_advice_for(newest)) from None
-        own, _ = _content_at_start(self.run, saved, newest)
+        own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
         self.run.record.continue_run(newest or own)
-        if start is not None and start.tries:
-            self.run.ledger.stop(saved.step)
         self.run.loaders.resume_skipped(own.skipped)
         positions = saved.position
         if positions is not None and own.repeats_undone_steps(saved.step):
@@ -363,20 +359,20 @@ class WayBack:
             self.run.schedule.last_regular = own.last_regular
         return saved.step, saved.data_state
 
-    def _load_resumed(self, saved: SavedCheckpoint, *, newest: RunRecord | None) -> dict[int, Any]:
+    def _load_resumed(self, saved: SavedCheckpoint) -> dict[int, Any]:
         """Loads the state of a checkpoint of an earlier process.
 
         Returns:
             Step -> weights of that step, which a comparison needs.
         """
-        own, engines = _content_at_start(self.run, saved, newest)
+        own = saved.record or RunRecord(step=saved.step)
         needed: list[int] = []
         if own.comparisons is not None and self.run.comparisons.is_enabled:
             needed = [each.step for each in own.comparisons.anchors]
         weights = self._copies(needed, saved.step)
         repeats = own.repeats_undone_steps(saved.step)
         reset = repeats and self.run.policy.rollback.reset_moments
-        self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
+        self.run.stored_checkpoints.load_program(saved.state, saved.engines, reset=reset)
         if saved.step in needed:
             weights[saved.step] = self.run.driver.copy_weights()
         return weights
@@ -401,34 +397,94 @@ class WayBack:
                 copies[step] = weights
         return copies
 
+    # -- an end ---------------------------------------------------------------------------------
 
-def _content_at_start(
-    run: Run, saved: SavedCheckpoint, newest: RunRecord | None
-) -> tuple[RunRecord, Engines]:
-    """The record and the engine states with which a start continues from a checkpoint.
+    def after_stop(self, onset: int, *, repeats_skips: bool) -> None:
+        """Lets the next start take the oldest snapshot that was restored for the trouble of a stop.
 
-    Args:
-        run: the parts of the run.
-        saved: the checkpoint.
-        newest: the newest record in the store, or None. If it names no other start, the record and
-            the states are those of the checkpoint.
+        What was tried for it has not helped, so the start begins with what was held before, and
+        with the budgets and rates of a new run. Collective. If the record cannot be written, the
+        log says so, because the run stops all the same.
 
-    Returns:
-        The record, or a new record if the checkpoint has none; and the engine states.
-    """
-    own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
-    start = None if newest is None else newest.next_start
-    if start is None or not start.tries:
-        return own, saved.engines
-    envelope = start.envelope
-    read_again = [list(each) for each in own.envelope.beyond(envelope).left_out]
-    skipped = {}
-    for loader, batches in own.skipped.items():
-        skipped[loader] = [each for each in batches if each not in read_again]
-    if own.comparisons is not None:
-        own = replace(own, comparisons=replace(own.comparisons, silent_until=0))
-    own = replace(own, skipped=skipped, envelope=envelope)
-    return own, engines_of_new_start(run.policy.engine, saved.engines)
+        Args:
+            onset: step at which the trouble begins.
+            repeats_skips: whether the next start repeats the steps since the first skipped step,
+                also if no rollback was tried for them.
+        """
+        run = self.run
+        tries = run.ledger.same_trouble(onset, run.policy.rollback.probation)
+        step, which, before = None, "the oldest one that a rollback has restored", None
+        if tries:
+            step, before = min(each.checkpoint for each in tries), tries[0].before
+            which += "; the rates, batches and values that the rollbacks have changed are undone"
+        try:
+            run.saver.wait()
+            if not tries and repeats_skips:
+                which = "the newest one before the first skipped step"
+                first_skip = next(iter(run.journal.unhealthy), run.progress.step)
+                step = self._newest_usable(before=first_skip + 1)
+            if step is None or not self._begin_next_start(step, before):
+                return
+            run.log.info(
+                f"the next start resumes from the checkpoint of step {step}, {which}. Mend the "
+                "program, and start it again"
+            )
+        except (StoreError, OSError) as error:
+            problem = f"the stop could not be written: {error}; a restart begins with the limits"
+            run.log.problem(run.progress.step, f"{problem} and the skipped batches of today")
+
+    def repeat_from(self, *, before: int) -> int | None:
+        """Makes the next start resume from the newest checkpoint before a step. Collective.
+
+        Args:
+            before: steps from here on are repeated.
+
+        Returns:
+            The step of the checkpoint, or None if the next start resumes from the newest one.
+        """
+        try:
+            step = self._newest_usable(before=before)
+            if step is not None and self._begin_next_start(step):
+                return step
+        except (StoreError, OSError):
+            pass
+        return None
+
+    def _newest_usable(self, *, before: int) -> int | None:
+        """Step of the newest usable checkpoint before a step, or None without one."""
+        saves = self.run.known_checkpoints.listed()
+        return max(
+            (each.step for each in saves if each.step < before and each.is_usable), default=None
+        )
+
+    def _begin_next_start(self, step: int, before: Envelope | None = None) -> bool:
+        """Begins an attempt at a checkpoint on disk only: a rollback that the next start completes.
+
+        Args:
+            step: step of the checkpoint.
+            before: what was held before the tries of a run that stops, which are undone; or None.
+
+        Returns:
+            Whether the record was written. It is not without a disk, or if a trainer saves.
+        """
+        run, now = self.run, self.run.record
+        saved = run.stored_checkpoints.records().get(step)
+        if saved is None or run.store.trainer_save is not None or not run.store.durable:
+            return False
+        record = now.at(saved)
+        record.attempts = [*now.attempts, step]
+        record.known_good_up_to = min(now.known_good_up_to, step)
+        if before is not None:
+            record.ledger.stop(step)
+            read_again = [list(each) for each in saved.envelope.beyond(before).left_out]
+            for source, batches in saved.skipped.items():
+                record.skipped[source] = [each for each in batches if each not in read_again]
+            record.envelope = before
+            record.engines = engines_of_new_start(run.policy.engine, saved.engines)
+            if record.comparisons is not None:
+                record.comparisons = replace(record.comparisons, silent_until=0)
+        run.store.replace_record(step, record.to_dict())
+        return True
 
 
 def _kept_positions(own: RunRecord, sources: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def error_of(
         driver=SimpleNamespace(framework=framework, no_step_reason=lambda: ""),
         step_batches=SimpleNamespace(pending_ids=[(0, n) for n in range(read)], skipped_steps=0),
         loaders=SimpleNamespace(has_repeated_all=repeated_all_passes),
-        next_starts=SimpleNamespace(repeat_from=lambda *, before: None),
+        way_back=SimpleNamespace(repeat_from=lambda *, before: None),
         nonfinite_recovery=SimpleNamespace(stop_if_never_finite=lambda *, at_end: None),
         policy=SimpleNamespace(observes=True, rollback=SimpleNamespace(nonfinite_state="rollback")),
         journal=SimpleNamespace(not_taken=0),
