@@ -161,6 +161,12 @@ def random_generators_of(parts: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
+def own_generators(loader: AnyLoader) -> list[Any]:
+    """The random generators of a loader, its samplers and its dataset."""
+    dataset = getattr(loader, "dataset", None)
+    return random_generators_of((loader, dataset, *samplers_of(loader)))
+
+
 def has_shuffle_buffer(loader: AnyLoader) -> bool:
     """Whether a stream of Hugging Face shuffles in a buffer, which its state does not have.
 

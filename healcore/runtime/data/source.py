@@ -17,7 +17,7 @@ from typing import Any
 from healcore.runtime.data.cursor import Cursor, Inform, Limit
 from healcore.runtime.data.function_loader import FunctionLoader
 from healcore.runtime.data.loader_adapter import ReadRetries, RewindObstacle
-from healcore.runtime.data.loader_parts import AnyBatch, AnyLoader, batch_size
+from healcore.runtime.data.loader_parts import AnyBatch, AnyLoader, batch_size, own_generators
 from healcore.runtime.data.positions import (
     BatchId,
     DataError,
@@ -353,6 +353,12 @@ class Source:
         elif self.awaited is None and self.trained is None and epoch is not None:
             first = max(first, epoch)
         is_new = cursor is not self.trained
+        if is_new and cursor.trains and self.trained is not None and own_generators(loader):
+            self._notices.append(
+                f"{cursor.name} and {self.trained.name} take turns, and the first one draws from a "
+                "random generator of its own, so its order differs after a restart and after a "
+                'rollback: write healer.batches(loader, name="b") for one of the two loaders'
+            )
         cursor.begin_pass(first, epochs)
         cursor.place, cursor.named, self.current = place, epoch, cursor
         if is_new:
