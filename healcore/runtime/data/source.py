@@ -425,6 +425,7 @@ class Source:
         if now is not None and now is not self.trained and now.place not in self._evaluations:
             self._evaluations.append(now.place)
             now.skipped_batch_ids = set()  # an evaluation has no numbers of its own to be skipped
+            now.pending_ids, now.contents = [], []
 
     def begin_epoch(self, *, keeps: Callable[[Place], bool]) -> None:
         """Begins an epoch of the program's loop: forgets the evaluations of earlier epochs."""

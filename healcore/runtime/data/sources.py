@@ -265,7 +265,7 @@ class Sources:
                 self._notice_completed_pass()
             return None
         self.last_trained = self.last_trained or begun
-        if begun.trains and self.epoch_loop.can_return:
+        if begun.has_begun_before:
             self.last_trained = begun  # `place` is of the loader that continues
         if not begun.can_rewind:
             self._notice(f"after rollbacks the data continues forward: {begun.rewind_obstacle}")
