@@ -24,7 +24,7 @@ All sources of a run:
 What `runtime/run` calls:
     Sources.begin          a loop begins: the cursor of its loader, at the saved position
     SourceCursor.next      reads the next batch
-    Sources.position       the positions of all sources, for a snapshot (`position_after_step`)
+    Sources.position       the positions of all sources, for a snapshot
     Sources.seek           the only way back, at a start and at a rollback; `skip` marks bad batches
     Sources.train          a step has used the batches that were read
 """

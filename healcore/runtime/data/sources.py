@@ -47,7 +47,7 @@ class EpochLoop:
     A rollback cannot jump out of the loop body of the program. So a return has two ends:
 
         body of epoch 3
-          │  a rollback to a checkpoint of epoch 1: the loaders are rewound, `begin_return`
+          │  a rollback to a checkpoint of epoch 1: the loaders are rewound, `returns_to` is set
           │  the passes over loaders end, and the rest of the body runs (an evaluation, say)
         end of the body: `end_return`, and `Healer.epochs` yields 1
           │
