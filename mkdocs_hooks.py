@@ -41,7 +41,7 @@ FIRST = {
 """Public module -> the symbols that most programs need, which come before the others."""
 TYPES = {
     "healcore.runtime.healer": ["State"],
-    "healcore.runtime.store.several": ["Places", "StorePlace"],
+    "healcore.runtime.store.places": ["Places", "StorePlace"],
     "healcore.runtime.reporting.trackers": ["TrackersLike"],
     "healcore.runtime.healer_options": ["AttachOptions", "TrainerOptions", "HealerOptions"],
     "healcore.runtime.run_options": ["EventHook", "Hook"],

@@ -458,18 +458,6 @@ class Driver(abc.ABC):
         """
         return {}
 
-    def missing_moments(self) -> tuple[int, int]:
-        """Bytes of the moments that the optimizers create at their first step, at most.
-
-        The first snapshot does not have them. The run adds them to the size that it expects of a
-        checkpoint, so that it warns of a full disk at the start.
-
-        Returns:
-            Bytes of all ranks together, and of this process. (0, 0) in JAX, which creates them
-            before the first step.
-        """
-        return 0, 0
-
     def memory_profiles(self) -> dict[str, bytes]:
         """The framework's own profile of the device's memory, to be written to files.
 

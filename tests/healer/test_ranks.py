@@ -22,12 +22,11 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from healcore import Checkpoints, Healer, Keep
+from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
 from healcore.events import read
 from healcore.runtime.run.ending import exits, requests
 from healcore.runtime.run.ending import stop_file as stop_file_module
-from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt
 from tests.healer.training_loops import Faults, rules, with_answers
@@ -78,14 +77,6 @@ def forgets(healer: Any) -> None:
     run_of(healer).store.ring.copies = {}
 
 
-def rots(healer: Any) -> None:
-    """A bit of the newest snapshots in this rank's memory flips."""
-    run_of(healer).store.join()
-    for step, copy in run_of(healer).store.ring.copies.items():
-        if step >= 15:
-            next(iter(copy.flat.leaves.values())).parts[""][0] ^= 1
-
-
 def loses_a_shard(healer: Any) -> None:
     """Both memories are empty, and rank 1's part of the newest checkpoint is damaged on disk."""
     run_of(healer).store.wait()
@@ -112,8 +103,6 @@ def stop_file(healer: Any) -> None:
 ODD: dict[str, Any] = {
     "listing": does_not_list,
     "forgets": forgets,
-    "rots": rots,
-    "without a disk": rots,
     "shard": loses_a_shard,
 }
 """Scenario -> what happens to rank 1 before the step with NaN, which only rank 1 sees."""
@@ -151,8 +140,6 @@ def run(scenario: str) -> dict[str, Any]:
         data = Interrupted(40, CORRUPT if rank else ())
     if scenario == "stop file":
         options["stop_file"] = root / f"stop on rank {rank}"
-    if scenario == "without a disk":
-        options["store"] = TorchMemoryStore(Keep(good=3, candidates=3))
     if scenario == "severe":
         options["on_incident"] = HOOKS[rank]
     stopped = None
@@ -275,7 +262,7 @@ def events_of(found: dict[str, Any]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "target"),
-    [("listing", 10), ("forgets", 15), ("rots", 15), ("without a disk", 10), ("shard", 10)],
+    [("listing", 10), ("forgets", 15), ("shard", 10)],
 )
 def test_both_go_back_to_the_newest_common_step(scenario, target, of):
     logged = of(scenario)
@@ -288,8 +275,6 @@ def test_both_go_back_to_the_newest_common_step(scenario, target, of):
     begun = next(e for e in events if e["kind"] == "incident")
     losses = [float(each["loss"]) for each in begun["of_ranks"]]
     assert [math.isnan(loss) for loss in losses] == [False, True]
-    if scenario == "rots":
-        assert 15 in [e["step"] for e in events if e["kind"] == "damaged"]
 
 
 def test_other_options_on_the_ranks_are_refused_on_each(worlds: Worlds):

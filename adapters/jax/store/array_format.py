@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import xxhash
 from etils import epath
 from safetensors.numpy import save_file
 
@@ -45,10 +46,9 @@ from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.store import files, small_file, values
 from healcore.runtime.store.array_format import ArrayFormat, Target
 from healcore.runtime.store.checkpoints import StoreError
-from healcore.runtime.store.flat_state import Entries, FlatState, Leaf, NamedState, raw
-from healcore.runtime.store.host_copy import HostCopy
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.ranks import Alone, run_on_each
+from healcore.runtime.store.state_copy import Entries, FlatState, HostCopy, Leaf, raw
 
 _PINNED = "pinned_host"
 """Name of the memory of the host that an accelerator copies to without waiting."""
@@ -253,8 +253,11 @@ class JaxFormat(ArrayFormat):
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
         own = {}
         for leaf in copy.flat.leaves.values():
-            if not leaf.layout.spans:
-                own[leaf.name] = leaf.digests
+            if self._ranks.world > 1 and not leaf.layout.spans:
+                digests = {}
+                for place, part in leaf.parts.items():
+                    digests[place] = xxhash.xxh3_128_hexdigest(raw(part).data)
+                own[leaf.name] = digests
         gathered = self._ranks.gather(own)
         for name in sorted(set().union(*gathered)):
             if any(digests.get(name) != gathered[0].get(name) for digests in gathered):
@@ -300,7 +303,7 @@ class JaxFormat(ArrayFormat):
                 arrays[name] = stored[_escaped(name)]
         return arrays
 
-    def match(self, step: int, saved: Entries, like: NamedState) -> Target:
+    def match(self, step: int, saved: Entries, like: Mapping[str, Any]) -> Target:
         """See `ArrayFormat.match`.
 
         Args:

@@ -404,16 +404,6 @@ class TorchDriver(Driver):
 
     # -- the run --------------------------------------------------------------------------------
 
-    def missing_moments(self) -> tuple[int, int]:
-        """See `Driver.missing_moments`. Counts two of each parameter, as many as Adam creates."""
-        whole = local = 0
-        for optimizer in self._optimizers.values():
-            if not any(optimizer.state.values()):
-                for p in gradients.parameters(optimizer):
-                    whole += 2 * p.nbytes
-                    local += 2 * gradients.local_part(p).nbytes
-        return whole, local
-
     def store(self, where: Any) -> CheckpointStore:
         """The default store of a run. Every rank has to call it.
 

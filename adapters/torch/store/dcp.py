@@ -24,10 +24,9 @@ from healcore.runtime.store import small_file
 from healcore.runtime.store.array_format import ArrayFormat, Target
 from healcore.runtime.store.checkpoints import IN_MEMORY, Keep
 from healcore.runtime.store.files import map_in_threads
-from healcore.runtime.store.flat_state import FlatState, Leaf
-from healcore.runtime.store.host_copy import HostCopy
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_each
+from healcore.runtime.store.state_copy import FlatState, HostCopy, Leaf
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.checkpoint_reader import read_index, read_tensors
 from healcore.torch.gradients import parameters

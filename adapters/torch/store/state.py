@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from healcore.runtime.data.random_states import generator_state, set_generator_state
 from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StateMismatch, UnsavableState
-from healcore.runtime.store.flat_state import FlatState
+from healcore.runtime.store.state_copy import FlatState
 from healcore.torch import gradients
 from healcore.torch.live_state import GeneratorState, kind_of
 
@@ -161,7 +161,11 @@ def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
     """
     for name, state in restored.items():
         if isinstance(live[name], nn.Module):
-            _check_module(name, live[name].state_dict(), state)
+            own = live[name].state_dict()
+            _check_module(name, own, state)
+            # Without the versions of its modules, torch converts a state as an early one.
+            if hasattr(own, "_metadata"):
+                state._metadata = own._metadata
     for name, state in restored.items():
         if isinstance(live[name], Optimizer):
             _load_optimizer(live[name], state)

@@ -160,15 +160,7 @@ def _add_observing_parts(run: Run, options: Options, loss_fn: LossFn | None) -> 
         options: the arguments of `Healer`.
         loss_fn: the program's `loss_fn`, or None if the policy rolls nothing back.
     """
-    run.schedule = SaveSchedule(
-        options.checkpoints.every,
-        policy=run.policy,
-        driver=run.driver,
-        ranks=run.ranks,
-        log=run.log,
-        record=run.record,
-        progress=run.progress,
-    )
+    run.schedule = SaveSchedule(run, options.checkpoints.every)
     run.rate_log = RateLog(run)
     run.monitor = IncidentMonitor(run, options.hooks)
     add_comparing_parts(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
@@ -190,9 +182,7 @@ def add_comparing_parts(
 
 def _add_checkpoint_parts(run: Run, options: Options) -> None:
     """Adds what saves checkpoints, knows them and restores them."""
-    run.known_checkpoints = KnownCheckpoints(
-        policy=run.policy, store=run.store, log=run.log, record=run.record
-    )
+    run.known_checkpoints = KnownCheckpoints(run)
     run.saver = Saver(run, options.checkpoints.keep)
     run.stored_checkpoints = StoredCheckpoints(run)
     run.way_back = WayBack(run)

@@ -10,7 +10,6 @@ from healcore.history import RunHistory, RunState
 from healcore.runtime.program_settings import STEPPED, WEIGHTS
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run import run_settings
-from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -96,7 +95,6 @@ def log_first_lines(
         where = "by the trainer only"
     else:
         where = "in host memory only"
-    need = _storage_text(run)
     if run.loop.state.is_complete:
         run.log.info(
             f"this run has completed at step {step}: its final state is loaded, the loop trains "
@@ -121,7 +119,7 @@ def log_first_lines(
     size = run_settings.settings_for_events(settings, rate).get("batch_size")
     if size is not None:
         facts.append(f"batch size {size}")
-    run.log.info(f"{begins}: {', '.join(facts)}; checkpoints {where}{need}")
+    run.log.info(f"{begins}: {', '.join(facts)}; checkpoints {where}")
     text = run_settings.changes_text(changes)
     if text:
         about_rate = run_settings.text_about_rate(changes, run.driver.learning_rates())
@@ -131,13 +129,3 @@ def log_first_lines(
             "saved. What the program computes, such as a schedule of optax, is as given. To train "
             "with new settings from the start, pass an empty directory"
         )
-
-
-def _storage_text(run: Run) -> str:
-    """The bytes that the checkpoints need, as the end of the first line. Every rank calls it."""
-    if run.store.trainer_save:
-        return ""
-    try:
-        return f": {run.saver.storage_need().text()}"
-    except StoreError:  # the first save raises the same error
-        return ""

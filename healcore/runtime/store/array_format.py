@@ -1,6 +1,6 @@
 """`ArrayFormat`: how the arrays of a framework are copied, written, read and restored.
 
-    live state ── flatten ──► FlatState ── copy ──► HostCopy ── inspect ──► digests, NaN and Inf
+    live state ── flatten ──► FlatState ── copy ──► HostCopy ── inspect ──► NaN and Inf
     (of the framework)        structures,           arrays in              │
                               arrays not copied     host memory            ├── ring (memory)
                                                                            └── write (directory)
@@ -14,13 +14,14 @@ abstract methods.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from healcore.runtime.store import files, host_memory, small_file, values
 from healcore.runtime.store.checkpoints import (
@@ -29,26 +30,16 @@ from healcore.runtime.store.checkpoints import (
     StateMismatch,
     StoreError,
 )
-from healcore.runtime.store.flat_state import (
+from healcore.runtime.store.state_copy import (
     Entries,
     FlatState,
-    FrameworkArray,
-    Leaf,
-    NamedState,
-    Part,
-    ShardPlace,
-    Value,
-    parts_of,
-    raw,
-)
-from healcore.runtime.store.host_copy import (
-    Copied,
     HostCopy,
+    Leaf,
     Record,
     checked_step,
+    raw,
     sealed_record,
 )
-from healcore.runtime.store.mismatches import is_stateful, mismatches
 
 
 class Target(NamedTuple):
@@ -60,7 +51,7 @@ class Target(NamedTuple):
 
     entries: dict[str, Any]
     """Name -> saved structure, see `Entries`."""
-    live: dict[str, Value]
+    live: dict[str, Any]
     """Name -> live value. The same names."""
     flat: FlatState
     """The live values, flattened; gives shapes, dtypes, shardings and devices."""
@@ -89,7 +80,7 @@ class ArrayFormat(ABC):
     _spare: FlatState | None = None
 
     @abstractmethod
-    def add(self, flat: FlatState, name: str, value: Value) -> None:
+    def add(self, flat: FlatState, name: str, value: Any) -> None:
         """Adds the entry of a value and its arrays, not copied, to a flat state.
 
         Args:
@@ -103,8 +94,8 @@ class ArrayFormat(ABC):
 
     @abstractmethod
     def copy_parts(
-        self, parts: Sequence[Part], old: Sequence[Part]
-    ) -> tuple[Sequence[Part], Copied]:
+        self, parts: Sequence[Any], old: Sequence[Any]
+    ) -> tuple[Sequence[Any], Callable[[], object]]:
         """Copies parts to arrays in host memory.
 
         Args:
@@ -117,7 +108,7 @@ class ArrayFormat(ABC):
         """
 
     @abstractmethod
-    def array(self, leaf: Leaf, live: Leaf | None) -> FrameworkArray:
+    def array(self, leaf: Leaf, live: Leaf | None) -> Any:
         """The framework's array of a leaf in host memory.
 
         Args:
@@ -126,9 +117,7 @@ class ArrayFormat(ABC):
         """
 
     @abstractmethod
-    def decode_array(
-        self, node: Mapping[str, Any], array: FrameworkArray, live: Leaf | None
-    ) -> Value:
+    def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
         """The value of an array node whose array has been read.
 
         Args:
@@ -147,7 +136,7 @@ class ArrayFormat(ABC):
         """
 
     @abstractmethod
-    def read(self, folder: Path, target: Target) -> dict[str, FrameworkArray]:
+    def read(self, folder: Path, target: Target) -> dict[str, Any]:
         """Reads the arrays of verified files into fresh memory, on every rank.
 
         Args:
@@ -158,7 +147,7 @@ class ArrayFormat(ABC):
             Name -> array, for each of `target.arrays`.
         """
 
-    def flatten(self, state: NamedState) -> FlatState:
+    def flatten(self, state: Mapping[str, Any]) -> FlatState:
         """Separates a state into its structure and its arrays, which are not copied.
 
         Args:
@@ -180,39 +169,14 @@ class ArrayFormat(ABC):
             self.add(flat, name, value)
         return flat
 
-    def sizes(self, state: NamedState) -> tuple[int, int]:
-        """The size of a state's arrays in bytes, before it is copied.
-
-        Returns:
-            Bytes of all ranks together, and bytes in the memory of this process.
-
-        Raises:
-            StoreError: the state cannot be saved.
-        """
-        flat = self.flatten(state)
-        whole, local = 0, 0
-        for entry in flat.entries.values():
-            for node in values.arrays_of(entry):
-                parts = [*flat.leaves[node["name"]].parts.values()]
-                own = sum(part.nbytes for part in parts)
-                local += own
-                elements = sum(math.prod(part.shape) for part in parts)
-                size = math.prod(node["shape"])
-                if 0 < elements < size:  # this process has a part of the array
-                    own = own * size // elements
-                whole += own
-        return whole, local
-
-    def copy(self, step: int, state: NamedState, record: Record | None) -> HostCopy:
+    def copy(self, step: int, state: Mapping[str, Any], record: Record | None) -> HostCopy:
         """Copies a state to host memory, in the memory of the last released copy if that fits.
 
         The copies from an accelerator are still running when it returns; `inspect` waits for them.
         See `CheckpointStore.save` for the arguments and errors.
         """
         step = checked_step(step)
-        sealed = None
-        if record is not None:
-            sealed = sealed_record(record)
+        sealed = None if record is None else sealed_record(record)
         spare, self._spare = self._spare, None
         try:
             flat = self.flatten(state)
@@ -223,71 +187,47 @@ class ArrayFormat(ABC):
             raise SaveFailed(step, "while copying the state", error) from error
         return HostCopy(step, flat, copied, sealed, max(1, len(AttemptHistory.of(record).starts)))
 
-    def _copy_leaves(self, flat: FlatState, spare: FlatState | None) -> Copied:
+    def _copy_leaves(self, flat: FlatState, spare: FlatState | None) -> Callable[[], object]:
         """Replaces the arrays by copies in host memory, in the memory of `spare` if that fits.
 
         Returns a function that waits for the copies.
         """
-        copies, copied = self.copy_parts(parts_of(flat), parts_of(spare))
+        copies, copied = self.copy_parts(flat.parts, spare.parts if spare else ())
         following = iter(copies)
         for leaf in flat.leaves.values():
             leaf.parts = {place: next(following) for place in leaf.parts}
         return copied
 
-    def release(self, copy: HostCopy) -> None:
+    def release(self, flat: FlatState) -> None:
         """Makes the memory of a copy available to the next copy. The copy is not used any more."""
-        self._spare = copy.flat
+        self._spare = flat
 
     def inspect(self, copy: HostCopy) -> tuple[str, ...]:
-        """Computes the digests of a copy, and looks for NaN and Inf in the same pass.
+        """The names of the arrays of a copy with NaN or Inf, allowed or not.
 
         Waits for the copies from an accelerator first.
-
-        Returns:
-            The names of all arrays with NaN or Inf, allowed or not.
         """
         copy.copied()
-        nonfinite: dict[str, None] = {}  # in order, each name once
-        for leaf in copy.flat.leaves.values():
-            for place, part in leaf.parts.items():
-                leaf.digests[place], is_finite = host_memory.digest(raw(part), leaf.dtype)
-                if not is_finite:
-                    nonfinite[leaf.name] = None
-        return tuple(nonfinite)
-
-    def check(self, copy: HostCopy) -> None:
-        """Recomputes the digests of an inspected copy in memory.
-
-        Raises:
-            CheckpointDamaged: a digest differs from the digest of the inspection.
-        """
-        for leaf in copy.flat.leaves.values():
-            for place, part in leaf.parts.items():
-                digest, _ = host_memory.digest(raw(part))
-                copy.verify(leaf, place, digest)
+        return _nonfinite(copy.flat)
 
     def nonfinite_in(
-        self, state: NamedState, names: Collection[str] | None = None
+        self, state: Mapping[str, Any], names: Collection[str] | None = None
     ) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not.
 
         Args:
             state: name -> value.
-            names: names of the arrays to look at, or None for all. Only these are copied, and not
-                into the memory that the next save reuses.
+            names: names of the arrays to look at, or None for all. Only these are copied.
         """
+        flat = self.flatten(state)
         if names is not None:
-            flat = self.flatten(state)
             flat.leaves = {name: leaf for name, leaf in flat.leaves.items() if name in names}
-            copied = self._copy_leaves(flat, None)
-            return self.inspect(HostCopy(0, flat, copied, record=None, attempt=1))
-        copy = self.copy(0, state, None)
-        try:
-            return self.inspect(copy)
-        finally:
-            self.release(copy)  # the first save reuses it
+        self._copy_leaves(flat, None)()
+        if names is None:
+            self.release(flat)  # the first save reuses it
+        return _nonfinite(flat)
 
-    def match(self, step: int, saved: Entries, like: NamedState) -> Target:
+    def match(self, step: int, saved: Entries, like: Mapping[str, Any]) -> Target:
         """Finds what to restore of a checkpoint, and checks that it fits the live state.
 
         JAX trees must have the same arrays. For objects with `state_dict` only names and identities
@@ -304,25 +244,22 @@ class ArrayFormat(ABC):
         Raises:
             StateMismatch: the checkpoint does not fit.
         """
-        live: dict[str, Value] = {}
+        live: dict[str, Any] = {}
         for name, value in like.items():
             if name in saved or getattr(value, "optional", False) is not True:
                 live[name] = value
-        flat = FlatState()
-        if live:
-            flat = self.flatten(live)
+        flat = self.flatten(live) if live else FlatState()
         wrong: list[str] = []
-        for name in live:
+        for name, entry in flat.entries.items():
             if name not in saved:
                 wrong.append(f'"{name}" is missing in the saved state')
-        for name, entry in flat.entries.items():
-            if name in saved:
-                wrong += mismatches(name, saved[name], entry)
+            else:
+                wrong += _mismatches(name, saved[name], entry)
         if wrong:
             raise StateMismatch(step, wrong)
         return Target({name: saved[name] for name in live}, live, flat)
 
-    def assemble(self, target: Target, arrays: Mapping[str, FrameworkArray]) -> dict[str, Value]:
+    def assemble(self, target: Target, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Builds a state from its saved entries and their arrays.
 
         Args:
@@ -332,12 +269,10 @@ class ArrayFormat(ABC):
         Returns:
             Name -> value, or the argument of `load_state_dict` for an object with `state_dict`.
         """
-        state: dict[str, Value] = {}
+        state: dict[str, Any] = {}
         for name, entry in target.entries.items():
-            is_loaded = is_stateful(entry) or hasattr(target.live[name], "state_dict")
-            live: Mapping[str, Leaf] = {}
-            if not is_loaded:
-                live = target.flat.leaves
+            is_loaded = _is_stateful(entry) or hasattr(target.live[name], "state_dict")
+            live = {} if is_loaded else target.flat.leaves
             fetch = partial(self._fetch, arrays, live)
             if "leaves" in entry:
                 leaves = [values.decode(node, fetch) for _, node in entry["leaves"]]
@@ -347,23 +282,18 @@ class ArrayFormat(ABC):
         return state
 
     def _fetch(
-        self,
-        arrays: Mapping[str, FrameworkArray],
-        live: Mapping[str, Leaf],
-        tag: str,
-        content: Any,
-    ) -> Value:
+        self, arrays: Mapping[str, Any], live: Mapping[str, Leaf], tag: str, content: Any
+    ) -> Any:
         """Decodes a node that `values.decode` cannot decode by itself: an array, mostly."""
         if tag != "array":
             return values.decode_other(tag, content)
         name = content["name"]
         return self.decode_array(content, arrays[name], live.get(name))
 
-    def restore(self, copy: HostCopy, like: NamedState) -> dict[str, Value]:
+    def restore(self, copy: HostCopy, like: Mapping[str, Any]) -> dict[str, Any]:
         """The state of an inspected copy in fresh memory, on the devices of the live values.
 
-        Every part is verified while it is copied. The memory is fresh, because the copy stays in
-        the ring and may be restored again.
+        The memory is fresh, because the copy stays in the ring and may be restored again.
 
         Args:
             copy: the inspected copy, which is not changed.
@@ -371,21 +301,93 @@ class ArrayFormat(ABC):
 
         Raises:
             StateMismatch: the state does not fit.
-            CheckpointDamaged: a digest differs.
         """
         target = self.match(copy.step, copy.flat.entries, like)
 
-        def verified_copy(leaf: Leaf) -> Leaf:
-            parts: dict[ShardPlace, Part] = {}
+        def fresh(leaf: Leaf) -> Leaf:
+            parts: dict[Any, Any] = {}
             for place, part in leaf.parts.items():
-                fresh = host_memory.allocate(part.nbytes)
-                digest, _ = host_memory.digest(raw(part), into=fresh)
-                copy.verify(leaf, place, digest)
-                parts[place] = fresh.view(part.dtype).reshape(part.shape)
+                memory = host_memory.allocate(part.nbytes)
+                np.copyto(memory, raw(part))
+                parts[place] = memory.view(part.dtype).reshape(part.shape)
             return replace(leaf, parts=parts)
 
         saved = [copy.flat.leaves[name] for name in target.arrays]
-        arrays: dict[str, FrameworkArray] = {}
-        for leaf in files.map_in_threads(verified_copy, saved, copy.nbytes):
+        arrays: dict[str, Any] = {}
+        for leaf in files.map_in_threads(fresh, saved, copy.nbytes):
             arrays[leaf.name] = self.array(leaf, target.flat.leaves.get(leaf.name))
         return self.assemble(target, arrays)
+
+
+def _nonfinite(flat: FlatState) -> tuple[str, ...]:
+    """The names of the arrays in host memory with NaN or Inf."""
+    found: list[str] = []
+    for leaf in flat.leaves.values():
+        if not all(host_memory.finite(raw(part), leaf.dtype) for part in leaf.parts.values()):
+            found.append(leaf.name)
+    return tuple(found)
+
+
+def _is_stateful(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is the state of an object with `state_dict`.
+
+    Such an object receives its state by `load_state_dict`, which checks and moves the arrays. Any
+    other value is built as a new object from its entry.
+    """
+    return entry.get("stateful", "tree" in entry)
+
+
+def _mismatches(name: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
+    """How a saved and a live entry of the same name differ, as sorted texts.
+
+    Empty if the saved value can be restored into the live value.
+    """
+    if _is_stateful(live):
+        before, now = saved.get("identity", {}), live.get("identity", {})
+        must_be_equal = before.keys() | now.keys() if before and now else set()
+    elif "leaves" in live:
+        if "leaves" not in saved:
+            return [f'"{name}" was an object with state_dict']
+        before, now = _array_types(name, saved), _array_types(name, live)
+        must_be_equal = before.keys() | now.keys()
+    else:
+        # A program's dictionaries and lists may grow and shrink: only common arrays are compared.
+        before, now = _array_types(name, saved), _array_types(name, live)
+        must_be_equal = before.keys() & now.keys()
+    wrong: list[str] = []
+    for key in sorted(must_be_equal):
+        old, new = before.get(key), now.get(key)
+        if old is None or new is None:
+            which = "saved" if old is None else "live"
+            wrong.append(f"{key} is missing in the {which} state")
+        elif old != new:
+            wrong.append(f"{key} is {old} in the saved and {new} in the live state")
+    return wrong
+
+
+def _array_types(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
+    """Place -> dtype and shape, which must be equal in a saved and a live entry.
+
+    JAX and NumPy arrays may replace each other; random keys may not.
+    """
+    if "leaves" in entry:
+        return {f"{name}{path}": _array_type(node) for path, node in entry["leaves"]}
+    return {node["name"]: _array_type({"array": node}) for node in values.arrays_of(entry)}
+
+
+def _array_type(node: values.Node) -> str:
+    """Dtype and shape of a node, and the kind of a random key; "no array" for another value.
+
+    A number is of one type, whether it is a Python number or an array without axes: a counter is a
+    number at the start of a run, and an array after the first jitted step.
+    """
+    if isinstance(node, int | float):
+        return "a number"
+    if not isinstance(node, dict) or not node.keys() <= {"array", "float", "complex"}:
+        return "no array"
+    array = node.get("array", {"kind": "number", "shape": ()})
+    if array["kind"] == "key":
+        return f"{array['dtype']}{tuple(array['shape'])} {array['impl']} key"
+    if not array["shape"]:
+        return "a number"
+    return f"{array['dtype']}{tuple(array['shape'])}"

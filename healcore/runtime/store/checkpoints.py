@@ -16,8 +16,8 @@ from healcore.console import first_of
 from healcore.core.errors import HealcoreError
 
 if TYPE_CHECKING:
-    from healcore.runtime.store.host_copy import HostCopy
     from healcore.runtime.store.manifest import Manifest
+    from healcore.runtime.store.state_copy import HostCopy
 
 
 class StoreError(HealcoreError, RuntimeError):
@@ -175,6 +175,9 @@ class StateMismatch(StoreError):
 
 
 StateMismatch.__module__ = "healcore.errors"
+
+MEMORY = "memory"
+"""Place of a copy in messages, where a file has a path."""
 
 
 # -- the list of checkpoints -----------------------------------------------------------------------

@@ -8,12 +8,10 @@ is named `.tmp-healcore-<random>`, so that the next start can remove the files o
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -106,23 +104,15 @@ def make_directory(path: Path) -> None:
 
 
 def discard(path: Path) -> bool:
-    """Removes a file or a directory, never through a link. Returns whether that succeeded.
-
-    When one array of a save fails, threads of the framework may still be writing other arrays. If
-    files appear or vanish during the removal, it is tried again, for a second at most.
-    """
-    for wait in (0.01, 0.09, 0.9, 0):
-        try:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-            return True
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-                return False
-            time.sleep(wait)
-    return False
+    """Removes a file or a directory, never through a link. Returns whether that succeeded."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def entries_of(folder: Path) -> list[Path]:

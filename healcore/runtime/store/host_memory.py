@@ -1,4 +1,4 @@
-"""Bytes in host memory: allocation, digests, and checks for NaN and Inf."""
+"""Bytes in host memory: allocation, and checks for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 _PIECE_BYTES = 1 << 19
 """Size of a piece in bytes. It stays in a core's cache, so a second read of it costs no memory
@@ -59,29 +58,6 @@ def free_bytes() -> float:
     return found
 
 
-def digest(raw: np.ndarray, dtype: str = "", *, into: np.ndarray | None = None) -> tuple[str, bool]:
-    """Digests an array's bytes, uint8 (n,), and checks and copies them in the same pass.
-
-    Args:
-        raw: the bytes.
-        dtype: name of the numbers' dtype for the check, or an empty string for no check.
-        into: memory that the bytes are copied to, or None.
-
-    Returns:
-        The xxh3, 128 bits, hexadecimal, of the bytes (as copied); and whether all numbers are
-        finite.
-    """
-    state, is_finite = xxhash.xxh3_128(), True
-    for at in range(0, len(raw), _PIECE_BYTES):
-        piece = raw[at : at + _PIECE_BYTES]
-        if into is not None:
-            np.copyto(into[at : at + _PIECE_BYTES], piece)
-            piece = into[at : at + _PIECE_BYTES]
-        state.update(piece.data)
-        is_finite = is_finite and finite(piece, dtype)
-    return state.hexdigest(), is_finite
-
-
 _INFINITY = {
     "float16": (2, 0x7C00),
     "bfloat16": (2, 0x7F80),
@@ -114,12 +90,18 @@ def finite(raw: np.ndarray, dtype: str) -> bool:
     as an integer, are then at least the bits of infinity. This test needs no bfloat16 type, raises
     no warnings and allocates nothing.
     """
-    if dtype in _NAN:
-        return not bool((raw == _NAN[dtype]).any())
-    if dtype not in _INFINITY or not len(raw):
+    if dtype not in _NAN and dtype not in _INFINITY:
         return True
-    # Two maxima: the signed maximum finds positive numbers, the unsigned maximum negative numbers.
-    # One maximum over the bits without the sign would need fresh memory, which takes longer.
-    size, infinity = _INFINITY[dtype]
-    positive, negative = raw.view(f"i{size}").max(), raw.view(f"u{size}").max()
-    return bool(positive < infinity and negative < infinity | 1 << 8 * size - 1)
+    for at in range(0, len(raw), _PIECE_BYTES):
+        piece = raw[at : at + _PIECE_BYTES]
+        if dtype in _NAN:
+            if (piece == _NAN[dtype]).any():
+                return False
+            continue
+        # Two maxima: the signed maximum finds positive numbers, the unsigned one negative numbers.
+        # One maximum over the bits without the sign would need fresh memory, which takes longer.
+        size, infinity = _INFINITY[dtype]
+        positive, negative = piece.view(f"i{size}").max(), piece.view(f"u{size}").max()
+        if positive >= infinity or negative >= infinity | 1 << 8 * size - 1:
+            return False
+    return True

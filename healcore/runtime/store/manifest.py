@@ -32,10 +32,10 @@ import re
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 import healcore
@@ -48,7 +48,7 @@ from healcore.runtime.store.checkpoints import (
     StoreError,
 )
 from healcore.runtime.store.checksums import ChecksumError, Digest
-from healcore.runtime.store.host_copy import HostCopy
+from healcore.runtime.store.state_copy import HostCopy
 
 SCHEMA = 4
 """Version of the manifest. A manifest of another version is not read."""
@@ -66,16 +66,6 @@ CRAFTED = (
 """Errors that reading raises if another program wrote a file with the right digest."""
 
 
-def _checked_path(name: str) -> str:
-    """A relative path; ValueError if it does not name a file inside the checkpoint."""
-    path = PurePosixPath(name)
-    outside = path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts
-    if outside or "\0" in name or not os.fsencode(name):
-        raise ValueError("the file is outside the checkpoint")
-    return name
-
-
-_FilePath = Annotated[str, AfterValidator(_checked_path)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
@@ -88,7 +78,7 @@ class Manifest(NamedTuple):
     """Wall-clock seconds since 1970. Equal only for the same save."""
     attempt: Annotated[_Count, Field(ge=1)]
     """Number of the attempt that saved the checkpoint, from 1. See `AttemptHistory`."""
-    files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
+    files: Annotated[dict[str, Digest], Field(min_length=1)]
     """Relative path -> size and digest, for every file except the manifest and the record."""
     nonfinite: tuple[str, ...]
     """Names of arrays with NaN or Inf, allowed or not."""
@@ -136,7 +126,7 @@ class StoredCheckpoint(NamedTuple):
             rank: number of the rank. It gets the shared values and its own per-rank values.
 
         Returns:
-            See `flat_state.Entries`.
+            See `state_copy.Entries`.
         """
         data = regular_file.read(self.folder / STATE, self.manifest.files[STATE].bytes)
         shared, *of_ranks = json.loads(data)

@@ -90,29 +90,22 @@ def gather_results(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     Returns:
         The results in rank order.
     """
-    result, failure = None, None
+    result: T | None = None
+    failure: Exception | None = None
+    shared: Exception | None = None
     try:
         result = action()
     except Exception as error:
-        failure = error
-    mine: tuple[Any, Exception | None] = (result, _picklable(failure, ranks.rank))
-    outcomes = ranks.gather(mine)
-    failures: list[Exception] = []
-    if failure is not None:  # first: the error itself, and not its copy for the other ranks
-        failures.append(failure)
-    failures += [error for _, error in outcomes if error is not None]
+        failure = shared = error
+        if not isinstance(error, StoreError) or isinstance(error, SaveFailed):
+            # Only a StoreError can certainly be pickled.
+            shared = RankFailed(f"rank {ranks.rank}: {type(error).__name__}: {error}")
+    outcomes: list[Any] = ranks.gather((result, shared))
+    failures = [failure, *(error for _, error in outcomes)]  # the error before its copy
+    failures = [error for error in failures if error is not None]
     if failures:
         raise min(failures, key=lambda error: isinstance(error, CheckpointDamaged))
     return [result for result, _ in outcomes]
-
-
-def _picklable(failure: Exception | None, rank: int) -> Exception | None:
-    """The error for the other ranks to raise. Only a StoreError can certainly be pickled."""
-    if failure is None:
-        return None
-    if isinstance(failure, StoreError) and not isinstance(failure, SaveFailed):
-        return failure
-    return RankFailed(f"rank {rank}: {type(failure).__name__}: {failure}")
 
 
 def run_on_each(ranks: Ranks, action: Callable[[], T]) -> T:
@@ -140,11 +133,4 @@ def run_on_first(ranks: Ranks, action: Callable[[], T]) -> T:
     Returns:
         Its result, on every rank. If it fails, all ranks raise, see `gather_results`.
     """
-
-    def act() -> T | None:
-        if ranks.rank == 0:
-            return action()
-        return None
-
-    results: list[Any] = gather_results(ranks, act)
-    return results[0]
+    return gather_results(ranks, lambda: action() if ranks.rank == 0 else None)[0]  # type: ignore[return-value]

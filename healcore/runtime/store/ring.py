@@ -12,7 +12,7 @@ from healcore.runtime.store.checkpoints import (
     Keep,
     superfluous,
 )
-from healcore.runtime.store.host_copy import HostCopy
+from healcore.runtime.store.state_copy import HostCopy
 
 
 class Ring:

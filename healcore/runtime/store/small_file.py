@@ -16,7 +16,7 @@ import numpy as np
 import safetensors
 
 from healcore import regular_file
-from healcore.runtime.store.host_copy import HostCopy
+from healcore.runtime.store.state_copy import HostCopy
 
 FILE = "arrays.safetensors"
 """Name of the file in the directory of the arrays."""

@@ -22,6 +22,7 @@ from healcore.runtime.store import files, manifest
 from healcore.runtime.store.array_format import ArrayFormat, Target
 from healcore.runtime.store.checkpoints import (
     IN_MEMORY,
+    MEMORY,
     AttemptHistory,
     CheckpointDamaged,
     CheckpointInfo,
@@ -32,7 +33,6 @@ from healcore.runtime.store.checkpoints import (
     StoreError,
     disallowed,
 )
-from healcore.runtime.store.host_copy import MEMORY, HostCopy, Record, checked_step, sealed_record
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import (
     Alone,
@@ -43,6 +43,7 @@ from healcore.runtime.store.ranks import (
     run_on_first,
 )
 from healcore.runtime.store.ring import Ring
+from healcore.runtime.store.state_copy import HostCopy, Record, checked_step, sealed_record
 from healcore.runtime.store.writer import Writer
 
 Root = str | os.PathLike[str]
@@ -56,9 +57,8 @@ class CheckpointStore(Writer):
         for saved in store.checkpoints():
             print(saved.step, saved.status, saved.finite)
 
-    A checkpoint in both is restored from memory, or from the first directory with an intact copy if
-    the copy in memory is damaged. A directory that cannot be read or written is reported, and the
-    others are used.
+    A checkpoint in both is restored from memory, else from the first directory with an intact copy.
+    A directory that cannot be read or written is reported, and the others are used.
 
     The thread that trains calls all methods. The background may call `verify`, `delete` and
     `checkpoints`. The ranks of a run call every method together, except `checkpoints`.
@@ -196,8 +196,7 @@ class CheckpointStore(Writer):
             if self.ranks.world > 1:  # the other ranks would wait for this rank
                 self.submit(step, partial(self._fail_on_others, error))
             raise
-        inspected, written = Event(), Event()
-        self._inspected, self._written = inspected, written
+        self._inspected, self._written = inspected, written = Event(), Event()
         self._last_step = step
         self.submit(copy.step, partial(self._complete, copy, inspected, written))
 
@@ -302,7 +301,7 @@ class CheckpointStore(Writer):
         return self._scan().damaged
 
     def verify(self, step: int) -> None:
-        """Recomputes every digest of the files, or of the copy in memory if there are no files.
+        """Recomputes every digest of the files. A copy in memory has none.
 
         Args:
             step: step of the checkpoint.
@@ -311,11 +310,9 @@ class CheckpointStore(Writer):
             CheckpointDamaged: a digest differs.
             CheckpointNotFound: the step has no checkpoint.
         """
-        copy, stored = self._locate(step)
+        _, stored = self._locate(step)
         if stored is not None:
             self._first_intact(stored)
-        elif copy is not None:
-            run_on_each(self.ranks, lambda: self.format.check(copy))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
@@ -333,14 +330,8 @@ class CheckpointStore(Writer):
         """
         copy, stored = self._locate(step)
         if copy is not None:
-            try:
-                state = run_on_each(self.ranks, lambda: self.format.restore(copy, like))
-                return Restored(state, copy.unsealed_record)
-            except CheckpointDamaged as error:
-                self.ring.forget(step)
-                if stored is None:
-                    raise
-                self._failures.append(error)
+            state = run_on_each(self.ranks, lambda: self.format.restore(copy, like))
+            return Restored(state, copy.unsealed_record)
         assert stored is not None, "a checkpoint is in memory or on disk"
         intact = self._first_intact(stored)
 
@@ -413,7 +404,8 @@ class CheckpointStore(Writer):
         unused: HostCopy | None = copy
         try:
             found = gather_results(self.ranks, lambda: self._inspect(copy))
-            names, has_room = zip(*found, strict=True)
+            names, has_room, created = zip(*found, strict=True)
+            copy.created = created[0]  # the save is known by it, on every rank
             copy.nonfinite = tuple(sorted(set().union(*names)))
             nonfinite = disallowed(copy.nonfinite, self.nonfinite_ok)
             if nonfinite:
@@ -426,16 +418,16 @@ class CheckpointStore(Writer):
         finally:
             inspected.set()  # also after a failure
             if unused is not None:
-                self.format.release(unused)
+                self.format.release(unused.flat)
             written.set()
 
-    def _inspect(self, copy: HostCopy) -> tuple[tuple[str, ...], bool]:
-        """The names of arrays with NaN or Inf, and whether memory has room for more copies."""
+    def _inspect(self, copy: HostCopy) -> tuple[tuple[str, ...], bool, float]:
+        """The names of arrays with NaN or Inf, whether memory has room, and the copy's time."""
         try:
             nonfinite = self.format.inspect(copy)
         except Exception as error:
             raise SaveFailed(copy.step, "while copying the state", error) from error
-        return nonfinite, self.ring.has_room(copy, self.ranks.world)
+        return nonfinite, self.ring.has_room(copy, self.ranks.world), copy.created
 
     def _close_ring(self, copy: HostCopy) -> None:
         """Keeps no copies in memory from now on; StoreError for a store without a directory."""

@@ -6,7 +6,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from healcore import console
@@ -24,10 +23,10 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self._newest: Future[None] | None = None
-        """The last job: if it is done, all are."""
-        self._worker = 0
-        """Id of the thread of the newest job, or 0 before the first job."""
+        self._newest: threading.Thread | None = None
+        """The thread of the last job: if it has ended, all jobs are done."""
+        self._working: threading.Thread | None = None
+        """The thread of the job at work, or of the last one."""
         self._failures: list[StoreError] = []
         """The errors that no call has raised or returned, oldest first."""
         watch_forks(self)
@@ -45,8 +44,8 @@ class Writer:
 
         def run() -> None:
             if previous is not None:
-                wait([previous])
-            self._worker = threading.get_ident()
+                previous.join()
+            self._working = threading.current_thread()
             try:
                 job()
             except SaveFailed as failure:
@@ -54,17 +53,15 @@ class Writer:
             except BaseException as error:
                 self._failures.append(SaveFailed(step, "in the background", error))
 
-        pool = ThreadPoolExecutor(1, thread_name_prefix="healcore-writer")
-        self._newest = pool.submit(run)
-        pool.shutdown(wait=False)  # the thread ends with the job
+        self._newest = threading.Thread(target=run, name="healcore-writer")
+        self._newest.start()
 
     @property
     def busy(self) -> bool:
         """Whether there are jobs to wait for. False for a job, which would wait for itself."""
         newest = self._newest
-        if newest is None or newest.done():
-            return False
-        return threading.get_ident() != self._worker
+        is_job = threading.current_thread() is self._working
+        return newest is not None and newest.is_alive() and not is_job
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until all jobs are done. Raises no failures.
@@ -73,7 +70,7 @@ class Writer:
             timeout: longest time to wait, in seconds, or None for no limit.
         """
         if self.busy and self._newest is not None:
-            wait([self._newest], timeout)
+            self._newest.join(timeout)
 
     def wait(self) -> None:
         """Waits until every save is complete.

@@ -32,12 +32,4 @@ def bare_run(log: RunLog, driver: Driver, *, policy: Any = "default", store: Any
 
 def schedule_of(run: Run, every: int) -> SaveSchedule:
     """The schedule of the saves of a run."""
-    return SaveSchedule(
-        every,
-        policy=run.policy,
-        driver=run.driver,
-        ranks=run.ranks,
-        log=run.log,
-        record=run.record,
-        progress=run.progress,
-    )
+    return SaveSchedule(run, every)

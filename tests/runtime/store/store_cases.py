@@ -21,8 +21,7 @@ import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
 from healcore import CheckpointStore, Keep
 from healcore.jax.store.array_format import JaxFormat
-from healcore.runtime.store.flat_state import parts_of, raw
-from healcore.runtime.store.host_copy import HostCopy
+from healcore.runtime.store.state_copy import HostCopy
 
 KEEP = Keep(good=3, candidates=8)
 
@@ -172,14 +171,6 @@ def over(*cases: StoreCase) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def damage_in_memory(store: Any, step: int) -> str:
-    """Flips a bit of the largest array of a copy in memory; returns the array's name."""
-    copy = store.ring.copies[step]
-    leaf = max(copy.flat.leaves.values(), key=lambda leaf: next(iter(leaf.parts.values())).nbytes)
-    raw(next(iter(leaf.parts.values())))[3] ^= 1
-    return leaf.name
-
-
 def forget(store: Any) -> None:
     """Empties the memory of a store, as a new process finds it."""
     store.ring.copies = {}
@@ -234,5 +225,5 @@ def held_bytes(store: CheckpointStore) -> int:
     store.wait()
     gc.collect()
     copies = [each for each in gc.get_objects() if type(each) is HostCopy]
-    parts = {id(part): part for copy in copies for part in parts_of(copy.flat)}
+    parts = {id(part): part for copy in copies for part in copy.flat.parts}
     return sum(part.nbytes for part in parts.values())

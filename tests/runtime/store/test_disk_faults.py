@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from healcore.runtime.store import files
 from healcore.runtime.store.checkpoints import SaveFailed, StoreError
 from healcore.runtime.store.manifest import sweep
 from tests import forked_programs
@@ -133,25 +132,6 @@ def test_stale_files_are_removed_and_nothing_else(tmp_path):
     assert not any(path.exists() for path in (*ours, link))
     assert all((path / "part").exists() for path in others)
     store.verify(1)
-
-
-def test_a_directory_that_a_thread_still_writes_is_removed(tmp_path, monkeypatch):
-    """Orbax writes its arrays at the same time, and reports the first that fails."""
-    folder = tmp_path / "save"
-    rmtree = shutil.rmtree
-    calls = []
-
-    def with_a_new_file(path: Path) -> None:
-        calls.append(path)
-        if len(calls) < 3:
-            (path / f"{len(calls)}.lock").touch()
-            raise OSError(39, "Directory not empty")
-        rmtree(path)
-
-    folder.mkdir()
-    monkeypatch.setattr(files.shutil, "rmtree", with_a_new_file)
-    assert files.discard(folder)
-    assert not folder.exists()
 
 
 ENDS = """

@@ -11,14 +11,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from healcore.console import first_of
-from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import CheckpointDamaged, CheckpointInfo
-from healcore.runtime.store.host_copy import MEMORY
-from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.run import Run
 
 
 class KnownCheckpoints:
@@ -30,33 +26,19 @@ class KnownCheckpoints:
     steps.
 
     Args:
-        policy: has the number of healthy steps of a probation.
-        store: the store with the checkpoints.
-        log: the log, for the events of damage.
-        record: has the attempts of the run, and how far checkpoints are known-good.
+        run: the parts of the run.
     """
 
-    def __init__(
-        self,
-        *,
-        policy: HostPolicy,
-        store: CheckpointStore,
-        log: RunLog,
-        record: RunRecord,
-    ) -> None:
-        self._policy = policy
-        self._store = store
-        self._log = log
-        self._record = record
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.started_from: int | None = None
         """Step of the snapshot or checkpoint that this process started from, or None before."""
         self.newer_than_start: set[int] = set()
         """Steps of checkpoints newer than the resumed one: this process could not use them."""
         self.damage: list[CheckpointDamaged] = []
         """Errors of damaged checkpoints, as this process has found them."""
-        self._with_other_copy: set[str] = set()
-        """Directories of damaged checkpoints that had an intact copy elsewhere, when the damage was
-        found."""
+        self._reported: set[tuple[str, bool]] = set()
+        """Path of each damaged checkpoint, and whether another copy was intact then."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         """Step and array names of each checkpoint of this process with disallowed NaN or Inf."""
         self._nonfinite_now: dict[int, tuple[str, ...]] = {}
@@ -75,7 +57,7 @@ class KnownCheckpoints:
         Raises:
             StoreError: the store cannot be read.
         """
-        saves = self._record.attempt_history.with_status(self._store.checkpoints())
+        saves = self.run.record.attempt_history.with_status(self.run.store.checkpoints())
         return [saved for saved in saves if saved.step not in self._lost]
 
     @property
@@ -95,7 +77,7 @@ class KnownCheckpoints:
         at most the step that it has restored: what was known about later checkpoints belongs to
         undone steps.
         """
-        last = self._record.known_good_up_to
+        last = self.run.record.known_good_up_to
         return max((at for at in self.restorable if at <= last), default=None)
 
     @property
@@ -105,7 +87,7 @@ class KnownCheckpoints:
         Such a checkpoint is newer than the newest known-good one, and may hold damage that has not
         shown yet. It becomes known-good after `[rollback] probation` healthy steps.
         """
-        last = self._record.known_good_up_to
+        last = self.run.record.known_good_up_to
         return sorted([at for at in self._finite if at > last])
 
     def begin_attempt(self, step: int) -> None:
@@ -117,8 +99,8 @@ class KnownCheckpoints:
             step: step of the first snapshot, of the resumed checkpoint, or of the target of a
                 rollback.
         """
-        record = self._record
-        self._store.take_nonfinite()
+        record = self.run.record
+        self.run.store.take_nonfinite()
         self._nonfinite_now = {}
         if self.started_from is None:
             self.started_from = step
@@ -160,8 +142,8 @@ class KnownCheckpoints:
         known yet. When a probation has ended, the journal drops the steps that no rollback can ask
         for any more: without that, its list of unhealthy steps would grow for the whole run.
         """
-        journal, on_probation = self._record.journal, self.on_probation
-        probation = self._policy.rollback.probation
+        journal, on_probation = self.run.record.journal, self.on_probation
+        probation = self.run.policy.rollback.probation
         may_end = on_probation and journal.next_step - on_probation[0] >= probation
         if may_end and not journal.open:
             self.end_probation()
@@ -175,14 +157,14 @@ class KnownCheckpoints:
             before: only healthy steps before this one count. A rollback passes the onset of its
                 trouble.
         """
-        journal, probation = self._record.journal, self._policy.rollback.probation
+        journal, probation = self.run.record.journal, self.run.policy.rollback.probation
         for step in self.on_probation:
             if journal.healthy_steps(step, int(min(before, journal.next_step))) < probation:
                 break
-            self._record.known_good_up_to = step
+            self.run.record.known_good_up_to = step
             self.read_nonfinite(step)
             if self._finite[step]:
-                self._log.event("good", step=step)
+                self.run.log.event("good", step=step)
 
     def read_nonfinite(self, up_to: float = math.inf) -> dict[int, tuple[str, ...]]:
         """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
@@ -192,18 +174,18 @@ class KnownCheckpoints:
         Args:
             up_to: the newest save to wait for, by default the newest one of all.
         """
-        for step, names in self._store.take_nonfinite(up_to):
+        for step, names in self.run.store.take_nonfinite(up_to):
             if step in self._finite:
                 self._finite[step] = False
             if step in self._nonfinite_now:
                 continue
             problem = f"checkpoint {step} is not finite in {first_of(names)}"
-            self._log.event("problem", step=step, problem=problem)
+            self.run.log.event("problem", step=step, problem=problem)
             if not self.nonfinite:
                 why = "A skipped step does not undo changes by the forward pass"
-                if self._policy.observes:
+                if self.run.policy.observes:
                     why = "The policy only observes, so the steps with NaN were taken"
-                self._log.warning(
+                self.run.log.warning(
                     f"{problem}: it can never be known-good. {why}. If NaN or Inf is expected in "
                     "these arrays, name them in nonfinite_ok"
                 )
@@ -214,25 +196,20 @@ class KnownCheckpoints:
     def report_damage(self, error: CheckpointDamaged, *, other_copy: bool = False) -> None:
         """Reports a damaged checkpoint, with an event of the kind `damaged`.
 
-        A directory is reported once, because its name is unique: several reads may find the same
-        damage. Exception: its other copy is damaged now too. A copy in memory has no such name, and
-        is reported each time.
+        A path is reported once, because several reads may find the same damage, and once more if
+        its other copy is damaged too.
 
         Args:
             error: the error of the read, with the step and the path.
             other_copy: whether another copy of the checkpoint was intact. It then stays known-good.
         """
-        is_known = error.path != MEMORY and any(each.path == error.path for each in self.damage)
-        if is_known and (other_copy or error.path not in self._with_other_copy):
+        if self._reported & {(error.path, other_copy), (error.path, False)}:
             return
-        if other_copy:
-            self._with_other_copy.add(error.path)
-        else:
-            self._with_other_copy.discard(error.path)
-        if not is_known:
+        if (error.path, True) not in self._reported:
             self.damage.append(error)
+        self._reported.add((error.path, other_copy))
         intact = other_copy or None  # an event without the field has no other copy
-        self._log.event("damaged", step=error.step, problem=str(error), other_copy=intact)
+        self.run.log.event("damaged", step=error.step, problem=str(error), other_copy=intact)
 
     def lose(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint on disk, and removes it if memory holds no copy.
@@ -244,6 +221,6 @@ class KnownCheckpoints:
             error: the error of the read, with the step and the path.
         """
         self.report_damage(error)
-        if error.step not in self._store.ring.copies:
+        if error.step not in self.run.store.ring.copies:
             self._lost.add(error.step)
             self.remove({error.step})

@@ -10,32 +10,47 @@ A save that fails is reported and does not end the run: the checkpoint before it
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data import DataError
-from healcore.runtime.run.checkpoints.deleter import Deleter, default_keep
-from healcore.runtime.run.checkpoints.storage_need import (
-    StorageNeed,
-    checkpoints_on_disk,
-    copies_in_memory,
-)
 from healcore.runtime.run.data_state import DATA_STATE_ITEM
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
+    CheckpointInfo,
+    CheckpointNotFound,
     Keep,
     SaveFailed,
     StoreError,
     UnsavableState,
     disallowed,
+    superfluous,
 )
+from healcore.runtime.store.ranks import run_on_first
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
+
+
+MAX_CANDIDATES = 8
+"""Max checkpoints on probation in a store, unless `keep` is set."""
+
+
+def default_keep(probation: int, every: int) -> Keep:
+    """The checkpoints to keep on disk by default: among others the candidates of one probation.
+
+    Args:
+        probation: healthy steps after which a checkpoint is known-good.
+        every: steps between two saves.
+    """
+    saves_per_probation = math.ceil(probation / every)
+    return Keep(candidates=min(saves_per_probation + 1, MAX_CANDIDATES), older=True)
 
 
 class SaveReason(StrEnum):
@@ -79,15 +94,12 @@ class Saver:
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
         """Step whose save failed and was not repeated -> the problem."""
-        self._deleter = Deleter(
-            keep or default_keep(run.policy.rollback.probation, run.schedule.every),
-            policy=run.policy,
-            store=run.store,
-            log=run.log,
-            record=run.record,
-            ledger=run.ledger,
-            known_checkpoints=run.known_checkpoints,
-        )
+        self._keep = keep or default_keep(run.policy.rollback.probation, run.schedule.every)
+        """The checkpoints to keep on disk."""
+        self._deleted_up_to = -1
+        """`RunRecord.known_good_up_to` at the last deletion. It begins with the same value, -1."""
+        self._deletions: deque[set[int] | Exception] = deque()
+        """Results of the background: steps of deleted checkpoints, or the problem."""
         self._failures = 0
         """Number of failed saves of this process."""
         self._saved_once = False
@@ -96,30 +108,6 @@ class Saver:
     def items(self) -> dict[str, Any]:
         """Name -> item of the live state to save, except healcore's record."""
         return {**self.run.driver.state(), DATA_STATE_ITEM: self.run.data_state}
-
-    def storage_need(self) -> StorageNeed:
-        """The bytes that the checkpoints of this run need. Every rank calls it.
-
-        Returns:
-            The need, for the first line of the run: a full disk in the night costs more than a
-            look at this number.
-
-        Raises:
-            StoreError: the state cannot be saved.
-        """
-        whole, local = self.run.store.format.sizes(self.items())
-        more_whole, more_local = self.run.driver.missing_moments()
-        keep, compares = self._deleter.keep, self.run.comparisons.is_enabled
-        # Nothing is deleted before the first checkpoint is known-good.
-        before = self.run.policy.rollback.probation // self.run.schedule.every + 2
-        return StorageNeed(
-            whole + more_whole,
-            local + more_local,
-            max(checkpoints_on_disk(keep, compares=compares), before),
-            copies_in_memory(self.run.store.ring.keep, compares=compares),
-            older=keep.older,
-            directories=len(self.run.store.roots),
-        )
 
     def record_of(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps, as JSON-safe values."""
@@ -156,7 +144,9 @@ class Saver:
         Args:
             step: first step of the attempt.
         """
-        self._deleter.begin_attempt(step)
+        self._collect_deletions()
+        # No checkpoint is known-good after this step.
+        self._deleted_up_to = min(self._deleted_up_to, step)
         self.run.known_checkpoints.begin_attempt(step)
         self.run.schedule.last_saved = self.run.schedule.last_regular = step
 
@@ -241,7 +231,8 @@ class Saver:
             self.unsaved.pop(step, None)
             seconds = round(time.monotonic() - began, 6)
             self.run.log.event("save", step=step, why=why.value, seconds=seconds)
-        self._deleter.queue_deletions(step)
+        if self.run.record.known_good_up_to > self._deleted_up_to:
+            self._queue_deletions(step)
 
     def poll(self) -> None:
         """Reports results of the background, and computes the known-good checkpoints.
@@ -250,7 +241,7 @@ class Saver:
         some steps after it was ordered.
         """
         self.report_failures()
-        self._deleter.collect_results()
+        self._collect_deletions()
         self.run.known_checkpoints.end_due_probation()
 
     def wait(self) -> None:
@@ -293,6 +284,69 @@ class Saver:
         is_power_of_two = self._failures & (self._failures - 1) == 0
         if is_power_of_two or not is_elsewhere:
             self.run.log.warning(f"checkpoint {step} was not saved: {error}")
+
+    def _queue_deletions(self, step: int) -> None:
+        """Queues the deletion of superfluous checkpoints, if the save of `step` succeeds.
+
+        Called when another checkpoint is known-good. Until then a rollback may need every
+        checkpoint since the newest known-good one. The deletion is a job in the queue of the saves,
+        so that the contents of a store depend on the steps, and not on the speed of a disk.
+
+        A second rollback in the region of the last one must not use a checkpoint that became
+        known-good later, so the targets there and the next older known-good one stay. The
+        decision uses the attempts as saved, so that a restart knows the same known-good
+        checkpoints. The newest of them is verified first. If it is damaged, nothing is deleted.
+        """
+        store, record = self.run.store, self.run.record
+        self._deleted_up_to = record.known_good_up_to
+        region = self.run.policy.rollback.region
+        past = self.run.ledger.same_trouble(record.journal.next_step, region)
+        targets = [each.checkpoint for each in past]  # a start after a stop takes the oldest one
+        stay = {*store.ring.protected, *self.run.known_checkpoints.newer_than_start, *targets}
+        attempts = record.attempt_history
+
+        def choose() -> tuple[list[CheckpointInfo], int | None]:
+            """What to delete, and the newest known-good step; nothing without the save."""
+            saves = attempts.with_status(store.checkpoints())
+            saves = [saved for saved in saves if saved.path or not store.durable]
+            if (step, len(attempts.starts)) not in {(each.step, each.attempt) for each in saves}:
+                return [], None
+            good = [saved.step for saved in saves if saved.status == "good"]
+            if targets:
+                stay.update([at for at in good if at < targets[-1]][-1:])
+            surplus = superfluous(saves, self._keep, stay=stay)
+            return [each for each in saves if each.step in surplus], max(good, default=None)
+
+        def delete() -> None:
+            try:
+                surplus, newest_good = run_on_first(store.ranks, choose)
+                if surplus and newest_good is not None:
+                    store.verify(newest_good)
+                for old in surplus:
+                    with suppress(CheckpointNotFound):
+                        store.delete(old.step)
+                # The current attempt may save an abandoned step again.
+                self._deletions.append({old.step for old in surplus if not old.is_abandoned})
+            except Exception as error:
+                self._deletions.append(error)
+
+        store.submit(step, delete)
+
+    def _collect_deletions(self) -> None:
+        """Reads the results of the deletions that have ended in the background. Does not wait.
+
+        Any error but damage becomes an event of the kind `problem`: a checkpoint that stays costs
+        disk space, not the run.
+        """
+        while self._deletions:
+            result = self._deletions.popleft()
+            if isinstance(result, set):
+                self.run.known_checkpoints.remove(result)
+            elif isinstance(result, CheckpointDamaged):
+                self.run.known_checkpoints.lose(result)
+            else:
+                step = self.run.progress.step
+                self.run.log.event("problem", step=step, problem=str(result))
 
     def nonfinite_in_state(self, arrays: Collection[str] | None = None) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank, sorted.

@@ -15,15 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from healcore.runtime.driver import Driver
-from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.compare.credit import MAX_SHARE
-from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.progress import RunProgress
-    from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.run import Run
 
 RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
@@ -37,28 +32,14 @@ class SaveSchedule:
     """When a regular save is due: once per interval, unless alarms or slow saves delay the save.
 
     Args:
+        run: the parts of the run.
         every: steps between two saves, or None to save once per probation, and less often if saves
             are slow.
-        policy: the policy. Under a policy that only observes, alarms delay nothing.
-        driver: knows whether an accumulation of gradients prevents a save.
-        ranks: the ranks, which agree that saves are slow.
-        log: the log, for a warning if nothing was saved for long.
-        record: has the steps with an alarm.
-        progress: the number of steps.
     """
 
-    def __init__(
-        self,
-        every: int | None,
-        *,
-        policy: HostPolicy,
-        driver: Driver,
-        ranks: Ranks,
-        log: RunLog,
-        record: RunRecord,
-        progress: RunProgress,
-    ) -> None:
-        self.every = every or policy.rollback.probation
+    def __init__(self, run: Run, every: int | None) -> None:
+        self.run = run
+        self.every = every or run.policy.rollback.probation
         """Steps between two saves."""
         self.last_saved: int | None = None
         """Step of the last checkpoint or of the start, or None before the start."""
@@ -71,16 +52,16 @@ class SaveSchedule:
         rest of the body, and a `break`, may have changed what a restart has to know."""
         self.after_change = False
         """Whether no checkpoint has the structure that the program has given to its model."""
-        self._policy = policy
-        self._driver = driver
-        self._log = log
-        self._record = record
-        self._progress = progress
-        self._time = _SavingTime(ranks)
         self._limits_time = every is None
         self._next_warning = _UNSAVED_INTERVALS * self.every
         """Steps without a save after which a warning follows."""
-        self._slow_saves_reported = False
+        self._saving_s = 0.0
+        """Seconds that the regular saves of this process have taken."""
+        self._began = time.monotonic()
+        self._checked_interval: int | None = None
+        """Interval in which the ranks have last exchanged whether saves are slow, or None."""
+        self._is_slow = False
+        """Whether the saves of a rank had taken too long at the last exchange."""
 
     def due(self) -> bool:
         """Whether a regular save is due, and possible. Called once per dispatch.
@@ -92,7 +73,7 @@ class SaveSchedule:
             True if the run should save now. With several ranks the answer is the same on all of
             them, and the method may be collective.
         """
-        if self._progress.step - (self.last_saved or 0) >= self._next_warning:
+        if self.run.progress.step - (self.last_saved or 0) >= self._next_warning:
             self._next_warning *= 2
             self._warn()
         wanted = self._missed_saves >= 1 or self.after_change
@@ -102,28 +83,33 @@ class SaveSchedule:
 
     @property
     def saves_are_slow(self) -> bool:
-        """Whether the saves of any rank have taken too long. Collective once per interval."""
-        return self._time.exceeds_limit(self._progress.step // self.every)
+        """Whether the saves of any rank have taken more than their share of the run's time.
+
+        Without a limit, saves that each take as long as the steps between two saves double the time
+        of a run (124 M parameters on an H100: 66 ms per step, and 37 ms without saves). The clock
+        decides nothing but this: a save that is skipped changes no weight. The ranks agree, because
+        all of them have to take part in a save. Collective once per interval.
+        """
+        interval = self.run.progress.step // self.every
+        if interval != self._checked_interval:
+            allowed = FREE_S + MAX_SHARE * (time.monotonic() - self._began)
+            self._is_slow = any(self.run.ranks.gather(self._saving_s > allowed))
+            self._checked_interval = interval
+        return self._is_slow
 
     def _warn(self) -> None:
-        """Warns that nothing was saved for long, and why. Slow saves are a reason only once."""
-        slow = self._time.exceeded
-        if slow and self._slow_saves_reported:
-            return
-        if slow:
-            self._slow_saves_reported = True
+        """Warns that nothing was saved for long, and why."""
+        why = "alarms delay the save"
         if not self.may_save:
             why = "an optimizer has gradients that it has not stepped with: step or zero_grad()"
-        elif slow:
-            why = f"saves have taken {self._time.total_s:.0f} s, more than 1 % of the time; "
+        elif self._is_slow:
+            why = f"saves have taken {self._saving_s:.0f} s, more than 1 % of the time; "
             why += "Checkpoints(every=N) saves every N steps"
-        else:
-            why = "alarms delay the save"
         saved = self.last_saved
         line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
         if saved is None:
             line = f"no checkpoint yet ({why}); a restart begins at the first step"
-        self._log.problem(self._progress.step, line)
+        self.run.log.problem(self.run.progress.step, line)
 
     @property
     def may_save(self) -> bool:
@@ -132,12 +118,12 @@ class SaveSchedule:
         Within an accumulation a part of the gradients is summed up already. A restart from a
         checkpoint would lose this part, because gradients are not saved.
         """
-        return self._driver.may_save(self.every)
+        return self.run.driver.may_save(self.every)
 
     @property
     def _missed_saves(self) -> int:
         """Number of regular saves that were due since the last one."""
-        interval = self._progress.step // self.every
+        interval = self.run.progress.step // self.every
         if self.last_regular is None:
             return interval + 1  # the first save, at the start, is due too
         return interval - self.last_regular // self.every
@@ -150,7 +136,7 @@ class SaveSchedule:
         most of the time. A checkpoint after an onset does no harm: a rollback abandons it. Under a
         policy that only observes, nothing is delayed.
         """
-        return self.recent_alarm and self._missed_saves <= 1 and not self._policy.observes
+        return self.recent_alarm and self._missed_saves <= 1 and not self.run.policy.observes
 
     @property
     def recent_alarm(self) -> bool:
@@ -159,8 +145,8 @@ class SaveSchedule:
         Weights saved so soon after an alarm may hold the damage of an incident that is only
         beginning, so `delayed` puts off a regular save.
         """
-        first = self._progress.step - RECENT_ALARM_STEPS
-        return any(step >= first for step in self._record.journal.unhealthy[-1:])
+        first = self.run.progress.step - RECENT_ALARM_STEPS
+        return any(step >= first for step in self.run.record.journal.unhealthy[-1:])
 
     @contextmanager
     def saving(
@@ -175,45 +161,12 @@ class SaveSchedule:
                 however long it takes.
         """
         began = time.monotonic()
-        self.last_saved = self._progress.step
+        self.last_saved = self.run.progress.step
         self.saved_in_body = in_body
         if regular:
-            self.last_regular = self._progress.step
+            self.last_regular = self.run.progress.step
         self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield
         if counts:
-            self._time.total_s += time.monotonic() - began
-
-
-class _SavingTime:
-    """The time that the regular saves of a run take, and its limit, a share of the run's time.
-
-    Without this limit, saves that each take as long as the steps between two saves double the time
-    of a run (124 M parameters on an H100: 66 ms per step, and 37 ms without saves).
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.total_s = 0.0
-        """Seconds that the regular saves of this process have taken."""
-        self.exceeded = False
-        """Whether the limit was exceeded on any rank at the last check."""
-        self._ranks = ranks
-        self._began = time.monotonic()
-        self._checked: int | None = None
-        """Checkpoint interval of the last check, or None before the first check."""
-
-    def exceeds_limit(self, interval: int) -> bool:
-        """Whether the saves of a rank have taken too long. Collective once per interval.
-
-        The clock decides nothing but this: a save that is skipped changes no weight. The ranks
-        agree on the answer, because all of them have to take part in a save.
-
-        Args:
-            interval: number of the checkpoint interval.
-        """
-        if interval != self._checked:
-            allowed = FREE_S + MAX_SHARE * (time.monotonic() - self._began)
-            self.exceeded = any(self._ranks.gather(self.total_s > allowed))
-            self._checked = interval
-        return self.exceeded
+            self._saving_s += time.monotonic() - began

@@ -110,8 +110,8 @@ class Comparisons:
         """Steps of the checkpoints that a rollback may need.
 
         These are the checkpoints of the anchors. While a number of an optimizer is held, the
-        restored checkpoint is needed too, in case that the number is intended. `Saver` and
-        `Deleter` keep these checkpoints.
+        restored checkpoint is needed too, in case that the number is intended. `Saver` keeps
+        these checkpoints.
         """
         steps = [anchor.step for anchor in self.anchors]
         if self.run.record.envelope.numbers:

@@ -21,6 +21,7 @@ from healcore.runtime.run.engine_states import compatible_states
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import (
+    MEMORY,
     CheckpointDamaged,
     CheckpointInfo,
     CheckpointNotFound,
@@ -29,7 +30,6 @@ from healcore.runtime.store.checkpoints import (
     StateMismatch,
     StoreError,
 )
-from healcore.runtime.store.host_copy import MEMORY
 from healcore.runtime.store.ranks import RankFailed, broadcast, run_on_each
 from healcore.runtime.store.values import attribute
 

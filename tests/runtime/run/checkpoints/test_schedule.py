@@ -25,8 +25,7 @@ class Steps:
         self.progress = RunProgress()
         self.may_save = True
         driver: Any = SimpleNamespace(may_save=lambda every: self.may_save)
-        self.schedule = SaveSchedule(
-            every,
+        run: Any = SimpleNamespace(
             policy=HostPolicy.of(rules(mode="observe" if observes else "heal")),
             driver=driver,
             ranks=Alone(),
@@ -34,6 +33,7 @@ class Steps:
             record=self.record,
             progress=self.progress,
         )
+        self.schedule = SaveSchedule(run, every)
 
     def save(self, *, regular: bool = True) -> None:
         with self.schedule.saving(regular=regular):
