@@ -387,8 +387,10 @@ class Source:
         return saved
 
     def _take_over(self, cursor: SourceCursor, saved: SavedPosition) -> None:
-        """Moves the loader that begins the awaited pass to its position."""
-        self.awaited = None
+        """Moves the loader that begins the awaited pass to its position.
+
+        A function that makes the batches may ask for the epoch meanwhile, which is the awaited one.
+        """
         self._owed = [each for each in self._owed if each > cursor.place]
         if cursor.place == saved["place"]:
             cursor.since = saved["since"]
@@ -407,6 +409,7 @@ class Source:
             notice = cursor.fast_forward(saved)
             if notice:
                 self._notices.append(notice)
+        self.awaited = None
         cursor.has_begun_before = cursor.can_rewind or cursor.next_id.index > 0 or saved["begun"]
         length = cursor.length
         self._is_short = length is not None and place.index > length > 0
