@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
-from healcore.runtime.run.compare.evidence import Anchor
+from healcore.runtime.run.compare.evidence import SAMPLE_SIZE, Anchor
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
 from healcore.runtime.run.engine_states import limit_norms, with_rates
 from healcore.runtime.run.envelope import Envelope
@@ -250,8 +250,8 @@ class Holding:
                     usual_by_index[step.index] = step
         usual = [*usual_by_index.values()]
         steps = [step for step in suspects.steps if step.batches and step.index >= anchor.step]
-        if not usual or not steps:
-            return []
+        if len(usual) < SAMPLE_SIZE or not steps:
+            return []  # the spread of a few losses says little
         both = [*usual, *steps]
         losses = self.run.comparisons.losses_of(both, anchor, [math.nan] * len(both))
         if losses is None:
