@@ -246,6 +246,8 @@ class Sources:
         if epoch is not None:
             self._begin_named_epoch(epoch)
         place: Place = [self._loop, self._epoch, source.passes]
+        if by_trainer and source.current is not None and source.current.loader is not loader:
+            source.current.leave_by_break()  # a trainer reads one loader at a time
         if by_trainer and source.awaited is not None:
             place = source.awaited["place"]
             source.awaited = {**source.awaited, "first": source.next_pass}
