@@ -83,7 +83,8 @@ def change_state(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
     for folder in checkpoints(root):
         entries = part(folder, manifest.STATE)
         for each in entries:
-            change(each)
+            if "healcore" in each:
+                change(each)
         rewrite(folder, manifest.STATE, entries)
 
 

@@ -382,6 +382,8 @@ def _check_size(folder: Path, name: str, size: int) -> None:
         status = (folder / name).lstat()
     except OSError as error:
         raise _damaged(folder, f"is missing ({error.strerror})", name) from None
+    except ValueError:  # a byte 0 in a name that another program has written
+        raise _damaged(folder, "is no name of a file", name) from None
     if not stat.S_ISREG(status.st_mode):
         raise _damaged(folder, "is no regular file", name)
     if status.st_size != size:

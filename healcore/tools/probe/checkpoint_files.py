@@ -125,7 +125,8 @@ def _open_small_file(folder: Path) -> Contents:
         found = small_file.read(folder / manifest.DATA) or {}
         leaves: dict[tuple[str, ...], Any] = {}
         # In the order of the program.
-        for node in arrays_of(json.loads(regular_file.read(folder / manifest.STATE))):
+        entries = json.loads(regular_file.read(folder / manifest.STATE))
+        for node in arrays_of([[*each.values()] for each in entries]):
             name, dtype = node["name"], node["dtype"].lstrip("<|>=")
             read = partial(_numbers, found[name], dtype)
             leaves[tuple(name.split("."))] = Array(dtype, tuple(node["shape"]), read, name)

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from healcore.runtime.store import files
 from healcore.runtime.store.checkpoints import (
     BUFFERS_ITEM,
     CheckpointDamaged,
@@ -121,7 +121,7 @@ def saved_by_one_process(root: Path) -> None:
     assert torch.equal(model["plain"], whole(5))
     dist.barrier()
     if dist.get_rank() == 0:
-        path = Path(store.checkpoints()[0].path or "") / FILE
+        path = Path(store.checkpoints()[0].path or "") / "data" / FILE
         flip(path, 8 * path.stat().st_size - 1)
     dist.barrier()
     with pytest.raises(CheckpointDamaged):
@@ -152,12 +152,12 @@ def one_cannot_write(root: Path) -> None:
     """Both fail together, and go on."""
     store = DCPStore(root)
 
-    def broken(path: Path, data: Any) -> None:
+    def broken(writer: Any, *plan: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(files, "write_new", broken)
+            patch.setattr(FileSystemWriter, "write_data", broken)
         with pytest.raises(SaveFailed, match="No space left"):
             save(store, 5)
     save(store, 6)
@@ -194,16 +194,16 @@ def several(root: Path) -> None:
     """Two directories: one rank cannot write to the first; later the second is damaged."""
     stores = [DCPStore(root / name) for name in ("first", "second")]
     store = joined(stores)
-    write = files.write_new
+    write = FileSystemWriter.write_data
 
-    def broken(path: Path, data: Any) -> None:
-        if stores[0].root in path.parents:
+    def broken(writer: Any, *plan: Any) -> Any:
+        if stores[0].root in Path(writer.path).parents:
             raise OSError(28, "No space left on device")
-        write(path, data)
+        return write(writer, *plan)
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(files, "write_new", broken)
+            patch.setattr(FileSystemWriter, "write_data", broken)
         store.save(3, fresh(3.0), record={"step": 3})
         with pytest.raises(SaveFailed, match=r"No space left.*second has this checkpoint"):
             store.wait()
