@@ -74,12 +74,12 @@ class _Started(NamedTuple):
             return self.run.stopping.stopped
         if self.is_followed:
             return None
-        if requests.stop_signals.signal_number is not None:
-            return exit_for(requests.stop_signals.signal_number)
+        if requests.signal_number is not None:
+            return exit_for(requests.signal_number)
         if not state.left_early:
             return None
-        if requests.stop_file.found:
-            return EndRequested(requests.stop_file.why)
+        if requests.stop_file_found:
+            return EndRequested(requests.stop_reason)
         return EndRequested("a program that has left its loop early")
 
     def close(self, error: BaseException | None) -> int:

@@ -14,7 +14,7 @@ def end_without_log(end: Shutdown) -> None:
     """
     run = end.run
     run.saver.wait()
-    run.end_requests.stop_signals.stop()
+    run.end_requests.stop_watching()
     run.driver.close()
     (claim,) = run.claims
     claim.release()

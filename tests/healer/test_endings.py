@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from healcore import Healer, Keep
 from healcore.errors import IncompleteRun
 from healcore.policy import load
-from healcore.runtime.run.ending import signal_watch
+from healcore.runtime.run.ending import requests
 from healcore.runtime.run.ending.exits import RunStopped, Terminated
 from tests import forked_programs
 from tests.healer.run_directory import events, new_process, postmortems
@@ -92,7 +92,7 @@ def test_a_run_saves_after_a_signal_although_an_abandoned_run_has_had_one(
 
     Lightning wraps the handler that it finds.
     """
-    monkeypatch.setattr(signal_watch, "REPEATED_S", -1.0)  # no signal is a repetition
+    monkeypatch.setattr(requests, "REPEATED_S", -1.0)  # no signal is a repetition
     with suppress(IncompleteRun, Terminated), Healer(state=loop_of("torch").state):
         of_abandoned: Any = signal.getsignal(signal.SIGTERM)
         if wrapped:

@@ -26,7 +26,6 @@ from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
 from healcore.events import read
 from healcore.runtime.run.ending import exits, requests
-from healcore.runtime.run.ending import stop_file as stop_file_module
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt
 from tests.healer.training_loops import Faults, rules, with_answers
@@ -90,13 +89,13 @@ def loses_a_shard(healer: Any) -> None:
 
 def propose(healer: Any) -> None:
     for why in ("the device is needed", "signal 15"):
-        run_of(healer).end_requests.propose(requests.Proposal(why))
+        run_of(healer).end_requests.propose(why)
 
 
 def stop_file(healer: Any) -> None:
-    found: Any = run_of(healer).end_requests.stop_file
-    found.path.touch()
-    while not found.found:
+    found: Any = run_of(healer).end_requests
+    found.stop_path.touch()
+    while not found.stop_file_found:
         time.sleep(0.01)
 
 
@@ -353,5 +352,5 @@ def test_a_proposal_to_end_is_carried_out_by_all(of):
 
 
 if __name__ == "__main__":
-    stop_file_module.POLL_INTERVAL_S = 0.01
+    requests.POLL_INTERVAL_S = 0.01
     serve(outcome, seconds=600, cases=[*SCENARIOS, REFUSED, PREPARED])

@@ -27,7 +27,7 @@ def retries_of(run: Run, name: str) -> Retries:
 def _wait(run: Run, seconds: float) -> None:
     """Waits for the next attempt at a call, which is no hang, unless a signal ends the wait."""
     with run.hang_guard.excluding_wait():
-        run.end_requests.stop_signals.sleep(seconds)
+        run.end_requests.sleep(seconds)
 
 
 def _report_attempt(run: Run, attempt: CallAttempt) -> None:

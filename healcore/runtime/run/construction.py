@@ -38,7 +38,6 @@ from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.ending.requests import EndRequests
-from healcore.runtime.run.ending.stop_file import StopFile
 from healcore.runtime.run.ending.stopping import Stopping
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
 from healcore.runtime.run.incidents.rate_log import RateLog
@@ -98,7 +97,7 @@ def construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[C
         ranks=ranks,
         log=_log(options, store, ranks),
         record=record,
-        end_requests=EndRequests(ranks, driver, StopFile(options.stop_file)),
+        end_requests=EndRequests(ranks, driver, options.stop_file),
         claims=claims,
         batch_parts=BatchParts(record),
     )
@@ -148,7 +147,7 @@ def _add_data_parts(run: Run, *, keeps_contents: bool) -> None:
         policy=run.policy,
         ranks=run.ranks,
         log=run.log,
-        stop_signals=run.end_requests.stop_signals,
+        end_requests=run.end_requests,
     )
 
 

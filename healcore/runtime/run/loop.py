@@ -512,7 +512,6 @@ class Loop:
     def _on_rollback(self) -> None:
         """Does what a rollback asks of the loop, however it came about."""
         self._noted.clear()
-        self.run.end_requests.on_rollback()
         self._explain_epochs()
 
     def _explain_epochs(self) -> None:

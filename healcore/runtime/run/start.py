@@ -208,7 +208,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     start_log.log_first_lines(run, settings, changes, resumed=plan.resumes)
     if plan.resumes and not has_trainer:
         start_log.warn_of_snapshot(run, settings, saved.settings)
-    if not run.end_requests.stop_signals.start():
+    if not run.end_requests.watch_signals():
         run.loop.warn(
             "the run was opened in a side thread, where Python delivers no signals: SIGTERM and "
             "Ctrl-C end the process without a save, and the next start resumes from the newest "
@@ -259,10 +259,10 @@ def _last_saved(run: Run, history: RunHistory | None) -> int:
 
 def _check_stop_file(run: Run) -> None:
     """Raises EndRequested if any rank finds the stop file. Collective."""
-    stop_file = run.end_requests.stop_file
-    if any(run.ranks.gather(stop_file.found)):
-        run.log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
-        raise EndRequested(stop_file.why)
+    requests = run.end_requests
+    if any(run.ranks.gather(requests.stop_file_found)):
+        run.log.info(f"nothing was done: {requests.stop_reason} exists; remove the file to train")
+        raise EndRequested(requests.stop_reason)
 
 
 def _spent_before(run: Run) -> int:

@@ -69,7 +69,7 @@ def log_failed_start(run: Run, error: BaseException) -> None:
     step = run.progress.step
     run.log.event("problem", step=step, problem=f"the run did not start: {error_text(error)}")
     run.log.event("end", step=step, ending="exception")
-    run.end_requests.stop_signals.stop()
+    run.end_requests.stop_watching()
 
 
 def warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from healcore.runtime.run.ending.exits import Terminated
-from healcore.runtime.run.ending.signal_watch import REPEATED_S
+from healcore.runtime.run.ending.requests import REPEATED_S
 from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events, postmortems
 from tests.healer.test_endings import accumulating_torch_loop

@@ -18,7 +18,7 @@ from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.ending.signal_watch import SignalWatch
+    from healcore.runtime.run.ending.requests import EndRequests
 
 
 class _Unreadable(NamedTuple):
@@ -43,17 +43,17 @@ class BatchReader:
         policy: its rule about data, and its table `[skip_batch]`.
         ranks: the ranks. With several ranks, another batch replaces an unreadable batch.
         log: the log, for the faults.
-        stop_signals: the signals that ask the run to end, which end a loader's workers too.
+        end_requests: the signals that ask the run to end, which end a loader's workers too.
     """
 
     def __init__(
-        self, *, policy: HostPolicy, ranks: Ranks, log: RunLog, stop_signals: SignalWatch
+        self, *, policy: HostPolicy, ranks: Ranks, log: RunLog, end_requests: EndRequests
     ) -> None:
         self._policy = policy
         self._rank = ranks.rank
         self._single_rank = ranks.world == 1
         self._log = log
-        self._stop_signals = stop_signals
+        self._end_requests = end_requests
         self._reads = 0
         """Number of reads of this process."""
         self._consecutive_failures = 0
@@ -82,7 +82,7 @@ class BatchReader:
         """
         waits = nullcontext()
         if between_steps:
-            waits = self._stop_signals.waiting_for_data()
+            waits = self._end_requests.waiting_for_data()
         with waits:
             return self._read(loader, step)
 
@@ -115,7 +115,7 @@ class BatchReader:
     def _skip_for(self, loader: SourceCursor, error: Exception) -> _Unreadable | None:
         """The batch to skip, whose read has raised, or None if the error propagates."""
         batch = loader.unreadable
-        if batch is None or self._stop_signals.signal_number is not None:
+        if batch is None or self._end_requests.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
         fault = classify(error)
         skips = "skip_batch" in self._policy.answers(Cause.DATA)

@@ -2,9 +2,7 @@
 
 One file for each thing that is asked, decided or done:
 
-    signal_watch   signals that ask a run to end
-    stop_file      a file that asks a run to end
-    requests       the votes of the ranks on these requests
+    requests       signals and a stop file ask a run to end, and several ranks end together
     exits          the exceptions that end the program
     stopping       ends a run that cannot train on
     shutdown       the order of the end: saves, reports, closes the parts

@@ -11,7 +11,20 @@ import signal
 from healcore.core.errors import HealcoreError
 
 
-class RunStopped(HealcoreError, SystemExit):
+class _Exit(HealcoreError, SystemExit):
+    """Ends the process, and says why.
+
+    Args:
+        code: the exit status, or a text that Python prints before it exits with status 1.
+        why: the reason, in short, for the last line of the run; or an empty string.
+    """
+
+    def __init__(self, code: int | str, why: str = "") -> None:
+        super().__init__(code)
+        self.why = why
+
+
+class RunStopped(_Exit):
     """The policy ends the run.
 
     Uncaught, Python prints the diagnosis and the process ends with status 1.
@@ -25,23 +38,18 @@ class RunStopped(HealcoreError, SystemExit):
     __module__ = "healcore"
 
     def __init__(self, diagnosis: str, why: str, last_good: int | None) -> None:
-        super().__init__(diagnosis)
+        super().__init__(diagnosis, why)
         self.diagnosis = diagnosis
-        self.why = why
         self.last_good = last_good
 
-    def __str__(self) -> str:
-        return self.diagnosis
 
-
-class _EndsWithStatus0(HealcoreError, SystemExit):
+class _EndsWithStatus0(_Exit):
     """Ends the process with status 0, so that torchrun and schedulers do not start it again."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(0)
-        self.why = why
+        super().__init__(0, why)
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         return self.why
 
 
@@ -67,7 +75,7 @@ class EndRequested(_EndsWithStatus0):
     __module__ = "healcore.errors"
 
 
-class LastStateNotSaved(HealcoreError, SystemExit):
+class LastStateNotSaved(_Exit):
     """The loop has ended, and no checkpoint holds its last state, for example on a full disk.
 
     Uncaught, Python prints the reason and the process ends with status 1. Started again, the
@@ -78,7 +86,7 @@ class LastStateNotSaved(HealcoreError, SystemExit):
     __module__ = "healcore.errors"
 
 
-class IncompleteRun(HealcoreError, SystemExit):
+class IncompleteRun(_Exit):
     """The loop took no step, took its steps without the Healer, or began at its own step.
 
     Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The
@@ -91,12 +99,8 @@ class IncompleteRun(HealcoreError, SystemExit):
 
     __module__ = "healcore.errors"
 
-    def __init__(self, text: str, why: str = "") -> None:
-        super().__init__(text)
-        self.why = why
 
-
-class Terminated(HealcoreError, SystemExit):
+class Terminated(_Exit):
     """A signal has ended the run: SIGTERM or SIGUSR1.
 
     It is raised between two steps, or while the run waits for data. Uncaught, the process ends with
@@ -107,9 +111,8 @@ class Terminated(HealcoreError, SystemExit):
     __module__ = "healcore.errors"
 
     def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
+        super().__init__(128 + number, f"signal {number}")
         self.number = number
-        self.why = f"signal {number}"
 
 
 class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
@@ -126,15 +129,17 @@ class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
         self.code = 128 + signal.SIGINT
 
 
-def exit_for(number: int) -> BaseException:
-    """The exception that ends the loop after a signal.
+def exit_for(request: int | str) -> BaseException:
+    """The exception that ends the loop on a request.
 
     Args:
-        number: number of the signal.
+        request: the number of a signal, or the reason of another request.
 
     Returns:
-        `Interrupted` for Ctrl-C (SIGINT), and `Terminated` for any other signal.
+        `Interrupted` for Ctrl-C (SIGINT), `Terminated` for any other signal, or `EndRequested`.
     """
-    if number == signal.SIGINT:
+    if isinstance(request, str):
+        return EndRequested(request)
+    if request == signal.SIGINT:
         return Interrupted()
-    return Terminated(number)
+    return Terminated(request)

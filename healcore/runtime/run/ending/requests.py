@@ -1,66 +1,98 @@
-"""`EndRequests`: the requests to end a run, and the votes of the ranks on them.
+"""`EndRequests`: signals and a stop file ask a run to end, and several ranks end together.
 
-A signal or a stop file may reach one rank only. This rank must not end alone: the other ranks would
-wait for it in their next collective. Instead it makes a proposal:
+After SIGTERM, Ctrl-C and SIGUSR1 (Slurm's `--signal=USR1@60`) the run finishes the current step and
+saves. One handler serves all runs of the process. A program's own handler of Ctrl-C or SIGUSR1
+stays, and a handler of SIGTERM from before the runs is called too. Schedulers repeat a signal, or
+send SIGINT after SIGTERM: within a second such a signal is ignored, later it has its usual effect.
+A second Ctrl-C ends the process at once, like a kill, because a KeyboardInterrupt would still wait
+for pending checkpoints. In an interactive session, which must survive, it is a KeyboardInterrupt.
 
-    self.propose(Proposal("signal 15", signal=15))
-
-The driver marks the steps from then on (`Driver.request_vote`; in torch a bit of the step's own
-all_reduce), and every rank reads the mark with the step's record, `LAG` steps later. Then the ranks
-exchange their proposals once, and all of them end.
+A request may reach one rank only. This rank must not end alone: the other ranks would wait for it
+in their next collective. Instead it proposes the end. The driver marks the steps from then on
+(`Driver.request_vote`; in torch a bit of the step's own all_reduce), and every rank reads the mark
+with the step's record, `LAG` steps later. Then the ranks exchange their proposals once, and all of
+them end.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from healcore.runtime.driver import Driver
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import LAG, StepResult
 from healcore.runtime.run.ending.exits import EndRequested, exit_for
-from healcore.runtime.run.ending.signal_watch import SignalWatch
-from healcore.runtime.run.ending.stop_file import StopFile
 from healcore.runtime.store.ranks import Ranks
 
-
-class Proposal(NamedTuple):
-    """Proposal of one rank that all ranks save their last state and end.
-
-    The ranks exchange their proposals in a vote, so that all of them end after the same step. A
-    rank that ended alone would leave the other ranks waiting for it.
-    """
-
-    why: str
-    """The source of the request, for the log: "signal 15", or the path of the stop file."""
-    signal: int | None = None
-    """Number of the signal that asks the run to end, or None for another reason."""
+_SIGNALS = [signal.SIGTERM, signal.SIGINT, *filter(None, [getattr(signal, "SIGUSR1", None)])]
+"""The signals that ask a run to end. Windows has no SIGUSR1."""
+REPEATED_S = 1.0
+"""Seconds after a signal in which another one is a repetition."""
+POLL_INTERVAL_S = 1.0
+"""Seconds between two checks for the stop file, which may be on a network."""
+_MAX_SLEEP_S = 0.1
+"""Max seconds of one sleep, because a Python signal handler does not end a sleep."""
 
 
 class EndRequests:
-    """The requests to end a run, by signals and the stop file, and the votes of the ranks on them.
+    """The requests to end one run, and the votes of its ranks on them.
+
+    A request is the number of a signal, or the reason of another request as a text.
 
     Args:
         ranks: the ranks of the run. One rank alone ends without a vote.
         driver: marks the steps after a proposal, so that all ranks know of it at the same step.
+        stop_file: a file by which a person or a scheduler asks the run to end, or None. It is not
+            removed, so that it ends all programs of a queue.
 
     Attributes:
         ends_together: whether the ranks have agreed to end after this step.
-        stop_file: the file whose existence asks for the end.
-        stop_signals: the signals that the process has received.
+        signal_number: number of the signal that asks the run to end, or None without one.
+        stop_reason: the stop file as the reason of the end.
     """
 
-    def __init__(self, ranks: Ranks, driver: Driver, stop_file: StopFile) -> None:
-        self.ends_together = False
-        self.stop_file = stop_file
-        self.stop_signals = SignalWatch()
-        if ranks.world > 1:
-            self.stop_signals = SignalWatch(self._propose_by_signal)
+    def __init__(self, ranks: Ranks, driver: Driver, stop_file: str | os.PathLike[str] | None):
         self._ranks = ranks
         self._driver = driver
-        self._pending: list[Proposal] = []
-        """The proposals of this rank, which the next vote exchanges."""
-        self._due_at: int | None = None
+        self.ends_together = False
+        self.signal_number: int | None = None
+        self.stop_path: Path | None = None
+        if stop_file is not None:
+            self.stop_path = Path(stop_file).absolute()  # the program may change its directory
+        self.stop_reason = f"the stop file {self.stop_path}"
+        self._stop_found = False
+        self._next_look = 0.0
+        """Time from which the file system is asked again, by the monotonic clock."""
+        self._pid = 0
+        """The process that watches signals. A forked child has the handlers, but not the run."""
+        self._signalled_at = 0.0
+        """Time of the signal, by the monotonic clock."""
+        self._waiting_for_data = False
+        self._proposals: list[int | str] = []
+        """The requests to this rank, which the next vote exchanges."""
+        self._vote_at: int | None = None
         """Number of steps done at which the next vote is due, or None."""
+
+    @property
+    def stop_file_found(self) -> bool:
+        """Whether the stop file exists, or has existed in this run. It is read at each step."""
+        now = time.monotonic()
+        if self.stop_path is not None and not self._stop_found and now >= self._next_look:
+            self._stop_found = os.path.lexists(self.stop_path)
+            self._next_look = now + POLL_INTERVAL_S
+        return self._stop_found
+
+    # -- the end of this rank -------------------------------------------------------------------
 
     def raise_or_propose(self, *, may_end: bool) -> None:
         """Raises the exception that ends the run if it was requested; with votes proposes the end.
@@ -74,39 +106,81 @@ class EndRequests:
             Interrupted: Ctrl-C has asked for the end.
         """
         if self._ranks.world > 1:  # the next step brings the vote
-            proposal = Proposal(self.stop_file.why)
-            if self.stop_file.found and proposal not in self._pending:
-                self.propose(proposal)
+            if self.stop_file_found and self.stop_reason not in self._proposals:
+                self.propose(self.stop_reason)
         elif may_end:
-            self.stop_signals.raise_if_alone()
-            if self.stop_file.found:
-                raise EndRequested(self.stop_file.why)
+            self.raise_if_alone()
+            if self.stop_file_found:
+                raise EndRequested(self.stop_reason)
 
-    def propose(self, proposal: Proposal) -> None:
-        """Makes a proposal to all ranks, from the training thread or its signal handler.
+    def raise_if_alone(self) -> None:
+        """Raises the exception of a received signal, unless all ranks end together.
+
+        Raises:
+            Terminated: after SIGTERM or SIGUSR1.
+            Interrupted: after Ctrl-C.
+        """
+        if self.signal_number is not None and self._ranks.world == 1:
+            raise exit_for(self.signal_number)
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """A context in which a signal, also an earlier signal, ends a run of one process at once.
+
+        A loader may wait for minutes, and the end of the step would come too late for a scheduler
+        that kills the process after a grace period. With several ranks the signal still waits for
+        their vote.
+
+        Raises:
+            Terminated: after SIGTERM or SIGUSR1.
+            Interrupted: after Ctrl-C.
+        """
+        self._waiting_for_data = True
+        try:
+            self.raise_if_alone()
+            yield
+        finally:
+            self._waiting_for_data = False
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps, in any thread. A signal ends the sleep, as `raise_if_alone` does.
 
         Args:
-            proposal: why the run should end. All ranks end a few steps later.
+            seconds: how long, unless a signal ends the sleep.
         """
-        self._pending.append(proposal)
-        self._driver.request_vote()
+        until = time.monotonic() + seconds
+        self.raise_if_alone()
+        while time.monotonic() < until:
+            time.sleep(min(seconds, _MAX_SLEEP_S))
+            self.raise_if_alone()
 
-    def _propose_by_signal(self, number: int) -> None:
-        """Proposes the end because of a signal."""
-        self.propose(Proposal(f"signal {number}", signal=number))
+    # -- the votes of several ranks -------------------------------------------------------------
+
+    def propose(self, request: int | str) -> None:
+        """Proposes the end to all ranks, from the training thread or its signal handler.
+
+        Args:
+            request: why the run should end. All ranks end a few steps later.
+        """
+        self._proposals.append(request)
+        self._driver.request_vote()
 
     def note_mark(self, result: StepResult) -> None:
         """Schedules a vote if a step is marked. Called for each step whose records are read.
 
-        The vote is due `LAG` steps after the marked step on every rank. A rank that evaluates alone
-        reads the mark earlier than the other ranks, and would otherwise vote alone.
+        The vote is due `LAG` steps after the first marked step on every rank. A rank that evaluates
+        alone reads the mark earlier than the other ranks, and would otherwise vote alone. After a
+        rollback the first repeated step is marked, because the driver marks each step until the
+        vote.
 
         Args:
-            result: the step that was read. Steps that are marked while a vote is due change
-                nothing.
+            result: the step that was read.
         """
-        if result.vote_requested and self._due_at is None:
-            self._due_at = result.index + 1 + LAG
+        if not result.vote_requested:
+            return
+        vote_at = result.index + 1 + LAG
+        if self._vote_at is None or vote_at < self._vote_at:
+            self._vote_at = vote_at
 
     def vote_when_due(self, step: int, log: RunLog) -> None:
         """Exchanges the proposals if a vote is due. Collective when it is.
@@ -120,28 +194,115 @@ class EndRequests:
             Terminated: the same, because of a signal.
             Interrupted: the same, because of Ctrl-C.
         """
-        if self._due_at is None or step < self._due_at:
+        if self._vote_at is None or step < self._vote_at:
             return
-        of_ranks: list[list[Proposal]] = self._ranks.gather(self._pending)
-        proposals: list[Proposal] = []
-        listed, reasons = [], []
-        for rank, of_rank in enumerate(of_ranks):
-            for each in of_rank:
-                proposals.append(each)
-                listed.append({"rank": rank, "outcome": "end", "why": each.why})
-                reasons.append(f"rank {rank}: {each.why}")
-        first = proposals[0]
-        log.event("vote", step=step, outcome="end", why=first.why, of_ranks=listed)
-        log.info(f"step {step}: the ranks end together ({', '.join(reasons):.500})")
+        exits: list[BaseException] = []
+        of_ranks = []
+        for rank, requests in enumerate(self._ranks.gather(self._proposals)):
+            for request in requests:
+                end = exit_for(request)
+                why = getattr(end, "why", f"signal {request}")
+                exits.append(end)
+                of_ranks.append({"rank": rank, "outcome": "end", "why": why})
+        log.event("vote", step=step, outcome="end", why=of_ranks[0]["why"], of_ranks=of_ranks)
+        reasons = ", ".join(f"rank {each['rank']}: {each['why']}" for each in of_ranks)
+        log.info(f"step {step}: the ranks end together ({reasons:.500})")
         self.ends_together = True
-        if first.signal is not None:
-            raise exit_for(first.signal)
-        raise EndRequested(first.why)
+        raise exits[0]
 
-    def on_rollback(self) -> None:
-        """Forgets the mark of an undone step, and with it the step of the vote.
+    # -- signals --------------------------------------------------------------------------------
 
-        No request is lost: the driver marks each step until the vote, so the first repeated step
-        brings the mark again.
+    def watch_signals(self) -> bool:
+        """Installs the handler of signals. Called once, when the run begins.
+
+        Returns:
+            Whether signals are watched. In another thread than the main thread Python permits no
+            handlers, so a signal has its usual effect, without a save.
         """
-        self._due_at = None
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        for number in _SIGNALS:
+            current = signal.getsignal(number)
+            is_ours = current in (_handle, _installed.get(number))
+            is_default = current in (signal.default_int_handler, signal.SIG_DFL)
+            if is_ours or is_default or number == signal.SIGTERM:
+                if not (is_ours or _open_runs()):
+                    _previous[number] = current
+                _install(number, _handle)
+        self._pid = os.getpid()
+        _watching.append(self)
+        return True
+
+    def stop_watching(self) -> None:
+        """Ends the watch. The last run of the process restores the handlers from before the runs.
+
+        A handler stays if it was replaced, or if another thread calls: it then has no effect.
+        """
+        if self in _watching:
+            _watching.remove(self)
+        if _open_runs() or threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in _installed.items():
+            if signal.getsignal(number) == handler:
+                signal.signal(number, _previous.get(number, signal.SIG_DFL))
+        _installed.clear()
+
+    def _note_signal(self, number: int) -> None:
+        """Notes the signal that asks the run to end, which several ranks propose."""
+        self.signal_number = number
+        self._signalled_at = time.monotonic()
+        if self._ranks.world > 1:
+            self.propose(number)
+
+
+_watching: list[EndRequests] = []
+"""The runs that watch signals."""
+_previous: dict[int, Any] = {}
+"""Signal -> handler from before the first open run."""
+_installed: dict[int, Any] = {}
+"""Signal -> handler that the open runs have installed."""
+
+
+def _open_runs() -> list[EndRequests]:
+    """The runs of this process that watch signals, without the runs of a parent process."""
+    return [each for each in _watching if each._pid == os.getpid()]
+
+
+def _install(number: int, handler: Any) -> None:
+    """Installs a handler for a signal until the last run ends."""
+    signal.signal(number, handler)
+    _installed[number] = handler
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    """Handles a signal: the first one asks the runs to end, a later one has its usual effect.
+
+    Called by Python between two bytecodes of the main thread, wherever the program is. A run that
+    was left open has perhaps had its signal already, and does not keep a later run from saving.
+    """
+    runs = _open_runs()
+    asked = [each for each in runs if each.signal_number is None]
+    if not asked:
+        signalled_at = max((each._signalled_at for each in runs), default=-math.inf)
+        if time.monotonic() - signalled_at <= REPEATED_S:
+            return
+        signal.signal(number, _previous.pop(number, signal.SIG_DFL))
+        os.kill(os.getpid(), number)
+        return
+    # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere when its
+    # workers die, which would interrupt the save.
+    if hasattr(signal, "SIGCHLD") and signal.SIGCHLD not in _installed:
+        _previous[signal.SIGCHLD] = signal.getsignal(signal.SIGCHLD)
+        _install(signal.SIGCHLD, signal.SIG_DFL)
+    for each in asked:
+        each._note_signal(number)
+    previous = _previous.get(number)
+    if number == signal.SIGINT:
+        is_interactive = hasattr(sys, "ps1")
+        _install(number, previous if is_interactive else signal.SIG_DFL)
+        os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
+    elif callable(previous):
+        previous(number, frame)
+    for each in asked:
+        if each._waiting_for_data:
+            each.raise_if_alone()

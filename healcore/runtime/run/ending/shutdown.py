@@ -66,7 +66,7 @@ def ending_of(run: Run, error: BaseException | None) -> Ending:
         if isinstance(error, kind):
             return ending
     # torch's loader raises when the signal has killed its workers too.
-    signal_number = run.end_requests.stop_signals.signal_number
+    signal_number = run.end_requests.signal_number
     if signal_number == signal.SIGTERM and "DataLoader worker" in str(error):
         return Ending.SIGNAL
     return Ending.EXCEPTION
@@ -243,9 +243,8 @@ class Shutdown:
         they are dropped.
         """
         self.run.loop.state.end_run()
-        stop_signals = self.run.end_requests.stop_signals
         self._collect("", self.run.hang_guard.close)
-        self._collect("", stop_signals.stop)
+        self._collect("", self.run.end_requests.stop_watching)
         self._collect("", self.run.store.join)
         self._collect("", self.run.driver.close)
         for claim in self.run.claims:
