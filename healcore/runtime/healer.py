@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 
 from healcore.core.errors import HealcoreError
-from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.overrides import check_spelling
 from healcore.runtime.batch_iterator import Batch, Batches
@@ -27,7 +26,7 @@ from healcore.runtime.run.batches.number_loops import loop_over_epochs, loop_ove
 from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
-from healcore.runtime.run.ending.shutdown import EndedBy, Shutdown
+from healcore.runtime.run.ending.end import EndedBy, RunEnd, end_run
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
 from healcore.runtime.run_options import (
@@ -163,8 +162,8 @@ class Healer(Generic[State]):
             stop_file=stop_file,
         )
         self._begun_run: Run | None = None
-        self._ending: Ending | None = None
-        self._error: BaseException | None = None
+        self._has_ended = False
+        self._run_end: RunEnd | None = None
         self._pid = 0
 
     # -- the block ------------------------------------------------------------------------------
@@ -249,18 +248,18 @@ class Healer(Generic[State]):
 
     def _end(self, error: BaseException | None, by: EndedBy = "block") -> None:
         """Ends the run."""
-        end = Shutdown(self._live, error, by=by)
-        self._error, self._ending = error, end.ending
+        run = self._live
+        self._has_ended = True
         if os.getpid() == self._pid:  # a forked child must not end its parent's run
-            replacement = end.close()
-            self._error, self._ending = end.error, end.ending
-            if replacement is not None:
+            self._run_end = end_run(run, error, by=by)
+            replacement = self._run_end.error
+            if replacement is not None and replacement is not error:
                 raise replacement
 
     @property
     def is_open(self) -> bool:
         """Whether the run has begun and not ended: most methods work only then."""
-        return self._begun_run is not None and self._ending is None
+        return self._begun_run is not None and not self._has_ended
 
     @property
     def store(self) -> Places:
@@ -735,7 +734,7 @@ class Healer(Generic[State]):
             memory: whether to write a memory profile next to the events, as after an out-of-memory
                 error, and to say what holds most of the memory now.
         """
-        return HealingReport.of(self._run, self._ending, self._error, memory=memory)
+        return HealingReport.of(self._run, self._run_end, memory=memory)
 
     def _retries(self, name: str) -> Retries:
         """The attempts at one call, for `healcore.retrying`."""
@@ -751,6 +750,6 @@ class Healer(Generic[State]):
     @property
     def _live(self) -> Run:
         """The run, within the block only. Raises HealerError outside of it."""
-        if self._ending is not None:
+        if self._has_ended:
             raise HealerError("the `with` block of this Healer has ended: create another Healer")
         return self._run

@@ -20,8 +20,9 @@ from healcore.runtime.reporting.diagnosis import (
     why_no_good_checkpoint,
 )
 from healcore.runtime.reporting.postmortem import path_for
+from healcore.runtime.reporting.run_outcome import RunOutcome
+from healcore.runtime.run.ending.end import RunEnd
 from healcore.runtime.run.ending.exits import RunStopped
-from healcore.runtime.run.ending.outcome import outcome_of
 from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.memory_profile import memory_text
 from healcore.runtime.run.run import Run
@@ -81,18 +82,18 @@ class HealingReport:
     profile was not requested."""
 
     @classmethod
-    def of(
-        cls, run: Run, ending: Ending | None, error: BaseException | None, *, memory: bool = False
-    ) -> HealingReport:
+    def of(cls, run: Run, end: RunEnd | None, *, memory: bool = False) -> HealingReport:
         """The report of a run.
 
         Args:
             run: the run, open or ended.
-            ending: how the run has ended, or None before its end.
-            error: the exception that has ended the run, or None.
+            end: how the run has ended, or None before its end.
             memory: whether to write a memory profile.
         """
-        outcome = outcome_of(run, ending or Ending.COMPLETED)
+        ending = Ending.COMPLETED
+        if end is not None:
+            ending = end.ending
+        outcome = RunOutcome.of(run, ending)
         ledger = run.ledger
         causes: Counter[str] = Counter()
         for incident in ledger.incidents:
@@ -105,7 +106,6 @@ class HealingReport:
             clips=sum(int(tally["clips"]) for tally in tallies),
             lr_cuts=sum(int(tally["lr_cuts"]) for tally in tallies),
         )
-        completed = ending == Ending.COMPLETED
         hints: tuple[str, ...] = ()
         if outcome.open:
             last = outcome.history.last_incident
@@ -115,19 +115,16 @@ class HealingReport:
             hints = tuple(advice(current | outcome.lasting))
         if outcome.unrepaired:
             hints = (UNREPAIRED, *hints)
-        diagnosis = ""
-        if isinstance(error, RunStopped):
-            diagnosis = error.diagnosis
-        ending_text = "running"
-        postmortem = None
-        if ending is not None:
-            ending_text = ending.value
-            postmortem = _postmortem_of(run)
+        ending_text, diagnosis, postmortem = "running", "", None
+        if end is not None:
+            ending_text, postmortem = ending.value, _postmortem_of(run)
+            if isinstance(end.error, RunStopped):
+                diagnosis = end.error.diagnosis
         return cls(
             policy=run.policy.name,
             ending=ending_text,
             converged=(
-                completed
+                ending_text == Ending.COMPLETED
                 and not outcome.open
                 and not outcome.unrepaired
                 and run.driver.has_finite_weights()

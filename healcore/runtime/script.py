@@ -41,8 +41,8 @@ from healcore.runtime.batch_iterator import Batch, Batches
 from healcore.runtime.data.loader_parts import Loader
 from healcore.runtime.healer import Healer, State
 from healcore.runtime.healer_options import HealerOptions
+from healcore.runtime.run.ending.end import end_run
 from healcore.runtime.run.ending.exits import EndRequested, exit_for
-from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.process_runs import opened_runs
 from healcore.runtime.run.run import Run
 
@@ -95,8 +95,8 @@ class _Started(NamedTuple):
             if healer is not None:
                 healer._end(error, by="exit")
             else:
-                replacement = Shutdown(self.run, error, by="exit").close()
-                if replacement is not None:
+                replacement = end_run(self.run, error, by="exit").error
+                if replacement is not None and replacement is not error:
                     raise replacement
         except SystemExit as replacement:
             print(replacement, file=sys.stderr)

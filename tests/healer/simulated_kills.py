@@ -1,21 +1,30 @@
 """A kill without a process of its own: the run ends as if its process had died."""
 
-from healcore.runtime.run.ending.shutdown import Shutdown
+from typing import Any
+
+import pytest
+
+from healcore.events.models import Ending
+from healcore.runtime import healer as healer_module
+from healcore.runtime.run.ending.end import RunEnd
+from healcore.runtime.run.run import Run
 
 
 class Crash(BaseException):
     """Stands for the kill. Nothing catches it, and no cleanup follows; see `end_without_log`."""
 
 
-def end_without_log(end: Shutdown) -> None:
-    """Ends a run as its process's death does, without a word in its log.
+def die_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    """Puts `end_without_log` in the place of `end_run`, which would save the last state."""
+    patch.setattr(healer_module, "end_run", end_without_log)
 
-    Put it in the place of `Shutdown.close`, which would save the last state.
-    """
-    run = end.run
+
+def end_without_log(run: Run, error: BaseException | None, **_: Any) -> RunEnd:
+    """Ends a run as its process's death does, without a word in its log."""
     run.saver.wait()
     run.end_requests.stop_watching()
     run.driver.close()
     (claim,) = run.claims
     claim.release()
-    assert end.error is None or isinstance(end.error, Crash)
+    assert error is None or isinstance(error, Crash)
+    return RunEnd(Ending.EXCEPTION, error)

@@ -11,9 +11,8 @@ import torch
 
 from healcore import Action, Checkpoints, Healer, Hooks
 from healcore.errors import Terminated
-from healcore.runtime.run.ending.shutdown import Shutdown
 from tests.healer.run_directory import new_process
-from tests.healer.simulated_kills import Crash, end_without_log
+from tests.healer.simulated_kills import Crash, die_at_the_end
 
 TRAINING = [torch.full((2, 3), float(number)) for number in range(20)]
 VALIDATION = [torch.zeros(2, 3) for _ in range(3)]
@@ -75,7 +74,7 @@ def test_a_start_after_a_save_in_the_body_keeps_the_place_in_the_data(
         program(tmp_path, after_step=raise_at(10))
     new_process()
     with monkeypatch.context() as patch:
-        patch.setattr(Shutdown, "close", end_without_log)
+        die_at_the_end(patch)
         with pytest.raises(Crash):
             program(tmp_path, after_step=kill_at(13))
     new_process()
@@ -128,7 +127,7 @@ def test_an_order_drawn_in_each_pass_is_the_same_after_two_kills(
     whole = start(tmp_path / "whole", None)
     killed = tmp_path / "killed"
     with monkeypatch.context() as patch:
-        patch.setattr(Shutdown, "close", end_without_log)
+        die_at_the_end(patch)
         for kill_after in (last, last + 3):
             new_process()
             with pytest.raises(Crash):

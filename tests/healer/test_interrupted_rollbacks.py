@@ -9,11 +9,10 @@ import pytest
 from healcore import CheckpointStore
 from healcore.runtime.data.sources import Sources
 from healcore.runtime.run.checkpoints.saver import Saver
-from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.restore.way_back import WayBack
 from healcore.runtime.store import files
-from tests.healer.simulated_kills import Crash, end_without_log
+from tests.healer.simulated_kills import Crash, die_at_the_end
 from tests.healer.training_loops import Faults, TrainingResult, loop_of, rules, same, train
 
 POINTS = [
@@ -99,7 +98,7 @@ def test_a_kill_at_any_point_of_a_rollback_changes_nothing(
         folder = str(number)
         with monkeypatch.context() as patch:
             RollbackPoints(patch, crash_at=number)
-            patch.setattr(Shutdown, "close", end_without_log)
+            die_at_the_end(patch)
             with pytest.raises(Crash):
                 run(folder)
         # The next process ends the run.

@@ -14,10 +14,9 @@ import pytest
 from healcore import Healer
 from healcore.errors import RunStopped
 from healcore.runtime.run.ending import stopping
-from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.store.manifest import scan
 from tests.healer.run_directory import events, new_process
-from tests.healer.simulated_kills import Crash, end_without_log
+from tests.healer.simulated_kills import Crash, die_at_the_end
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
     Faults,
@@ -123,12 +122,12 @@ def killed(at: Any, name: str, patch: pytest.MonkeyPatch) -> None:
         raise Crash
 
     patch.setattr(at, name, kill)
-    patch.setattr(Shutdown, "close", end_without_log)
+    die_at_the_end(patch)
 
 
 def test_a_kill_directly_after_the_stop_was_written(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        killed(stopping, "outcome_of", patch)
+        killed(stopping.RunOutcome, "of", patch)
         with pytest.raises(Crash):
             train(BrokenTorch(), POLICY, range(STEPS), store=tmp_path)
     new_process()
@@ -165,7 +164,7 @@ def test_a_kill_after_the_record_keeps_the_work_that_follows_a_save_in_the_body(
 
     for loop, before in (Saving(), at(9, repeat)), (TorchLoop(), at(7, kill)):
         with monkeypatch.context() as patch:
-            patch.setattr(Shutdown, "close", end_without_log)
+            die_at_the_end(patch)
             with pytest.raises(Crash):
                 train(loop, POLICY, range(STEPS), store=tmp_path, save_every=50, before=before)
         new_process()

@@ -10,9 +10,8 @@ from healcore.errors import Terminated
 from healcore.events import read
 from healcore.history import runs_of
 from healcore.runtime.reporting.faults_found import faults_found
-from healcore.runtime.run.ending.shutdown import Shutdown
 from tests.healer.run_directory import events
-from tests.healer.simulated_kills import Crash, end_without_log
+from tests.healer.simulated_kills import Crash, die_at_the_end
 from tests.healer.training_loops import SKIPS, Faults, TorchLoop, at, rules, train
 
 
@@ -31,7 +30,7 @@ def test_a_step_counts_once_if_the_program_saves_in_its_body_and_is_killed(tmp_p
 
     loop = Saving(Faults([6]))
     with monkeypatch.context() as patch:
-        patch.setattr(Shutdown, "close", end_without_log)
+        die_at_the_end(patch)
         with pytest.raises(Crash):
             train(loop, SKIPS, range(20), store=tmp_path, save_every=50, before=at(10, kill))
     train(TorchLoop(Faults([6])), SKIPS, range(20), store=tmp_path, save_every=50)

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from healcore import Checkpoints, Healer
 from healcore.errors import IncompleteRun
-from healcore.runtime.run.ending.shutdown import Shutdown
 from tests.healer.run_directory import events, new_process
 from tests.healer.simulated_kills import Crash, end_without_log
 from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, loop_of, rules
@@ -56,7 +55,7 @@ def start(
     try:
         program(healer, step)
     except Crash as crash:
-        end_without_log(Shutdown(run_of(healer), crash))
+        end_without_log(run_of(healer), crash)
     except ValueError as error:
         healer.__exit__(ValueError, error, None)
     else:

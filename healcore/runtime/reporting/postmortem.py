@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from healcore import console, regular_file
 from healcore.core.clipping import RULES
 from healcore.core.decision import LASTING, Cause
 from healcore.events import events_file, log
-from healcore.events.file_names import process_path, stem
+from healcore.events.file_names import process_path
 from healcore.events.json_lines import to_json
 from healcore.events.metrics import COMPARED
 from healcore.events.models import Ending, EventRecord
@@ -170,34 +169,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: the file is not JSON.
     """
     return json.loads(regular_file.read(Path(path)))
-
-
-def same_end_before(events: Path, step: int, kind: str) -> str:
-    """Finds out whether an earlier process has ended in the same way.
-
-    If a run is started again after an error, and fails at the same step with the same exception,
-    another start will not help.
-
-    Args:
-        events: the events file of the run.
-        step: number of optimizer steps at the end.
-        kind: type of the exception, without its module.
-
-    Returns:
-        The time at which the last such process ended, as in the events, or "" without one.
-    """
-    exception_type = re.compile(rf"^(\w+\.)*{re.escape(kind)}\b", re.MULTILINE)
-    latest = ""
-    for path in events.parent.glob(f"{stem(events)}.postmortem.*.json"):
-        try:
-            postmortem = read(path)
-        except (OSError, ValueError):
-            continue
-        if postmortem.get("step") != step:
-            continue
-        if exception_type.search(str(postmortem.get("exception"))):
-            latest = max(latest, str(postmortem.get("ended")))
-    return latest
 
 
 # -- a killed run ---------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ from healcore.core.errors import HealcoreError
 from healcore.runtime.data.source import SourceCursor
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.dispatch_queue import StepResult
+from healcore.runtime.run.ending.completeness import stop_if_not_trained
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
-from healcore.runtime.run.ending.judgement import stop_if_not_trained
 from healcore.runtime.run.loop_state import LoopPhase, LoopState
 from healcore.runtime.run.program_watch import (
     MAX_ITERATIONS,

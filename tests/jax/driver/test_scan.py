@@ -11,11 +11,12 @@ import pytest
 
 from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
+from healcore.events.models import Ending
 from healcore.jax import HealStateError, protect
 from healcore.runtime import healer as healer_module
 from healcore.runtime.healer import HealerError
+from healcore.runtime.run.ending.end import RunEnd
 from healcore.runtime.run.ending.exits import RunStopped
-from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run_options import Hooks
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import SKIPS, rules
@@ -133,9 +134,13 @@ def test_a_killed_run_resumes_at_a_block_with_the_bits_of_one_scan(every, tmp_pa
 
         whole(run, blocks, until)
 
+    def without_save(run: Any, error: BaseException | None, **_: Any) -> RunEnd:
+        run.claims[0].release()
+        return RunEnd(Ending.EXCEPTION, error)
+
     with monkeypatch.context() as patch:
         patch.setattr(healer_module, "loop_over_blocks", killed)
-        patch.setattr(Shutdown, "close", lambda self: self.run.claims[0].release())
+        patch.setattr(healer_module, "end_run", without_save)
         with pytest.raises(Killed):
             scanned(tmp_path)
     state, outputs, healer = scanned(tmp_path, every=every)

@@ -8,8 +8,8 @@ from healcore.core.decision import Cause
 from healcore.core.step_record import SKIPS
 from healcore.events.models import Ending
 from healcore.runtime.reporting.diagnosis import explain
+from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.run.ending.exits import RunStopped
-from healcore.runtime.run.ending.outcome import outcome_of
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -20,10 +20,10 @@ class Stopping:
 
         next start       written, so that it takes an earlier snapshot without the tries
         unread steps     counted
-        diagnosis        made of the outcome (`outcome.py`), and written as the event `stop`
+        diagnosis        made of the outcome (`RunOutcome.of`), and written as the event `stop`
         RunStopped       raised; it leaves the loop
 
-    `Shutdown` then writes the reports and closes the run.
+    `end_run` then writes the reports and closes the run.
 
     Args:
         run: the parts of the run. The diagnosis describes all of them, also `recovery`, which is
@@ -66,13 +66,15 @@ class Stopping:
                 onset = self.run.journal.first_consecutive(self.run.journal.next_step - 1)
             self.run.way_back.after_stop(onset, repeats_skips=repeats_skips)
         self.count_last_steps()
-        outcome = outcome_of(self.run, Ending.STOPPED, why, fault=fault)
+        outcome = RunOutcome.of(self.run, Ending.STOPPED, why, fault=fault)
         text = explain(outcome)
         good = outcome.last_good
         self.run.log.event(
             "stop", step=outcome.step, why=why, diagnosis=text, checkpoint=good, cause=fault or None
         )
         self.stopped = RunStopped(text, why, good)
+        if self.run.ranks.rank:  # several screens of text would be printed once for each rank
+            self.stopped.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
         raise self.stopped from error
 
     def count_last_steps(self) -> None:

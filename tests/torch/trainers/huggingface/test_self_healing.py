@@ -17,7 +17,6 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from healcore import Checkpoints
-from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.start_plan import StoreNotEmpty
 from healcore.runtime.store.manifest import scan
 from healcore.torch import AttachError, DCPStore, HealingCallback, heal_trainer
@@ -25,7 +24,7 @@ from healcore.torch.trainers.huggingface.batch_loss import loss_fn_of
 from healcore.torch.trainers.policy_state import healings_of
 from tests.healer.run_directory import events_of, new_process
 from tests.healer.run_options import grouped
-from tests.healer.simulated_kills import Crash, end_without_log
+from tests.healer.simulated_kills import Crash, die_at_the_end
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 from tests.torch.trainers.huggingface.small_runs import calling
@@ -245,7 +244,7 @@ def test_a_newer_checkpoint_of_the_trainer_is_ignored_with_a_warning(resume, tmp
         return steps.steps
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Shutdown, "close", end_without_log)
+        die_at_the_end(patch)
         with pytest.raises(Crash):
             train(ends=5)
     named = resume if resume is True else str(tmp_path / resume)
