@@ -57,10 +57,8 @@ class HangGuard:
 
     def __init__(self, policy: HostPolicy, ranks: Ranks, log: RunLog) -> None:
         self._policy = policy
-        self._rule = policy.hang
         self._ends = "stop" in policy.answers(Cause.HANG)
-        self._rank = ranks.rank
-        self._world = ranks.world
+        self._ranks = ranks
         self._log = log
         self._counting_since = 0.0
         """Start of the time that counts, by the monotonic clock in seconds, or 0."""
@@ -118,12 +116,12 @@ class HangGuard:
 
     def pause(self) -> None:
         """Stops counting, unless the policy counts the time between steps."""
-        if not self._counting_since and not self._rule.between_steps:
+        if not self._counting_since and not self._policy.hang.between_steps:
             return  # nothing counts: most calls between two steps
         if self._thread_end is None:  # an iterator that outlives the run, or no rule for hangs
             return
         self.watch()
-        if not self._rule.between_steps:
+        if not self._policy.hang.between_steps:
             self._counting_since = 0.0
 
     @contextmanager
@@ -137,12 +135,11 @@ class HangGuard:
         if not since or threading.get_ident() != self._training_thread:
             yield
             return
-        counted_s = time.monotonic() - since
         self._counting_since = 0.0
         try:
             yield
         finally:
-            self._counting_since = time.monotonic() - counted_s
+            self._counting_since = time.monotonic()
 
     def on_step(self) -> None:
         """Called by the driver after an optimizer step."""
@@ -157,7 +154,8 @@ class HangGuard:
 
     def _run(self, end: threading.Event) -> None:
         """Raises an alarm when a step exceeds its limit, and again when the wait has doubled."""
-        poll_s = min(max(self._rule.timeout_s / 20, 0.02), 1.0)
+        rule = self._policy.hang
+        poll_s = min(max(rule.timeout_s / 20, 0.02), 1.0)
         start = waited_s = last_alarm_s = 0.0
         while not end.wait(poll_s):
             if self._counting_since != start:
@@ -165,81 +163,72 @@ class HangGuard:
                 waited_s = last_alarm_s = 0.0
             elif start:  # counted in polls: suspending the job suspends this thread too
                 waited_s += poll_s
-            if waited_s > max(self._limit_s(), 2 * last_alarm_s):
+            limit_s = max(rule.timeout_s, _GROWTH * self._longest_s)
+            if not self._has_stepped:
+                limit_s = max(limit_s, rule.first_step_s)
+            if waited_s > max(limit_s, 2 * last_alarm_s):
                 last_alarm_s = waited_s
                 self._alarm(waited_s)
 
-    def _limit_s(self) -> float:
-        """Seconds that the current step may take."""
-        limit_s = max(self._rule.timeout_s, _GROWTH * self._longest_s)
-        if not self._has_stepped:
-            limit_s = max(limit_s, self._rule.first_step_s)
-        return limit_s
-
-    def _alarm(self, waited: float) -> None:
+    def _alarm(self, waited_s: float) -> None:
         """Reports this rank's stacks, and ends the process if the policy says so."""
         stacks = self._stacks()
-        why = f"rank {self._rank} has been within one step for {waited:.0f} s"
+        rank = self._ranks.rank
+        why = f"rank {rank} has been within one step for {waited_s:.0f} s"
         warning = why
         if self._ends:
             warning += f"; it ends with exit status {EXIT_STATUS}"
-        if (
-            self._world > 1
-        ):  # the event has the stacks of rank 0 only: another rank may be the cause
-            warning += f"\n{stacks}"
-        console.warning(warning)
-        if self._ends:  # a failed disk can block the report forever
+            # A failed disk can block the report forever.
             timer = threading.Timer(REPORT_TIMEOUT_S, os._exit, (EXIT_STATUS,))
             timer.daemon = True
             timer.start()
-        if self._rank == 0:
-            self._report(why, stacks, waited)
+        if self._ranks.world > 1:  # the event has the stacks of rank 0: another may be the cause
+            warning += f"\n{stacks}"
+        console.warning(warning)
+        if rank == 0:
+            self._report(why, stacks, waited_s)
         if self._ends:
-            if self._rank != 0:
+            if rank != 0:
                 time.sleep(_REPORTED_S)
             sys.stderr.flush()
             os._exit(EXIT_STATUS)
 
     def _stacks(self) -> str:
         """The stacks of all threads, the training thread first."""
-        names_of = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
-        frames.pop(threading.get_ident(), None)
-        order = sorted(frames, key=lambda ident: ident != self._training_thread)
         texts: list[str] = []
-        for ident in order:
-            stack = "".join(traceback.format_stack(frames[ident]))
-            texts.append(f"Thread {names_of.get(ident, ident)}:\n{stack}")
+        for thread in threading.enumerate():
+            if thread is threading.current_thread() or thread.ident not in frames:
+                continue
+            stack = "".join(traceback.format_stack(frames[thread.ident]))
+            place = len(texts)
+            if thread.ident == self._training_thread:
+                place = 0
+            texts.insert(place, f"Thread {thread.name}:\n{stack}")
         return "\n".join(texts)
 
-    def _report(self, why: str, text: str, waited: float) -> None:
+    def _report(self, why: str, text: str, waited_s: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
-        step = self._step
-        events = self._log.events
-        history = self._log.history
-        stacks = [{"ranks": [self._rank], "stacks": text}]
-        answer = "alert"
-        if self._policy.observes:
-            answer = None
-        elif self._ends:
-            answer = "stop"
-        self._log.event(
+        step, log, observes = self._step, self._log, self._policy.observes
+        stacks = [{"ranks": [0], "stacks": text}]
+        answer = "stop" if self._ends else "alert"
+        log.event(
             "fault",
             step=step,
             cause=names_of(Cause.HANG),
             sign="no step within the time-out",
             problem=why,
-            answer=answer,
-            observed=self._policy.observes or None,
-            seconds=round(waited, 3),
+            answer=None if observes else answer,
+            observed=observes or None,
+            seconds=round(waited_s, 3),
             stacks=stacks,
         )
-        if not self._ends or events.path is None:
+        if not self._ends or log.events.path is None:
             return
-        counts = history.counts()
-        hung = RunOutcome(history, Ending.STOPPED, step, counts, why, fault=Cause.HANG)
-        problem = postmortem.write(events.path, hung, stacks=stacks)
+        counts = log.history.counts()
+        hung = RunOutcome(log.history, Ending.STOPPED, step, counts, why, fault=Cause.HANG)
+        problem = postmortem.write(log.events.path, hung, stacks=stacks)
         if problem:
             console.warning(problem)
-        self._log.event("stop", step=step, why=why, diagnosis=explain(hung))
-        self._log.event("end", step=step, ending=Ending.STOPPED, incidents=counts.incidents)
+        log.event("stop", step=step, why=why, diagnosis=explain(hung))
+        log.event("end", step=step, ending=Ending.STOPPED, incidents=counts.incidents)

@@ -11,7 +11,7 @@ from healcore.events.models import Ending
 from healcore.events.sentences import batch_names, flags_text, readings_text
 from healcore.history import RunState
 from healcore.runtime.faults.failures import FAILURES, causes_of
-from healcore.runtime.reporting.faults_found import faults_found, joined
+from healcore.runtime.reporting.faults_found import faults_found
 from healcore.runtime.reporting.run_outcome import RunOutcome
 
 _WIDTH = 96
@@ -415,7 +415,7 @@ def _tried(outcome: RunOutcome) -> Iterator[str]:
 
 def _list_faults(outcome: RunOutcome) -> list[str]:
     """The paragraph about the faults of a run: its lines, or nothing without a fault."""
-    faults = joined(faults_found(outcome.history))
+    faults = faults_found(outcome.history)
     if not faults:
         return []
     # If a run has many faults, the list has the faults with a remedy first, then the newest faults.

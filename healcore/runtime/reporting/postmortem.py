@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from healcore import console, regular_file
-from healcore.core.clipping import RULES
 from healcore.core.decision import LASTING, Cause
 from healcore.events import events_file, log
 from healcore.events.file_names import process_path
@@ -20,7 +18,7 @@ from healcore.events.json_lines import to_json
 from healcore.events.metrics import COMPARED
 from healcore.events.models import Ending, EventRecord
 from healcore.history import RunHistory, RunState, runs_of
-from healcore.history.counts import Counts, name_changes
+from healcore.history.counts import name_changes
 from healcore.history.curves import count_changes, read_last_rows
 from healcore.runtime.faults.failures import causes_of
 from healcore.runtime.reporting.diagnosis import explain
@@ -241,32 +239,33 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
     process = history.processes[-1].identity()
     if history.state is RunState.UNKNOWN and process is not None:
         why = f"it ran on {process.host}, whose processes this host cannot see"
-    rows: dict[str, dict[str, Any]] = {}
-    counts = history.counts()
+    step, counts, lasting, numbers = history.step or 0, history.counts(), Cause(0), {}
     try:
+        rows: dict[str, dict[str, Any]] = {}
         if metrics is not None and metrics.is_file():
             rows = _last_rows(metrics, history)
-            counts = _with_changes(counts, metrics, history)
-            for row in rows.values():
-                history.processes[-1].add_row(float(row["time"]))
+            changes = count_changes(metrics, [each.id for each in history.processes])
+            skips, clips = max(counts.skips, changes["skips"]), changes["clips"] or None
+            counts = counts._replace(skips=skips, clips=clips)
+        for engine, row in rows.items():
+            step = max(step, row["step"] + 1)
+            lasting |= causes_of(map(str, row.get("cause", ()))) & LASTING
+            for name in LAST_NUMBERS:
+                if name in row:
+                    numbers["/".join(filter(None, ("heal", engine, name)))] = row[name]
+            history.processes[-1].add_row(float(row["time"]))
     except Exception as error:  # the file may be of another program
         console.warning(f"the last metrics in {metrics} cannot be read: {error!r}")
-    step = history.step or 0
-    for row in rows.values():
-        step = max(step, row["step"] + 1)
-    lr_scale = 1.0
-    if history.lr_scale is not None:
-        lr_scale = history.lr_scale
     return RunOutcome(
         history,
         Ending.KILLED,
         step,
         counts,
         why=why,
-        lr_scale=lr_scale,
+        lr_scale=1.0 if history.lr_scale is None else history.lr_scale,
         last_good=history.last_good,
-        lasting=_lasting_causes(rows),
-        metrics=_last_metrics(rows),
+        lasting=lasting,
+        metrics=numbers,
         steps_lost=history.steps_lost,
         why_lost=history.why_lost,
         unrepaired=history.unrepaired,
@@ -277,50 +276,8 @@ def _last_rows(metrics: Path, history: RunHistory) -> dict[str, dict[str, Any]]:
     """Engine -> the last row of a killed run, unless a rollback has undone it."""
     last_rollback = 0.0
     for event in history.rollbacks:
-        last_rollback = max(last_rollback, _seconds(event.time))
-    standing: dict[str, dict[str, Any]] = {}
-    for engine, row in read_last_rows(metrics, history.processes[-1].id).items():
-        if float(row.get("time", 0.0)) > last_rollback:
-            standing[engine] = row
-    return standing
-
-
-def _with_changes(counts: Counts, metrics: Path, history: RunHistory) -> Counts:
-    """The counts with the skipped and clipped steps in the metrics: few of them are events."""
-    changes = count_changes(metrics, [process.id for process in history.processes])
-    counts = counts._replace(skips=max(counts.skips, changes["skips"]))
-    start = history.start or EventRecord()
-    clip = tomllib.loads(start.policy_toml or "").get("clip", {})
-    rule = RULES.get(clip.get("kind"))
-    if rule is not None and rule.per_tensor:
-        return counts  # no line shows these clips
-    return counts._replace(clips=changes["clips"])
-
-
-def _seconds(time: str | None) -> float:
-    """The time of an event, as in the rows of the metrics: seconds since 1970, in milliseconds."""
-    if time is None:
-        return 0.0
-    return round(datetime.fromisoformat(time).timestamp(), 3)
-
-
-def _lasting_causes(rows: Mapping[str, Mapping[str, Any]]) -> Cause:
-    """The lasting causes in the last rows."""
-    causes = Cause(0)
-    for row in rows.values():
-        if isinstance(row.get("cause"), list):  # the file may be damaged
-            causes |= causes_of(map(str, row["cause"]))
-    return causes & LASTING
-
-
-def _last_metrics(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers of the last rows, by the names of `Healer.metrics`."""
-    metrics: dict[str, Any] = {}
-    for engine, row in rows.items():
-        prefix = "heal/"
-        if engine:
-            prefix = f"heal/{engine}/"
-        for name in LAST_NUMBERS:
-            if name in row:
-                metrics[f"{prefix}{name}"] = row[name]
-    return metrics
+        if event.time is not None:  # a row has milliseconds
+            time_of = datetime.fromisoformat(event.time).timestamp()
+            last_rollback = max(last_rollback, round(time_of, 3))
+    rows = read_last_rows(metrics, history.processes[-1].id)
+    return {engine: row for engine, row in rows.items() if float(row["time"]) > last_rollback}

@@ -79,7 +79,9 @@ def write_report(
         run.loop.count_last_step()
         run.stopping.count_last_steps()
         run.monitor.read_engines()
-    why = getattr(error, "why", run.loop.state.break_place)
+    why = getattr(error, "why", "")
+    if error is None:
+        why = run.loop.state.break_place
     exception = trace = None
     if ending == Ending.EXCEPTION and error is not None:
         if isinstance(error, RunStopped):
