@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from healcore.console import error_text, first_of
 from healcore.core.decision import Cause
@@ -37,9 +37,13 @@ EndedBy = Literal["block", "close", "exit"]
 """What ends the run: the end of its block, `Healer.close`, or for `healcore.start` the end of the
 process."""
 
-_REQUESTED = (Terminated, Interrupted, EndRequested)
-"""The exceptions of an end between two steps, at which a run can still go back."""
-_NO_FAULT = Fault(Cause(0), "")
+_ENDINGS = {
+    Terminated: Ending.SIGNAL,
+    KeyboardInterrupt: Ending.INTERRUPTED,
+    EndRequested: Ending.REQUESTED,
+}
+"""The exceptions of a request to end -> kind of the end."""
+T = TypeVar("T")
 
 
 class RunEnd(NamedTuple):
@@ -71,15 +75,16 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
     run.hang_guard.pause()
     run.driver.on_end()
     if state.searches_batch_size and error is not None and classify(error).cause is Cause.OOM:
-        _discard(run)
-        return RunEnd(Ending.EXCEPTION, error)
-    replaced = "" if error is None and by != "exit" else _replaced_weights(run)
+        return _discard(run, error)
+    replaced = _replaced_weights(run, completed=error is None and by != "exit")
     together = _all_ranks_end(run, completed=error is None)
     if together:
         error = _read_last_steps(run, error, replaced)
-    raised = error.__cause__ if error is run.stopping.stopped and error else error
+    raised = error
+    if error is not None and error is run.stopping.stopped:
+        raised = error.__cause__
     _attempt(run, "the damage could not be assessed", partial(report_recoveries, run))
-    fault, memory, problem = _NO_FAULT, "", ""
+    fault, memory, problem = Fault(Cause(0), ""), "", ""
     if isinstance(raised, Exception):
         fault, memory = _save_and_log_fault(run, raised, replaced)
     elif error is None:
@@ -92,16 +97,16 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
     if together:
         _attempt(run, "checkpoints on probation", run.saver.poll)
         _attempt(run, "the last saves", run.known_checkpoints.read_nonfinite)
-    end = RunEnd(_ending_of(run, error, by), error)
-    if end.ending == Ending.COMPLETED and not state.is_complete:
+    ending = _ending_of(run, error, by)
+    if ending == Ending.COMPLETED and not state.is_complete:
         run.record.completed = True
-        replace = partial(run.saver.replace_record, run.progress.step)
-        _attempt(run, "the record of the end", replace)
+        step = run.progress.step
+        _attempt(run, "the record of the end", partial(run.saver.replace_record, step))
     explain = partial(explain_nan, run, raised, fault)
     _attempt(run, "the values at the exception could not be read", explain)
-    write_report(run, end.ending, error, fault, memory)
+    write_report(run, ending, error, fault, memory)
     _close_parts(run)
-    return end
+    return RunEnd(ending, error)
 
 
 def _ending_of(run: Run, error: BaseException | None, by: EndedBy) -> Ending:
@@ -111,29 +116,22 @@ def _ending_of(run: Run, error: BaseException | None, by: EndedBy) -> Ending:
         return Ending.REQUESTED if left_early else Ending.COMPLETED
     if error is run.stopping.stopped:
         return Ending.STOPPED
-    endings = {
-        Terminated: Ending.SIGNAL,
-        KeyboardInterrupt: Ending.INTERRUPTED,
-        EndRequested: Ending.REQUESTED,
-    }
-    for kind, ending in endings.items():
+    for kind, ending in _ENDINGS.items():
         if isinstance(error, kind):
             return ending
     return Ending.EXCEPTION
 
 
-def _attempt(run: Run, what: str, action: Callable[[], object]) -> str:
-    """Calls an action of the end. Logs and returns its problem, or an empty string."""
+def _attempt(run: Run, what: str, action: Callable[[], T], otherwise: T | None = None) -> T | None:
+    """The result of an action of the end. Logs its problem, and returns `otherwise` then."""
     try:
-        action()
+        return action()
     except Exception as error:
-        problem = f"{what}: {type(error).__name__}: {error}"
-        run.loop.warn(problem)
-        return problem
-    return ""
+        run.loop.warn(f"{what}: {type(error).__name__}: {error}")
+        return otherwise
 
 
-def _discard(run: Run) -> None:
+def _discard(run: Run, error: BaseException) -> RunEnd:
     """Ends a run that has taken no step, and deletes its first snapshot.
 
     Called if memory ran out while a trainer searches its batch size, before the first step. The
@@ -146,6 +144,7 @@ def _discard(run: Run) -> None:
         "memory ran out before the first step: the trainer begins again with a smaller batch"
     )
     _close_parts(run)
+    return RunEnd(Ending.EXCEPTION, error)
 
 
 def _close_parts(run: Run) -> None:
@@ -178,7 +177,7 @@ def _all_ranks_end(run: Run, *, completed: bool) -> bool:
         "another rank has not ended its loop (give every rank as many batches, and leave the loop "
         "at the same step on all ranks)"
     )
-    return not _attempt(run, what, partial(run.ranks.gather, None))
+    return _attempt(run, what, partial(run.ranks.gather, None)) is not None
 
 
 def _read_last_steps(run: Run, error: BaseException | None, replaced: str) -> BaseException | None:
@@ -195,7 +194,7 @@ def _read_last_steps(run: Run, error: BaseException | None, replaced: str) -> Ba
     try:
         if error is None:
             loop.report_last_steps()
-        elif isinstance(error, _REQUESTED) and loop.count_last_step():
+        elif isinstance(error, Terminated | Interrupted | EndRequested) and loop.count_last_step():
             if replaced:
                 loop.report_last_steps()
             else:
@@ -209,19 +208,16 @@ def _read_last_steps(run: Run, error: BaseException | None, replaced: str) -> Ba
     return error or run.progress.reading_error
 
 
-def _replaced_weights(run: Run) -> str:
+def _replaced_weights(run: Run, *, completed: bool) -> str:
     """Why weights that the program has replaced since the last step are not saved, or "".
 
     An evaluation of averaged weights puts them in the place of the trained weights. A restart from
-    such a checkpoint would train on from the averages, and nothing would show it.
+    such a checkpoint would train on from the averages, and nothing would show it. What a program
+    does with its weights after its loop, until the end of a block, belongs to a completed run.
     """
-    names: list[str] = []
-
-    def find() -> None:
-        names.extend(run.driver.replaced_weights())
-
-    if run.saver.resumes_exactly and not run.driver.is_interrupted():
-        _attempt(run, "the weights could not be read", find)
+    if completed or not run.saver.resumes_exactly or run.driver.is_interrupted():
+        return ""
+    names = _attempt(run, "the weights could not be read", run.driver.replaced_weights)
     if not names:
         return ""
     return (
@@ -297,22 +293,19 @@ def _save_early_end(run: Run, error: BaseException, replaced: str, *, together: 
     batches were read that no step has used, only a stop file saves the state before them.
     """
     _attempt(run, "the last step could not be counted", run.loop.count_last_step)
+    batches, saver = run.step_batches, run.saver
     is_within_step = run.driver.pending_steps() or run.driver.is_interrupted()
     rejected = error is run.stopping.stopped or run.progress.reading_error is not None
     if rejected or not together or is_within_step or run.loop.state.has_unfinished_work:
         return
-    obstacle = ""
-    if not run.step_batches.between_steps:
-        if isinstance(error, EndRequested) and run.saver.resumes_exactly:
-            with suppress(StoreError):
-                obstacle = run.saver.save_emergency(replaced)
-    elif not replaced:
-        save = partial(run.saver.save_last, completed=False, after_loop=run.loop.has_trainer)
+    can_return = saver.resumes_exactly and not batches.within_batch
+    if not (batches.between_steps or (can_return and isinstance(error, EndRequested))):
+        return
+    if not replaced:
+        save = partial(saver.save_last, completed=False, after_loop=run.loop.has_trainer)
         _attempt(run, "the last state could not be saved", save)
     elif run.progress.step != run.schedule.last_saved:
-        obstacle = replaced
-    if obstacle:
-        run.loop.warn(f"no checkpoint was saved at the end: {obstacle}")
+        run.loop.warn(f"no checkpoint was saved at the end: {replaced}")
 
 
 def _save_completed(run: Run, replaced: str, *, together: bool, by: EndedBy) -> str:
@@ -338,13 +331,15 @@ def _save_completed(run: Run, replaced: str, *, together: bool, by: EndedBy) -> 
     # A trainer may load its best weights after its loop: the run ends with the loop.
     after_loop = by == "exit" or has_trainer
     save = partial(run.saver.save_last, completed=True, after_loop=after_loop)
-    return _attempt(run, "the last state could not be saved", save)
+    return _attempt(run, "the last state could not be saved", save, "the save has failed") or ""
 
 
 def _judge(
     run: Run, problem: str, replaced: str, *, together: bool, by: EndedBy
 ) -> BaseException | None:
     """The exception for a loop that has ended by itself and is not complete, or None.
+
+    A run whose last state is lost on a rank is not complete: the next start resumes and saves it.
 
     Args:
         run: the parts of the run.
@@ -353,29 +348,12 @@ def _judge(
         together: whether all ranks end after this step.
         by: what ends the run.
     """
-    problem = run.saver.unsaved.get(run.progress.step) or problem
-    if not together or _is_true_on_any_rank(run, run.store.durable and bool(problem)):
-        # Not "completed", so that the next start resumes and saves the run.
-        return LastStateNotSaved(_unsaved_state_text(run, problem, replaced))
-    after_loop = by == "exit" and run.loop.state.at_rest
-    return incomplete_run_error(run, judges_weights=not after_loop)
-
-
-def _is_true_on_any_rank(run: Run, mine: bool) -> bool:
-    """Whether a value is True on any rank, or a rank does not answer. Collective."""
-    answers: list[bool] = []
-
-    def ask() -> None:
-        answers.extend(run.ranks.gather(mine))
-
-    return bool(_attempt(run, "another rank has left", ask)) or any(answers)
-
-
-def _unsaved_state_text(run: Run, problem: str, replaced: str) -> str:
-    """The message about a last state that no checkpoint holds: why, and what the next start does.
-
-    If the store cannot be read, the checkpoint is not named by its step.
-    """
+    step = run.progress.step
+    problem = run.saver.unsaved.get(step) or problem
+    ask = partial(run.ranks.gather, run.store.durable and bool(problem))
+    if together and not any(_attempt(run, "another rank has left", ask) or [True]):
+        after_loop = by == "exit" and run.loop.state.at_rest
+        return incomplete_run_error(run, judges_weights=not after_loop)
     target = "resumes from the newest checkpoint"
     with suppress(StoreError, OSError):
         # Only these checkpoints survive the process.
@@ -386,7 +364,7 @@ def _unsaved_state_text(run: Run, problem: str, replaced: str) -> str:
     remedy = "Remove the cause and start the program again: it"
     if replaced:
         remedy = "Call healer.close() directly after the loop. The next start"
-    return (
-        f"healcore: the loop has ended at step {run.progress.step}, and its last state is not "
-        f"saved ({problem or 'it failed on another rank'}). {remedy} {target}"
+    return LastStateNotSaved(
+        f"healcore: the loop has ended at step {step}, and its last state is not saved "
+        f"({problem or 'it failed on another rank'}). {remedy} {target}"
     )
