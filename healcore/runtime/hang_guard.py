@@ -64,10 +64,8 @@ class HangGuard:
         """Start of the time that counts, by the monotonic clock in seconds, or 0."""
         self._longest_s = 0.0
         """The longest step so far, in seconds."""
-        self._has_stepped = False
-        """Whether the run has taken a step, in this or in an earlier process."""
         self._step = 0
-        """Number of optimizer steps of the run."""
+        """Number of optimizer steps of the run, or 0 before the first step of this process."""
         self._training_thread = threading.get_ident()
         self._guards = False
         """Whether a loop is to be watched: the run is open, and its policy has a rule for hangs."""
@@ -141,14 +139,9 @@ class HangGuard:
         finally:
             self._counting_since = time.monotonic()
 
-    def on_step(self) -> None:
-        """Called by the driver after an optimizer step."""
-        self._has_stepped = True
-        self.pause()
-
     def stepped(self, step: int) -> None:
         """Sets the number of optimizer steps of the run."""
-        self._step, self._has_stepped = step, True
+        self._step = step
 
     # -- the guard's thread ---------------------------------------------------------------------
 
@@ -164,7 +157,7 @@ class HangGuard:
             elif start:  # counted in polls: suspending the job suspends this thread too
                 waited_s += poll_s
             limit_s = max(rule.timeout_s, _GROWTH * self._longest_s)
-            if not self._has_stepped:
+            if not self._step:
                 limit_s = max(limit_s, rule.first_step_s)
             if waited_s > max(limit_s, 2 * last_alarm_s):
                 last_alarm_s = waited_s

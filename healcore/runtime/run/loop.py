@@ -77,7 +77,7 @@ class Loop:
 
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
-        self.run.hang_guard.on_step()
+        self.run.hang_guard.pause()
         if not self.state.was_used:
             self._unseen_steps += 1
             if self._unseen_steps == MAX_UNSEEN_STEPS:

@@ -247,13 +247,6 @@ class EndRequests:
                 signal.signal(number, _previous.get(number, signal.SIG_DFL))
         _installed.clear()
 
-    def _note_signal(self, number: int) -> None:
-        """Notes the signal that asks the run to end, which several ranks propose."""
-        self.signal_number = number
-        self._signalled_at = time.monotonic()
-        if self._ranks.world > 1:
-            self.propose(number)
-
 
 _watching: list[EndRequests] = []
 """The runs that watch signals."""
@@ -295,7 +288,9 @@ def _handle(number: int, frame: FrameType | None) -> None:
         _previous[signal.SIGCHLD] = signal.getsignal(signal.SIGCHLD)
         _install(signal.SIGCHLD, signal.SIG_DFL)
     for each in asked:
-        each._note_signal(number)
+        each.signal_number, each._signalled_at = number, time.monotonic()
+        if each._ranks.world > 1:
+            each.propose(number)
     previous = _previous.get(number)
     if number == signal.SIGINT:
         is_interactive = hasattr(sys, "ps1")
