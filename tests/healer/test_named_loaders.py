@@ -137,7 +137,7 @@ def test_a_second_loader_at_the_same_time_needs_a_name(tmp_path):
             yield number
             list(healer.batches([4, 5, 6]))
 
-    with pytest.raises(DataError, match="has not ended, and another loop begins"):
+    with pytest.raises(DataError, match="and another loop begins"):
         start(evaluates, tmp_path / "evaluation")
 
 

@@ -333,9 +333,9 @@ class Source:
                 return None
         if now is not None and now is not cursor and now.is_open:
             raise DataError(
-                f"a loop over {now.name} has not ended, and another loop begins: write "
-                'healer.batches(loader, name="b") for one of the two loaders. Each name has its '
-                "own position in the data"
+                f"a loop over {now.name} has not ended, or its iterator is still in a variable, "
+                'and another loop begins: write healer.batches(loader, name="b") for one of the '
+                "two loaders. Each name has its own position in the data"
             )
         self.end_pass()
         if cursor is None:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from healcore.console import counted
@@ -221,11 +222,17 @@ class BatchLoop:
         return False
 
     def _next(self) -> Any:
-        """Reads the next batch of the loader. Raises StopIteration after the last epoch."""
+        """Reads the next batch of the loader. Raises StopIteration after the last epoch.
+
+        A signal ends a run of one process while it waits for a batch (Terminated, Interrupted), but
+        not within a step or an evaluation.
+        """
         run, loader = self._run, self._loader
-        # A signal ends a run of one process while it waits, but not within a step or an evaluation.
-        may_end = run.step_batches.between_steps and not self._state.in_evaluation
-        batch, batch_id = run.batch_reader.read(loader, run.progress.step, between_steps=may_end)
+        waits = nullcontext()
+        if run.step_batches.between_steps and not self._state.in_evaluation:
+            waits = run.end_requests.waiting_for_data()
+        with waits:
+            batch, batch_id = run.batch_reader.read(loader, run.progress.step)
         if run.loaders.is_caught_up:
             run.data_state.forget()
         run.step_batches.add(loader, batch, batch_id)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import MutableMapping, MutableSequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore import console
@@ -60,7 +59,7 @@ class BatchReader:
         self._failed_reads: deque[int] = deque()
         """Numbers of the reads that have failed, among the last `[skip_batch] within`."""
 
-    def read(self, loader: SourceCursor, step: int, *, between_steps: bool) -> tuple[Any, BatchId]:
+    def read(self, loader: SourceCursor, step: int) -> tuple[Any, BatchId]:
         """Reads the next readable batch.
 
         With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
@@ -69,25 +68,14 @@ class BatchReader:
         Args:
             loader: the loader.
             step: the step that is about to use the batch, for the log.
-            between_steps: whether no step has begun. A signal then ends a run of one process while
-                it waits for the batch.
 
         Returns:
             The batch and its id.
 
         Raises:
             StopIteration: the last batch was read.
-            Terminated, Interrupted: a signal has ended the wait.
             Exception: any error of the loader that the policy does not skip.
         """
-        waits = nullcontext()
-        if between_steps:
-            waits = self._end_requests.waiting_for_data()
-        with waits:
-            return self._read(loader, step)
-
-    def _read(self, loader: SourceCursor, step: int) -> tuple[Any, BatchId]:
-        """Reads the next readable batch, see `read`."""
         # The skip is logged once the loader has yielded the next batch, or has raised again.
         skip: _Unreadable | None = None
         while True:
